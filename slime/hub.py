@@ -16,15 +16,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from slime import deadlines
 from slime.data_path import ROW_SUFFIXES, split_name
 from slime.errors import UserError
 from slime.log import get_logger
 
 logger = get_logger(__name__)
 
-#: Seconds for the hub's first answer; of later ones huggingface_hub takes care
-#: (HF_HUB_DOWNLOAD_TIMEOUT).
-FIRST_ANSWER_SECONDS = 10.0
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.tiktoken")
 
@@ -148,7 +146,7 @@ def is_there(name: str, kind: str) -> bool:
         if why_not := _why_not_reached():
             raise _not_here(name, kind, why_not) from error
     with _said_to_people(name):
-        HfApi().repo_info(name, repo_type=kind, timeout=FIRST_ANSWER_SECONDS)
+        HfApi().repo_info(name, repo_type=kind, timeout=deadlines.HUB_FIRST_ANSWER)
     return False
 
 
@@ -183,7 +181,7 @@ def _why_not_reached() -> str | None:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE keeps us from the hub"
     try:
-        urllib.request.urlopen(constants.ENDPOINT, timeout=FIRST_ANSWER_SECONDS).close()
+        urllib.request.urlopen(constants.ENDPOINT, timeout=deadlines.HUB_FIRST_ANSWER).close()
     except urllib.error.HTTPError:
         return None  # an answer, if not a page
     except (OSError, http.client.HTTPException) as error:

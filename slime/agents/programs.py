@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime import deadlines
 from slime.engines.keys import VARIABLE
 from slime.log import get_logger
 
@@ -28,7 +29,6 @@ _MOST_OUTPUT = 16 << 20
 _MINDER = Path(__file__).parents[1] / "sandbox" / "minder.py"
 #: Of this process, for the minder: enough to start Python.
 _FOR_PYTHON = ("PATH", "LD_LIBRARY_PATH")
-_END_SECONDS = 10.0
 #: Programs of which it was said that they leave something behind.
 _leaves_behind: set[str] = set()
 
@@ -103,7 +103,7 @@ async def _minded(request: dict[str, Any], timeout: float | None) -> dict[str, A
         if not hears.done():
             with contextlib.suppress(ProcessLookupError):
                 minder.terminate()
-            await asyncio.wait({hears}, timeout=_END_SECONDS)
+            await asyncio.wait({hears}, timeout=deadlines.PROGRAMS_END)
         if minder.returncode is None:  # it hangs: the kernel ends the program with it
             with contextlib.suppress(ProcessLookupError):
                 minder.kill()

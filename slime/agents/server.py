@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import orjson
 from aiohttp import web
 
+from slime import deadlines
 from slime.agents import chat_api, messages_api, responses_api
 from slime.agents.session import AgentSession, Refusal
 from slime.agents.turns import Turn
@@ -32,9 +33,6 @@ from slime.rollout.loop import close_with_rollouts
 logger = get_logger(__name__)
 
 _LARGEST_BODY = 64 << 20
-_BODY_SECONDS = 60.0
-_PING_SECONDS = 15.0
-_IDLE_SECONDS = 120.0  # longer than clients keep connections that they do not use
 _NO_RETRY = {"x-should-retry": "false"}  # both clients go by it
 
 #: Path of a route that generates → its shapes.
@@ -82,7 +80,7 @@ class AgentServer:
             app,
             handler_cancellation=True,
             access_log=None,
-            keepalive_timeout=_IDLE_SECONDS,
+            keepalive_timeout=deadlines.ENDPOINT_IDLE,
             shutdown_timeout=0.2,
         )
         await self._runner.setup()
@@ -143,7 +141,10 @@ class AgentServer:
             return _refused(request, str(error), error.status, error.kind, error.code)
         except TimeoutError:
             return _refused(
-                request, f"the body did not come within {_BODY_SECONDS:.0f} s", 408, "timeout_error"
+                request,
+                f"the body did not come within {deadlines.ENDPOINT_BODY:.0f} s",
+                408,
+                "timeout_error",
             )
         except web.HTTPException as error:
             said = f"{request.method} {request.path}: {error.reason}"
@@ -186,7 +187,7 @@ def _answering(api: ModuleType) -> Handler:
         try:
             if not ask.stream:
                 return _json(api.whole(await working))
-            await asyncio.wait({working}, timeout=_PING_SECONDS)
+            await asyncio.wait({working}, timeout=deadlines.ENDPOINT_PING)
             if working.done():
                 working.result()  # a refusal still gets a status
             return await _stream(request, working, api)
@@ -206,7 +207,7 @@ async def _stream(
         await response.prepare(request)
         while not working.done():
             await response.write(api.ping())
-            await asyncio.wait({working}, timeout=_PING_SECONDS)
+            await asyncio.wait({working}, timeout=deadlines.ENDPOINT_PING)
         for event in _events(request, working, api):
             await response.write(event)
         await response.write_eof()
@@ -227,7 +228,7 @@ def _events(request: web.Request, working: asyncio.Task[Turn], api: ModuleType) 
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
-    async with asyncio.timeout(_BODY_SECONDS):
+    async with asyncio.timeout(deadlines.ENDPOINT_BODY):
         return json_object(await request.read())
 
 

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from slime import deadlines
 from slime.checkpoints.directory import (
     EXTRA_STATE,
     FileRecord,
@@ -57,12 +58,6 @@ from slime.processes.json_collectives import all_gather, broadcast, gather
 from slime.processes.pinned_memory import HostMemory
 
 logger = logging.getLogger(__name__)
-
-#: How long the ranks wait for the slowest one's disk. Not --distributed-timeout-minutes, which is
-#: for ranks that compute: a file system that is shared with others may take an hour for what it
-#: takes minutes for on another day.
-WRITE_SECONDS = 7200.0
-_GRACE_SECONDS = 60.0  # for the group's own error, which says more
 
 
 class CheckpointWriter:
@@ -109,7 +104,9 @@ class CheckpointWriter:
         """
         self.wait()
         if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_SECONDS))
+            self._group = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=deadlines.CHECKPOINT_WRITE)
+            )
         final = Path(root) / iteration_name(iteration)
         with _agreed(f"preparing {final}"):
             if dist.get_rank() == 0:
@@ -135,11 +132,11 @@ class CheckpointWriter:
             UserError: it failed.
         """
         if self._thread is not None:
-            self._thread.join(WRITE_SECONDS + _GRACE_SECONDS)
+            self._thread.join(deadlines.CHECKPOINT_WRITE + deadlines.CHECKPOINT_GRACE)
             if self._thread.is_alive():
                 raise RunFailed(
                     f"the checkpoint writer ({self._thread.name}) does not come to an end",
-                    why=f"it has been writing for {WRITE_SECONDS / 3600:.0f} hours",
+                    why=f"it has been writing for {deadlines.CHECKPOINT_WRITE / 3600:.0f} hours",
                     fix="look at the file system of --save; the previous checkpoint is untouched",
                 )
             self._thread = None

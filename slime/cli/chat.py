@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from slime import deadlines
 from slime.checkpoints.run_models import data_path, stage_configs
 from slime.cli.arguments import Arguments, at_least_one
 from slime.cli.model_source import model_directory, model_name
@@ -33,8 +34,6 @@ from slime.observe.run_folder import RunFolder
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows
 
-#: Seconds until the next piece of an answer, at most.
-_PIECE_SECONDS = 300.0
 #: A model with smaller weights knows what its run taught it and nothing else.
 _TOY_BYTES = 20e6
 #: Longer questions are shown by their first characters.
@@ -258,7 +257,7 @@ class Conversation:
 
     def _stream(self, path: str, body: dict[str, Any], text_of: Any) -> Iterator[str]:
         connection = http.client.HTTPConnection(
-            self._address, timeout=_PIECE_SECONDS
+            self._address, timeout=deadlines.CHAT_PIECE
         )  # knows no proxies
         try:
             sent = json.dumps(

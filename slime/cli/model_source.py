@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from slime import deadlines
 from slime.checkpoints.run_models import (
     RunModel,
     checkpoint_model,
@@ -28,8 +29,6 @@ from slime.processes.host import python_module
 
 #: Where a Megatron checkpoint keeps what it was converted to: it goes with the checkpoint.
 CONVERTED = "hf"
-#: Hundreds of gigabytes on a network file system take an hour.
-_CONVERT_SECONDS = 7200.0
 _BESIDE = ".hf-of-"
 
 
@@ -112,7 +111,7 @@ def _converted(model: RunModel, hf_checkpoint: str | None) -> Path:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=_CONVERT_SECONDS,
+            timeout=deadlines.MODEL_SOURCE_CONVERT,
         )
         if done.returncode:
             gone = (

@@ -28,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slime import deadlines
 from slime.cli.arguments import Arguments
 from slime.cli.convert import PRECISIONS
 from slime.cli.model_source import model_directory, model_name
@@ -44,7 +45,6 @@ from slime.models import family_name, read_hf_config
 from slime.models.spec import named_dtype
 from slime.processes.host import bind, reserve_port
 
-_LOOK_SECONDS = 0.5
 _LOGS = "slime-serve-"
 
 
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
         print(_welcome(server.url, name, key if is_new else ""))
         try:
             while server.is_alive():
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(deadlines.SERVE_LOOK)
         except KeyboardInterrupt:
             return 0
         raise RunFailed(

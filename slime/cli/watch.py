@@ -18,6 +18,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from slime import deadlines
 from slime.cli.arguments import Arguments
 from slime.errors import UserError
 from slime.http_access import is_loopback
@@ -26,8 +27,6 @@ from slime.page.server import Runs, application
 from slime.processes.host import bind
 
 _OUTPUTS = "outputs"
-#: For answers that are under way when the server ends.
-_GOODBYE_SECONDS = 0.5
 
 
 def main(argv: list[str]) -> int:
@@ -82,7 +81,7 @@ async def _serve(runs: Runs, listener: socket.socket, host: str, token: str | No
             loop.add_signal_handler(number, stopping.set)
     port = listener.getsockname()[1]
     app = application(runs, token, f"slime_watch_{port}")
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_GOODBYE_SECONDS)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=deadlines.WATCH_GOODBYE)
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()

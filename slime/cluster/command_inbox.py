@@ -26,6 +26,7 @@ from typing import Any
 
 import orjson
 
+from slime import deadlines
 from slime.errors import RunFailed, UserError
 from slime.files import read_object, write_atomically
 from slime.log import get_logger
@@ -36,9 +37,6 @@ logger = get_logger(__name__)
 _ORDER = re.compile(r"([0-9a-f]{16})\.order\.json")
 _OURS = re.compile(r"[0-9a-f]{16}\.(order|answer)\.json")
 _LARGEST = 4096
-_SETTLED_SECONDS = 2.0  # two changes within one tick of a file system's clock look like one
-_WAIT_SECONDS = 120.0
-_POLL_SECONDS = 0.1
 FOLDER = "engines"
 
 
@@ -86,7 +84,7 @@ class CommandInbox:
         except OSError as error:
             logger.debug("no orders: %s", error)
             return []
-        settled = self._clock() - changed / 1e9 > _SETTLED_SECONDS
+        settled = self._clock() - changed / 1e9 > deadlines.COMMAND_INBOX_SETTLED
         self._seen = changed if settled and not orders else None
         return orders
 
@@ -126,8 +124,8 @@ def give_order(
     verb: str,
     url: str = "",
     *,
-    seconds: float = _WAIT_SECONDS,
-    poll: float = _POLL_SECONDS,
+    seconds: float = deadlines.COMMAND_INBOX_WAIT,
+    poll: float = deadlines.COMMAND_INBOX_POLL,
 ) -> dict[str, Any]:
     """Have a running run do something, and wait for its answer.
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import ray
 
+from slime import deadlines
 from slime.cluster.placement import EnginePart
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.cluster.waiting import NamedActor, Process, this_process
@@ -18,7 +19,7 @@ from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.api import EngineError
 from slime.engines.keys import RunKeys
-from slime.engines.router import STARTUP_SECONDS, register_workers
+from slime.engines.router import register_workers
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger, log_to_file_only
 from slime.processes.footprint import Footprint
@@ -27,7 +28,6 @@ from slime.processes.host import PortReservation, reserve_port
 logger = get_logger(__name__)
 
 _PORT_TRIES = 5
-_DYING_SECONDS = 1.0
 
 
 class DisaggregatedWorkers(NamedTuple):
@@ -171,11 +171,13 @@ class EngineActor:
             assert self._process is not None
             try:
                 asyncio.run(
-                    register_workers(url, worker_urls, timeout=STARTUP_SECONDS, policy=policy)
+                    register_workers(
+                        url, worker_urls, timeout=deadlines.ROUTER_STARTUP, policy=policy
+                    )
                 )
                 return url
             except EngineError:
-                if not self._process.ends_within(_DYING_SECONDS):
+                if not self._process.ends_within(deadlines.ENGINE_ACTOR_DYING):
                     raise
             server_exit = self.kill(self._process.how_it_ended())
             if is_last:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime import deadlines
 from slime.config.addresses import engine_url
 from slime.config.config import Config
 from slime.engines import keys
@@ -27,7 +28,6 @@ from slime.models import family_of
 from slime.models.spec import check_same_model, read_hf_config
 from slime.prompts.tokenizer import load_tokenizer
 
-_SECONDS = 10.0
 _LINE = "The answer to 3 + 4 is 7, “naïve” or not.\n\tx = {'a': [1, 2]}"
 
 
@@ -61,7 +61,7 @@ def ask(url: str) -> Said:
     """
 
     async def questions() -> Said:
-        async with EngineClient(url, timeout=_SECONDS) as engine:
+        async with EngineClient(url, timeout=deadlines.ENGINE_FIT) as engine:
             model = await engine.get("/model_info")
             server = await engine.get("/server_info")
             try:

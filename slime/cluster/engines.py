@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import ray
 
+from slime import deadlines
 from slime.cluster.command_inbox import CommandInbox
 from slime.cluster.engine_actor import EngineHandle, ServerExit, raise_server_exit, with_pid
 from slime.cluster.engine_fit import named
@@ -64,13 +65,6 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _COLOCATED_SHARE = 0.2
-_ASK_SECONDS = 10.0
-_AT_HAND_SECONDS = 60.0
-_LOOK_SECONDS = 0.25
-#: How long the death may take that explains a failure: connections may break before the process is
-#: gone.
-_DEATH_SECONDS = 1.0
-_DEATH_OF_CONNECTION_SECONDS = 3.0
 
 
 class Engines:
@@ -260,7 +254,9 @@ class Engines:
 
     def _hear(self, handles: Iterable[EngineHandle], what: str) -> None:
         asked = {handle.worker: handle.server_exit() for handle in handles}
-        for worker, server_exit in zip(asked, wait_for(asked, "asking the engines", _ASK_SECONDS)):
+        for worker, server_exit in zip(
+            asked, wait_for(asked, "asking the engines", deadlines.ENGINES_ASK)
+        ):
             self.on_server_exit(worker.name, server_exit, what)
 
     def _start_router_again(self, name: str, how: str) -> None:
@@ -293,7 +289,9 @@ class Engines:
             EngineError
         ) as error:  # the router goes on sending requests there, which fail and are sent again
             logger.warning("%s is still behind the router: %s", engine.name, error)
-        server_exit: ServerExit = wait_for(killed, "ending a dead engine", _AT_HAND_SECONDS)[0]
+        server_exit: ServerExit = wait_for(
+            killed, "ending a dead engine", deadlines.ENGINES_AT_HAND
+        )[0]
         if engine.died_too_often:
             times = (
                 f"died {engine.deaths} times without a completed rollout between; the last time "
@@ -318,7 +316,7 @@ class Engines:
         wait_for(
             {handle.worker: handle.kill("left") for handle in handles},
             "ending an engine",
-            _AT_HAND_SECONDS,
+            deadlines.ENGINES_AT_HAND,
         )
 
     @contextmanager
@@ -336,9 +334,9 @@ class Engines:
             raise
         except Exception as error:
             if not isinstance(error, EngineError):
-                patience = _DEATH_SECONDS
+                patience = deadlines.ENGINES_DEATH
             else:
-                patience = _DEATH_OF_CONNECTION_SECONDS if error.status is None else 0.0
+                patience = deadlines.ENGINES_DEATH_OF_CONNECTION if error.status is None else 0.0
             with contextlib.suppress(ActorDied, DeadlinePassed):  # the error at hand says more
                 self._hear_of_death(what, lost, patience)
             if not isinstance(error, EngineError):
@@ -357,7 +355,7 @@ class Engines:
             self.poll_for_deaths(what)
             if time.monotonic() >= end:
                 return
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(deadlines.ENGINES_LOOK)
 
     def again_without_dead(self, work: Callable[[], T], what: str) -> T:
         """Do ``work`` (``what``, for messages), and once more each time that an engine has died of
@@ -384,7 +382,7 @@ class Engines:
         fleet = self.fleet
         seconds = self._health.timeout
         asked = {url: fleet.start_get(url, LOADS_PATH, seconds) for url in fleet.urls}
-        futures.wait(asked.values(), seconds + _LOOK_SECONDS)
+        futures.wait(asked.values(), seconds + deadlines.ENGINES_LOOK)
         silent = {
             url
             for url, answer in asked.items()
@@ -396,7 +394,7 @@ class Engines:
         """Have them generate again, whatever a push has left them in."""
         if self.table.policy:
             with contextlib.suppress(EngineError):  # who does not is noticed as one that hangs
-                self.fleet.post("/continue_generation", {}, _ASK_SECONDS)
+                self.fleet.post("/continue_generation", {}, deadlines.ENGINES_ASK)
 
     # -- hanging
     # ----------------------------------------------------------------------------------------------
@@ -453,7 +451,7 @@ class Engines:
             if not engine.starting or not all_answered(engine.starting):
                 continue
             try:
-                urls = wait_for(engine.starting, "restarting", _AT_HAND_SECONDS)
+                urls = wait_for(engine.starting, "restarting", deadlines.ENGINES_AT_HAND)
                 keys.own(*urls)
                 self.table.came_up(engine.number, urls)
                 logger.info("%s runs again and comes back with the next weight push", engine.name)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from slime import deadlines
 from slime.cluster import engine_fit
 from slime.cluster.command_inbox import CommandInbox, EngineCommand
 from slime.cluster.engine_fit import named
@@ -36,10 +37,6 @@ from slime.log import get_logger
 
 logger = get_logger(__name__)
 
-_DRAIN_SECONDS = 10.0  # an abort is done at once; whatever is still on its way is finished there
-_DRAIN_POLL_SECONDS = 0.1
-_ASK_SECONDS = 2.0
-_TRY_AGAIN_SECONDS = 10.0
 _COMMAND = "slime engines"
 
 
@@ -143,7 +140,7 @@ class ExternalEngines:
         """Those that were lost while the router did not answer: back alive, they would get requests
         and no weights."""
         if self._to_take_out and self._clock() >= self._next_try:
-            self._next_try = self._clock() + _TRY_AGAIN_SECONDS
+            self._next_try = self._clock() + deadlines.EXTERNAL_ENGINES_TRY_AGAIN
             self._to_take_out -= {
                 engine.url for engine in self._external() if engine.urls
             }  # they have joined again
@@ -343,15 +340,18 @@ class ExternalEngines:
         """
 
         async def drain() -> None:
-            end = time.monotonic() + _DRAIN_SECONDS
-            async with EngineClient(url, timeout=_DRAIN_SECONDS) as engine:
+            end = time.monotonic() + deadlines.EXTERNAL_ENGINES_DRAIN
+            async with EngineClient(url, timeout=deadlines.EXTERNAL_ENGINES_DRAIN) as engine:
                 while True:
                     await engine.post("/abort_request", {"abort_all": True})
                     if not num_requests(await engine.get(LOADS_PATH)):
                         return
                     if time.monotonic() > end:
-                        raise EngineError(url, f"still has requests after {_DRAIN_SECONDS:.0f} s")
-                    await asyncio.sleep(_DRAIN_POLL_SECONDS)
+                        raise EngineError(
+                            url,
+                            f"still has requests after {deadlines.EXTERNAL_ENGINES_DRAIN:.0f} s",
+                        )
+                    await asyncio.sleep(deadlines.EXTERNAL_ENGINES_DRAIN_POLL)
 
         try:
             asyncio.run(drain())
@@ -453,7 +453,7 @@ async def _counts(urls: Sequence[str]) -> list[str]:
     async def of(url: str) -> str:
         if not url:
             return "-"
-        async with EngineClient(url, timeout=_ASK_SECONDS) as engine:
+        async with EngineClient(url, timeout=deadlines.EXTERNAL_ENGINES_ASK) as engine:
             try:
                 return str(num_requests(await engine.get(LOADS_PATH)))
             except EngineError:

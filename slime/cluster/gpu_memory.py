@@ -23,19 +23,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 
+from slime import deadlines
 from slime.cluster.engine_table import ALL_MEMORY, CACHE, WEIGHTS, EngineEntry, EngineTable
 from slime.engines.api import EngineError
 from slime.engines.fleet import Body, EngineFleet, answers
 from slime.log import get_logger
 
 logger = get_logger(__name__)
-
-_MEMORY_SECONDS = (
-    300.0  # a copy of the weights to the host or back, and the end of the last requests
-)
-_IDLE_SECONDS = (
-    3.0  # for requests that were aborted to end; a rollout that was given up still sends some
-)
 
 
 class MemoryHolder(Enum):
@@ -204,7 +198,7 @@ class EngineMemory:
                 self._end_requests(list(todo))
                 self._move(path, table.policy, todo, table.released)
             if CACHE in tags and (todo := table.to_release(table.others, ALL_MEMORY)):
-                self._fleet_of(table.others).flush_cache(_MEMORY_SECONDS, list(todo))
+                self._fleet_of(table.others).flush_cache(deadlines.GPU_MEMORY_MEMORY, list(todo))
                 self._move(path, table.others, todo, table.released)
 
     def resume(self, tags: Sequence[str]) -> None:
@@ -226,14 +220,14 @@ class EngineMemory:
     def _end_requests(self, urls: list[str]) -> None:
         policy = self._table.policy
         try:
-            self._fleet_of(policy).flush_cache(_IDLE_SECONDS, urls)
+            self._fleet_of(policy).flush_cache(deadlines.GPU_MEMORY_IDLE, urls)
         except EngineError as error:
             # a rollout that was given up still sends requests; on memory that is gone they would
             # kill the engine
             logger.warning("engines are paused, because they are not idle: %s", error)
             self._table.paused(urls)  # some of them, even if others fail
             self._ask("/pause_generation", policy, {url: {"mode": "abort"} for url in urls})
-            self._fleet_of(policy).flush_cache(_MEMORY_SECONDS, urls)
+            self._fleet_of(policy).flush_cache(deadlines.GPU_MEMORY_MEMORY, urls)
 
     def _move(
         self,
@@ -261,7 +255,7 @@ class EngineMemory:
         """
         if not bodies:
             return
-        outcomes = self._fleet_of(engines).post_to(path, bodies, _MEMORY_SECONDS)
+        outcomes = self._fleet_of(engines).post_to(path, bodies, deadlines.GPU_MEMORY_MEMORY)
         for url, outcome in outcomes.items():
             if not isinstance(outcome, EngineError):
                 note(url)

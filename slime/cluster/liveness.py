@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
+from slime import deadlines
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 
-_ASK_SECONDS = 2.0
-_ANSWER_SECONDS = 5.0
 #: Questions in a row that nobody took: one may meet a connection that was closed meanwhile.
 _MISSES = 2
 
@@ -40,7 +39,7 @@ class LivenessProbe:
             elif self._misses[url]:
                 self._ask(url)
         if self._clock() >= self._next:
-            self._next = self._clock() + _ASK_SECONDS
+            self._next = self._clock() + deadlines.LIVENESS_ASK
             for url in urls:
                 if url not in self._asked and url not in found:
                     self._ask(url)
@@ -52,8 +51,11 @@ class LivenessProbe:
         found = list(urls)
         for _ in range(_MISSES if found else 0):
             assert self._fleet is not None
-            asked = {url: self._fleet.start_get(url, "/health", _ANSWER_SECONDS) for url in found}
-            wait(asked.values(), timeout=_ANSWER_SECONDS + 1)
+            asked = {
+                url: self._fleet.start_get(url, "/health", deadlines.LIVENESS_ANSWER)
+                for url in found
+            }
+            wait(asked.values(), timeout=deadlines.LIVENESS_ANSWER + 1)
             found = [
                 url for url, answer in asked.items() if answer.done() and _nobody_there(answer)
             ]
@@ -73,7 +75,7 @@ class LivenessProbe:
 
     def _ask(self, url: str) -> None:
         assert self._fleet is not None
-        self._asked[url] = self._fleet.start_get(url, "/health", _ANSWER_SECONDS)
+        self._asked[url] = self._fleet.start_get(url, "/health", deadlines.LIVENESS_ANSWER)
 
 
 def _nobody_there(answer: Future[Any]) -> bool:

@@ -25,8 +25,9 @@ from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime import deadlines
 from slime.cluster.placement import GpuSlot, GpuSlots
-from slime.cluster.slow_waits import QUIET_SECONDS, stopped_parts
+from slime.cluster.slow_waits import stopped_parts
 from slime.cluster.waiting import DeadlinePassed, NamedActor, StopRequested, wait_for
 from slime.config.config import Config
 from slime.errors import UserError
@@ -42,19 +43,12 @@ from slime.user_code.loading import USER_FOLDERS
 logger = get_logger(__name__)
 
 _TOKEN = "RAY_AUTH_TOKEN"
-#: Seconds in which a cluster must let a driver join.
-_JOIN_DEADLINE = 20.0
-_LOOK_SECONDS = 0.1
 _JOINS = (
     "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 )
 
 #: What trainers that were killed leave, besides processes; run where no driver is there to do it.
 _FREE_SHARED_MEMORY = python_module("slime.engines.wire.shared_memory")
-#: For the kernel to end a tree of processes.
-_KILLED_SECONDS = 6.0
-#: For a raylet to register, which waits for its agents; each of them imports Ray.
-_START_SECONDS = 120.0
 _NO_AGENT = '--dashboard_agent_command=sh -c "exec sleep infinity"'
 #: Ports of Ray's agents, reserved until the next start: the raylet does not wait for an agent to
 #: take its own.
@@ -198,18 +192,18 @@ def _check_answers(address: str, should_stop: Callable[[], bool]) -> None:
         text=True,
         preexec_fn=partial(die_with_parent, os.getpid()),
     )
-    end = time.monotonic() + _JOIN_DEADLINE
+    end = time.monotonic() + deadlines.RAY_SESSION_JOIN
     try:
         while True:
             try:
-                said = child.communicate(timeout=_LOOK_SECONDS)[1]
+                said = child.communicate(timeout=deadlines.RAY_SESSION_LOOK)[1]
                 break
             except subprocess.TimeoutExpired:
                 if should_stop():
                     raise StopRequested("joining the Ray cluster") from None
                 if time.monotonic() > end:
                     raise _no_cluster(
-                        address, f"it did not answer within {_JOIN_DEADLINE:.0f} s"
+                        address, f"it did not answer within {deadlines.RAY_SESSION_JOIN:.0f} s"
                     ) from None
     finally:
         child.kill()
@@ -281,7 +275,7 @@ class _Daemon(services.ConsolePopen):
             self.terminate()
             self.send_signal(signal.SIGCONT)  # should somebody have stopped it
             with suppress(subprocess.TimeoutExpired):
-                self.wait(_KILLED_SECONDS)
+                self.wait(deadlines.RAY_SESSION_KILLED)
         if self.poll() is None:
             super().kill()
 
@@ -360,7 +354,7 @@ def _patient(should_stop: Callable[[], bool]) -> Iterator[None]:
     _ports = {name: reserve_port() for name in _PORTS}
     ports = {name: reserved.port for name, reserved in _ports.items()}
     ask = services.get_node
-    end = time.monotonic() + _START_SECONDS
+    end = time.monotonic() + deadlines.RAY_SESSION_START
 
     def get_node(gcs_address: str, node_id: str) -> dict[str, Any]:
         while True:
@@ -513,7 +507,7 @@ def _wait_for(group: PlacementGroup, timeout: float, should_stop: Callable[[], b
             raise StopRequested("placement")
         if (waited := time.monotonic() - began) >= timeout:
             raise DeadlinePassed(f"the slots were not reserved within {timeout:.0f} s")
-        if waited >= said + QUIET_SECONDS:
+        if waited >= said + deadlines.SLOW_WAITS_QUIET:
             said = waited
             logger.info(
                 "placement: waiting for %d slots for %.0f s, another job holds some of them "

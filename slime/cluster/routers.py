@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import ray
 
+from slime import deadlines
 from slime.cluster.engine_actor import (
     DisaggregatedWorkers,
     EngineHandle,
@@ -33,12 +34,6 @@ from slime.engines.router import LIVENESS_PATH, register_workers, remove_worker,
 from slime.log import get_logger
 
 logger = get_logger(__name__)
-
-_REMOVE_SECONDS = 10.0  # to take a worker out; generation is waited for meanwhile
-_JOIN_SECONDS = 60.0
-_ACCEPT_SECONDS = 15.0
-_START_SECONDS = 120.0
-_AT_HAND_SECONDS = 60.0
 
 
 class Routers:
@@ -97,7 +92,10 @@ class Routers:
         policy's."""
         asked = {router.worker: self._begin(name, url_of) for name, router in self.handles.items()}
         self.urls = dict(
-            zip(self.handles, wait_for(asked, "starting", _START_SECONDS, self._should_stop))
+            zip(
+                self.handles,
+                wait_for(asked, "starting", deadlines.ROUTERS_START, self._should_stop),
+            )
         )
         keys.own(*self.urls.values())
         for name, url in self.urls.items():
@@ -130,7 +128,7 @@ class Routers:
                 self._engines[name].worker: self._engines[name].bootstrap_port() for name in prefill
             }
             ports = wait_for(
-                asked, "asking for bootstrap ports", _AT_HAND_SECONDS, self._should_stop
+                asked, "asking for bootstrap ports", deadlines.ROUTERS_AT_HAND, self._should_stop
             )
             pairs = DisaggregatedWorkers(
                 [(url_of[name], port) for name, port in zip(prefill, ports)],
@@ -147,12 +145,12 @@ class Routers:
     def take_out(self, url: str) -> None:
         """No request goes to this engine any more. Raises EngineError: it is still there, or nobody
         answers."""
-        asyncio.run(remove_worker(self.url, url, _REMOVE_SECONDS))
+        asyncio.run(remove_worker(self.url, url, deadlines.ROUTERS_REMOVE))
 
     def put_behind(self, url: str) -> None:
         """Requests go to this engine, too. Raises EngineError: the router refuses it, or does not
         answer."""
-        asyncio.run(register_workers(self.url, [url], timeout=_JOIN_SECONDS))
+        asyncio.run(register_workers(self.url, [url], timeout=deadlines.ROUTERS_JOIN))
 
     # -- death and restart
     # -------------------------------------------------------------------------------------
@@ -186,7 +184,7 @@ class Routers:
         url = self.urls[model]
         began = time.monotonic()
         [server_exit] = wait_for(
-            {router.worker: router.kill(how)}, "ending a dead router", _AT_HAND_SECONDS
+            {router.worker: router.kill(how)}, "ending a dead router", deadlines.ROUTERS_AT_HAND
         )
         self._last_pid[name] = server_exit.pid
         self._deaths[name] += 1
@@ -199,7 +197,7 @@ class Routers:
         url_of = serving()
         late = [] if self._is_given_workers(model, url_of) else self._behind(model, url_of)
         asked = {router.worker: self._begin(model, {} if late else url_of, urlsplit(url).port)}
-        wait_for(asked, "starting the router again", _START_SECONDS, self._should_stop)
+        wait_for(asked, "starting the router again", deadlines.ROUTERS_START, self._should_stop)
         refused = self._accepted_late(url, late)
         self._restarts += 1
         if self._health is not None:
@@ -223,7 +221,7 @@ class Routers:
 
         async def put(engine: str) -> str:
             try:
-                await register_workers(url, [engine], timeout=_ACCEPT_SECONDS)
+                await register_workers(url, [engine], timeout=deadlines.ROUTERS_ACCEPT)
             except EngineError as error:
                 logger.warning("%s", error)
                 return engine

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from slime import deadlines
 from slime.checkpoints.load_plan import going_on
 from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
@@ -49,9 +50,6 @@ if TYPE_CHECKING:
     from slime.trainer.non_finite import FailedStep
 
 logger = get_logger(__name__)
-
-_POLITE_SECONDS = 5.0  # for all processes together
-_HASTY_SECONDS = 2.0
 
 
 class Cluster:
@@ -309,7 +307,9 @@ class Cluster:
         """
         if not ray.is_initialized():
             return
-        end = time.monotonic() + (_POLITE_SECONDS if politely else _HASTY_SECONDS)
+        end = time.monotonic() + (
+            deadlines.RUN_CLUSTER_POLITE if politely else deadlines.RUN_CLUSTER_HASTY
+        )
         for group in (self._rollout, self._trainers, self._engines):
             if group is not None:
                 group.close(max(0.0, end - time.monotonic()))

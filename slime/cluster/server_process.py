@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from slime import deadlines
 from slime.engines.api import is_ready
 from slime.engines.launch import LaunchSpec
 from slime.processes.host import past_proxies
 from slime.processes.owner import die_with_parent
 
 _LOG_BYTES = 1 << 18
-_KILLED_SECONDS = 10.0  # after SIGKILL: the kernel may have much memory to free
 _NUM_LAST = 40  # lines of a log: an exception above them was survived
 #: SGLang's processes fall one after the other; the first to fail says why.
 _FIRST_FAILURE = "Scheduler hit an exception:"
@@ -181,7 +181,7 @@ class ServerProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):  # the kill below follows
                 self._process.wait(grace)
         self._signal(signal.SIGKILL)  # children that outlived their leader, too
-        self._process.wait(_KILLED_SECONDS)
+        self._process.wait(deadlines.SERVER_PROCESS_KILLED)
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import psutil
 
+from slime import deadlines
 from slime.cluster import open_waits
 from slime.log import get_logger
 from slime.processes import stacks
@@ -26,13 +27,7 @@ from slime.processes.host import own_addresses
 
 logger = get_logger(__name__)
 
-#: Until the first line, and between two where somebody is stopped or idle; else they come at
-#: growing intervals.
-QUIET_SECONDS = 60.0
 _NAME_LENGTH = 70
-#: Of silence, after which those who are waited for are asked for their stacks, though they seem to
-#: work.
-_STACKS_SECONDS = 240.0
 
 
 class Waited(Protocol):
@@ -62,7 +57,7 @@ class SlowWaitLogger:
 
     def _begin(self) -> None:
         self._since = self._clock()
-        self._next = QUIET_SECONDS
+        self._next = deadlines.SLOW_WAITS_QUIET
         self._cpu: dict[int, tuple[float, float]] = {}
 
     def look(
@@ -97,12 +92,12 @@ class SlowWaitLogger:
         text = f"{self._what}: nothing heard for {quiet:.0f} s from {', '.join(rows)}"
         text += f"; stopped besides: {', '.join(stopped)}" if stopped else ""
         text += f"; {said}" if (said := words()) else ""
-        if is_odd or quiet >= _STACKS_SECONDS:
+        if is_odd or quiet >= deadlines.SLOW_WAITS_STACKS:
             names = {_pid(worker): worker.name for worker in here}
             if asked := stacks.ask(pid for pid in names if pid not in stopped_parts()):
                 text += f"; Python stacks: {', '.join(f'{names[pid]}.log' for pid in asked)}"
         (logger.warning if is_odd else logger.info)("%s", text)
-        self._next = quiet + QUIET_SECONDS if is_odd else 2 * quiet
+        self._next = quiet + deadlines.SLOW_WAITS_QUIET if is_odd else 2 * quiet
         self._cpu = {}
 
     def _described(self, worker: Waited) -> str:

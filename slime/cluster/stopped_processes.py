@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 
+from slime import deadlines
 from slime.cluster import open_waits
 from slime.cluster.slow_waits import own_actors, stopped_parts
 from slime.cluster.waiting import DeadlinePassed
@@ -30,15 +31,6 @@ from slime.processes import stacks
 
 logger = get_logger(__name__)
 
-#: Until the first line about a part that is stopped; earlier where the limit is short.
-_SAID_SECONDS = 30.0
-#: Looking takes milliseconds, and nothing here is in a hurry.
-_LOOK_SECONDS = 5.0
-#: For the main thread, to take the error up and leave.
-_HEARS_SECONDS = 15.0
-#: For a wait of ours, to take it up by itself: Ray makes a SystemError of what a handler raises
-#: within a call into it.
-_TAKES_UP_SECONDS = 3.0
 #: Nobody else's: a handler runs in the main thread, between two steps of Python.
 _SIGNAL = signal.SIGRTMIN + 3
 
@@ -68,8 +60,8 @@ class StoppedProcessMonitor:
         self._ends = ends
         self._find = look
         self._clock = clock
-        self._interval = min(_LOOK_SECONDS, limit / 8)
-        self._said_after = min(_SAID_SECONDS, limit / 3)
+        self._interval = min(deadlines.STOPPED_PROCESSES_LOOK, limit / 8)
+        self._said_after = min(deadlines.STOPPED_PROCESSES_SAID, limit / 3)
         self._since: dict[int, float] = {}
         self._said: set[int] = set()
         self._error: BaseException | None = None
@@ -176,7 +168,7 @@ class StoppedProcessMonitor:
         error.names = tuple(open_waits.names_of(stopped))
         self._raised_at = now
         open_waits.end_with(error)
-        if not self._is_over.wait(_TAKES_UP_SECONDS) and open_waits.is_ending():
+        if not self._is_over.wait(deadlines.STOPPED_PROCESSES_TAKES_UP) and open_waits.is_ending():
             os.kill(os.getpid(), _SIGNAL)
 
     def _see_whether_it_was_heard(self, now: float, stopped: Collection[int]) -> None:
@@ -185,7 +177,7 @@ class StoppedProcessMonitor:
         if open_waits.heard_at() > self._raised_at and not self._is_leaving:
             self._raised_at = None
         elif (
-            now - self._raised_at > _HEARS_SECONDS
+            now - self._raised_at > deadlines.STOPPED_PROCESSES_HEARS
             and stopped
             and not self._settles
             and not self._is_over.is_set()

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from slime import deadlines
 from slime.cluster.launch import Launch
 from slime.cluster.placement import GpuSlots
 from slime.cluster.waiting import (
-    POLL_SECONDS,
     NamedActor,
     Process,
     Watch,
@@ -49,8 +49,6 @@ _CPU_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "
 _COLOCATED_SHARE = (
     0.4  # of a slot; engines take 0.2 (the reference's fractions), so both fit on one GPU
 )
-_START_SECONDS = 180.0
-_AT_HAND_SECONDS = 120.0  # for what a process has at hand
 _HANDING_OVER = "handing memory over"
 
 
@@ -285,7 +283,7 @@ class Trainers:
             self._actors[NamedActor(f"trainer-{rank}", actor.process.remote())] = actor
         first, actor = next(iter(self._actors.items()))
         [(address, port)] = wait_for(
-            {first: actor.address.remote()}, "starting", _START_SECONDS, should_stop
+            {first: actor.address.remote()}, "starting", deadlines.TRAINER_GROUP_START, should_stop
         )
         if len(set(self.nodes)) == 1:
             address = "127.0.0.1"  # nobody else needs to reach rank 0
@@ -377,7 +375,7 @@ class Trainers:
         """
         asked = {worker: actor.finish_saving.remote() for worker, actor in self._actors.items()}
         while not all_answered(asked) and not is_settled():
-            ray.wait(list(asked.values()), num_returns=len(asked), timeout=POLL_SECONDS)
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=deadlines.WAITING_POLL)
         raise_failed(asked, "finishing the checkpoint")
 
     def finish_saving(self) -> None:
@@ -390,7 +388,9 @@ class Trainers:
     def failed_step(self) -> list[FailedStep]:
         """What each rank that was not waiting for others kept of a step with NaN or Inf."""
         parts = self._ask(
-            lambda a: a.failed_step.remote(), "asking for the step that failed", _AT_HAND_SECONDS
+            lambda a: a.failed_step.remote(),
+            "asking for the step that failed",
+            deadlines.TRAINER_GROUP_AT_HAND,
         )
         return [part for part in parts if part is not None]
 

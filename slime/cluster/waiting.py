@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
+from slime import deadlines
 from slime.cluster import open_waits
 from slime.cluster.slow_waits import SlowWaitLogger, own_actors, pid_here, stopped_parts
 from slime.errors import RunFailed, UserError
@@ -20,12 +21,6 @@ from slime.log import get_logger
 from slime.processes import stacks
 
 logger = get_logger(__name__)
-
-# between two looks at what no answer tells: SIGTERM, who has died; an answer ends a wait at once
-POLL_SECONDS = 0.5
-_CAUSE_SECONDS = 3.0
-_FIRST_NEWS_SECONDS = 45.0
-_PING_SECONDS = 5.0
 
 
 class StopRequested(Exception):
@@ -157,7 +152,9 @@ def wait_for(
             left = end - time.monotonic()
             if left <= 0:
                 raise _deadline_passed(silent, what, timeout, wait.since)
-            done, pending = ray.wait(pending, num_returns=1, timeout=min(POLL_SECONDS, left))
+            done, pending = ray.wait(
+                pending, num_returns=1, timeout=min(deadlines.WAITING_POLL, left)
+            )
             for ref in done:
                 try:
                     _fetch(ref, what, worker_of[ref])
@@ -183,7 +180,7 @@ def waiting_for(what: str) -> Iterator[Callable[[Asked], None]]:
         def a_moment(asked: Asked) -> None:
             open_waits.look()
             wait.whom = {worker.name: pid_here(worker) or 0 for worker in asked}
-            ray.wait(list(asked.values()), num_returns=1, timeout=POLL_SECONDS)
+            ray.wait(list(asked.values()), num_returns=1, timeout=deadlines.WAITING_POLL)
             silence.look(list(asked), sorted(worker.name for worker in asked))
 
         yield a_moment
@@ -197,7 +194,7 @@ def all_answered(asked: Asked) -> bool:
 def who_does_not_answer(asked: Asked) -> str:
     """For messages, when what was asked is at hand; "" when all answer."""
     try:
-        wait_for(asked, "asking who still answers", _PING_SECONDS)
+        wait_for(asked, "asking who still answers", deadlines.WAITING_PING)
     except RunFailed as error:
         return error.what
     return ""
@@ -276,7 +273,7 @@ class StartupProgress:
         self._clock = clock
         self._done = done
         self._started = clock()
-        self._next = _FIRST_NEWS_SECONDS
+        self._next = deadlines.WAITING_FIRST_NEWS
 
     def look(self) -> None:
         """To be called now and then; never waits."""
@@ -347,7 +344,9 @@ def _raise_cause(
     When one rank is killed or refuses, the others see a broken connection, often first.
     """
     late, _ = (
-        ray.wait(pending, num_returns=len(pending), timeout=_CAUSE_SECONDS) if pending else ([], [])
+        ray.wait(pending, num_returns=len(pending), timeout=deadlines.WAITING_CAUSE)
+        if pending
+        else ([], [])
     )
     for ref in late:
         try:

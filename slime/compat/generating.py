@@ -9,10 +9,10 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from slime import deadlines
 from slime.compat import without_run
 from slime.rollout import generate as own
 from slime.rollout import plugin_api
-from slime.rollout.dynamic_sampling import ABORT_SECONDS
 from slime.rollout.loop import current_loop
 from slime.rollout.plugin_api import on_the_runs_loop
 from slime.rollout.sample_steps import apply_sample_hook
@@ -159,7 +159,7 @@ async def _stop_engines(tasks: Tasks, home: asyncio.AbstractEventLoop) -> Tasks:
         await asyncio.sleep(
             0
         )  # tasks that have just been created see the abort before anything is sent
-        await client.abort_all(ABORT_SECONDS)
+        await client.abort_all(deadlines.DYNAMIC_SAMPLING_ABORT)
         if home is asyncio.get_running_loop():
             return await _ended(tasks)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_ended(tasks), home))
@@ -167,11 +167,15 @@ async def _stop_engines(tasks: Tasks, home: asyncio.AbstractEventLoop) -> Tasks:
 
 async def _ended(tasks: Tasks) -> Tasks:
     """Those that end within the deadline; the others are cancelled."""
-    done, late = await asyncio.wait(tasks, timeout=ABORT_SECONDS) if tasks else (set(), set())
+    done, late = (
+        await asyncio.wait(tasks, timeout=deadlines.DYNAMIC_SAMPLING_ABORT)
+        if tasks
+        else (set(), set())
+    )
     for task in late:
         task.cancel()
     if late:
-        await asyncio.wait(late, timeout=ABORT_SECONDS)
+        await asyncio.wait(late, timeout=deadlines.DYNAMIC_SAMPLING_ABORT)
     return done
 
 

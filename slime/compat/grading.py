@@ -7,11 +7,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from slime import deadlines
 from slime.compat.calls import shared_loop
 from slime.config.flags import all_flags
 from slime.rollout.rewards import instructions
 from slime.rollout.rewards.grading_pool import GradingPool
-from slime.rollout.rewards.pool import MATH_DEADLINE
 from slime.rollout.rewards.remote import RemoteReward
 from slime.rollout.rewards.text import (
     ANSWER_LINE,
@@ -63,8 +63,10 @@ def _graders() -> GradingPool:
 
 
 def _is_right(grader: str, response: str, label: Any) -> bool:
-    """Whether a worker finds so, within `MATH_DEADLINE`."""
-    return bool(shared_loop().run(_graders().grade(grader, response, label, MATH_DEADLINE)).score)
+    """Whether a worker finds so, within `deadlines.POOL_MATH`."""
+    return bool(
+        shared_loop().run(_graders().grade(grader, response, label, deadlines.POOL_MATH)).score
+    )
 
 
 def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
@@ -114,7 +116,7 @@ def compute_ifbench_reward(
     instructions.check_package()
     task = instructions.read_task(metadata, "compute_ifbench_reward")
     grade = _instruction_graders().grade(
-        instructions.NAME, str(response or ""), task, MATH_DEADLINE
+        instructions.NAME, str(response or ""), task, deadlines.POOL_MATH
     )
     return shared_loop().run(grade).score
 

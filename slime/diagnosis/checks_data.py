@@ -17,6 +17,7 @@ from statistics import fmean
 from traceback import walk_tb
 from typing import Any
 
+from slime import deadlines
 from slime.config.config import Config
 from slime.diagnosis import troubles as known
 from slime.diagnosis.look import CheckedRun, LeftOut, Look
@@ -34,10 +35,6 @@ from slime.user_code.loading import check_signature, load_function
 
 #: Rows whose labels are tried as answers.
 _ROWS = 6
-#: A reward that takes longer for one sample is not waited for here.
-_SECONDS = 5.0
-#: Nor one that takes longer for all of them.
-_ALL_SECONDS = 20.0
 #: What an answer of nothing but its label may have to look like: rewards often want more than the
 #: label.
 _FORMS = (
@@ -220,7 +217,9 @@ def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any, *, trial_onl
     Raises:
         UserError: the reward fails for each label as the answer.
     """
-    reward = dataclasses.replace(config.reward, rm_timeout=min(config.reward.rm_timeout, _SECONDS))
+    reward = dataclasses.replace(
+        config.reward, rm_timeout=min(config.reward.rm_timeout, deadlines.CHECKS_DATA)
+    )
     config, patience = dataclasses.replace(config, reward=reward), config.reward.rm_timeout
     done = queue.SimpleQueue[_Found | BaseException]()
 
@@ -233,10 +232,10 @@ def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any, *, trial_onl
     # in a thread, as an async function that blocks its loop cannot be ended
     threading.Thread(target=score, name="slime-doctor-reward", daemon=True).start()
     try:
-        found = done.get(timeout=_ALL_SECONDS)
+        found = done.get(timeout=deadlines.CHECKS_DATA_ALL)
     except queue.Empty as none:
         raise LeftOut(
-            f"{_ROWS * (len(_FORMS) + 3)} answers take it more than {_ALL_SECONDS:g} s"
+            f"{_ROWS * (len(_FORMS) + 3)} answers take it more than {deadlines.CHECKS_DATA_ALL:g} s"
         ) from none
     if isinstance(found, BaseException):
         raise found
@@ -263,7 +262,8 @@ async def _scored(
         if any(pool.metrics().values()):  # it timed out, or a grader died
             if patience > config.reward.rm_timeout:
                 raise LeftOut(
-                    f"it takes more than {_SECONDS:g} s, which --rm-timeout {patience:g} allows"
+                    f"it takes more than {deadlines.CHECKS_DATA:g} s, which "
+                    f"--rm-timeout {patience:g} allows"
                 )
             raise UserError(
                 f"a reward did not come within {config.reward.rm_timeout:g} s",

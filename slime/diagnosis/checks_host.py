@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from slime import deadlines
 from slime.config.config import Config
 from slime.diagnosis import troubles as known
 from slime.diagnosis.look import CheckedRun, LeftOut, Look
@@ -41,7 +42,6 @@ _BUCKETS = 2
 _OTHER_FILES = 512
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _INFINIBAND = Path("/sys/class/infiniband")
-_TORCH_SECONDS = 60.0
 _ASK_TORCH = (
     "import torch; print(torch.version.cuda, torch.cuda.is_available(), torch.cuda.device_count())"
 )
@@ -199,7 +199,11 @@ def ask_torch() -> str:
     command = [sys.executable, "-P", "-c", _ASK_TORCH]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TORCH_SECONDS, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=deadlines.CHECKS_HOST_TORCH,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return ""

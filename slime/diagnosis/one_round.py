@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 import yaml
 
+from slime import deadlines
 from slime.checkpoints.directory import read_tracker
 from slime.config.config import Config
 from slime.diagnosis import troubles as known
@@ -27,11 +28,6 @@ from slime.observe.first_step import large_gradient
 from slime.placement import needs_engines
 from slime.processes.host import python_module
 from slime.processes.owner import die_with_parent
-
-#: Of the whole round; the first start of SGLang takes minutes.
-ROUND_SECONDS = 1800.0
-#: After SIGTERM, until it is killed.
-_END_SECONDS = 30.0
 
 _PROMPTS = 2
 _SAMPLES = 2
@@ -194,11 +190,11 @@ def launch(
             preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
         )
         try:
-            status = driver.wait(ROUND_SECONDS)
+            status = driver.wait(deadlines.ONE_ROUND_ROUND)
         except subprocess.TimeoutExpired:
             driver.terminate()
             try:
-                driver.wait(_END_SECONDS)
+                driver.wait(deadlines.ONE_ROUND_END)
             except subprocess.TimeoutExpired:
                 driver.kill()
             status = -signal.SIGTERM

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from slime import deadlines
 from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSpec
 from slime.engines.model_groups import GroupRules
 from slime.errors import UserError
@@ -11,8 +12,6 @@ from slime.processes.host import python_module
 
 if TYPE_CHECKING:
     from slime.config.config import Config
-
-STARTUP_SECONDS = 300.0
 
 
 def embedded_command(
@@ -40,7 +39,7 @@ def embedded_command(
         argv += ["--enable-return-routed-experts"]
     if config.checkpoint.trust_remote_code:
         argv += ["--trust-remote-code"]
-    return LaunchSpec(argv, startup_timeout=STARTUP_SECONDS)
+    return LaunchSpec(argv, startup_timeout=deadlines.EMBEDDED_STARTUP)
 
 
 def _check_override(name: str, value: Any) -> None:

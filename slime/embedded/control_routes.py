@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 
 import slime
+from slime import deadlines
 from slime.embedded.engine import as_state
 from slime.embedded.generate_routes import json_body, json_response, state_of
 from slime.embedded.sequence import Sequence
@@ -31,14 +32,11 @@ from slime.engines.request_fields import (
     strings,
 )
 
-_ORDER_DEADLINE = (
-    120.0  # seconds until the engine thread must have taken an order up: a step, at most
-)
 _TAGS = ("weights", "kv_cache", "cuda_graph")
 _TAG = one_of(*_TAGS)
 _UP_TO_600 = number(lambda x: 0 <= x <= 600, "")
 _PAUSE_MODE = one_of("abort", "retract", "in_place")
-_SECONDS = FieldKind(
+_WAIT_LIMIT = FieldKind(
     "a number of seconds from 0 to 600", lambda text: _UP_TO_600.convert(float(text))
 )
 
@@ -46,7 +44,7 @@ routes = web.RouteTableDef()
 
 
 async def _on_engine(future: Future[Any]) -> Any:
-    return await asyncio.wait_for(asyncio.wrap_future(future), _ORDER_DEADLINE)
+    return await asyncio.wait_for(asyncio.wrap_future(future), deadlines.CONTROL_ROUTES_ORDER)
 
 
 # -- reports
@@ -168,7 +166,7 @@ async def continue_generation(request: web.Request) -> web.Response:
 @routes.post("/flush_cache")
 async def flush_cache(request: web.Request) -> web.Response:
     engine = state_of(request).engine
-    end = time.monotonic() + _SECONDS.read("timeout", request.query.get("timeout", "0"))
+    end = time.monotonic() + _WAIT_LIMIT.read("timeout", request.query.get("timeout", "0"))
 
     def flush() -> int:
         if not engine.scheduler.num_active:

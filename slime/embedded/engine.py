@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from slime import deadlines
 from slime.embedded.architecture import Architecture
 from slime.embedded.kv_cache import KVCache
 from slime.embedded.scheduler import Scheduler, StepOutput
@@ -30,9 +31,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 Deliver = Callable[[StepOutput], None]
 T = TypeVar("T")
 
-_IDLE_WAIT = 1.0  # seconds; a missed wake-up costs at most this
 _RATE_WINDOW = 5.0
-_STOP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Engine:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout: float = _STOP_SECONDS) -> None:
+    def stop(self, timeout: float = deadlines.EMBEDDED_ENGINE_STOP) -> None:
         """Let the current step end and the thread with it."""
         self._stopping = True
         self._wake.set()
@@ -204,7 +203,7 @@ class Engine:
                 if self.paused or not self.scheduler.has_work:
                     self._deliver_finished()
                     if not self._inbox:
-                        self._wake.wait(_IDLE_WAIT)
+                        self._wake.wait(deadlines.EMBEDDED_ENGINE_IDLE_WAIT)
                     continue
                 self._step()
         except BaseException as error:

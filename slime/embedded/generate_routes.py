@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from slime import deadlines
 from slime.embedded.engine import Engine, EngineDead, Hub
 from slime.embedded.generate_request import (
     GenerateRequest,
@@ -30,8 +31,6 @@ from slime.embedded.weight_update import WeightUpdater
 from slime.engines.chat_answers import DONE, EVENT_HEADERS, event
 from slime.engines.request_fields import BadRequest, SamplingParams, json_object
 from slime.engines.tool_calls import ToolFormat
-
-_HEALTH_DEADLINE = 20.0
 
 routes = web.RouteTableDef()
 
@@ -192,9 +191,11 @@ async def health_generate(request: web.Request) -> web.Response:
     params = SamplingParams(max_new_tokens=1, temperature=0.0)
     sequence = make_sequence(f"health-{id(request)}", [0], params, state.limits)
     try:
-        await asyncio.wait_for(state.hub.run(state.engine, [sequence]), _HEALTH_DEADLINE)
+        await asyncio.wait_for(
+            state.hub.run(state.engine, [sequence]), deadlines.GENERATE_ROUTES_HEALTH
+        )
     except TimeoutError as error:
-        raise Unavailable(f"no token within {_HEALTH_DEADLINE:.0f} s") from error
+        raise Unavailable(f"no token within {deadlines.GENERATE_ROUTES_HEALTH:.0f} s") from error
     reason = sequence.finish_reason or {}
     if reason.get("type") == "abort" and "not finite" in reason.get("message", ""):
         return json_response({"error": {"message": reason["message"]}}, status=503)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slime import deadlines
 from slime.embedded import command as embedded
 from slime.engines.kinds import EngineKind
 from slime.engines.model_groups import served_models
@@ -9,7 +10,7 @@ from slime.engines.model_groups import served_models
 KIND = EngineKind(
     embedded.embedded_command,
     embedded.embedded_footprint,
-    embedded.STARTUP_SECONDS,
+    deadlines.EMBEDDED_STARTUP,
     embedded.dtype_of,
     served_models=lambda config: served_models(config, embedded.GROUP_RULES),
     computed_here=True,

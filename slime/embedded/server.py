@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 from aiohttp.typedefs import Middleware
 
+from slime import deadlines
 from slime.embedded import control_routes, generate_routes, openai_routes
 from slime.embedded.engine import Engine, EngineDead, EngineOptions, Hub
 from slime.embedded.generate_request import RequestLimits
@@ -38,11 +39,6 @@ from slime.prompts.tokenizer import load_tokenizer
 logger = get_logger(__name__)
 
 _LARGEST_BODY = 1 << 30
-_SWITCH_INTERVAL = (
-    0.0002  # seconds; how long the engine thread waits for the interpreter after each kernel
-)
-_GOODBYE_SECONDS = 0.5
-_ANSWERS_SECONDS = 2.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -69,14 +65,14 @@ async def serve(
         loop.add_signal_handler(number, stopping.set)
     if parent_pid is not None:
         follow_parent(parent_pid, lambda: loop.call_soon_threadsafe(stopping.set))
-    sys.setswitchinterval(_SWITCH_INTERVAL)
+    sys.setswitchinterval(deadlines.EMBEDDED_SWITCH_INTERVAL)
     loading = loop.create_task(load(options, loop, stopping))
     app = application(
         loading, EngineAccess(is_loopback(listener.getsockname()[0]), inference_only), key
     )
     logging.getLogger("aiohttp.server").addFilter(_is_no_http2_preface)
     runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=_ANSWERS_SECONDS
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=deadlines.EMBEDDED_ANSWERS
     )
     await runner.setup()
     await web.SockSite(runner, listener).start()
@@ -163,7 +159,7 @@ async def _shut_down(state: ServerState) -> int:
         with contextlib.suppress(EngineDead):
             state.engine.abort(lambda sequence: True, "the server is shutting down")
             state.engine.resume()
-    deadline = asyncio.get_running_loop().time() + _GOODBYE_SECONDS
+    deadline = asyncio.get_running_loop().time() + deadlines.EMBEDDED_GOODBYE
     while state.hub.in_flight and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.02)
     state.engine.stop()

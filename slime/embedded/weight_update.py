@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from slime import deadlines
 from slime.embedded.engine import Engine
 from slime.embedded.serialized_tensors import read_named_tensors
 from slime.embedded.weights import WeightError
@@ -32,9 +33,6 @@ from slime.engines.wire.process_group import ExternalGroup
 from slime.engines.wire.shared_memory import attach
 from slime.errors import UserError
 
-_COPY_DEADLINE = 300.0  # seconds to wait for the engine thread and the copy
-_JOIN_DEADLINE = 120.0
-_RECEIVE_DEADLINE = 300.0
 _BYTES = integer(0, 1 << 62)
 _WORLD_SIZE = integer(2, 1 << 16)
 _RANK = integer(1, (1 << 16) - 1)
@@ -132,7 +130,7 @@ class WeightUpdater:
             try:
                 count = self._engine.call(
                     lambda: self._engine.store.load_directory(path, version)
-                ).result(_COPY_DEADLINE)
+                ).result(deadlines.WEIGHT_UPDATE_COPY)
             except (
                 UserError,
                 OSError,
@@ -162,7 +160,7 @@ class WeightUpdater:
         port = required(body, "master_port", _PORT)
         try:
             self._groups[name] = ExternalGroup.join(
-                address, port, name, backend, rank, world_size, _JOIN_DEADLINE
+                address, port, name, backend, rank, world_size, deadlines.WEIGHT_UPDATE_JOIN
             )
         except RuntimeError as error:
             raise WeightError(
@@ -185,7 +183,9 @@ class WeightUpdater:
         version = _version(body)
         store = self._engine.store
         self._abort_if_asked(body)
-        count = self._engine.call(lambda: store.update(pairs, version)).result(_COPY_DEADLINE)
+        count = self._engine.call(lambda: store.update(pairs, version)).result(
+            deadlines.WEIGHT_UPDATE_COPY
+        )
         self._flush_if_asked(body)
         return f"{count} tensors, version {store.version}"
 
@@ -195,7 +195,7 @@ class WeightUpdater:
 
     def _flush_if_asked(self, body: Mapping[str, Any]) -> None:
         if body.get("flush_cache", True):
-            self._engine.call(self._engine.scheduler.flush).result(_COPY_DEADLINE)
+            self._engine.call(self._engine.scheduler.flush).result(deadlines.WEIGHT_UPDATE_COPY)
 
 
 def _read_segment(segment: Any) -> list[tuple[str, torch.Tensor]]:
@@ -234,12 +234,12 @@ def _receive(
         total = entries[-1].offset + entries[-1].nbytes if entries else 0
         buffer = torch.empty(total, dtype=torch.uint8, device=device)
         if total:
-            group.broadcast(buffer, _RECEIVE_DEADLINE)
+            group.broadcast(buffer, deadlines.WEIGHT_UPDATE_RECEIVE)
         return list(unpack(buffer, entries))
     pairs = []
     for entry in entries:
         tensor = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device=device)
-        group.broadcast(tensor, _RECEIVE_DEADLINE)
+        group.broadcast(tensor, deadlines.WEIGHT_UPDATE_RECEIVE)
         pairs.append((entry.name, tensor))
     return pairs
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from slime import deadlines
 from slime.engines.keys import header_of, key_of
 
 if TYPE_CHECKING:
@@ -52,8 +53,6 @@ POST_ROUTES = (
 
 #: Counts of requests and tokens; a question that an engine answers in any state, paused or asleep.
 LOADS_PATH = "/v1/loads?include=core"
-_ANSWER_SECONDS = 60.0  # where a call says nothing else
-_LOOK_SECONDS = 5.0  # at an engine that comes up
 
 #: Dotted path of the function that SGLang engines are started with, to report what they hold.
 WEIGHT_PROBE = "slime.engines.sglang.weight_probe.report"
@@ -160,7 +159,7 @@ class EngineClient:
     """
 
     def __init__(
-        self, url: str, timeout: float = _ANSWER_SECONDS, max_connections: int = 0
+        self, url: str, timeout: float = deadlines.ENGINE_API_ANSWER, max_connections: int = 0
     ) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
@@ -277,7 +276,9 @@ class EngineClient:
         delay = 0.05
         while True:
             try:
-                await self.get(path, timeout=min(_LOOK_SECONDS, max(0.1, end - time.monotonic())))
+                await self.get(
+                    path, timeout=min(deadlines.ENGINE_API_LOOK, max(0.1, end - time.monotonic()))
+                )
                 return
             except EngineError as error:
                 if time.monotonic() + delay > end:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from slime import deadlines
 from slime.engines.api import LOADS_PATH, EngineClient, EngineError, GenerateResult
 from slime.engines.client_counts import BusyClock, ClientCounters
 from slime.engines.request_fields import SamplingParams
@@ -41,11 +42,8 @@ _LONGEST_BACKOFF = 5.0
 #: While some engine serves: what a dead one has lost goes to another as soon as the router has
 #: taken that one out.
 _LONGEST_WHILE_SERVED = 1.0
-_LOOK_SECONDS = 1.0
 _FIRST_POLL = 0.02
 _LONGEST_POLL = 1.0
-_ABORT_SECONDS = 10.0
-_LOADS_SECONDS = 5.0
 #: Fields of a request that sglang-router 0.3.2 leaves out of what it forwards (it reads requests
 #: into a fixed form).
 _NOT_FORWARDED = ("return_routed_experts", "routed_experts_start_len")
@@ -327,10 +325,10 @@ class RolloutClient:
         tell, since it may come back any moment."""
         served = self._served
         now = time.monotonic()
-        if now - served.at >= _LOOK_SECONDS:
+        if now - served.at >= deadlines.CLIENT_LOOK:
             served.at = now
             try:
-                async with asyncio.timeout(_LOOK_SECONDS):
+                async with asyncio.timeout(deadlines.CLIENT_LOOK):
                     served.by_some = any(worker.healthy for worker in await self._workers())
             except (EngineError, TimeoutError):
                 served.by_some = True
@@ -460,9 +458,9 @@ class RolloutClient:
         try:
             engine = await self.engine(worker.url)
             await engine.request(
-                "POST", "/abort_request", {"abort_all": True}, timeout=_ABORT_SECONDS
+                "POST", "/abort_request", {"abort_all": True}, timeout=deadlines.CLIENT_ABORT
             )
-            return num_requests(await engine.get(LOADS_PATH, timeout=_ABORT_SECONDS)), ""
+            return num_requests(await engine.get(LOADS_PATH, timeout=deadlines.CLIENT_ABORT)), ""
         except EngineError as error:
             return 0, error.what
 
@@ -484,7 +482,7 @@ class RolloutClient:
         async def load(worker: RouterWorker) -> tuple[int, int]:
             try:
                 answer = await (await self.engine(worker.url)).get(
-                    LOADS_PATH, timeout=_LOADS_SECONDS
+                    LOADS_PATH, timeout=deadlines.CLIENT_LOADS
                 )
             except EngineError:
                 return -1, -1

@@ -19,13 +19,11 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from slime import deadlines
 from slime.engines.api import LOADS_PATH, EngineClient, EngineError, is_silent
 
 Body = dict[str, Any]
 T = TypeVar("T")
-
-#: For the thread of the event loop, beyond what its requests may take: it is this process's own.
-_LOOP_SECONDS = 10.0
 
 
 class EngineFleet:
@@ -47,7 +45,7 @@ class EngineFleet:
         )
         self._thread.start()
         self._clients = [EngineClient(url) for url in self.urls]
-        self._run(self._enter(), _LOOP_SECONDS)
+        self._run(self._enter(), deadlines.FLEET_LOOP)
 
     async def _enter(self) -> None:
         for client in self._clients:
@@ -170,7 +168,7 @@ class EngineFleet:
     def wait(self, future: Future[list[Body]], timeout: float) -> list[Body]:
         """The answers of `start`. The requests' own deadline comes first; this one guards the loop
         itself."""
-        return future.result(timeout + _LOOP_SECONDS)
+        return future.result(timeout + deadlines.FLEET_LOOP)
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -187,10 +185,10 @@ class EngineFleet:
                 await client.close()
 
         try:
-            self._run(leave(), _LOOP_SECONDS)
+            self._run(leave(), deadlines.FLEET_LOOP)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=_LOOP_SECONDS)
+            self._thread.join(timeout=deadlines.FLEET_LOOP)
             if not self._thread.is_alive():
                 self._loop.close()
 
@@ -213,7 +211,7 @@ class EngineFleet:
     def _run(self, work: Coroutine[Any, Any, Any], timeout: float) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result(timeout + _LOOP_SECONDS)
+            return future.result(timeout + deadlines.FLEET_LOOP)
         except FutureTimeout:
             future.cancel()
             raise

@@ -8,17 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
+from slime import deadlines
 from slime.config.config import Config
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.kinds import engine_of
-
-_ASK_AGAIN_SECONDS = 0.1
-_LOOK_SECONDS = 0.5
-_ARRIVED_SECONDS = (
-    0.2  # after which a question has reached the engine, and is among what it must end to be idle
-)
-_IDLE_SECONDS = 1.0
 
 
 class HealthChecks:
@@ -105,20 +99,21 @@ class HealthChecks:
         if fleet is not self._fleet:  # its questions were dropped with its connections
             self._open = {}
         wait(
-            self._open.values(), timeout=max(0.0, self._asked_at + _ARRIVED_SECONDS - self._clock())
+            self._open.values(),
+            timeout=max(0.0, self._asked_at + deadlines.HEALTH_ARRIVED - self._clock()),
         )
         if any(not answer.done() for answer in self._open.values()):
             for url, outcome in fleet.post_to(
-                "/flush_cache", {url: {} for url in self._open}, _IDLE_SECONDS
+                "/flush_cache", {url: {} for url in self._open}, deadlines.HEALTH_IDLE
             ).items():
                 if not isinstance(outcome, EngineError):
                     self._open.pop(url).cancel()
         hanging: list[str] = []
         while self._open:
-            wait(self._open.values(), timeout=_LOOK_SECONDS)
+            wait(self._open.values(), timeout=deadlines.HEALTH_LOOK)
             hanging += self.silent(fleet)
             if self._open:
-                time.sleep(_ASK_AGAIN_SECONDS)
+                time.sleep(deadlines.HEALTH_ASK_AGAIN)
         return hanging
 
     def _ask(self, fleet: EngineFleet, urls: list[str]) -> dict[str, Future[Any]]:

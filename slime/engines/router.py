@@ -19,11 +19,12 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
+from slime import deadlines
 from slime.config.foreign import to_argv
 from slime.engines import keys
 from slime.engines.api import EngineClient, EngineError
 from slime.engines.launch import LaunchSpec
-from slime.engines.workers import EXTERNAL, LIST_SECONDS, list_workers
+from slime.engines.workers import EXTERNAL, list_workers
 from slime.errors import UserError
 from slime.processes.host import free_port, python_module
 
@@ -48,8 +49,6 @@ LIVENESS_PATH = "/liveness"
 _LARGEST_PAYLOAD = (
     4 << 30
 )  # the router's own limit of 512 MiB is too small for requests with many images
-
-STARTUP_SECONDS = 60.0
 
 
 def router_policy(name: str) -> str:
@@ -127,7 +126,9 @@ def router_command(
         name: value for name, value in flags.items() if value is not None and value is not False
     }
     return LaunchSpec(
-        [*argv, *to_argv(given)], health_path=LIVENESS_PATH, startup_timeout=STARTUP_SECONDS
+        [*argv, *to_argv(given)],
+        health_path=LIVENESS_PATH,
+        startup_timeout=deadlines.ROUTER_STARTUP,
     )
 
 
@@ -170,7 +171,7 @@ async def register_workers(
         EngineError: the router refused one, or one is not healthy in time; names which.
     """
     end = time.monotonic() + timeout
-    async with EngineClient(router_url, timeout=min(timeout, LIST_SECONDS)) as router:
+    async with EngineClient(router_url, timeout=min(timeout, deadlines.WORKERS_LIST)) as router:
         known = {worker.url for worker in await list_workers(router)}
         known |= set(started_with(policy, worker_urls))
         for url in worker_urls:

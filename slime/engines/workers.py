@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime import deadlines
 from slime.engines import keys
 from slime.engines.api import EngineClient, EngineError
 
@@ -14,10 +15,6 @@ ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 
 #: What the router is told, and tells, of an engine that somebody else has started.
 EXTERNAL = {"slime": "external"}
-
-#: Seconds in which the router says which workers it has: generation has hours, this must not hang
-#: with it.
-LIST_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ async def list_workers(router: EngineClient) -> list[RouterWorker]:
         EngineError: no answer.
     """
     try:
-        body = await router.get("/workers", timeout=LIST_SECONDS)
+        body = await router.get("/workers", timeout=deadlines.WORKERS_LIST)
     except EngineError as error:
         if error.status != 404:
             raise

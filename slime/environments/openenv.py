@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import Any, Literal
 
+from slime import deadlines
 from slime.environments.rows import task_of, write_rows
 from slime.errors import UserError
 from slime.rollout.generate import append_message
 from slime.rollout.generate import generate as one_turn
 from slime.samples.types import Sample, SampleStatus
 from slime.user_code.loading import optional_package
-
-_CONNECT_SECONDS = 30.0
 
 
 def _as_text(observation: Mapping[str, Any]) -> str:
@@ -74,7 +73,9 @@ class OpenEnvEnvironment:
     def _generic_client(self) -> Any:
         made = optional_package("openenv.core", "openenv").GenericEnvClient
         return made(
-            self.base_url, connect_timeout_s=_CONNECT_SECONDS, message_timeout_s=self._step_seconds
+            self.base_url,
+            connect_timeout_s=deadlines.OPENENV_CONNECT,
+            message_timeout_s=self._step_seconds,
         )
 
     @staticmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from dataclasses import dataclass
 
+from slime import deadlines
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.processes.host import free_host_memory, num_gpus
@@ -20,7 +21,6 @@ _LARGEST_GB = 10_000.0
 DRIVER = "nvidia-smi"
 
 _QUERY = ("nvidia-smi", "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits")
-_QUERY_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _seen_gpus() -> list[tuple[float, int | None]]:
     GPUs."""
     try:
         done = subprocess.run(
-            _QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False
+            _QUERY, capture_output=True, text=True, timeout=deadlines.HARDWARE_QUERY, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return []

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from slime import deadlines
 from slime.errors import UserError
 from slime.files import entries_of, json_safe, read_lines, read_object, write_atomically
 from slime.log import get_logger
@@ -51,7 +52,6 @@ logger = get_logger(__name__)
 #: What a crash folder keeps of each log, and of how many.
 _LOG_BYTES = 64 << 10
 _MOST_LOGS = 64
-_READERS_SECONDS = 0.5
 _CONFIG = re.compile(r"config(?:\.([^\s/()~]{1,100}))?\.json")
 #: Steps, seconds and process ids beyond it are damage, and no calendar has them.
 _MOST = 1e11
@@ -521,7 +521,7 @@ def check_no_run_writes(output: Path, flag: str, own: Collection[Path] = ()) -> 
 
 def _take_lock(descriptor: int) -> None:
     """Waits for readers, who look for an instant whether the lock is held."""
-    end = time.monotonic() + _READERS_SECONDS
+    end = time.monotonic() + deadlines.RUN_FOLDER_READERS
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

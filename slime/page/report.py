@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from slime import deadlines
 from slime.files import write_atomically
 from slime.log import get_logger
 from slime.observe.run_data import RunData, read_run
@@ -23,9 +24,6 @@ __all__ = ["ReportSink", "try_to_write_report", "write_comparison", "write_repor
 
 logger = get_logger(__name__)
 
-#: Seconds from one report of a running run to the next, at least; and its cost may be this share of
-#: the time.
-_INTERVAL = 10.0
 _SHARE = 0.01
 
 
@@ -94,7 +92,7 @@ class ReportSink:
             return
         try_to_write_report(self._run)
         ended = self._clock()
-        self._next = ended + max(_INTERVAL, (ended - started) / _SHARE)
+        self._next = ended + max(deadlines.REPORT_INTERVAL, (ended - started) / _SHARE)
 
     def rewind(self, next_step: int) -> None:
         """Nothing to take back: the next report shows what there is."""

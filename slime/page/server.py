@@ -17,6 +17,7 @@ from urllib.parse import unquote
 import orjson
 from aiohttp import web
 
+from slime import deadlines
 from slime.errors import UserError
 from slime.http_access import Handler, guard
 from slime.log import get_logger
@@ -30,8 +31,6 @@ from slime.page.rows import SORTS, Query, short_texts
 
 logger = get_logger(__name__)
 
-#: Between looks at the run folders.
-_LOOK_SECONDS = 2.0
 _MOST_SAMPLES = 200
 _MOST_GROUPS = 100
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -77,7 +76,7 @@ class Runs:
     def _goes_on(self) -> bool:
         """Asked while an index is made: until it is whole, which may take minutes, curves are
         followed."""
-        if time.monotonic() - self._refreshed > _LOOK_SECONDS:
+        if time.monotonic() - self._refreshed > deadlines.PAGE_LOOK:
             self._refresh()
         return not self._stop.is_set()
 
@@ -123,7 +122,7 @@ class Runs:
                 self.look()
             except OSError as problem:  # a folder that goes
                 logger.warning("could not look for new runs: %s", problem)
-            self._stop.wait(_LOOK_SECONDS)
+            self._stop.wait(deadlines.PAGE_LOOK)
 
     def all(self) -> dict[str, tuple[RunWatch, Stage]]:
         """Id → run and stage, the newest first. Ids are made of a folder's path, but are none: what

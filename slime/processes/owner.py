@@ -20,14 +20,14 @@ import threading
 import time
 from collections.abc import Callable
 
+from slime import deadlines
+
 logger = logging.getLogger("slime.processes.owner")
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(
     None
 )  # loaded once: between fork and exec of a child there should be little to do
-_LEAVE_SECONDS = 5.0
-_HURRY_SECONDS = 2.0
 
 #: Something here did not end in time (`end_within`, `will_hang`), and would keep the interpreter
 #: from ending, too.
@@ -81,7 +81,7 @@ def _wait_and_leave(parent_pid: int, descriptor: int, stop: Callable[[], object]
             time.sleep(1.0)
     logger.warning("parent process %d ended; stopping", parent_pid)
     stop()
-    time.sleep(_LEAVE_SECONDS)
+    time.sleep(deadlines.OWNER_LEAVE)
     os._exit(1)
 
 
@@ -120,7 +120,7 @@ def end_within(seconds: float, end: Callable[[], object], hurry: threading.Event
     while thread.is_alive() and time.monotonic() < limit:
         thread.join(0.1)
         if hurry.is_set():
-            limit = min(limit, time.monotonic() + _HURRY_SECONDS)
+            limit = min(limit, time.monotonic() + deadlines.OWNER_HURRY)
             hurry = threading.Event()
     if raised:
         raise raised[0]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slime import deadlines
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.processes.host import free_host_memory
@@ -21,7 +22,6 @@ logger = get_logger(__name__)
 
 _ALIGNMENT = 64
 _SPARE_BYTES = 4e9  # of the host's free memory, that is not locked before it is needed
-_LOCK_SECONDS = 300.0  # for one buffer, at most
 
 
 def host_buffer(nbytes: int, *, pin: bool) -> Tensor:
@@ -79,10 +79,11 @@ class BuffersAhead:
     def take(self) -> list[Tensor]:
         """Those that are ready, once; no more are begun. Waits for the one that is being made."""
         self._enough.set()
-        self._thread.join(_LOCK_SECONDS)
+        self._thread.join(deadlines.PINNED_MEMORY_LOCK)
         if self._thread.is_alive():
             logger.warning(
-                "host memory has been locked for %d s now, and is not waited for", _LOCK_SECONDS
+                "host memory has been locked for %d s now, and is not waited for",
+                deadlines.PINNED_MEMORY_LOCK,
             )
             return []
         made = self._made

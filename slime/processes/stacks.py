@@ -20,8 +20,9 @@ from typing import Any
 
 import psutil
 
+from slime import deadlines
+
 _SIGNAL = signal.SIGUSR2
-_WRITTEN_SECONDS = 0.5
 #: Servers that actors watch write to their log, too.
 _SERVERS = "slime.engines."
 _MOST_FRAMES = 12
@@ -49,7 +50,7 @@ def ask(pids: Iterable[int], *, wait: bool = False) -> list[int]:
             if _answers(each) and _signalled(each):
                 asked += [pid] if each == pid else []
     if asked and wait:
-        time.sleep(_WRITTEN_SECONDS)
+        time.sleep(deadlines.STACKS_WRITTEN)
     return asked
 
 

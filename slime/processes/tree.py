@@ -22,14 +22,11 @@ import sys
 import time
 from collections.abc import Sequence
 
+from slime import deadlines
+
 _PDEATHSIG = 1
 _SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
-_END_SECONDS = 5.0
-_LOOK_SECONDS = 0.2
-#: Ray kills the raylet a second after it has asked it to end.
-_GRACE_SECONDS = 0.8
-_LAST_COMMAND_SECONDS = 30.0
 _SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 _SEARCHED = not os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
@@ -89,7 +86,7 @@ def has_ended(child: int) -> bool:
 def end_all() -> None:
     """Kill all descendants: stopped first, so that none starts another while the others are
     killed."""
-    deadline = time.monotonic() + _END_SECONDS
+    deadline = time.monotonic() + deadlines.TREE_END
     while time.monotonic() < deadline:
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in descendants():
@@ -133,10 +130,13 @@ def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int
     outer = os.getpid()
     inner = os.fork()
     if inner:
-        status = _watch(owner, inner, _GRACE_SECONDS + _LOOK_SECONDS / 2)
+        status = _watch(owner, inner, deadlines.TREE_GRACE + deadlines.TREE_LOOK / 2)
         if os.getppid() != owner:
             subprocess.run(
-                last_command, stdin=subprocess.DEVNULL, timeout=_LAST_COMMAND_SECONDS, check=False
+                last_command,
+                stdin=subprocess.DEVNULL,
+                timeout=deadlines.TREE_LAST_COMMAND,
+                check=False,
             )
         return status
     adopt_orphans()  # which a fork does not inherit
@@ -149,14 +149,14 @@ def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int
             os._exit(1)
 
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=in_child)
-    os._exit(_watch(outer, child.pid, _GRACE_SECONDS))
+    os._exit(_watch(outer, child.pid, deadlines.TREE_GRACE))
 
 
 def _watch(owner: int, child: int, grace: float) -> int:
     """Wait for an end, and end all; returns the exit status of ``child``."""
     limit = float("inf")
     while not (ended := has_ended(child)) and os.getppid() == owner and time.monotonic() < limit:
-        came = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
+        came = signal.sigtimedwait(_SIGNALS, deadlines.TREE_LOOK)
         if came is not None and came.si_signo == signal.SIGTERM:
             if limit < float("inf"):
                 break  # told twice: at once

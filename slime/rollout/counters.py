@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from slime import deadlines
 from slime.engines.api import EngineError
 from slime.engines.client import RolloutClient
 from slime.rollout.dynamic_sampling import Collected
 from slime.rollout.trajectory import GroupRunner
 from slime.user_code.calls import hung_threads
-
-_LOAD_INTERVAL = 2.0
 
 
 def counts_of(collected: Collected, runner: GroupRunner) -> dict[str, float]:
@@ -46,7 +45,7 @@ async def load_snapshots(client: RolloutClient) -> AsyncIterator[list[dict[str, 
 
     async def watch() -> None:
         while True:
-            await asyncio.sleep(_LOAD_INTERVAL)
+            await asyncio.sleep(deadlines.COUNTERS_LOAD_INTERVAL)
             with contextlib.suppress(EngineError):  # a metric is not worth a run
                 loads = await client.worker_loads()
                 snapshots.append({url: max(0, requests) for url, (requests, _) in loads.items()})

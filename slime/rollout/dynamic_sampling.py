@@ -23,6 +23,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from slime import deadlines
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.rollout.failed_groups import too_many_failed, why_failed
@@ -41,9 +42,6 @@ logger = get_logger(__name__)
 #: So many groups, and ten batches, may be dropped in a row: a filter that drops all would never
 #: end.
 _MOST_DROPS = 1000
-ABORT_SECONDS = 60.0
-#: For the runner's own code to end; users' has less (`slime.user_code.calls`).
-_CANCEL_SECONDS = 10.0
 
 #: --stale-samples → the metric that counts what became of groups.
 _BECAME = {
@@ -113,7 +111,7 @@ class DynamicSampler:
         partial_rollout: bool = False,
         max_failed_fraction: float = 0.1,
         stall_timeout: float = 600.0,
-        abort_timeout: float = ABORT_SECONDS,
+        abort_timeout: float = deadlines.DYNAMIC_SAMPLING_ABORT,
         journal: Journal | None = None,
         versions: VersionWindow = ANY_VERSION,
         stale_samples: str = "requeue",
@@ -433,7 +431,7 @@ class DynamicSampler:
         if (
             tasks
         ):  # users' code has a moment to end, then it is left behind (`slime.user_code.calls`)
-            await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
+            await asyncio.wait(tasks, timeout=deadlines.DYNAMIC_SAMPLING_CANCEL)
         for task in tasks:
             if task.done() and not task.cancelled():
                 task.exception()  # seen: whatever was first has been raised already

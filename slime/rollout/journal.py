@@ -45,6 +45,7 @@ from typing import Any, BinaryIO
 import orjson
 import xxhash
 
+from slime import deadlines
 from slime.config.config import Config
 from slime.files import bring_to_disk, content_fingerprint, entries_of, json_safe
 from slime.log import get_logger, tell
@@ -56,7 +57,6 @@ logger = get_logger(__name__)
 
 _HEAD = struct.Struct("<QQ")
 _FILE = re.compile(r"rollout_([0-9]{6,18})\.log")
-_SYNC_SECONDS = 1.0
 #: Of the records; what was written in another one is left out like what was made with other flags.
 _FORM = 2
 #: Functions of the user's own that have a hand in a sample before it is judged.
@@ -371,7 +371,7 @@ class Journal:
             self._places[each] = [place for place in places if place.rollout_id not in spoilt]
 
     def _sync_now_and_then(self) -> None:
-        while not self._ended.wait(_SYNC_SECONDS):
+        while not self._ended.wait(deadlines.JOURNAL_SYNC):
             self._sync()
 
     def _sync(self) -> None:

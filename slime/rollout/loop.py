@@ -1,6 +1,6 @@
 """The rollout station: prompts in, groups with rewards out.
 
-    source ──► Collector ──► GroupRunner ──► generate function ──► RolloutClient ──► router ──►
+    source ──► DynamicSampler ──► GroupRunner ──► generate function ──► RolloutClient ──► router ──►
     engines
                (which)       (one group)     (one sample)          (one request)
                                    └───────► rewards (worker processes)
@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from slime import deadlines
 from slime.config.config import Config
 from slime.engines.api import EngineClient
 from slime.engines.client import RolloutClient
@@ -32,7 +33,7 @@ from slime.log import get_logger
 from slime.models import vocab_size_of
 from slime.prompts.tokenizer import end_token_ids
 from slime.rollout.counters import counts_of, load_snapshots
-from slime.rollout.dynamic_sampling import ABORT_SECONDS, DynamicSampler
+from slime.rollout.dynamic_sampling import DynamicSampler
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import EvalSet, Tasks, evaluate, progress_of, read_eval_prompts
 from slime.rollout.finish import finish_evaluation, finish_rollout
@@ -67,9 +68,6 @@ from slime.user_code.overrides import override_of
 logger = get_logger(__name__)
 T = TypeVar("T")
 RecordFailure = Callable[[int | None, Sequence[Sample], str, Exception], None]
-
-#: How long a failing request is sent again, by --use-fault-tolerance.
-_RETRY_SECONDS = {False: 60.0, True: 600.0}
 
 
 class RolloutLoop:
@@ -165,7 +163,7 @@ class RolloutLoop:
             self.base_url,
             max_concurrency=config.engine.sglang_server_concurrency,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
-            retry_seconds=_RETRY_SECONDS[config.fault_tolerance.use_fault_tolerance],
+            retry_seconds=deadlines.LOOP_RETRY[config.fault_tolerance.use_fault_tolerance],
             send_routing_key=wants_routing_key(policy),
             engine_urls=engine_urls,
         )
@@ -189,7 +187,11 @@ class RolloutLoop:
         """Seconds that users' code may block the event loop: an abort has an end of its own."""
         states = [state for states in self._under_way.values() for state in states]
         limit = self.config.rollout.rollout_stall_timeout
-        return min(limit, ABORT_SECONDS) if any(state.aborted for state in states) else limit
+        return (
+            min(limit, deadlines.DYNAMIC_SAMPLING_ABORT)
+            if any(state.aborted for state in states)
+            else limit
+        )
 
     def make_runner(
         self, state: GenerateState, rewards: RewardPool | None, **options: Any

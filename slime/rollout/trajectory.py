@@ -1,7 +1,7 @@
 """One group of samples from prompt to reward: generate → sample hooks → reward, each sample on its
 own.
 
-    Execution   queued ─► generating ─► hooks ─► reward ─► done
+    Trajectory  queued ─► generating ─► hooks ─► reward ─► done
                    └──────────┴── abort ──┘        └── abort: generated, to be scored later
 
 A failing sample fails alone. What the user's code has failed on is tried a second time; what fails

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 
+from slime import deadlines
 from slime.engines.client import RolloutClient
 from slime.errors import UserError
 from slime.rollout.group_run import Activity, GroupRun
@@ -19,11 +20,6 @@ _WAITS_FOR = {
     Activity.FILTER: "the dynamic filter",
 }
 _NUM_SHOWN = 5
-#: Two looks that are so far apart, beyond twice their interval, were kept apart by something.
-_LATE_SECONDS = 1.0
-#: After so long `Watchdog.words` tell who waits; the driver says them when nothing has been heard
-#: for a minute.
-_WORDS_SECONDS = 30.0
 
 
 class RolloutStalled(UserError):
@@ -73,7 +69,7 @@ class Watchdog:
         last = self._looked
         self._looked = now
         if (
-            now - last > 2 * self.interval + _LATE_SECONDS
+            now - last > 2 * self.interval + deadlines.WATCHDOG_LATE
         ):  # something blocked the event loop, and answers have not
             self._started = now  # been read yet; or others have moved so often that nobody looked
         moved = max(
@@ -83,7 +79,7 @@ class Watchdog:
             self._engines_moved,
         )
         self.words = ""
-        if time.monotonic() - moved < min(_WORDS_SECONDS, self.limit):
+        if time.monotonic() - moved < min(deadlines.WATCHDOG_WORDS, self.limit):
             return
         loads = await self._client.worker_loads()
         if loads != self._last_loads and any(requests > 0 for requests, _ in loads.values()):

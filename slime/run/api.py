@@ -32,6 +32,7 @@ from typing import Any
 
 import yaml
 
+from slime import deadlines
 from slime.checkpoints.run_models import newest_model
 from slime.errors import RunFailed, UserError
 from slime.files import read_lines, write_atomically
@@ -58,8 +59,6 @@ _ERROR = re.compile(
 )
 #: Of the command line, in a message.
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])")
-#: A driver that was told to end saves first; one that cannot is killed.
-_STOP_SECONDS = 600.0
 #: Its thread starts the drivers: the kernel ends them with the thread that did, and a caller's may
 #: be a short one.
 _STARTER = ThreadPoolExecutor(1, thread_name_prefix="slime-start")
@@ -289,11 +288,11 @@ class TrainingRun:
             return
         self._process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(_STOP_SECONDS)
+            self._process.wait(deadlines.RUN_API_STOP)
         except subprocess.TimeoutExpired as error:
             raise RunFailed(
-                f"the run {self.path} did not end within {_STOP_SECONDS:.0f} s of SIGTERM, and is "
-                "killed",
+                f"the run {self.path} did not end within {deadlines.RUN_API_STOP:.0f} s of "
+                "SIGTERM, and is killed",
                 fix=f"what it said: {self.path.parent / _INPUTS}",
             ) from error
         finally:

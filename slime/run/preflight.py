@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime import deadlines
 from slime.checkpoints.load_plan import LoadPlan, check_length, resolve_reference
 from slime.cluster.engine_fit import ask, check_fit, named
 from slime.compat.plugin_imports import check_plugin_imports
@@ -46,7 +47,6 @@ logger = get_logger(__name__)
 #: turns.
 _MIN_SLOTS = 8
 _SLOTS_PER_CORE = 4
-_CONNECT_SECONDS = 5.0
 #: What a health check of Ray's asks of the GCS.
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
@@ -590,7 +590,7 @@ def _check_answers(address: str) -> None:
         raise UserError(
             f"no Ray cluster answers at {address}",
             why="somebody listens there, and gives no answer of Ray's (waited for "
-            f"{_CONNECT_SECONDS:.0f} s at most)",
+            f"{deadlines.PREFLIGHT_CONNECT:.0f} s at most)",
             fix=f"the address is that of Ray's GCS (6379 by default), not of its dashboard; {fix}",
         )
 
@@ -602,8 +602,8 @@ def _gcs_answers(host: str, port: int) -> bool:
     Raises:
         OSError: nobody listens.
     """
-    end = time.monotonic() + _CONNECT_SECONDS
-    with socket.create_connection((host, port), timeout=_CONNECT_SECONDS):
+    end = time.monotonic() + deadlines.PREFLIGHT_CONNECT
+    with socket.create_connection((host, port), timeout=deadlines.PREFLIGHT_CONNECT):
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
             return True
     import grpc

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime import deadlines
 from slime.checkpoints.directory import discard_partial, is_saved, iteration_name, newest_whole
 from slime.checkpoints.run_models import newest_model
 from slime.config.config import Config
@@ -21,12 +22,6 @@ from slime.run.schedule import Schedule
 from slime.run.stopping import StopSignals
 
 logger = get_logger(__name__)
-
-#: How long a run that failed waits for the checkpoint that is being written; the processes may be
-#: in any state.
-_SETTLE_SECONDS = 600.0
-#: Without --save-interval: a step may take minutes, and a tenth of the run half a day.
-_AGAIN_SECONDS = 1800.0
 
 
 class Saves(Protocol):
@@ -95,7 +90,11 @@ class Saving:
         flags = self._flags
         interval = self._schedule.save_interval
         often = "after every rollout" if interval == 1 else f"every {interval} rollouts"
-        timed = f" or {_AGAIN_SECONDS / 60:.0f} minutes" if self._is_timed and interval != 1 else ""
+        timed = (
+            f" or {deadlines.RUN_SAVING_AGAIN / 60:.0f} minutes"
+            if self._is_timed and interval != 1
+            else ""
+        )
         least = flags.save_min_seconds
         timed += f", at least {least:g} s apart" if least else ""
         kept = f"the newest {flags.save_retain} are kept" if flags.save_retain else "all are kept"
@@ -109,7 +108,7 @@ class Saving:
             return True
         passed = time.monotonic() - self._at
         self._is_overdue |= interval is not None and self._schedule.is_due(rollout_id, interval)
-        self._is_overdue |= self._is_timed and passed > _AGAIN_SECONDS
+        self._is_overdue |= self._is_timed and passed > deadlines.RUN_SAVING_AGAIN
         return self._is_overdue and passed >= self._flags.save_min_seconds
 
     # -- saving
@@ -122,7 +121,7 @@ class Saving:
         next steps.
 
         Args:
-            pushed: "pushes" (`Ages.recent_pushes`) and "lineages" (`PushLog.recent_lineages`).
+            pushed: "pushes" (`StalenessTracker.recent_pushes`) and "lineages" (`PushLog.recent_lineages`).
         """
         self._begun = rollout_id
         with self._sinks.phase("save_model"):
@@ -196,12 +195,14 @@ class Saving:
         logger.warning(
             "the checkpoint of rollout %d is still being written: waiting for it, %.0f s at most; "
             "Ctrl-C gives it up",
-            rollout_id, _SETTLE_SECONDS,
+            rollout_id, deadlines.RUN_SAVING_SETTLE,
         )  # fmt: skip
         if signals is not None:
             signals.taken_up()
         try:
-            self._cluster.settle_save(lambda: is_saved(root, rollout_id), _SETTLE_SECONDS)
+            self._cluster.settle_save(
+                lambda: is_saved(root, rollout_id), deadlines.RUN_SAVING_SETTLE
+            )
         except KeyboardInterrupt:
             logger.warning("the checkpoint of rollout %d is given up", rollout_id)
         except UserError as problem:

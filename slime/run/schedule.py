@@ -179,7 +179,7 @@ class StalenessTracker:
         on from, and those of long ago.
 
         Example:
-            >>> ages = Ages(make_config(rollout_batch_size=1, update_weights_interval=2))
+            >>> ages = StalenessTracker(make_config(rollout_batch_size=1, update_weights_interval=2))
             >>> ages.remember({1: 0, 2: 2})  # saved after rollout 2; the journal has 3 and 4, too
             >>> ages.pushed(5, trained=3)
             >>> [ages.trained_when(version) for version in range(1, 6)]
@@ -268,7 +268,7 @@ class StalenessTracker:
             versions: weight versions of a sample's tokens → samples that have these.
 
         Example:
-            >>> ages = Ages(make_config(rollout_batch_size=1))
+            >>> ages = StalenessTracker(make_config(rollout_batch_size=1))
             >>> ages.pushed(1, trained=0)
             >>> ages.pushed(2, trained=1)
             >>> ages.metrics({(1, 2): 1, (2,): 3}, trained=1)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from slime import deadlines
 from slime.checkpoints.directory import newest_whole
 from slime.cluster.launch import Generating
 from slime.cluster.ray_session import dead_daemons, is_starting
@@ -50,12 +51,6 @@ from slime.samples.types import ANY_VERSION
 
 logger = get_logger(__name__)
 
-#: Of all processes together, and of Ray; kill signals of schedulers come half a minute after
-#: SIGTERM.
-_CLOSE_SECONDS = 9.0
-#: More than that an evaluation under way does not hold up a run that was asked to stop and has
-#: saved.
-_EVALUATION_SECONDS = 5.0
 #: What is wrong with a run as it ends: so much of it is in its last lines, the rest in the report.
 _MOST_WARNINGS = 2
 
@@ -180,7 +175,9 @@ class Session:
             self._remaining_rows.close()
         try:
             if not end_within(
-                _CLOSE_SECONDS, lambda: self.cluster.close(politely=politely), self.signals.hurry
+                deadlines.RUN_SESSION_CLOSE,
+                lambda: self.cluster.close(politely=politely),
+                self.signals.hurry,
             ):
                 logger.error(
                     "Ray did not end in time: the run ends without it, its processes are killed"
@@ -377,7 +374,9 @@ class Session:
         self.log(self._not_logged)
         self._save_last()
         if self._beside is not None:
-            if self._beside.evaluating.ends_within(0.0 if stopped_parts() else _EVALUATION_SECONDS):
+            if self._beside.evaluating.ends_within(
+                0.0 if stopped_parts() else deadlines.RUN_SESSION_EVALUATION
+            ):
                 self.finish_evaluation()
             else:
                 logger.warning(

@@ -30,15 +30,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
+from slime import deadlines
 from slime.log import get_logger
 from slime.observe.output import lose_terminal
 
 logger = get_logger(__name__)
-
-#: From the first signal, for an end that goes its way; kill signals of schedulers come half a
-#: minute after SIGTERM.
-_BLOCKED_SECONDS = 10.0
-_LOOK_SECONDS = 0.5
 
 
 class StopSignals:
@@ -143,12 +139,12 @@ class StopSignals:
         poller = select.poll()
         poller.register(pipe, select.POLLIN)
         while True:
-            if poller.poll(_LOOK_SECONDS * 1000 if limit < math.inf else None):
+            if poller.poll(deadlines.STOPPING_LOOK * 1000 if limit < math.inf else None):
                 numbers = set(os.read(pipe, 64))
                 if not numbers:  # the end of the context
                     break
                 if numbers & (set(self._before) - {signal.SIGHUP}):
-                    limit = min(limit, time.monotonic() + _BLOCKED_SECONDS)
+                    limit = min(limit, time.monotonic() + deadlines.STOPPING_BLOCKED)
                 quits = quits or signal.SIGQUIT in numbers
             if time.monotonic() > limit and (
                 who := self.blocks() or ("the main thread" if quits else "")

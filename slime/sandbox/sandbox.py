@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from slime import deadlines
 from slime.documentation import doc_url
 from slime.errors import UserError
 from slime.log import get_logger
@@ -34,9 +35,6 @@ logger = get_logger(__name__)
 #: Where a program finds itself, if it is told no other folder.
 HOME = "/sandbox"
 _KEEPER = Path(__file__).with_name("keeper.py")
-#: How much later than the program's own limit the keeper must have ended all of it.
-_GRACE_SECONDS = 15.0
-_END_SECONDS = 10.0
 #: Places behind the walls that are the system's.
 _TAKEN = ("/proc", "/dev", *kernel.SYSTEM)
 
@@ -267,20 +265,20 @@ async def _keep(request: dict[str, Any], seconds: float) -> dict[str, Any]:
         start_new_session=True,
     )
     try:
-        async with asyncio.timeout(seconds + _GRACE_SECONDS):
+        async with asyncio.timeout(seconds + deadlines.SANDBOX_GRACE):
             output, errors = await keeper.communicate(json.dumps(request).encode())
     except TimeoutError as error:
         raise UserError(
             "a program in a sandbox was not ended in time",
-            why=f"its {seconds:g} s are over for {_GRACE_SECONDS:g} s: this host has too much to "
-            "do, or stands still",
+            why=f"its {seconds:g} s are over for {deadlines.SANDBOX_GRACE:g} s: this host has too "
+            "much to do, or stands still",
             fix="run fewer programs at once: Sandbox(at_once=…)",
         ) from error
     finally:
         if keeper.returncode is None:
             keeper.terminate()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_END_SECONDS):
+                async with asyncio.timeout(deadlines.SANDBOX_END):
                     await asyncio.shield(keeper.wait())
         with contextlib.suppress(ProcessLookupError):
             os.killpg(keeper.pid, signal.SIGKILL)

@@ -31,8 +31,8 @@ class UserValues:
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
-        >>> (Given(x).reaches(x.exp().sum()),
-        ...  Given(x).reaches(torch.ones((), requires_grad=True) * 2))
+        >>> (UserValues(x).has_grad_path(x.exp().sum()),
+        ...  UserValues(x).has_grad_path(torch.ones((), requires_grad=True) * 2))
         (True, False)
     """
 

@@ -33,19 +33,13 @@ from typing import Any, TypeVar
 
 import psutil
 
+from slime import deadlines
 from slime.processes.children import began_at, children_of, kill, ticks
 from slime.processes.stacks import frames_of_task, lines_of_users, stack_of_thread
 
 logger = logging.getLogger("slime.user_code.calls")
 T = TypeVar("T")
 
-_LOOK_SECONDS = 1.0
-#: From its cancellation, or from the exception raised in it, until a call is left behind.
-_LEAVE_SECONDS = 5.0
-#: Until a thread is ended that nobody waits for any more, where its call had no deadline.
-_PATIENCE_SECONDS = 60.0
-#: Until the first line about a blocked loop; each further one after twice the time.
-_BLOCKED_SECONDS = 20.0
 _MOST_IDLE = 64
 #: Of tasks that run a coroutine of the user's.
 _TASK = "user code: "
@@ -81,7 +75,7 @@ async def run_isolated(work: Awaitable[T], what: str) -> T:
         task.cancel()
         _LEFT.add(task)
         task.add_done_callback(_seen)
-        await asyncio.wait({task}, timeout=_LEAVE_SECONDS)
+        await asyncio.wait({task}, timeout=deadlines.USER_CALLS_LEAVE)
         if task.done():
             if asyncio.iscoroutine(work):
                 work.close()  # should it not even have begun
@@ -223,7 +217,7 @@ _idle: list[_CallThread] = []
 
 
 async def run_in_thread(
-    function: Callable[[], Any], what: str, limit: float = _PATIENCE_SECONDS
+    function: Callable[[], Any], what: str, limit: float = deadlines.USER_CALLS_PATIENCE
 ) -> Any:
     """The result of ``function``, called in a thread that sees the caller's context variables.
 
@@ -304,7 +298,7 @@ class WatchedLoop:
     def _began(self) -> None:
         self._answered = True
         self._blocked = 0.0
-        self._next = _BLOCKED_SECONDS
+        self._next = deadlines.USER_CALLS_BLOCKED
         self._ended = False
 
     def _answer(self) -> None:
@@ -335,7 +329,7 @@ class WatchedLoop:
         if what and self._blocked >= self._limit():
             if not self._ended:
                 self._end(what)
-            elif self._blocked >= self._limit() + _LEAVE_SECONDS:
+            elif self._blocked >= self._limit() + deadlines.USER_CALLS_LEAVE:
                 self._lost(f"{what} blocks the event loop and cannot be ended{self._stack()}")
             elif (
                 self._new_children()
@@ -406,9 +400,11 @@ class _Overseer:
     def _watch(self) -> None:
         last = time.monotonic()
         while True:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(deadlines.USER_CALLS_LOOK)
             now = time.monotonic()
-            seconds = min(now - last, 2 * _LOOK_SECONDS)  # this process may have been stopped
+            seconds = min(
+                now - last, 2 * deadlines.USER_CALLS_LOOK
+            )  # this process may have been stopped
             last = now
             for watched in list(self.loops.values()):
                 watched.look(seconds)
@@ -421,7 +417,7 @@ class _Overseer:
         elif not call.ended_at:
             if now >= call.deadline and call.thread:
                 call.end()
-        elif now >= call.ended_at + _LEAVE_SECONDS and not call.is_named:
+        elif now >= call.ended_at + deadlines.USER_CALLS_LEAVE and not call.is_named:
             call.is_named = True
             kill(children_of(call.native))  # those that it has started since
             said = "the thread of %s cannot be ended, and stays until this process ends%s"

@@ -40,6 +40,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime import deadlines
 from slime.config.config import Config
 from slime.engines.api import EngineError, is_embedded
 from slime.engines.fleet import EngineFleet
@@ -67,7 +68,6 @@ _MEAN_IN_16_BITS = 0.1  # of the standard deviation
 _FIRST_ROUNDED = 1.0  # of the standard deviation; of what the first check found
 _TIMES_ROUNDED = 2.0
 _LEAST_IN_16_BITS = 0.01  # nats; for models that find everything equally likely
-_SECONDS = 120.0  # an idle engine answers at once, or compiles a kernel first
 
 
 class Canary:
@@ -94,7 +94,7 @@ class Canary:
         self.fleet = fleet
         self.pushed: Mapping[str, float] | None = None
         self._releases = config.cluster.offload_rollout
-        infos = fleet.get("/server_info", _SECONDS)
+        infos = fleet.get("/server_info", deadlines.CANARY)
         quantisation = Quantisation.read(hf_config)
         self._quantised = quantisation is not None
         is_fp8 = quantisation is not None and isinstance(quantisation.scheme, Fp8)
@@ -161,7 +161,7 @@ class Canary:
             "logprob_start_len": 0,
         }
         try:
-            answers = self.fleet.post("/generate", body, _SECONDS)
+            answers = self.fleet.post("/generate", body, deadlines.CANARY)
             return [
                 _log_probs(*pair, self.tokens)
                 for pair in zip(self.fleet.urls, answers, strict=True)

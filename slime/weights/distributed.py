@@ -20,15 +20,12 @@ from urllib.parse import urlsplit
 
 import torch
 
+from slime import deadlines
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet, is_local
 from slime.engines.wire.buckets import Bucket, BufferPair, Together, pack
 from slime.engines.wire.process_group import ExternalGroup, address_towards
 from slime.weights.transport import NamedTensors, Observer, Transferred, Transport, deadline_for
-
-JOIN_SECONDS = 120.0
-LEAVE_SECONDS = 10.0
-_GRACE_SECONDS = 2.0  # for an engine's own words on why its member of the group is gone
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,7 @@ class DistributedTransport(Transport):
         name = f"slime-{secrets.token_hex(4)}-pp_{self._stage}"
         world_size = 1 + sum(self._ranks)
         address = own_address(self._fleet.urls)
-        store = ExternalGroup.open_store(address, world_size, JOIN_SECONDS)
+        store = ExternalGroup.open_store(address, world_size, deadlines.DISTRIBUTED_JOIN)
         joining = self._fleet.start(
             "/init_weights_update_group",
             lambda number: {
@@ -145,32 +142,35 @@ class DistributedTransport(Transport):
                 "group_name": name,
                 "backend": self._backend,
             },
-            JOIN_SECONDS,
+            deadlines.DISTRIBUTED_JOIN,
         )
         try:
             self._group = ExternalGroup(
-                store, address, name, self._backend, 0, world_size, JOIN_SECONDS
+                store, address, name, self._backend, 0, world_size, deadlines.DISTRIBUTED_JOIN
             )
         except RuntimeError as error:
             self._fleet.wait(
-                joining, JOIN_SECONDS
+                joining, deadlines.DISTRIBUTED_JOIN
             )  # an engine that refused says why; that is the better message
             raise EngineError(
-                self._engines, f"{self._who} waited {JOIN_SECONDS:.0f} s for them to join"
+                self._engines,
+                f"{self._who} waited {deadlines.DISTRIBUTED_JOIN:.0f} s for them to join",
             ) from error
-        self._fleet.wait(joining, JOIN_SECONDS)
+        self._fleet.wait(joining, deadlines.DISTRIBUTED_JOIN)
         self._is_broken = False
 
     def _leave(self) -> None:
         if self._group is None:
             return
         body = {"group_name": self._group.name}
-        leaving = self._fleet.start("/destroy_weights_update_group", body, LEAVE_SECONDS)
+        leaving = self._fleet.start(
+            "/destroy_weights_update_group", body, deadlines.DISTRIBUTED_LEAVE
+        )
         self._group.close(
-            LEAVE_SECONDS
+            deadlines.DISTRIBUTED_LEAVE
         )  # meanwhile: NCCL's members on one host wait for one another
         with contextlib.suppress(EngineError):  # an engine that is gone has left
-            self._fleet.wait(leaving, LEAVE_SECONDS)
+            self._fleet.wait(leaving, deadlines.DISTRIBUTED_LEAVE)
         self._group = None
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -183,7 +183,7 @@ class DistributedTransport(Transport):
         limit = deadline_for(bucket.nbytes, self._timeout)
         request = _request(bucket, self._group.name, version)
         answers = self._fleet.start(
-            "/update_weights_from_distributed", request, limit, _GRACE_SECONDS
+            "/update_weights_from_distributed", request, limit, deadlines.DISTRIBUTED_GRACE
         )
         self._sending = _Sending(
             bucket.nbytes, self._group.start_broadcast(bucket.buffer, limit), answers, limit
@@ -198,11 +198,11 @@ class DistributedTransport(Transport):
         self._sending = None
         both: list[Future[Any]] = [sending.arrival, sending.answers]
         wait(
-            both, sending.limit + _GRACE_SECONDS, return_when=FIRST_EXCEPTION
+            both, sending.limit + deadlines.DISTRIBUTED_GRACE, return_when=FIRST_EXCEPTION
         )  # the requests' own limit comes first
         problem = sending.arrival.exception() if sending.arrival.done() else None
         if problem is not None:
-            wait([sending.answers], 2 * _GRACE_SECONDS)
+            wait([sending.answers], 2 * deadlines.DISTRIBUTED_GRACE)
         if sending.answers.done():
             sending.answers.result()  # raises what an engine said
         if problem is not None or not sending.arrival.done():
@@ -210,7 +210,7 @@ class DistributedTransport(Transport):
             raise EngineError(
                 self._engines, f"{what}: {problem or 'not done in time'}"
             ) from problem
-        sending.answers.result(_GRACE_SECONDS)
+        sending.answers.result(deadlines.DISTRIBUTED_GRACE)
 
     def _give_up(self) -> None:
         """Nobody knows which members are in which broadcast any more."""

@@ -18,10 +18,11 @@ from typing import Any, Protocol
 
 import torch
 
+from slime import deadlines
 from slime.engines.fleet import EngineFleet
 from slime.engines.sglang.weight_probe import SIZE
 from slime.engines.wire.buckets import FINGERPRINTS, fingerprint
-from slime.weights.rank_questions import ANSWER_SECONDS, RankQuestions
+from slime.weights.rank_questions import RankQuestions
 from slime.weights.receipt import compare
 from slime.weights.transport import EngineSlots
 
@@ -184,7 +185,8 @@ class SliceCheck:
         self._shapes = {name: list(shape) for name, shape in shapes.items()}
         self._ranks = RankQuestions(fleet, engines, address)
         layouts = self._ranks.ask(
-            {"action": "layout", "tensors": self._shapes, "opens": opens}, ANSWER_SECONDS
+            {"action": "layout", "tensors": self._shapes, "opens": opens},
+            deadlines.RANK_QUESTIONS_ANSWER,
         )
         self._slices = [[_slices(rank) for rank in ranks] for ranks in layouts]
         self._others = [

@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 
+from slime import deadlines
 from slime.engines.api import WEIGHT_PROBE, EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.wire.process_group import ExternalGroup
 from slime.weights.transport import EngineSlots
-
-ANSWER_SECONDS = 120.0
 
 
 class RankQuestions:
@@ -39,7 +38,7 @@ class RankQuestions:
         self._fleet = fleet
         self._engines = engines
         self._address = address
-        self._store = ExternalGroup.open_store(address, 1, ANSWER_SECONDS)
+        self._store = ExternalGroup.open_store(address, 1, deadlines.RANK_QUESTIONS_ANSWER)
 
     def ask(self, request: Mapping[str, Any], timeout: float) -> list[list[dict[str, Any]]]:
         """Every rank's answer, by engine.
@@ -72,10 +71,11 @@ class RankQuestions:
     def _answer(self, key: str, number: int) -> dict[str, Any]:
         url = self._engines[number].url
         try:
-            self._store.wait([key], timedelta(seconds=ANSWER_SECONDS))
+            self._store.wait([key], timedelta(seconds=deadlines.RANK_QUESTIONS_ANSWER))
         except RuntimeError as error:
             raise EngineError(
-                url, f"a rank did not report its weights within {ANSWER_SECONDS:.0f} s"
+                url,
+                f"a rank did not report its weights within {deadlines.RANK_QUESTIONS_ANSWER:.0f} s",
             ) from error
         answer: dict[str, Any] = json.loads(self._store.get(key))
         self._store.delete_key(key)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime import deadlines
 from slime.checkpoints.megatron_names import Placement
 from slime.config.config import Config
 from slime.engines.api import WEIGHT_LOADER, is_embedded
@@ -28,8 +29,6 @@ from slime.weights.distributed import DistributedTransport
 from slime.weights.ipc import IpcTransport
 from slime.weights.shared_memory_transport import SharedMemoryTransport
 from slime.weights.transport import EngineSlots, Transport
-
-_INFO_SECONDS = 30.0  # for what an engine has at hand
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def find_route(
         UserError: engines differ, or cannot be pushed to; names them. Quantised ones have another
             dtype than flags say.
     """
-    infos = dict(zip(fleet.urls, fleet.get("/server_info", _INFO_SECONDS), strict=True))
+    infos = dict(zip(fleet.urls, fleet.get("/server_info", deadlines.ROUTE_INFO), strict=True))
     check_experts(infos)
     embedded = are_embedded(infos)
     local = on_this_node and all(is_local(url) for url in fleet.urls)

@@ -28,6 +28,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from slime import deadlines
 from slime.checkpoints.hf_io import HfExporter
 from slime.config.config import Config
 from slime.engines import keys
@@ -38,7 +39,7 @@ from slime.errors import UserError
 from slime.models.fused_loading import LoadGroups
 from slime.models.quantised import Quantisation
 from slime.models.spec import HfConfig, read_hf_config
-from slime.weights.distributed import JOIN_SECONDS, LEAVE_SECONDS, own_address
+from slime.weights.distributed import own_address
 from slime.weights.engine_check import (
     Digest,
     EngineCheck,
@@ -57,7 +58,6 @@ from slime.weights.transport import EngineSlots, NamedTensors, Transferred, Tran
 logger = logging.getLogger(__name__)
 
 _CONNECTING = "connecting trainer and engines"
-_CONTROL_SECONDS = 120.0  # pausing waits for the forward pass under way, nothing longer
 
 
 class WeightSync:
@@ -106,9 +106,11 @@ class WeightSync:
         self._last_seconds = 0.0
         faults = config.fault_tolerance
         hangs = (
-            faults.rollout_health_check_timeout if faults.use_fault_tolerance else _CONTROL_SECONDS
+            faults.rollout_health_check_timeout
+            if faults.use_fault_tolerance
+            else deadlines.SYNC_CONTROL
         )
-        self._control_seconds = min(hangs, _CONTROL_SECONDS)
+        self._control_seconds = min(hangs, deadlines.SYNC_CONTROL)
 
     def connect(self, engines: Sequence[str | EngineSlots], *, on_this_node: bool = True) -> None:
         """Reach the engines and set the way of transfer up. Collective; call again when the engines
@@ -129,7 +131,7 @@ class WeightSync:
         ]
         for engine in found:
             keys.know(engine.url, engine.key)
-        with self._ranks.round(_CONNECTING, 2 * _CONTROL_SECONDS) as reached:
+        with self._ranks.round(_CONNECTING, 2 * deadlines.SYNC_CONTROL) as reached:
             if self.rank == 0:
                 self._fleet = EngineFleet([engine.url for engine in found])
                 with _naming_engine():
@@ -162,11 +164,11 @@ class WeightSync:
         # both collective, hence outside of the block below
         contents = _StageContents.of(self._exporter, with_shapes=route.asks_ranks)
         gloo = self._gloo_group() if route.kind == "ipc" else None
-        self._stage_seconds = [2 * JOIN_SECONDS for _ in route.sources]
+        self._stage_seconds = [2 * deadlines.DISTRIBUTED_JOIN for _ in route.sources]
         explained = _naming_engine() if self.rank == 0 else nullcontext()
         with (
             self._ranks.round(
-                _CONNECTING, sum(self._stage_seconds) + 2 * _CONTROL_SECONDS
+                _CONNECTING, sum(self._stage_seconds) + 2 * deadlines.SYNC_CONTROL
             ) as connected,
             explained,
         ):
@@ -272,7 +274,7 @@ class WeightSync:
     def close(self) -> None:
         """Give up shared memory, groups and connections."""
         if self._transport is not None:
-            with self._ranks.in_order(2 * LEAVE_SECONDS):
+            with self._ranks.in_order(2 * deadlines.DISTRIBUTED_LEAVE):
                 self._transport.close()
         if self._check is not None:
             self._check.close()
@@ -297,7 +299,7 @@ class WeightSync:
     def _await_turn(self) -> None:
         earlier = self._stage_seconds[: self._ranks.stage]
         self._ranks.await_turn(
-            2 * _CONTROL_SECONDS + sum(earlier)
+            2 * deadlines.SYNC_CONTROL + sum(earlier)
         )  # rank 0 pauses the engines first
 
     @property
@@ -310,7 +312,7 @@ class WeightSync:
     def _push_seconds(self) -> float:
         """Seconds that a push may take, all phases together: pause, reset, open, transfer, flush,
         check, close, continue."""
-        return 6 * _CONTROL_SECONDS + (3 if self._opens else 2) * sum(self._stage_seconds)
+        return 6 * deadlines.SYNC_CONTROL + (3 if self._opens else 2) * sum(self._stage_seconds)
 
     def _gloo_group(self) -> dist.ProcessGroup | None:
         """All trainer ranks on CPU: what is exchanged there are words, and NCCL would need the GPU

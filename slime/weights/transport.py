@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from slime import deadlines
+
 if TYPE_CHECKING:  # the launch describes engines with this file, before anything needs torch
     import torch
 
@@ -18,7 +20,6 @@ call."""
 #: A step of a transfer is given up on after its floor and the time that its bytes take at this
 #: rate, per second.
 SLOWEST_BANDWIDTH = 20e6
-FLOOR_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,10 @@ def deadline_for(nbytes: int, floor: float | None = None) -> float:
     """Seconds that a step moving ``nbytes`` may take.
 
     Args:
-        floor: seconds that it may take whatever its size; `FLOOR_SECONDS` when None.
+        floor: seconds that it may take whatever its size; `deadlines.TRANSPORT_FLOOR` when None.
 
     Example:
         >>> deadline_for(2_000_000_000)
         220.0
     """
-    return (FLOOR_SECONDS if floor is None else floor) + nbytes / SLOWEST_BANDWIDTH
+    return (deadlines.TRANSPORT_FLOOR if floor is None else floor) + nbytes / SLOWEST_BANDWIDTH

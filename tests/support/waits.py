@@ -155,7 +155,7 @@ class _Walk:
                     if isinstance(node, ast.Attribute)
                     else ""
                 )
-                if CONSTANT.fullmatch(name):
+                if CONSTANT.fullmatch(name) or _is_of_table(node):
                     return name
                 if isinstance(node, ast.Attribute) and name in self._flags:
                     return f"--{name.replace('_', '-')}"
@@ -167,6 +167,11 @@ class _Walk:
                         name
                     ) or []
         return ""
+
+
+def _is_of_table(node: ast.AST) -> bool:
+    """``deadlines.ENGINES_ASK``."""
+    return isinstance(node, ast.Attribute) and ast.unparse(node.value) == "deadlines"
 
 
 def _given(call: ast.Call) -> list[ast.expr]:
@@ -211,7 +216,8 @@ def _waits(call: ast.Call, loop: ast.While | None) -> bool:
         name == "join"
     ):  # of threads and processes; those of strings have an argument, which is no number of seconds
         return not call.args or any(
-            CONSTANT.fullmatch(n.id) or n.id in HANDED_IN for n in _names(call.args[0])
+            CONSTANT.fullmatch(n.id) or n.id in HANDED_IN | {"deadlines"}
+            for n in _names(call.args[0])
         )
     if name == "get":  # of queues; a context variable's get has a name that says so
         words = {word.arg for word in call.keywords}

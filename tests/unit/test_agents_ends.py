@@ -14,7 +14,6 @@ import openai
 import psutil
 import pytest
 
-from slime.agents import server as agent_server
 from slime.agents.endpoint import AgentEndpoint, RolloutEnds, agent_endpoint
 from slime.agents.server import close_server
 from slime.engines.api import EngineError, GenerateResult
@@ -50,7 +49,7 @@ def test_a_client_that_vanishes_ends_its_request(stream: bool) -> None:
 
 
 def test_a_stream_pings_until_there_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_server, "_PING_SECONDS", 0.01)
+    monkeypatch.setattr("slime.deadlines.ENDPOINT_PING", 0.01)
     play = Play(["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
 
     async def talk(endpoint: AgentEndpoint) -> None:
@@ -88,7 +87,7 @@ class Broken(Model):
 def test_a_failure_behind_the_status_is_an_event_of_the_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(agent_server, "_PING_SECONDS", 0.01)
+    monkeypatch.setattr("slime.deadlines.ENDPOINT_PING", 0.01)
     play = Play([])
     play.state.client = play.model = Broken([])
 

@@ -40,7 +40,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 #: From the ground up: a package or file imports only from those before it. docs/architecture.md
 #: says what each is for.
 FLOORS = (
-    *("documentation", "errors", "data_path", "redact", "files", "paths"),
+    *("documentation", "deadlines", "errors", "data_path", "redact", "files", "paths"),
     *(f"processes.{name}" for name in ("stacks", "children", "host", "garbage", "footprint")),
     *("user_code.calls", "user_code.loading", "log", "processes", "http_access", "hub"),
     *("config", "placement", "algorithms", "models", "samples", "user_code", "observe"),
@@ -97,7 +97,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 #: Modules on the longest chain of imports from the loop: who follows a fact from there to its
 #: ground passes so many.
-MAX_CHAIN = 19
+MAX_CHAIN = 20
 
 
 def test_the_longest_chain_of_imports_from_the_loop_is_short() -> None:

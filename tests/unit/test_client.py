@@ -308,7 +308,7 @@ def test_a_dead_engine_does_not_hold_up_an_abort_unless_requests_wait_for_it() -
 
 
 def test_a_router_that_does_not_answer_holds_up_no_abort(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.engines.workers.LIST_SECONDS", 0.05)
+    monkeypatch.setattr("slime.deadlines.WORKERS_LIST", 0.05)
 
     async def never(request: web.Request) -> web.Response:
         await asyncio.sleep(3600)

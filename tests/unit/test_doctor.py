@@ -18,7 +18,7 @@ import pytest
 
 from slime.__main__ import main
 from slime.config import parse_args
-from slime.diagnosis import checks_data, checks_host, doctor, one_round
+from slime.diagnosis import checks_host, doctor, one_round
 from slime.diagnosis.checks import CHECKS
 from slime.diagnosis.doctor import Report, at_start, examine
 from slime.diagnosis.troubles import SECTIONS, TROUBLES
@@ -451,7 +451,7 @@ def test_rewards_of_other_kinds_are_right(
 
 
 def test_a_slow_reward_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks_data, "_SECONDS", 0.05)
+    monkeypatch.setattr("slime.deadlines.CHECKS_DATA", 0.05)
     flags = ["--save", world.outputs / "kept", "--custom-rm-path", f"{__file__}:never"]
     report = examine(world.flags("examined", *flags))
     assert report.findings == [] and any(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from slime.config import parse_args
-from slime.diagnosis import checks_data, checks_host, doctor
+from slime.diagnosis import checks_host, doctor
 from slime.diagnosis.doctor import Report, at_start, examine
 from slime.samples.types import Sample
 from tests.support.processes import ROOT, World
@@ -140,7 +140,7 @@ def test_a_reward_may_change_its_sample(world: World, tmp_path: Path) -> None:
 def test_a_reward_that_blocks_its_event_loop_is_not_waited_for(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks_data, "_ALL_SECONDS", 0.05)
+    monkeypatch.setattr("slime.deadlines.CHECKS_DATA_ALL", 0.05)
     try:
         report = examine(_flags(world, "--custom-rm-path", f"{__name__}:blocks_its_loop"))
         (reward,) = (outcome for outcome in report.outcomes if outcome.check.name == "reward")

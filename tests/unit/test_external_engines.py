@@ -19,7 +19,6 @@ import pytest
 from aiohttp import web
 
 from slime.cli import engines as command
-from slime.cluster import external_engines as module
 from slime.cluster.command_inbox import FOLDER, CommandInbox, EngineCommand, give_order
 from slime.cluster.engine_table import ALL_MEMORY, EngineEntry, EngineTable, State, external_engine
 from slime.cluster.external_engines import ExternalEngines
@@ -150,7 +149,7 @@ def companies(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         made.append(Company(make_config(**flags), desk, shares_gpus=shares_gpus))
         return made[-1]
 
-    monkeypatch.setattr(module, "_DRAIN_POLL_SECONDS", 0.0)
+    monkeypatch.setattr("slime.deadlines.EXTERNAL_ENGINES_DRAIN_POLL", 0.0)
     yield make
     for company in made:
         company.external.close()

@@ -114,7 +114,7 @@ def test_whoever_needs_them_waits_for_one_at_most(slow: SlowDriver) -> None:
 def test_a_lock_that_takes_for_ever_is_not_waited_for(
     slow: SlowDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(host_memory, "_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("slime.deadlines.PINNED_MEMORY_LOCK", 0.05)
     ahead = BuffersAhead([64])
     with caplog.at_level(logging.WARNING, "slime"):
         assert ahead.take() == []

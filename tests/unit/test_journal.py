@@ -220,7 +220,7 @@ def test_a_new_files_name_is_on_the_disk(folder: Path, monkeypatch: pytest.Monke
 def test_what_was_written_is_on_the_disk_when_the_journal_is_closed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_SYNC_SECONDS", 1000.0)
+    monkeypatch.setattr("slime.deadlines.JOURNAL_SYNC", 1000.0)
     journal = Journal(folder, "flags")
     for rollout_id in (1, 2):
         note(journal, RecordKind.FINISHED, rollout_id, generated(rollout_id))

@@ -80,7 +80,7 @@ def refused(address: str) -> UserError:
 
 @pytest.mark.parametrize("answer", [silent, gateway])
 def test_somebody_who_says_nothing_of_rays(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr("slime.deadlines.PREFLIGHT_CONNECT", 0.5)
     with listener(answer) as address:
         assert "somebody listens there" in refused(address).why
 

@@ -113,7 +113,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_cluster_that_does_not_answer_is_named_at_the_deadline(
     silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_session, "_JOIN_DEADLINE", 0.3)
+    monkeypatch.setattr("slime.deadlines.RAY_SESSION_JOIN", 0.3)
     with pytest.raises(UserError, match=f"no Ray cluster answers at {silent}") as caught:
         ray_session.start_ray(make_config(ray_address=silent), 1)
     assert "did not answer within" in caught.value.why and "RAY_ADDRESS" in caught.value.fix

@@ -379,7 +379,7 @@ def test_places_where_no_folder_can_be_shown_are_refused(place: str, tmp_path: P
 def test_a_keeper_that_does_not_end_in_time_says_so(
     walls: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox_module, "_GRACE_SECONDS", 0.01 - LIMITS.seconds)
+    monkeypatch.setattr("slime.deadlines.SANDBOX_GRACE", 0.01 - LIMITS.seconds)
     with pytest.raises(UserError, match="not ended in time") as caught:
         python(walls, "import time; time.sleep(1000)")
     assert "at_once" in caught.value.fix

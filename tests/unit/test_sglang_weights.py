@@ -257,7 +257,7 @@ def test_the_probe_reports_its_errors(
 def test_the_probe_outlives_a_trainer_that_is_gone(
     monkeypatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(weight_probe, "_STORE_SECONDS", 0.2)
+    monkeypatch.setattr("slime.deadlines.WEIGHT_PROBE_STORE", 0.2)
     request = {
         "action": "layout",
         "tensors": {},

@@ -173,7 +173,7 @@ def main(words):
     print("went on")
 
 sys.modules["run"] = sys.modules["__main__"]
-command.COMMANDS["train"] = command.Command("run", "main", "", "train")
+command.COMMANDS["train"] = command.Subcommand("run", "main", "", "train")
 sys.exit(command.main(["train"]))
 """
 
@@ -223,7 +223,7 @@ def test_what_hangs_is_left_with_the_right_status(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(processes, "_HURRY_SECONDS", 0.0)
+    monkeypatch.setattr("slime.deadlines.OWNER_HURRY", 0.0)
     for_ever, hurry = threading.Event(), threading.Event()
     if in_a_hurry:
         hurry.set()
@@ -248,11 +248,12 @@ def test_what_hangs_is_left_with_the_right_status(
 
 _BLOCKED = """
 import os, resource, signal, sys, time
-from slime import stopping
+from slime import deadlines
+from slime.run import stopping
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 files = [os.dup(0) for _ in range({files})]
-stopping._BLOCKED_SECONDS = 0.2
+deadlines.STOPPING_BLOCKED = 0.2
 with stopping.StopSignals() as signals:
     signals.blocks = lambda: {who!r}
     signals.gives_up = lambda who: os.write(1, f"gave up on {{who}}".encode())

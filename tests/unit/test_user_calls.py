@@ -25,11 +25,11 @@ from tests.support.processes import wait_until
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {
-        "_LOOK_SECONDS": 0.02,
-        "_LEAVE_SECONDS": 0.2,
-        "_BLOCKED_SECONDS": 0.1,
+        "LOOK": 0.02,
+        "LEAVE": 0.2,
+        "BLOCKED": 0.1,
     }.items():
-        monkeypatch.setattr(user_calls, name, seconds)
+        monkeypatch.setattr(f"slime.deadlines.USER_CALLS_{name}", seconds)
 
 
 async def hangs(function: Any, limit: float = 0.05) -> None:
@@ -204,7 +204,7 @@ def test_code_that_blocks_the_loop_is_named_and_ended(caplog: pytest.LogCaptureF
 
 def waiting_for_a_child_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the child's end, and not because the loop was given up."""
-    monkeypatch.setattr(user_calls, "_LEAVE_SECONDS", 20.0)
+    monkeypatch.setattr("slime.deadlines.USER_CALLS_LEAVE", 20.0)
     given_up, children = [], []
 
     async def waits() -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from ray.exceptions import OwnerDiedError, RayActorError, RayTaskError
 
+from slime import deadlines
 from slime.cluster import waiting
 from slime.cluster.waiting import (
     ActorDied,
@@ -37,7 +38,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(
         refs: list[Any], num_returns: int = 1, timeout: float = 0.0
     ) -> tuple[list[Any], list[Any]]:
-        assert timeout <= waiting.POLL_SECONDS or num_returns > 1
+        assert timeout <= deadlines.WAITING_POLL or num_returns > 1
         done = [ref for ref in refs if ref is not NEVER][:num_returns]
         return done, [ref for ref in refs if ref not in done]
 
@@ -49,7 +50,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> None:
         return ref
 
     monkeypatch.setattr(waiting, "ray", SimpleNamespace(wait=wait, get=get))
-    monkeypatch.setattr(waiting, "_CAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("slime.deadlines.WAITING_CAUSE", 0.0)
 
 
 HERE = Process(4711, "10.0.0.3")

@@ -130,7 +130,7 @@ def test_an_engine_that_refuses_a_broadcast_ends_it_for_those_that_wait(
     engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(route, "is_local", lambda url: False)
-    monkeypatch.setattr("slime.weights.distributed._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("slime.deadlines.DISTRIBUTED_GRACE", 0.1)
     sync = connected(engines)
     engines[0].delay["/update_weights_from_distributed"] = 60
     engines[1].refuse_from = "pp_0"
@@ -384,7 +384,7 @@ def test_engines_of_a_push_that_broke_off_stay_paused_when_the_next_one_cannot_p
 
 
 def test_a_silent_engine_runs_into_the_deadline(engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.weights.transport.FLOOR_SECONDS", 0.2)
+    monkeypatch.setattr("slime.deadlines.TRANSPORT_FLOOR", 0.2)
     sync = connected(engines)
     engines[0].delay["/update_weights_from_tensor"] = 5
     with pytest.raises(UserError, match="gave no answer within"):

@@ -15,6 +15,7 @@ import orjson
 import torch
 from torch import Tensor
 
+from slime import deadlines
 from slime.diagnosis.align.case import Untested
 from slime.diagnosis.align.reference import Watcher
 from slime.embedded.architecture import Architecture
@@ -27,8 +28,6 @@ from slime.engines.keys import VARIABLE, external, header_of, key_of
 from slime.engines.request_fields import parse_params
 from slime.errors import UserError
 
-#: Until an engine has scored one request; the first compiles kernels.
-_SECONDS = 300.0
 #: Rows that ``/get_weights_by_name`` gives at most.
 _MOST_ROWS = 10_000
 _SLOTS = 16
@@ -165,7 +164,7 @@ class EngineThere:
         headers = {"Content-Type": "application/json", **header_of(key_of(self.url))}
         request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with WITHOUT_PROXIES.open(request, timeout=_SECONDS) as answer:
+            with WITHOUT_PROXIES.open(request, timeout=deadlines.ALIGN_ENGINES) as answer:
                 return orjson.loads(answer.read())
         except urllib.error.HTTPError as error:
             raise Untested(

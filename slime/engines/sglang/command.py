@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.constants import HF_HOME
 
+from slime import deadlines
 from slime.config.engine_flags import SGLANG_INSTEAD, SGLANG_RESERVED, sglang_args
 from slime.config.foreign import to_argv
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
@@ -28,15 +29,9 @@ from slime.processes.host import python_module
 if TYPE_CHECKING:
     from slime.config.config import Config
 
-#: A model of hundreds of gigabytes on a cold disk; 126 s were seen for a small one, most of it
-#: graph capture.
-STARTUP_SECONDS = 1800.0
 #: Asked of an engine that is awake; what the router asks at any time is `HEALTH_GENERATES`'s
 #: business.
 HEALTH_PATH = "/health_generate"
-#: One answer of it: it generates a token, the very first of the server, and sleeps a second
-#: meanwhile.
-HEALTH_SECONDS = 30.0
 
 #: Whether SGLang's /health generates a token, as /health_generate always does, or only answers.
 HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
@@ -72,8 +67,8 @@ def sglang_command(
         env=sglang_environment(config, place),
         # the other nodes of an engine serve nothing but this
         health_path="/health" if place.node_rank else HEALTH_PATH,
-        startup_timeout=STARTUP_SECONDS,
-        health_timeout=HEALTH_SECONDS,
+        startup_timeout=deadlines.SGLANG_STARTUP,
+        health_timeout=deadlines.SGLANG_HEALTH,
     )
 
 

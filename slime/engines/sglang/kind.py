@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slime import deadlines
 from slime.engines.kinds import EngineKind
 from slime.engines.model_groups import served_models
 from slime.engines.sglang import command as sglang
@@ -10,7 +11,7 @@ from slime.engines.sglang.versions import check_version, installed_version
 KIND = EngineKind(
     sglang.sglang_command,
     sglang.sglang_footprint,
-    sglang.STARTUP_SECONDS,
+    deadlines.SGLANG_STARTUP,
     sglang.dtype_of,
     health_path=sglang.HEALTH_PATH,
     served_models=lambda config: served_models(config, sglang.GROUP_RULES),

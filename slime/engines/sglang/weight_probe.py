@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slime import deadlines
 from slime.engines.sglang import load_marks
 from slime.engines.sglang.loadable import close_layers, open_layers, opened_to_look
 from slime.engines.wire.buckets import FINGERPRINTS
@@ -40,7 +41,6 @@ from slime.models.ignore_list import FUSED
 
 logger = logging.getLogger(__name__)
 
-_STORE_SECONDS = 60.0
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight\w*)")
 _SHARED_EXPERT = re.compile(r"(.*)\.shared_experts\.(gate|up|down)_proj\.(weight\w*)")
 #: The size of a quantised weight: the shapes of its other parts say it too, parts of a fused layer
@@ -108,7 +108,7 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
         [(_, raw)] = named_tensors
         request = json.loads(bytes(raw.cpu().numpy().tobytes()))
         answer = _answer(model, request)
-        limit = timedelta(seconds=_STORE_SECONDS)
+        limit = timedelta(seconds=deadlines.WEIGHT_PROBE_STORE)
         port = int(request["port"])
         store = dist.TCPStore(
             request["host"], port, is_master=False, timeout=limit, wait_for_workers=False

@@ -29,11 +29,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
+from slime import deadlines
 from slime.log import get_logger
 
 logger = get_logger(__name__)
-
-_LEAVE_SECONDS = 10.0
 
 
 class ExternalGroup:
@@ -166,7 +165,7 @@ class ExternalGroup:
         """Give up what is under way; the group is of no use afterwards, but for `close`."""
         self._group.abort()
 
-    def close(self, timeout: float = _LEAVE_SECONDS) -> None:
+    def close(self, timeout: float = deadlines.PROCESS_GROUP_LEAVE) -> None:
         """Leave; the other members' collectives fail from then on.
 
         NCCL waits for the members on the same host to leave too: for ``timeout`` seconds, then they

@@ -18,14 +18,12 @@ import orjson
 import psutil
 
 import slime
+from slime import deadlines
 from slime.errors import UserError
 from slime.log import get_logger
 
 logger = get_logger(__name__)
 
-_START_TIMEOUT = 60.0
-_LEAVE_SECONDS = 1.0
-_KILLED_SECONDS = 10.0
 #: How much later than the worker's own alarm the pool loses patience.
 _GRACE = 5.0
 #: Longest answer line; requests have no limit.
@@ -146,12 +144,12 @@ class _GradingWorker:
             limit=_LINE_LIMIT,
         )  # fmt: skip
         worker = _GradingWorker(process, errors)
-        if await worker._read(_START_TIMEOUT) is None:
+        if await worker._read(deadlines.GRADING_POOL_START) is None:
             said = worker.last_error()
             await worker.end()
             raise UserError(
                 "a reward worker process does not start",
-                why=said or f"it said nothing within {_START_TIMEOUT:.0f} s",
+                why=said or f"it said nothing within {deadlines.GRADING_POOL_START:.0f} s",
                 fix=f"check that {package.replace('_', '-')} is installed: python -c 'import "
                 f"{package}'",
             )
@@ -200,7 +198,7 @@ class _GradingWorker:
             # closed output means that it is on its way out: let it say with which signal
             closed = self.process.stdout is not None and self.process.stdout.at_eof()
             try:
-                async with asyncio.timeout(_LEAVE_SECONDS if closed else 0.0):
+                async with asyncio.timeout(deadlines.GRADING_POOL_LEAVE if closed else 0.0):
                     await self.process.wait()
                 hung = False
             except TimeoutError:
@@ -208,7 +206,7 @@ class _GradingWorker:
                 with contextlib.suppress(
                     TimeoutError
                 ):  # the kernel has not let go of it yet: nobody needs it
-                    async with asyncio.timeout(_KILLED_SECONDS):
+                    async with asyncio.timeout(deadlines.GRADING_POOL_KILLED):
                         await self.process.wait()
         self._errors.close()
         return "timeout" if hung or self.process.returncode == -signal.SIGALRM else "crash"

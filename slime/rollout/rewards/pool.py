@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from slime import deadlines
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger, tell
@@ -65,9 +66,6 @@ _GRADERS: dict[str, Part] = {
 }
 _READ_METADATA = frozenset({"gpqa", instructions.NAME})
 
-#: Seconds that comparing two expressions may take; answers that need more are not what was asked
-#: for.
-MATH_DEADLINE = 5.0
 
 #: Sync reward functions that run at once, each in a thread.
 MAX_THREADS = 64
@@ -305,7 +303,7 @@ class RewardPool:
         self, pool: GradingPool, grader: str, response: str, label: Any, rm_type: str
     ) -> float:
         grade = await pool.grade(
-            grader, response, label_text(label), min(self._timeout, MATH_DEADLINE)
+            grader, response, label_text(label), min(self._timeout, deadlines.POOL_MATH)
         )
         if grade.failure:
             self._count(grade.failure, f"--rm-type {rm_type}", 1)
