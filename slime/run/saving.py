@@ -121,7 +121,8 @@ class Saving:
         next steps.
 
         Args:
-            pushed: "pushes" (`StalenessTracker.recent_pushes`) and "lineages" (`PushLog.recent_lineages`).
+            pushed: "pushes" (`StalenessTracker.recent_pushes`) and "lineages"
+                (`PushLog.recent_lineages`).
         """
         self._begun = rollout_id
         with self._sinks.phase("save_model"):

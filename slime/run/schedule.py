@@ -179,7 +179,8 @@ class StalenessTracker:
         on from, and those of long ago.
 
         Example:
-            >>> ages = StalenessTracker(make_config(rollout_batch_size=1, update_weights_interval=2))
+            >>> config = make_config(rollout_batch_size=1, update_weights_interval=2)
+            >>> ages = StalenessTracker(config)
             >>> ages.remember({1: 0, 2: 2})  # saved after rollout 2; the journal has 3 and 4, too
             >>> ages.pushed(5, trained=3)
             >>> [ages.trained_when(version) for version in range(1, 6)]
