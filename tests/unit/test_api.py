@@ -320,7 +320,7 @@ def test_the_driver_says_its_last_words_also_when_the_caller_is_gone(tmp_path: P
     caller = f"""if True:
         import sys, threading
         from pathlib import Path
-        from slime import api
+        from slime.run import api
         run = api.TrainingRun({str(tmp_path)!r})
         run._start([sys.executable, "-c", {driver!r}], Path({str(tmp_path / "driver.log")!r}))
         threading.Event().wait()"""

@@ -440,8 +440,8 @@ def test_home_is_the_folder_behind_namespaces() -> None:
 def test_children_are_found_where_the_kernel_does_not_name_them() -> None:
     code = f"""
 import sys, time, subprocess
-sys.path.insert(0, {str(Path(sandbox_module.__file__).parents[3])!r})
-from slime import process_tree as keeper
+sys.path.insert(0, {str(Path(sandbox_module.__file__).parents[2])!r})
+from slime.processes import tree as keeper
 subprocess.Popen(["sh", "-c", "sleep 1000 & wait"])
 while len(found := keeper.descendants()) < 2:
     time.sleep(0.01)

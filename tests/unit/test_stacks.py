@@ -20,7 +20,7 @@ from tests.support.processes import wait_until
 
 _HANGS = """
 import sys, time
-from slime import stacks
+from slime.processes import stacks
 stacks.answer()
 def spin_without_an_end():
     print("ready", flush=True)
