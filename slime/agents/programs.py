@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 _WITHHELD = (VARIABLE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 #: Bytes of output: a program that writes without end must not fill the memory of the rollout.
 _MOST_OUTPUT = 16 << 20
-_MINDER = Path(__file__).parents[1] / "sandbox" / "minder.py"
+_REAPER = Path(__file__).parents[1] / "sandbox" / "reaper.py"
 #: Of this process, for the minder: enough to start Python.
 _FOR_PYTHON = ("PATH", "LD_LIBRARY_PATH")
 #: Programs of which it was said that they leave something behind.
@@ -88,7 +88,7 @@ async def run_program(
 async def _minded(request: dict[str, Any], timeout: float | None) -> dict[str, Any]:
     """What the minder says of a program, or {} where it was told to end before there was one."""
     minder = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-S", "-s", "-E", "-B", str(_MINDER)),
+        *(sys.executable, "-S", "-s", "-E", "-B", str(_REAPER)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={"LANG": "C.UTF-8"}

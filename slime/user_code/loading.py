@@ -184,7 +184,7 @@ def _is_installed(file: Path) -> bool:
     """Whether a file is of Python, of this program or of an installed package."""
     places = [
         *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
-        str(Path(__file__).parent),
+        str(Path(__file__).parents[1]),
     ]
     return any(file.is_relative_to(place) for place in places) or "site-packages" in file.parts
 
@@ -362,7 +362,7 @@ class FunctionHangs(FunctionFailed):
     """It did not return in time."""
 
 
-_SLIME = str(Path(__file__).parent) + os.sep
+_SLIME = str(Path(__file__).parents[1]) + os.sep
 _SITE_PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _MOST_FRAMES = 12
