@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 #: Where a program finds itself, if it is told no other folder.
 HOME = "/sandbox"
-_KEEPER = Path(__file__).with_name("keeper.py")
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
 #: Places behind the walls that are the system's.
 _TAKEN = ("/proc", "/dev", *kernel.SYSTEM)
 
@@ -257,7 +257,7 @@ async def _keep(request: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Have a keeper run the request. It is told to end, and then killed, where it does not end by
     itself."""
     keeper = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-S", "-s", "-E", "-B", str(_KEEPER)),
+        *(sys.executable, "-S", "-s", "-E", "-B", str(_SUPERVISOR)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
