@@ -261,13 +261,6 @@ PINNED_MEMORY_LOCK = 300.0
 # -- processes/stacks.py
 STACKS_WRITTEN = 0.5
 
-# -- processes/tree.py
-TREE_END = 5.0
-TREE_LOOK = 0.2
-#: Ray kills the raylet a second after it has asked it to end.
-TREE_GRACE = 0.8
-TREE_LAST_COMMAND = 30.0
-
 # -- rollout/counters.py
 COUNTERS_LOAD_INTERVAL = 2.0
 

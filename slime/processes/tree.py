@@ -22,7 +22,12 @@ import sys
 import time
 from collections.abc import Sequence
 
-from slime import deadlines
+_END_SECONDS = 5.0
+_LOOK_SECONDS = 0.2
+#: Ray kills the raylet a second after it has asked it to end.
+_GRACE_SECONDS = 0.8
+_LAST_COMMAND_SECONDS = 30.0
+
 
 _PDEATHSIG = 1
 _SUBREAPER = 36
@@ -86,7 +91,7 @@ def has_ended(child: int) -> bool:
 def end_all() -> None:
     """Kill all descendants: stopped first, so that none starts another while the others are
     killed."""
-    deadline = time.monotonic() + deadlines.TREE_END
+    deadline = time.monotonic() + _END_SECONDS
     while time.monotonic() < deadline:
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in descendants():
@@ -130,12 +135,12 @@ def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int
     outer = os.getpid()
     inner = os.fork()
     if inner:
-        status = _watch(owner, inner, deadlines.TREE_GRACE + deadlines.TREE_LOOK / 2)
+        status = _watch(owner, inner, _GRACE_SECONDS + _LOOK_SECONDS / 2)
         if os.getppid() != owner:
             subprocess.run(
                 last_command,
                 stdin=subprocess.DEVNULL,
-                timeout=deadlines.TREE_LAST_COMMAND,
+                timeout=_LAST_COMMAND_SECONDS,
                 check=False,
             )
         return status
@@ -149,14 +154,14 @@ def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int
             os._exit(1)
 
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=in_child)
-    os._exit(_watch(outer, child.pid, deadlines.TREE_GRACE))
+    os._exit(_watch(outer, child.pid, _GRACE_SECONDS))
 
 
 def _watch(owner: int, child: int, grace: float) -> int:
     """Wait for an end, and end all; returns the exit status of ``child``."""
     limit = float("inf")
     while not (ended := has_ended(child)) and os.getppid() == owner and time.monotonic() < limit:
-        came = signal.sigtimedwait(_SIGNALS, deadlines.TREE_LOOK)
+        came = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
         if came is not None and came.si_signo == signal.SIGTERM:
             if limit < float("inf"):
                 break  # told twice: at once

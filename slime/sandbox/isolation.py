@@ -1,7 +1,7 @@
 """What the kernel is asked to keep a program from: namespaces, Landlock, seccomp, limits of
 resources.
 
-Standard library only, and nothing of slime's: this file is imported by `supervisor.py`, which runs as a
+Standard library only, and nothing of slime: `supervisor.py` imports this file and runs as a
 script.
 """
 

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from slime.processes import tree as process_tree
     from slime.sandbox import isolation as walls
 else:
-    import walls  # beside this script
+    import isolation as walls  # beside this script
 
-    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    import process_tree
+    _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path.append(os.path.join(_PACKAGE, "processes"))
+    import tree as process_tree
 
 _MOST_NAMED = 20
 

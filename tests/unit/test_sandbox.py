@@ -400,7 +400,7 @@ def test_calls_that_go_around_the_walls_are_refused(attempt: str) -> None:
     code = f"""
 import ctypes, errno, os, resource, sys
 sys.path.insert(0, {str(Path(sandbox_module.__file__).parent)!r})
-import walls
+import isolation as walls
 libc = ctypes.CDLL(None, use_errno=True)
 def check(result):
     if result == -1:
