@@ -206,7 +206,11 @@ def imported() -> set[str]:
     names, beside = set(), set()
     for path in (ROOT / "slime").rglob("*.py"):
         beside |= (
-            {file.stem for file in path.parent.glob("*.py")}
+            {
+                file.stem
+                for folder in (path.parent, ROOT / "slime/processes")
+                for file in folder.glob("*.py")
+            }
             if '"__main__"' in path.read_text()
             else set()
         )

@@ -201,7 +201,7 @@ class Driver:
     def ports(self) -> set[int]:
         """Ports that its family listens on."""
         ports = set()
-        for process in self._family:
+        for process in list(self._family):
             try:
                 listening = [
                     c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN
