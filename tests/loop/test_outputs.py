@@ -146,6 +146,7 @@ async def look_through(address: str) -> None:
             await page.until(f"document.querySelector('main')?.dataset.view === '{view}'")
             await page.until(f"document.querySelector('main {part}')")
         await page.click("#views a", "Samples")
+        await page.click("details.group summary")
         await page.click("button.open")
         await page.until("document.querySelector('article.sample .response-text .lp')")
         assert page.errors == [] and page.dialogs == []

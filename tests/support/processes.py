@@ -192,7 +192,7 @@ class Driver:
     def living(self) -> list[str]:
         """Command lines of what it started and is still there."""
         alive = []
-        for process in self._family:
+        for process in list(self._family):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if is_running(process):
                     alive.append(" ".join(process.cmdline())[:200])
@@ -231,7 +231,7 @@ class Driver:
         for process in [psutil.Process(self.process.pid)] if self.process.poll() is None else []:
             self._family.update(process.children(recursive=True))
             process.kill()
-        for process in self._family:
+        for process in list(self._family):
             if process.is_running():
                 process.kill()
         self.process.wait(PATIENCE)
