@@ -164,7 +164,7 @@ OLD_MODULES: dict[str, dict[str, str]] = {
     "slime.rollout.sglang_rollout": {
         **_same(
             _GENERATING,
-            *("GenerateState", "generate", "abort", "generate_rollout_async"),
+            *("generate", "abort", "generate_rollout_async"),
             *(
                 "generate_and_rm",
                 "generate_and_rm_group",
@@ -172,6 +172,7 @@ OLD_MODULES: dict[str, dict[str, str]] = {
                 "eval_rollout_single_dataset",
             ),
         ),
+        "GenerateState": f"{_GENERATING}:PluginGenerateState",
         **_same(_PLUGIN, "get_model_url"),
         **_same(_LOOP, "generate_rollout"),
         **_REWARDS,
