@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.memory.remedies import remedies
 from slime.processes.footprint import own_bytes
-from slime.samples.batch import TrainBatch
+from slime.samples.batch import StepPlan
 
 _GB = 1e9
 _STATUS = Path("/proc/self/status")
@@ -64,20 +64,20 @@ class LargestMicroBatch:
         return sum(self.lengths)
 
     @staticmethod
-    def of(batch: TrainBatch) -> LargestMicroBatch:
-        totals = batch.total_lengths
+    def of(
+        steps: Sequence[StepPlan], totals: Sequence[int], indices: Sequence[int]
+    ) -> LargestMicroBatch:
+        """Find it among the steps; ``totals`` and ``indices`` have an entry for each sample."""
         found = [
             (samples, len(step.micro_batches) == 1)
-            for step in batch.steps
+            for step in steps
             for samples in step.micro_batches
         ]
         largest, whole = max(
             found, key=lambda one: sum(totals[i] for i in one[0]), default=([], False)
         )
         order = sorted(largest, key=lambda i: -totals[i])
-        return LargestMicroBatch(
-            [totals[i] for i in order], [batch.sample_indices[i] for i in order], whole
-        )
+        return LargestMicroBatch([totals[i] for i in order], [indices[i] for i in order], whole)
 
     def __str__(self) -> str:
         count = len(self.lengths)
@@ -92,7 +92,7 @@ class PhaseMemory:
 
     Args:
         device: the trainer's.
-        batch: what is trained on; None outside of an update.
+        largest: the largest micro-batch of what is trained on; None outside of an update.
 
     Example:
         >>> meter = PhaseMemory(config, torch.device("cpu"))  # doctest: +SKIP
@@ -103,11 +103,11 @@ class PhaseMemory:
     """
 
     def __init__(
-        self, config: Config, device: torch.device, batch: TrainBatch | None = None
+        self, config: Config, device: torch.device, largest: LargestMicroBatch | None = None
     ) -> None:
         self.config = config
         self.device = device
-        self.batch = batch
+        self.largest = largest
         self.peaks: dict[str, float] = {}
 
     @contextmanager
@@ -172,9 +172,8 @@ def out_of_memory(error: BaseException, phase: str, memory: PhaseMemory) -> OutO
     )
     what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     lines = [what, f"peak memory by phase: {peaks}", _device_use(memory.device)]
-    largest = None
-    if memory.batch is not None:
-        largest = LargestMicroBatch.of(memory.batch)
+    largest = memory.largest
+    if largest is not None:
         lines.append(f"largest micro-batch of this rank: {largest}")
     where = (
         "GPU memory"

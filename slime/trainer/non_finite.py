@@ -22,10 +22,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.files import json_safe
 from slime.log import get_logger
-from slime.samples.batch import TrainBatch
-from slime.trainer.dumps import RankDump, joined, save_whole, shard_of
-from slime.trainer.ranks import Ranks
-from slime.trainer.records import MicroBatchResult, RolloutTensors, StepOutcome
+from slime.trainer.dumps import RankDump, joined, save_whole
 
 logger = get_logger(__name__)
 
@@ -118,35 +115,6 @@ class FailedStep:
     shard: RankDump | None = None
     micro_batches: list[dict[str, Any]] = field(default_factory=list)
     parameters: list[tuple[str, int, int]] = field(default_factory=list)
-
-
-def failed_step(
-    ranks: Ranks,
-    batch: TrainBatch,
-    data: RolloutTensors,
-    results: Sequence[MicroBatchResult],
-    step_id: int,
-    outcome: StepOutcome,
-    parameters: list[tuple[str, int, int]],
-) -> FailedStep:
-    """What explains the step, on the CPU: this rank's samples with every tensor of theirs, losses,
-    bad gradients."""
-    rank = ranks.replica
-    step = FailedStep(batch.rollout_id, step_id, rank, outcome.grad_norm, parameters=parameters)
-    if ranks.speaks_for_shard:
-        current: list[Tensor | None] = [None] * len(batch.tokens)
-        for result in results:
-            for i, values in result.by_sample(batch.response_lengths):
-                current[i] = values
-        step.shard = shard_of(batch, data, rank, step_id, training_log_probs=current)
-        step.micro_batches = [
-            {
-                "sample_indices": [batch.sample_indices[i] for i in result.samples],
-                **{name: value.item() for name, value in result.metrics.items()},
-            }
-            for result in results
-        ]
-    return step
 
 
 # -- into the crash folder

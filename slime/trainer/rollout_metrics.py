@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slime.algorithms.reduce import token_weights, weighted_sum
 from slime.config.config import Config
-from slime.samples.batch import TrainBatch
+from slime.samples.batch import TrainBatch, TrainedTokens
 from slime.trainer.ranks import Ranks
 from slime.trainer.records import MicroBatchResult, RolloutTensors
 
@@ -36,17 +37,6 @@ def sum_metrics(
     )
     sums = ranks.sum_over_replicas(table.sum(dim=0).to(ranks.device))
     return dict(zip(names, sums.tolist()))
-
-
-def collect_log_probs(
-    data: RolloutTensors, results: Sequence[MicroBatchResult], batch: TrainBatch
-) -> None:
-    """Keep the training pass's log-probs by sample, for the rollout's metrics."""
-    if data.log_probs is None:
-        data.log_probs = [torch.zeros_like(mask) for mask in data.loss_masks]
-    for result in results:
-        for i, values in result.by_sample(batch.response_lengths):
-            data.log_probs[i] = values
 
 
 def rollout_metrics(
@@ -169,3 +159,39 @@ def mean_of_steps(
         else:
             means[name] = sum(values) / len(values)
     return means
+
+
+# -- single tokens
+# -------------------------------------------------------------------------------------------------
+
+
+def trained_tokens(ranks: Ranks, batch: TrainBatch, data: RolloutTensors) -> list[TrainedTokens]:
+    """Advantages and log-prob differences of ``batch.recorded``, as far as they are this shard's
+    and this rank speaks for it. They are there anyway: two copies to the host of some ten thousand
+    numbers each.
+
+    Differences are those from before training, see `RolloutTensors.before_training`.
+    """
+    if not (batch.recorded and ranks.has_output and ranks.speaks_for_shard):
+        return []
+    places = [i for i in range(batch.num_samples) if batch.key(i) in batch.recorded]
+    advantages = {} if data.advantages is None else _on_host(data.advantages, places)
+    differences: dict[int, np.ndarray] = {}
+    if data.log_probs is not None and data.rollout_log_probs is not None:
+        known = set(data.samples_before_training())
+        compared = [i for i in places if i in known]
+        ours, theirs = (
+            _on_host(values, compared) for values in (data.log_probs, data.rollout_log_probs)
+        )
+        differences = {i: ours[i] - theirs[i] for i in compared}
+    found = [TrainedTokens(batch.key(i), advantages.get(i), differences.get(i)) for i in places]
+    return [one for one in found if one.advantages is not None or one.log_prob_diffs is not None]
+
+
+def _on_host(values: Sequence[Tensor], places: Sequence[int]) -> dict[int, np.ndarray]:
+    """By place, in one copy."""
+    if not places:
+        return {}
+    flat = torch.cat([values[i].detach() for i in places]).float().cpu()
+    parts = flat.split([values[i].numel() for i in places])
+    return {i: part.numpy() for i, part in zip(places, parts)}

@@ -513,7 +513,7 @@ def test_the_largest_micro_batch_may_be_a_whole_step(
     batch.steps = [
         dataclasses.replace(step, micro_batches=micro_batches) for micro_batches in steps
     ]
-    largest = LargestMicroBatch.of(batch)
+    largest = LargestMicroBatch.of(batch.steps, batch.total_lengths, batch.sample_indices)
     assert len(largest.lengths) == 3 and largest.whole_step is whole
 
 

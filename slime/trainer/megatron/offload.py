@@ -192,20 +192,24 @@ def megatron_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]
 
 
 class WeightsCopy:
-    """A copy of a model's weights (the reference's): parameters and persistent buffers
-    (`stored_tensors`).
+    """Weights of a model that does not learn: parameters and persistent buffers (`stored_tensors`).
 
-    On a GPU it lies in pinned host memory. Swapping in does not move the policy's own weights: each
-    parameter points elsewhere for a while, and back afterwards.
+    On a GPU the copy lies in pinned host memory. Swapping in does not move the policy's own
+    weights: each parameter points elsewhere for a while, and back afterwards.
+
+    Attributes:
+        iteration: the rollout after which these were the policy's weights; None if the run was
+            started with them.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], iteration: int | None = None) -> None:
         self.tensors: list[Tensor] = []
-        self.take(chunks)
+        self.take(chunks, iteration)
 
     @torch.no_grad()
-    def take(self, chunks: Sequence[nn.Module]) -> None:
+    def take(self, chunks: Sequence[nn.Module], iteration: int | None = None) -> None:
         """Copy the weights as they are now."""
+        self.iteration = iteration
         parameters = stored_tensors(chunks)
         if not self.tensors:
             pin = device.has_gpu()
