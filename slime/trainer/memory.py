@@ -40,8 +40,7 @@ _WORDS = re.compile(
 
 
 class OutOfMemory(UserError):
-    """An allocation failed in a trainer rank. The run cannot go on: other ranks wait for this
-    one."""
+    """An allocation failed in a trainer rank. The run cannot go on: other ranks wait for it."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,8 @@ class PhaseMemory:
         try:
             yield
         except (MemoryError, RuntimeError, UserError) as error:
-            cause = (
-                error.__cause__ or error if isinstance(error, UserError) else error
-            )  # in a hook, it is told as such
+            # an error of the user's function wraps what happened in it
+            cause = (error.__cause__ or error) if isinstance(error, UserError) else error
             if not is_out_of_memory(cause):
                 raise
             self._note(name)
@@ -143,8 +141,8 @@ class PhaseMemory:
 
 
 def held(device: torch.device) -> dict[str, float]:
-    """``perf/trainer_memory_gb`` of the host, and of a GPU what is in tensors: between two steps
-    always the same."""
+    """Return ``perf/trainer_memory_gb`` of the host, and on a GPU what is in tensors; both stay the
+    same from step to step."""
     found = {"perf/trainer_memory_gb": own_bytes(os.getpid()) / _GB}
     if device.type == "cuda":
         found["perf/trainer_gpu_memory_gb"] = torch.cuda.memory_allocated(device) / _GB
@@ -152,7 +150,7 @@ def held(device: torch.device) -> dict[str, float]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Did an allocation fail, whichever library says so?
+    """Whether an allocation failed, whichever library says so.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shape mismatch"))
@@ -165,7 +163,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def out_of_memory(error: BaseException, phase: str, memory: PhaseMemory) -> OutOfMemory:
     """The report: peaks by phase, the largest micro-batch, remedies with this run's values."""
-    config = memory.config
     peaks = ", ".join(
         f"{name} {peak / _GB:.2f} GB" + (" (here)" if name == phase else "")
         for name, peak in memory.peaks.items()
@@ -175,13 +172,11 @@ def out_of_memory(error: BaseException, phase: str, memory: PhaseMemory) -> OutO
     largest = memory.largest
     if largest is not None:
         lines.append(f"largest micro-batch of this rank: {largest}")
-    where = (
-        "GPU memory"
-        if memory.device.type == "cuda" and not isinstance(error, MemoryError)
-        else "host memory"
-    )
-    lengths, whole = (largest.lengths, largest.whole_step) if largest is not None else ([], False)
-    ways = remedies(config, phase, lengths, whole_step=whole, on_gpu=memory.device.type == "cuda")
+    on_gpu = memory.device.type == "cuda"
+    where = "GPU memory" if on_gpu and not isinstance(error, MemoryError) else "host memory"
+    lengths = largest.lengths if largest is not None else []
+    whole = largest is not None and largest.whole_step
+    ways = remedies(memory.config, phase, lengths, whole_step=whole, on_gpu=on_gpu)
     return OutOfMemory(
         f"out of {where} in {phase}",
         why="\n       ".join(line for line in lines if line),
@@ -221,10 +216,7 @@ def _peak(device: torch.device) -> float:
     """Bytes."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
-    found = (
-        re.search(r"^VmHWM:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
-        if _STATUS.exists()
-        else None
-    )
+    status = _STATUS.read_text() if _STATUS.exists() else ""
+    found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
     kilobytes = found.group(1) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(kilobytes) * 1024

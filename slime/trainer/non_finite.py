@@ -41,7 +41,7 @@ class NonFiniteTraining(UserError):
         parameters: names of the gradients that are not finite, over all ranks.
 
     Args:
-        functions: of the user's, by which the loss has come about
+        functions: the user's, if any computed the loss
             (`slime.trainer.user_functions.behind_the_loss`).
     """
 
@@ -96,7 +96,7 @@ def _restore_non_finite(
 
 @dataclass
 class FailedStep:
-    """What a rank keeps of a step with NaN or Inf until the driver has fetched it.
+    """A rank's record of a step with NaN or Inf, kept until the driver fetches it.
 
     Attributes:
         rank: data-parallel.
@@ -127,8 +127,8 @@ def keep_failed_step(
     config: Config,
     ask_ranks: Callable[[], Sequence[FailedStep]],
 ) -> None:
-    """Write the step of a `NonFiniteTraining` into ``folder``, and name the files in the error; of
-    others nothing."""
+    """Write the step of a `NonFiniteTraining` into ``folder`` and name the files in the error; do
+    nothing for other errors."""
     from slime.prompts.tokenizer import load_tokenizer
 
     if not isinstance(error, NonFiniteTraining):
@@ -175,12 +175,8 @@ def write_failed_step(
     names = ("samples.jsonl", "step.json", "step.pt")
     lines, summary, tensors = (folder / name for name in names)
     of_sample = {index: m["micro_batch"] for m in micro_batches for index in m["sample_indices"]}
-    lines.write_bytes(
-        b"".join(
-            orjson.dumps(_readable(_line(s, of_sample, tokenizer))) + b"\n"
-            for s in record["samples"]
-        )
-    )
+    rows = [_readable(_line(sample, of_sample, tokenizer)) for sample in record["samples"]]
+    lines.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     details = {
         "rollout_id": first.rollout_id,
         "step": first.step_id,
@@ -209,14 +205,9 @@ def _parameters(ranks: Sequence[FailedStep]) -> list[dict[str, Any]]:
 def _line(
     sample: dict[str, Any], micro_batch_of: dict[int, int], tokenizer: Any | None
 ) -> dict[str, Any]:
-    tensors = {
-        name: value
-        for name, value in sample.items()
-        if isinstance(value, Tensor) and name != "tokens"
-    }
-    line: dict[str, Any] = {
-        name: value for name, value in sample.items() if not isinstance(value, Tensor)
-    }
+    tensors = {name: value for name, value in sample.items() if isinstance(value, Tensor)}
+    line = {name: value for name, value in sample.items() if name not in tensors}
+    tokens = tensors.pop("tokens").tolist()
     line["micro_batch"] = micro_batch_of.get(sample["sample_index"])
     line["not_finite"] = sorted(
         name for name, value in tensors.items() if not bool(torch.isfinite(value).all())
@@ -232,7 +223,6 @@ def _line(
                 "max": values.max().item(),
             }
     if tokenizer is not None:
-        tokens = sample["tokens"].tolist()
         split = sample["total_length"] - sample["response_length"]
         line["prompt"] = str(tokenizer.decode(tokens[:split]))[-_TEXT_LIMIT:]
         line["response"] = str(tokenizer.decode(tokens[split:]))[:_TEXT_LIMIT]

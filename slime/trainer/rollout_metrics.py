@@ -25,10 +25,9 @@ def sum_metrics(
     """Sums over micro-batches and ranks: the metrics are weighted already. Collective."""
     flags = config.algorithm
     names = sorted({name for result in results for name in result.metrics})
+    # a rank without samples does not know what the user's function measures
     if flags.custom_loss_function_path or flags.custom_tis_function_path:
-        names = ranks.union(
-            names
-        )  # a rank that has no samples does not know what the function measures
+        names = ranks.union(names)
     if not ranks.has_output:
         return {}
     zero = torch.zeros((), device=ranks.device)
@@ -73,15 +72,14 @@ def rollout_metrics(
 
 
 def _weighted_sum(values: list[Tensor], weights: Tensor) -> Tensor:
-    """Of per-sample tensors and flat weights; 0 on a rank without samples."""
+    """Sum per-sample tensors with flat weights; 0 on a rank without samples."""
     return weighted_sum(torch.cat(values), weights) if values else weights.new_zeros(())
 
 
 def _weights(
     config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors, only: list[int] | None
 ) -> Tensor:
-    """Flat weights of all tokens of the rank, 0 outside of the samples ``only`` of the first
-    step."""
+    """Return flat weights of all tokens; with ``only``, samples of the first step, 0 elsewhere."""
     steps = batch.steps if only is None else batch.steps[:1]
     trajectories = sum(step.global_batch_size for step in steps)
     per_token = config.algorithm.calculate_per_token_loss
@@ -115,9 +113,9 @@ def worst_mismatch(ranks: Ranks, data: RolloutTensors) -> dict[str, float]:
 def quantisation_metrics(
     config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors
 ) -> dict[str, float]:
-    """What ``train/train_rollout_logprob_abs_diff`` is made of where engines hold quantised
-    weights, with ``--measure-quantisation``: what the format moves within the trainer, and what
-    trainer and engine differ by with equal weights. Collective."""
+    """Split ``train/train_rollout_logprob_abs_diff`` with ``--measure-quantisation``: what the
+    format moves within the trainer, and what trainer and engine differ by with equal weights.
+    Collective."""
     scored = data.engine_log_probs
     if not ranks.has_output or scored is None or data.log_probs is None:
         return {}
@@ -129,10 +127,8 @@ def quantisation_metrics(
         name: [(a - b).abs() for a, b in zip(scored, values)] for name, values in others.items()
     }
     sums = torch.stack([_weighted_sum(values, weights) for values in apart.values()])
-    return {
-        f"train/{name}": value
-        for name, value in zip(apart, ranks.sum_over_replicas(sums.float()).tolist())
-    }
+    totals = ranks.sum_over_replicas(sums.float()).tolist()
+    return {f"train/{name}": value for name, value in zip(apart, totals)}
 
 
 def mean_of_steps(
@@ -166,9 +162,8 @@ def mean_of_steps(
 
 
 def trained_tokens(ranks: Ranks, batch: TrainBatch, data: RolloutTensors) -> list[TrainedTokens]:
-    """Advantages and log-prob differences of ``batch.recorded``, as far as they are this shard's
-    and this rank speaks for it. They are there anyway: two copies to the host of some ten thousand
-    numbers each.
+    """Return advantages and log-prob differences of the shard's samples in ``batch.recorded``, if
+    this rank speaks for the shard.
 
     Differences are those from before training, see `RolloutTensors.before_training`.
     """
@@ -180,16 +175,15 @@ def trained_tokens(ranks: Ranks, batch: TrainBatch, data: RolloutTensors) -> lis
     if data.log_probs is not None and data.rollout_log_probs is not None:
         known = set(data.samples_before_training())
         compared = [i for i in places if i in known]
-        ours, theirs = (
-            _on_host(values, compared) for values in (data.log_probs, data.rollout_log_probs)
-        )
+        ours = _on_host(data.log_probs, compared)
+        theirs = _on_host(data.rollout_log_probs, compared)
         differences = {i: ours[i] - theirs[i] for i in compared}
     found = [TrainedTokens(batch.key(i), advantages.get(i), differences.get(i)) for i in places]
     return [one for one in found if one.advantages is not None or one.log_prob_diffs is not None]
 
 
 def _on_host(values: Sequence[Tensor], places: Sequence[int]) -> dict[int, np.ndarray]:
-    """By place, in one copy."""
+    """Copy the values at these places, in one transfer."""
     if not places:
         return {}
     flat = torch.cat([values[i].detach() for i in places]).float().cpu()
