@@ -18,7 +18,7 @@ _SCAN_CHUNK = 128
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator may use.
+    """Input of an advantage estimator.
 
     Attributes:
         rewards: R_i, post-processed.

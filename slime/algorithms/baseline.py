@@ -1,5 +1,4 @@
-"""From raw rewards to one centred and scaled reward per sample, group by group. Plain numbers, no
-tensors."""
+"""Normalisation of raw rewards, group by group, to one number per sample. No tensors."""
 
 from __future__ import annotations
 

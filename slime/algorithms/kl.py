@@ -52,9 +52,8 @@ def k3(r: Tensor) -> Tensor:
         >>> [round(v, 4) for v in k3(torch.tensor([0.0, -0.5])).tolist()]
         [0.0, 0.1487]
     """
-    r = r.clamp(
-        min=-MAX_LOG_RATIO
-    )  # exp(-r) would overflow, and its gradient be NaN where a clamp follows
+    # exp(-r) would overflow, and its gradient be NaN where a clamp follows
+    r = r.clamp(min=-MAX_LOG_RATIO)
     return torch.expm1(-r) + r
 
 

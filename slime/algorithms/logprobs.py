@@ -140,9 +140,8 @@ class _LinearLogProbs(torch.autograd.Function):
         log_probs = target - log_sum
         entropy = log_sum - mean
         ctx.save_for_backward(hidden, weight, targets, log_sum, entropy)
-        ctx.set_materialize_grads(
-            False
-        )  # an entropy that is only logged costs nothing on the way back
+        # an entropy that is only logged costs nothing on the way back
+        ctx.set_materialize_grads(False)
         ctx.options = options
         return log_probs, entropy
 
@@ -257,9 +256,7 @@ def _backward_rows(
     n = hidden.size(0)
     shard = options.shard
     dtype = _softmax_dtype(hidden)
-    grad_hidden = (
-        torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if need_hidden else None
-    )
+    grad_hidden = hidden.new_zeros(hidden.shape, dtype=dtype) if need_hidden else None
     grad_log_probs = grad_log_probs.to(dtype)[:, None]
     per_row = [
         log_sum[:, None],
@@ -272,9 +269,8 @@ def _backward_rows(
         hi = min(lo + step, shard.size)
         logits = hidden @ weight[lo:hi].t()
         here = ((local >= lo) & (local < hi))[:, None]
-        column = (local - lo).clamp(0, hi - lo - 1)[
-            :, None
-        ]  # one per row: nothing to accumulate, nothing to sort
+        # one per row: nothing to accumulate, nothing to sort
+        column = (local - lo).clamp(0, hi - lo - 1)[:, None]
         at_target = _slope(logits.gather(1, column).to(dtype), options.scale, *per_row)
         at_target += torch.where(here, grad_log_probs * options.scale, 0.0)
         grad = _slope(logits, options.scale, *per_row).scatter_(

@@ -17,7 +17,7 @@ from slime.algorithms.reduce import sequence_mean
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """What a policy loss may use; all flat [T], T response tokens of the micro-batch.
+    """Input of a policy loss; all flat [T], T response tokens of the micro-batch.
 
     Attributes:
         log_probs: of the current policy, with gradient.

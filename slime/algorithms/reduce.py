@@ -1,4 +1,4 @@
-"""From one value per token to one number, the same number at any packing, micro-batch size and
+"""Reductions from one value per token to one number, the same at any packing, micro-batch size and
 parallel layout.
 
 Denominators are known before the step (`slime.samples.packing` counts them over all ranks), so a

@@ -148,7 +148,7 @@ class TrainerActor:
         if self.sync is None:
             self.sync = WeightSync(
                 self.config,
-                self.backend.model_chunks,
+                self.backend.pushed_chunks,
                 self.backend.hf_config,
                 rank=self.rank,
                 world_size=self.world_size,

@@ -1,5 +1,4 @@
-"""What a rank trained on, as plain data for files: ``--save-debug-train-data``, and the step that
-went wrong.
+"""Training data of a rank as plain data for files: ``--save-debug-train-data``, and steps with NaN.
 
 The format is the reference system's (``format_version`` 2): one `torch.save` per rollout of
 

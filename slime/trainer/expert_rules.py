@@ -1,5 +1,5 @@
-"""What is asked of layers of experts and cannot be done. Looks at values alone, so that a launch
-can ask first."""
+"""Refuses settings for layers of experts that cannot be honoured. Reads values alone, so that a
+launch can ask first."""
 
 from __future__ import annotations
 

@@ -38,18 +38,19 @@ Metrics = dict[str, Tensor]
 
 
 def micro_batch_loss(
-    scores: TokenScores, inputs: LossInputs, config: Config, functions: UserFunctions
+    kind: LossType,
+    scores: TokenScores,
+    inputs: LossInputs,
+    config: Config,
+    functions: UserFunctions,
 ) -> tuple[Tensor, Metrics]:
-    """This micro-batch's part of the step's loss, with gradient, and its part of each metric,
-    without.
+    """Return this micro-batch's part of the step's loss, with gradient, and of the step's metrics.
 
     A micro-batch without tokens gives a 0 that is connected to the model, so that its rank's
-    backward pass runs and takes part in every collective. Functions of the user's are not called
-    for it.
+    backward pass runs and takes part in every collective. The user's functions are not called for
+    it.
     """
-    loss, metrics = LOSS_TYPES[config.algorithm.loss_type].compute(
-        scores, inputs, config, functions
-    )
+    loss, metrics = kind.compute(scores, inputs, config, functions)
     if scores.log_probs.numel() == 0:
         loss = loss + scores.log_probs.sum()
     return loss, {

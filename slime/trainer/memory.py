@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.memory.remedies import remedies
 from slime.processes.footprint import own_bytes
-from slime.samples.batch import TrainBatch
+from slime.samples.batch import StepPlan
 
 _GB = 1e9
 _STATUS = Path("/proc/self/status")
@@ -40,8 +40,7 @@ _WORDS = re.compile(
 
 
 class OutOfMemory(UserError):
-    """An allocation failed in a trainer rank. The run cannot go on: other ranks wait for this
-    one."""
+    """An allocation failed in a trainer rank. The run cannot go on: other ranks wait for it."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +63,20 @@ class LargestMicroBatch:
         return sum(self.lengths)
 
     @staticmethod
-    def of(batch: TrainBatch) -> LargestMicroBatch:
-        totals = batch.total_lengths
+    def of(
+        steps: Sequence[StepPlan], totals: Sequence[int], indices: Sequence[int]
+    ) -> LargestMicroBatch:
+        """Find it among the steps; ``totals`` and ``indices`` have an entry for each sample."""
         found = [
             (samples, len(step.micro_batches) == 1)
-            for step in batch.steps
+            for step in steps
             for samples in step.micro_batches
         ]
         largest, whole = max(
             found, key=lambda one: sum(totals[i] for i in one[0]), default=([], False)
         )
         order = sorted(largest, key=lambda i: -totals[i])
-        return LargestMicroBatch(
-            [totals[i] for i in order], [batch.sample_indices[i] for i in order], whole
-        )
+        return LargestMicroBatch([totals[i] for i in order], [indices[i] for i in order], whole)
 
     def __str__(self) -> str:
         count = len(self.lengths)
@@ -92,7 +91,7 @@ class PhaseMemory:
 
     Args:
         device: the trainer's.
-        batch: what is trained on; None outside of an update.
+        largest: the largest micro-batch of what is trained on; None outside of an update.
 
     Example:
         >>> meter = PhaseMemory(config, torch.device("cpu"))  # doctest: +SKIP
@@ -103,11 +102,11 @@ class PhaseMemory:
     """
 
     def __init__(
-        self, config: Config, device: torch.device, batch: TrainBatch | None = None
+        self, config: Config, device: torch.device, largest: LargestMicroBatch | None = None
     ) -> None:
         self.config = config
         self.device = device
-        self.batch = batch
+        self.largest = largest
         self.peaks: dict[str, float] = {}
 
     @contextmanager
@@ -121,9 +120,8 @@ class PhaseMemory:
         try:
             yield
         except (MemoryError, RuntimeError, UserError) as error:
-            cause = (
-                error.__cause__ or error if isinstance(error, UserError) else error
-            )  # in a hook, it is told as such
+            # an error of the user's function wraps what happened in it
+            cause = (error.__cause__ or error) if isinstance(error, UserError) else error
             if not is_out_of_memory(cause):
                 raise
             self._note(name)
@@ -143,8 +141,8 @@ class PhaseMemory:
 
 
 def held(device: torch.device) -> dict[str, float]:
-    """``perf/trainer_memory_gb`` of the host, and of a GPU what is in tensors: between two steps
-    always the same."""
+    """Return ``perf/trainer_memory_gb`` of the host, and on a GPU what is in tensors; both stay the
+    same from step to step."""
     found = {"perf/trainer_memory_gb": own_bytes(os.getpid()) / _GB}
     if device.type == "cuda":
         found["perf/trainer_gpu_memory_gb"] = torch.cuda.memory_allocated(device) / _GB
@@ -152,7 +150,7 @@ def held(device: torch.device) -> dict[str, float]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Did an allocation fail, whichever library says so?
+    """Whether an allocation failed, whichever library says so.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shape mismatch"))
@@ -165,24 +163,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def out_of_memory(error: BaseException, phase: str, memory: PhaseMemory) -> OutOfMemory:
     """The report: peaks by phase, the largest micro-batch, remedies with this run's values."""
-    config = memory.config
     peaks = ", ".join(
         f"{name} {peak / _GB:.2f} GB" + (" (here)" if name == phase else "")
         for name, peak in memory.peaks.items()
     )
     what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     lines = [what, f"peak memory by phase: {peaks}", _device_use(memory.device)]
-    largest = None
-    if memory.batch is not None:
-        largest = LargestMicroBatch.of(memory.batch)
+    largest = memory.largest
+    if largest is not None:
         lines.append(f"largest micro-batch of this rank: {largest}")
-    where = (
-        "GPU memory"
-        if memory.device.type == "cuda" and not isinstance(error, MemoryError)
-        else "host memory"
-    )
-    lengths, whole = (largest.lengths, largest.whole_step) if largest is not None else ([], False)
-    ways = remedies(config, phase, lengths, whole_step=whole, on_gpu=memory.device.type == "cuda")
+    on_gpu = memory.device.type == "cuda"
+    where = "GPU memory" if on_gpu and not isinstance(error, MemoryError) else "host memory"
+    lengths = largest.lengths if largest is not None else []
+    whole = largest is not None and largest.whole_step
+    ways = remedies(memory.config, phase, lengths, whole_step=whole, on_gpu=on_gpu)
     return OutOfMemory(
         f"out of {where} in {phase}",
         why="\n       ".join(line for line in lines if line),
@@ -222,10 +216,7 @@ def _peak(device: torch.device) -> float:
     """Bytes."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
-    found = (
-        re.search(r"^VmHWM:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
-        if _STATUS.exists()
-        else None
-    )
+    status = _STATUS.read_text() if _STATUS.exists() else ""
+    found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
     kilobytes = found.group(1) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(kilobytes) * 1024

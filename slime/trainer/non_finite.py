@@ -22,10 +22,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.files import json_safe
 from slime.log import get_logger
-from slime.samples.batch import TrainBatch
-from slime.trainer.dumps import RankDump, joined, save_whole, shard_of
-from slime.trainer.ranks import Ranks
-from slime.trainer.records import MicroBatchResult, RolloutTensors, StepOutcome
+from slime.trainer.dumps import RankDump, joined, save_whole
 
 logger = get_logger(__name__)
 
@@ -44,7 +41,7 @@ class NonFiniteTraining(UserError):
         parameters: names of the gradients that are not finite, over all ranks.
 
     Args:
-        functions: of the user's, by which the loss has come about
+        functions: the user's, if any computed the loss
             (`slime.trainer.user_functions.behind_the_loss`).
     """
 
@@ -99,7 +96,7 @@ def _restore_non_finite(
 
 @dataclass
 class FailedStep:
-    """What a rank keeps of a step with NaN or Inf until the driver has fetched it.
+    """A rank's record of a step with NaN or Inf, kept until the driver fetches it.
 
     Attributes:
         rank: data-parallel.
@@ -120,35 +117,6 @@ class FailedStep:
     parameters: list[tuple[str, int, int]] = field(default_factory=list)
 
 
-def failed_step(
-    ranks: Ranks,
-    batch: TrainBatch,
-    data: RolloutTensors,
-    results: Sequence[MicroBatchResult],
-    step_id: int,
-    outcome: StepOutcome,
-    parameters: list[tuple[str, int, int]],
-) -> FailedStep:
-    """What explains the step, on the CPU: this rank's samples with every tensor of theirs, losses,
-    bad gradients."""
-    rank = ranks.replica
-    step = FailedStep(batch.rollout_id, step_id, rank, outcome.grad_norm, parameters=parameters)
-    if ranks.speaks_for_shard:
-        current: list[Tensor | None] = [None] * len(batch.tokens)
-        for result in results:
-            for i, values in result.by_sample(batch.response_lengths):
-                current[i] = values
-        step.shard = shard_of(batch, data, rank, step_id, training_log_probs=current)
-        step.micro_batches = [
-            {
-                "sample_indices": [batch.sample_indices[i] for i in result.samples],
-                **{name: value.item() for name, value in result.metrics.items()},
-            }
-            for result in results
-        ]
-    return step
-
-
 # -- into the crash folder
 # -------------------------------------------------------------------------------------------
 
@@ -159,8 +127,8 @@ def keep_failed_step(
     config: Config,
     ask_ranks: Callable[[], Sequence[FailedStep]],
 ) -> None:
-    """Write the step of a `NonFiniteTraining` into ``folder``, and name the files in the error; of
-    others nothing."""
+    """Write the step of a `NonFiniteTraining` into ``folder`` and name the files in the error; do
+    nothing for other errors."""
     from slime.prompts.tokenizer import load_tokenizer
 
     if not isinstance(error, NonFiniteTraining):
@@ -207,12 +175,8 @@ def write_failed_step(
     names = ("samples.jsonl", "step.json", "step.pt")
     lines, summary, tensors = (folder / name for name in names)
     of_sample = {index: m["micro_batch"] for m in micro_batches for index in m["sample_indices"]}
-    lines.write_bytes(
-        b"".join(
-            orjson.dumps(_readable(_line(s, of_sample, tokenizer))) + b"\n"
-            for s in record["samples"]
-        )
-    )
+    rows = [_readable(_line(sample, of_sample, tokenizer)) for sample in record["samples"]]
+    lines.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     details = {
         "rollout_id": first.rollout_id,
         "step": first.step_id,
@@ -241,14 +205,9 @@ def _parameters(ranks: Sequence[FailedStep]) -> list[dict[str, Any]]:
 def _line(
     sample: dict[str, Any], micro_batch_of: dict[int, int], tokenizer: Any | None
 ) -> dict[str, Any]:
-    tensors = {
-        name: value
-        for name, value in sample.items()
-        if isinstance(value, Tensor) and name != "tokens"
-    }
-    line: dict[str, Any] = {
-        name: value for name, value in sample.items() if not isinstance(value, Tensor)
-    }
+    tensors = {name: value for name, value in sample.items() if isinstance(value, Tensor)}
+    line = {name: value for name, value in sample.items() if name not in tensors}
+    tokens = tensors.pop("tokens").tolist()
     line["micro_batch"] = micro_batch_of.get(sample["sample_index"])
     line["not_finite"] = sorted(
         name for name, value in tensors.items() if not bool(torch.isfinite(value).all())
@@ -264,7 +223,6 @@ def _line(
                 "max": values.max().item(),
             }
     if tokenizer is not None:
-        tokens = sample["tokens"].tolist()
         split = sample["total_length"] - sample["response_length"]
         line["prompt"] = str(tokenizer.decode(tokens[:split]))[-_TEXT_LIMIT:]
         line["response"] = str(tokenizer.decode(tokens[split:]))[:_TEXT_LIMIT]

@@ -1,5 +1,4 @@
-"""What a run with quantised engines asks for and cannot have. Of the model, config.json is looked
-at alone."""
+"""Checks of a run with quantised engines, before its start; they read the model's config.json."""
 
 from __future__ import annotations
 
@@ -21,23 +20,22 @@ _OLD_SWITCH = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
 
 
 def check_ignore_list(config: Config) -> None:
-    """Of a model whose weights engines hold quantised: the rules fit its modules."""
+    """Warn about rules of the ignore list that name no module of the model."""
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
     quantisation = Quantisation.read(read_hf_config(flags.hf_checkpoint))
     if quantisation is not None:
         family = family_of(flags.hf_checkpoint, flags.model_name)
-        for rule in ignore_list.check(
-            family, family.describe(flags.hf_checkpoint), quantisation
-        ).idle:
+        spec = family.describe(flags.hf_checkpoint)
+        for rule in ignore_list.check(family, spec, quantisation).idle:
             logger.warning(
                 "the rule %r of quantization_config in %s names nothing", rule, flags.hf_checkpoint
             )
 
 
 def check_quantised_library(config: Config) -> None:
-    """What computes the format of the engines' weights is installed, where the trainer or embedded
-    engines do so on this host; on a cluster each process looks for itself.
+    """Check that the library for the format of the engines' weights is installed, if the trainer or
+    embedded engines compute on this host; on a cluster each process looks for itself.
 
     Raises:
         UserError: it is not.
@@ -48,15 +46,13 @@ def check_quantised_library(config: Config) -> None:
     computes_elsewhere = config.debug.debug_rollout_only and not engine_of(config).computed_here
     if quantisation is None or computes_elsewhere or joined_cluster(config) is not None:
         return
-    from slime.engines.wire.quantised import (
-        require_library,
-    )  # which needs torch, as other models do not
+    from slime.engines.wire.quantised import require_library  # needs torch; other models do not
 
     require_library(quantisation.scheme)
 
 
 def check_quantised_flags(config: Config) -> None:
-    """What the flags ask of quantised weights does something.
+    """Refuse flags for quantised weights that would have no effect.
 
     Raises:
         UserError: engines hold plain weights, nothing of the model would be rounded, or Transformer

@@ -14,7 +14,7 @@ from slime.processes.json_collectives import all_gather, gather_tensors
 
 @dataclass(frozen=True)
 class Ranks:
-    """Every method is collective: each rank calls it equally often.
+    """This rank's place. Every method is collective: each rank calls it equally often.
 
     Attributes:
         device: this rank's.
@@ -57,7 +57,7 @@ class Ranks:
         return values
 
     def any_of_all(self, flag: bool) -> bool:
-        """Is the flag set on any rank of the world?"""
+        """Whether the flag is set on any rank of the world."""
         return bool(self.max_over_all(torch.tensor([float(flag)], device=self.device)).item() > 0)
 
     def union(self, values: list[Any]) -> list[Any]:
@@ -65,7 +65,7 @@ class Ranks:
         return sorted({value for part in all_gather(values) for value in part})
 
     def on_first(self, value: dict[str, Any] | None) -> list[dict[str, Any]] | None:
-        """What all ranks have, in their order, on rank 0, which writes files; None on others.
+        """Return all ranks' values, in their order, on rank 0, which writes files; None on others.
 
         Args:
             value: plain containers and tensors.

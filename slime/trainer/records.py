@@ -1,4 +1,4 @@
-"""What the parts of an update hand to each other. All tensors on the trainer's device.
+"""Records that the parts of an update hand to each other, with tensors on the trainer's device.
 
 TrainBatch ─► RolloutTensors ─ per micro-batch ─► LossInputs ──┐
                    ▲                              TokenScores ─┴─► MicroBatchResult ─ per step ─►
@@ -16,11 +16,10 @@ from torch import Tensor
 
 @dataclass
 class RolloutTensors:
-    """Per-sample tensors [R_i] of a whole rollout on one rank, filled as the update goes on; None:
-    not (yet) known.
+    """Columns of a whole rollout on one rank, a tensor [R_i] per sample; None: not (yet) known.
 
     Attributes:
-        engine_log_probs: the trainer's before training, by the weights that quantised engines
+        engine_log_probs: the trainer's before training, with the weights that quantised engines
             compute with.
         before_training: the samples whose ``log_probs`` are those of the policy before the
             rollout's first optimizer step; None: all of them.
@@ -37,16 +36,14 @@ class RolloutTensors:
     before_training: list[int] | None = None
 
     def samples_before_training(self) -> list[int]:
-        return (
-            list(range(len(self.loss_masks)))
-            if self.before_training is None
-            else self.before_training
-        )
+        if self.before_training is not None:
+            return self.before_training
+        return list(range(len(self.loss_masks)))
 
 
 @dataclass
 class LossInputs:
-    """What the loss of one micro-batch needs besides the scores; flat [N] unless said otherwise.
+    """Input of a micro-batch's loss besides the scores; flat [N] unless said otherwise.
 
     Attributes:
         samples: their places in the rank's `TrainBatch`.
@@ -78,7 +75,7 @@ class LossInputs:
 
 @dataclass
 class TokenScores:
-    """What the output layer says about the response tokens of a micro-batch, flat [N], float32.
+    """The output layer's scores of a micro-batch's response tokens, flat [N], float32.
 
     Attributes:
         log_probs: of the tokens, under the temperature-scaled distribution.
@@ -119,7 +116,7 @@ class MicroBatchResult:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What applying the gradients did.
+    """The outcome of applying the gradients.
 
     Attributes:
         grad_norm: global L2 norm before clipping; NaN or Inf when gradients are, NaN when nobody

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slime.algorithms.reduce import token_weights, weighted_sum
 from slime.config.config import Config
-from slime.samples.batch import TrainBatch
+from slime.samples.batch import TrainBatch, TrainedTokens
 from slime.trainer.ranks import Ranks
 from slime.trainer.records import MicroBatchResult, RolloutTensors
 
@@ -24,10 +25,9 @@ def sum_metrics(
     """Sums over micro-batches and ranks: the metrics are weighted already. Collective."""
     flags = config.algorithm
     names = sorted({name for result in results for name in result.metrics})
+    # a rank without samples does not know what the user's function measures
     if flags.custom_loss_function_path or flags.custom_tis_function_path:
-        names = ranks.union(
-            names
-        )  # a rank that has no samples does not know what the function measures
+        names = ranks.union(names)
     if not ranks.has_output:
         return {}
     zero = torch.zeros((), device=ranks.device)
@@ -36,17 +36,6 @@ def sum_metrics(
     )
     sums = ranks.sum_over_replicas(table.sum(dim=0).to(ranks.device))
     return dict(zip(names, sums.tolist()))
-
-
-def collect_log_probs(
-    data: RolloutTensors, results: Sequence[MicroBatchResult], batch: TrainBatch
-) -> None:
-    """Keep the training pass's log-probs by sample, for the rollout's metrics."""
-    if data.log_probs is None:
-        data.log_probs = [torch.zeros_like(mask) for mask in data.loss_masks]
-    for result in results:
-        for i, values in result.by_sample(batch.response_lengths):
-            data.log_probs[i] = values
 
 
 def rollout_metrics(
@@ -83,15 +72,14 @@ def rollout_metrics(
 
 
 def _weighted_sum(values: list[Tensor], weights: Tensor) -> Tensor:
-    """Of per-sample tensors and flat weights; 0 on a rank without samples."""
+    """Sum per-sample tensors with flat weights; 0 on a rank without samples."""
     return weighted_sum(torch.cat(values), weights) if values else weights.new_zeros(())
 
 
 def _weights(
     config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors, only: list[int] | None
 ) -> Tensor:
-    """Flat weights of all tokens of the rank, 0 outside of the samples ``only`` of the first
-    step."""
+    """Return flat weights of all tokens; with ``only``, samples of the first step, 0 elsewhere."""
     steps = batch.steps if only is None else batch.steps[:1]
     trajectories = sum(step.global_batch_size for step in steps)
     per_token = config.algorithm.calculate_per_token_loss
@@ -125,9 +113,9 @@ def worst_mismatch(ranks: Ranks, data: RolloutTensors) -> dict[str, float]:
 def quantisation_metrics(
     config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors
 ) -> dict[str, float]:
-    """What ``train/train_rollout_logprob_abs_diff`` is made of where engines hold quantised
-    weights, with ``--measure-quantisation``: what the format moves within the trainer, and what
-    trainer and engine differ by with equal weights. Collective."""
+    """Split ``train/train_rollout_logprob_abs_diff`` with ``--measure-quantisation``: what the
+    format moves within the trainer, and what trainer and engine differ by with equal weights.
+    Collective."""
     scored = data.engine_log_probs
     if not ranks.has_output or scored is None or data.log_probs is None:
         return {}
@@ -139,10 +127,8 @@ def quantisation_metrics(
         name: [(a - b).abs() for a, b in zip(scored, values)] for name, values in others.items()
     }
     sums = torch.stack([_weighted_sum(values, weights) for values in apart.values()])
-    return {
-        f"train/{name}": value
-        for name, value in zip(apart, ranks.sum_over_replicas(sums.float()).tolist())
-    }
+    totals = ranks.sum_over_replicas(sums.float()).tolist()
+    return {f"train/{name}": value for name, value in zip(apart, totals)}
 
 
 def mean_of_steps(
@@ -169,3 +155,37 @@ def mean_of_steps(
         else:
             means[name] = sum(values) / len(values)
     return means
+
+
+# -- single tokens
+# -------------------------------------------------------------------------------------------------
+
+
+def trained_tokens(ranks: Ranks, batch: TrainBatch, data: RolloutTensors) -> list[TrainedTokens]:
+    """Return advantages and log-prob differences of the shard's samples in ``batch.recorded``, if
+    this rank speaks for the shard.
+
+    Differences are those from before training, see `RolloutTensors.before_training`.
+    """
+    if not (batch.recorded and ranks.has_output and ranks.speaks_for_shard):
+        return []
+    places = [i for i in range(batch.num_samples) if batch.key(i) in batch.recorded]
+    advantages = {} if data.advantages is None else _on_host(data.advantages, places)
+    differences: dict[int, np.ndarray] = {}
+    if data.log_probs is not None and data.rollout_log_probs is not None:
+        known = set(data.samples_before_training())
+        compared = [i for i in places if i in known]
+        ours = _on_host(data.log_probs, compared)
+        theirs = _on_host(data.rollout_log_probs, compared)
+        differences = {i: ours[i] - theirs[i] for i in compared}
+    found = [TrainedTokens(batch.key(i), advantages.get(i), differences.get(i)) for i in places]
+    return [one for one in found if one.advantages is not None or one.log_prob_diffs is not None]
+
+
+def _on_host(values: Sequence[Tensor], places: Sequence[int]) -> dict[int, np.ndarray]:
+    """Copy the values at these places, in one transfer."""
+    if not places:
+        return {}
+    flat = torch.cat([values[i].detach() for i in places]).float().cpu()
+    parts = flat.split([values[i].numel() for i in places])
+    return {i: part.numpy() for i, part in zip(places, parts)}

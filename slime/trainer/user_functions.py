@@ -1,5 +1,4 @@
-"""The user's functions in an update: loaded once, and what those that see a whole rollout may
-change of it."""
+"""The user's functions in an update: loading them, and what they may change of a rollout."""
 
 from __future__ import annotations
 
@@ -78,14 +77,13 @@ _IN_THE_LOSS = (
 
 
 def behind_the_loss(config: Config) -> list[str]:
-    """The user's functions by which a loss that is not finite may have come about, as messages name
-    them."""
+    """Return the user's functions that may have made a loss NaN, as messages name them."""
     flags = vars(config.flat())
     return [*named_functions(flags, _IN_THE_LOSS), *makers_of_samples(flags)]
 
 
 def _reducer(path: str | None) -> Callable[..., Any] | None:
-    """The function that makes a reducer; what it makes is the user's code too."""
+    """Return the function that makes a reducer; errors in the reducer name the user's code too."""
     if path is None:
         return None
     make = user_function(path, REDUCER)
@@ -103,34 +101,16 @@ def _reducer(path: str | None) -> Callable[..., Any] | None:
     return make_reducer
 
 
-#: Keys of ``rollout_data`` that a function may assign, each a field of `RolloutTensors`: tensors
-#: [R_i] per sample.
+#: Keys of ``rollout_data`` that a function may assign, each a field of `RolloutTensors`.
 ASSIGNABLE = (
-    "advantages",
-    "returns",
-    "loss_masks",
-    "log_probs",
-    "ref_log_probs",
-    "rollout_log_probs",
-)
-
+    "advantages", "returns", "loss_masks", "log_probs", "ref_log_probs", "rollout_log_probs",
+)  # fmt: skip
 
 #: Keys that a function reads, whose entries it must leave as they are.
 READ_ONLY = (
-    "tokens",
-    "response_lengths",
-    "total_lengths",
-    "rewards",
-    "raw_reward",
-    "truncated",
-    "sample_indices",
-    "group_indices",
-    "rollout_ids",
-)
-
-
-def _copy(values: list[Any]) -> list[Any]:
-    return [value.clone() if isinstance(value, Tensor) else value for value in values]
+    "tokens", "response_lengths", "total_lengths", "rewards", "raw_reward", "truncated",
+    "sample_indices", "group_indices", "rollout_ids",
+)  # fmt: skip
 
 
 def _same(values: list[Any], before: list[Any]) -> bool:
@@ -181,7 +161,10 @@ def change_rollout(
     """
     before = rollout_data(batch, data)
     view = dict(before)
-    read_only = {key: _copy(before[key]) for key in READ_ONLY}
+    read_only = {
+        key: [value.clone() if isinstance(value, Tensor) else value for value in before[key]]
+        for key in READ_ONLY
+    }
     masks = [mask.clone() for mask in data.loss_masks]
     was_finite = {
         key for key in ASSIGNABLE if before[key] is not None and are_finite(before[key], masks)
@@ -200,11 +183,9 @@ def change_rollout(
         if view.get(key) is not before.get(key) or key not in before
     ]
     for key in assigned:
-        why = (
-            without_effect.get(key)
-            if key in ASSIGNABLE
-            else f"it may assign {', '.join(ASSIGNABLE)}"
-        )
+        why = f"it may assign {', '.join(ASSIGNABLE)}"
+        if key in ASSIGNABLE:
+            why = without_effect.get(key, "")
         if why:
             raise FunctionFailed(
                 f"{origin} assigned rollout_data[{key!r}], which would have no effect",

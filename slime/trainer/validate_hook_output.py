@@ -1,8 +1,8 @@
-"""What users' functions return in training, checked before it meets the model: kinds, shapes, and
-that a loss has the gradient of what the function was given.
+"""Checks of what users' functions return in training: kinds, shapes, and that a loss has the
+gradient of what the function was given.
 
-A loss without it would teach nothing, and a dimension too many would spread over all tokens, both
-without a word.
+A loss without gradient would teach nothing, and a dimension too many would spread over all tokens,
+both silently.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _CUT = (
 
 
 class UserValues:
-    """The tensors that a function is given with gradient, as they are before it is called: it may
-    change them in place.
+    """Remembers the tensors with gradient that a function is given, before it can change them in
+    place.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -43,8 +43,8 @@ class UserValues:
         self._nodes = {get_gradient_edge(tensor).node for tensor in self._tensors}
 
     def has_grad_path(self, value: Tensor) -> bool:
-        """Whether the backward pass of ``value`` comes to any of them; true where none of them has
-        a gradient."""
+        """Whether the backward pass of ``value`` reaches any of them; true if none has a
+        gradient."""
         if not self._nodes or not value.requires_grad:
             return not self._nodes
         waiting: list[Node] = [get_gradient_edge(value).node]
@@ -59,8 +59,8 @@ class UserValues:
         return False
 
     def connected(self, value: Tensor, masks: Tensor, what: str, fix: str) -> Tensor:
-        """``value``, which may lack their gradient only where no token is trained: it is then given
-        one of zeros, so that the backward pass runs.
+        """Return ``value``, with a gradient of zeros if it has none and no token is trained, so
+        that the backward pass runs.
 
         Raises:
             FunctionFailed: it would teach nothing; begins with ``what``.
@@ -81,7 +81,7 @@ class UserValues:
 def loss_and_metrics(
     returned: Any, given: UserValues, masks: Tensor, origin: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a loss function returned, the metrics as 0-dimensional tensors.
+    """Return the checked output of a loss function, the metrics as 0-dimensional tensors.
 
     Args:
         given: log-probs and logits, by which the loss must come.
@@ -117,8 +117,8 @@ def loss_and_metrics(
 
 
 def check_summed(values: Any, masks: Tensor, origin: str) -> None:
-    """What a loss function has ``sum_of_sample_mean`` reduce: another shape would spread over all
-    tokens.
+    """Check what a loss function hands to ``sum_of_sample_mean``: another shape would spread over
+    all tokens.
 
     Raises:
         FunctionFailed: it is not one value per response token.
@@ -134,7 +134,7 @@ def check_summed(values: Any, masks: Tensor, origin: str) -> None:
 
 
 def check_reducer(reduce: Any, origin: str) -> None:
-    """What the function that makes a reducer made.
+    """Check the reducer that the user's function made.
 
     Raises:
         FunctionFailed: it cannot be called with the losses.
@@ -159,7 +159,7 @@ def check_reducer(reduce: Any, origin: str) -> None:
 
 
 def reduced_loss(value: Any, given: UserValues, masks: Tensor, origin: str) -> Tensor:
-    """What a reducer returned.
+    """Return the checked output of a reducer.
 
     Args:
         given: the loss of each token.
@@ -221,7 +221,7 @@ _CORRECTION = (
 def mismatch_metrics(
     returned: Any, token_loss: Tensor, taken: Collection[str], origin: str
 ) -> dict[str, Tensor]:
-    """The metrics [T] that a correction returned; a single number is that of each token.
+    """Return the metrics [T] of a correction; a single number counts for each token.
 
     Args:
         taken: names that the trainer's own metrics have.
@@ -263,8 +263,7 @@ def mismatch_metrics(
 def corrected_loss(
     returned: Sequence[Any], given: UserValues, token_loss: Tensor, inputs: LossInputs, origin: str
 ) -> tuple[Tensor, Tensor]:
-    """The loss and the masks [T] that a correction returned, of whose three things
-    `mismatch_metrics` knows.
+    """Return the loss and the masks [T] of a correction, after `mismatch_metrics` has checked it.
 
     Args:
         given: ``token_loss``.
@@ -293,9 +292,10 @@ def corrected_loss(
 
 
 def check_masks(masks: Sequence[Tensor], before: Sequence[Tensor], origin: str) -> None:
-    """
+    """Check that loss masks have no other values than 0, 1 and what they were.
+
     Raises:
-        FunctionFailed: loss masks with values other than 0, 1 and what they were.
+        FunctionFailed: they have.
     """
     if not all(((now == 0) | (now == 1) | (now == then)).all() for now, then in zip(masks, before)):
         raise FunctionFailed(
@@ -357,9 +357,10 @@ def are_finite(values: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
 def check_finite(
     values: Sequence[Tensor], masks: Sequence[Tensor], indices: Sequence[int | None], what: str
 ) -> None:
-    """
+    """Check that no value of a trained token is NaN or infinite.
+
     Raises:
-        FunctionFailed: a value of a token that is trained is NaN or infinite.
+        FunctionFailed: one is.
     """
     if are_finite(values, masks):
         return

@@ -47,7 +47,7 @@ def gradients(backend: MegatronBackend, batch: TrainBatch) -> dict[str, Tensor]:
     """Of the whole step, by parameter name; what the optimizer would get before clipping. Frozen
     ones have none."""
     data = update._initial_tensors(backend, batch)
-    data.ref_log_probs = backend.log_probs(batch, reference=True)
+    data.ref_log_probs = backend.log_probs(batch, "reference")
     update.compute_advantages(backend, batch, data)
     step = batch.steps[0]
     backend.forward_backward(

@@ -179,7 +179,7 @@ def test_gradients_go_straight_through(models: Models, family: str, kind: str, c
     batch = make_batch()
     with single(models.back(family, kind), bf16=True, **LOSS) as backend:
         expected, expected_log_probs = gradients(backend, batch), backend.log_probs(batch)
-        reference = backend.log_probs(batch, reference=True)
+        reference = backend.log_probs(batch, "reference")
     with opened(models, family, kind, bf16=True, **LOSS) as backend:
         unrounded = gradients(backend, batch)
         assert unlike({"log-probs": torch.cat(backend.log_probs(batch, as_engines=True))},
@@ -189,7 +189,7 @@ def test_gradients_go_straight_through(models: Models, family: str, kind: str, c
         assert unlike(unrounded, expected), "the format changes gradients"
         assert all(torch.equal(*pair) for pair in zip(backend.log_probs(batch), expected_log_probs))
         assert all(
-            torch.equal(*pair) for pair in zip(backend.log_probs(batch, reference=True), reference)
+            torch.equal(*pair) for pair in zip(backend.log_probs(batch, "reference"), reference)
         )
         before = exported(backend)
         metrics = backend.train(batch)

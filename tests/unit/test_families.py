@@ -123,7 +123,7 @@ def test_the_reference_has_its_own_expert_bias(tmp_path: Path) -> None:
         for layer in expert_layers(backend.model_chunks):
             assert layer.router.expert_bias is not None
             layer.router.expert_bias.copy_(layer.router.expert_bias.flip(0) * 3)
-        policy, reference = backend.log_probs(batch), backend.log_probs(batch, reference=True)
+        policy, reference = backend.log_probs(batch), backend.log_probs(batch, "reference")
     finally:
         backend.close()
     assert before is not None and policy is not None and reference is not None
@@ -143,16 +143,15 @@ def test_an_updated_reference_goes_on_with_its_expert_bias(tmp_path: Path) -> No
     backend = trainer(hf_checkpoint=str(tmp_path / "hf"), save=save, **flags)
     try:
         backend.train(make_batch())
-        assert backend.reference is not None
-        saved = [tensor.clone() for tensor in backend.reference.tensors]
+        saved = [tensor.clone() for tensor in backend.copies["reference"].tensors]
         backend.save(0)
     finally:
         backend.close()
     resumed = trainer(hf_checkpoint=str(tmp_path / "hf"), load=save, save=save, **flags)
     try:
-        assert resumed.reference is not None and resumed.reference_iteration == 0
-        assert len(resumed.reference.tensors) == len(saved)
-        assert all(torch.equal(a, b) for a, b in zip(resumed.reference.tensors, saved))
+        assert resumed.copies["reference"].iteration == 0
+        assert len(resumed.copies["reference"].tensors) == len(saved)
+        assert all(torch.equal(a, b) for a, b in zip(resumed.copies["reference"].tensors, saved))
     finally:
         resumed.close()
 

@@ -136,7 +136,7 @@ def test_training_uses_the_experts_of_the_old_policy_pass(
         for number, choices in watch.take(with_gradient=True).items():
             assert len(choices) == len(recorded[number])
             assert all(torch.equal(a, b) for a, b in zip(choices, recorded[number]))
-        backend.log_probs(batch, reference=True)
+        backend.log_probs(batch, "reference")
         chosen_anew = watch.take()
         assert any(
             not torch.equal(a, b) for n in recorded for a, b in zip(chosen_anew[n], recorded[n])
@@ -229,7 +229,7 @@ def test_training_uses_the_experts_of_the_engine(flags: dict[str, Any], model: P
         )
         assert scores is not None and any(
             not torch.equal(a, b)
-            for a, b in zip(scores, backend.log_probs(batch, reference=True) or [])
+            for a, b in zip(scores, backend.log_probs(batch, "reference") or [])
         )
     finally:
         backend.close()

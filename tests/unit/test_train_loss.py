@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.trainer.loss import micro_batch_loss
+from slime.trainer.loss import LOSS_TYPES, micro_batch_loss
 from slime.trainer.records import LossInputs, TokenScores
 from slime.trainer.user_functions import UserFunctions
 from tests.support.trainer_ranks import trainer_config
@@ -44,7 +44,9 @@ def loss_and_metrics(**flags: Any) -> tuple[float, dict[str, float]]:
         rollout_log_probs=tensor(ENGINE),
     )
     scores = TokenScores(tensor(NEW), tensor(ENTROPY))
-    loss, metrics = micro_batch_loss(scores, inputs, config, UserFunctions.load(config))
+    loss, metrics = micro_batch_loss(
+        LOSS_TYPES[config.algorithm.loss_type], scores, inputs, config, UserFunctions.load(config)
+    )
     return loss.item(), {name: value.item() for name, value in metrics.items()}
 
 

@@ -279,12 +279,12 @@ class Travelling(HostStates):
         super().__init__(inner, bucket_bytes)
         self.away = self.most_away = 0
 
-    def _to_device(self, value: Tensor, where: torch.device) -> Tensor:
+    def _to_device(self, value: Tensor, key: Any) -> Tensor:
         self.away += value.nbytes
         self.most_away = max(self.most_away, self.away)
         return value.clone()
 
-    def _to_host(self, value: Tensor, key: tuple[int, str]) -> Tensor:
+    def _to_host(self, value: Tensor, key: Any) -> Tensor:
         buffer = self._buffers.setdefault(key, torch.full_like(value, float("nan")))
         self.away = max(0, self.away - value.nbytes)
         return buffer.copy_(value)
@@ -513,7 +513,7 @@ def test_the_largest_micro_batch_may_be_a_whole_step(
     batch.steps = [
         dataclasses.replace(step, micro_batches=micro_batches) for micro_batches in steps
     ]
-    largest = LargestMicroBatch.of(batch)
+    largest = LargestMicroBatch.of(batch.steps, batch.total_lengths, batch.sample_indices)
     assert len(largest.lengths) == 3 and largest.whole_step is whole
 
 

@@ -65,7 +65,7 @@ def test_equal_weights_give_equal_bits(random_trainer: MegatronBackend) -> None:
     batch = make_batch()
     policy, reference = (
         random_trainer.log_probs(batch),
-        random_trainer.log_probs(batch, reference=True),
+        random_trainer.log_probs(batch, "reference"),
     )
     assert policy is not None and reference is not None
     assert all(torch.equal(a, b) for a, b in zip(policy, reference))

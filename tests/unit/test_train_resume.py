@@ -74,15 +74,15 @@ def test_the_updated_reference_survives_a_resume(
         for batch in batches[1:3]:
             first.train(batch)
         first.save(2)
-        reference = [tensor.clone() for tensor in first.reference.tensors]
+        reference = [tensor.clone() for tensor in first.copies["reference"].tensors]
         unbroken = first.train(batches[3])
     finally:
         first.close()
     second = trainer(**flags)
     try:
         assert "reference model of rollout 1" in caplog.text
-        assert second.reference_iteration == 1 and not second.reference_is_policy
-        assert all(torch.equal(a, b) for a, b in zip(reference, second.reference.tensors))
+        assert second.copies["reference"].iteration == 1 and not second.reference_is_policy
+        assert all(torch.equal(a, b) for a, b in zip(reference, second.copies["reference"].tensors))
         resumed = second.train(batches[3])
     finally:
         second.close()
@@ -91,8 +91,10 @@ def test_the_updated_reference_survives_a_resume(
     for other in ({"ckpt_step": 0}, {"finetune": True, "save": None}):
         third = trainer(**{**flags, **other})
         try:
-            assert third.reference_iteration is None
-            assert not all(torch.equal(a, b) for a, b in zip(reference, third.reference.tensors))
+            assert third.copies["reference"].iteration is None
+            assert not all(
+                torch.equal(a, b) for a, b in zip(reference, third.copies["reference"].tensors)
+            )
         finally:
             third.close()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.trainer.loss import micro_batch_loss
+from slime.trainer.loss import LOSS_TYPES, micro_batch_loss
 from slime.trainer.records import LossInputs, RolloutTensors, TokenScores
 from slime.trainer.user_functions import UserFunctions, change_rollout
 from slime.user_code.loading import FunctionFailed
@@ -42,9 +42,9 @@ def trained(
         old_log_probs=scores.log_probs.detach(),
         rollout_log_probs=scores.log_probs.detach(),
     )
-    loss, metrics = micro_batch_loss(
-        scores, inputs, config, UserFunctions(None, None, None, **functions)
-    )
+    kind = LOSS_TYPES[config.algorithm.loss_type]
+    users = UserFunctions(None, None, None, **functions)
+    loss, metrics = micro_batch_loss(kind, scores, inputs, config, users)
     return loss, metrics, scores
 
 

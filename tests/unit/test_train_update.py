@@ -60,8 +60,7 @@ def test_first_step_is_aligned_bit_for_bit(
 def test_misalignment_is_told_with_its_causes(
     backend: MegatronBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert backend.reference is not None
-    backend.reference.tensors[0].add_(0.01)
+    backend.copies["reference"].tensors[0].add_(0.01)
     with caplog.at_level(logging.WARNING):
         backend.train(make_batch())
     assert "--deterministic-mode" in caplog.text and "--attention-backend flash" in caplog.text
@@ -662,13 +661,13 @@ def test_custom_reducer(backend: MegatronBackend) -> None:
 @with_flags(use_kl_loss=True, kl_loss_coef=0.1, ref_update_interval=1)
 def test_reference_follows_when_asked_to(backend: MegatronBackend) -> None:
     backend.train(make_batch())
-    assert backend.reference is not None and backend.reference.equals(backend.model_chunks)
+    assert backend.copies["reference"].equals(backend.model_chunks)
 
 
 @with_flags(use_kl_loss=True, kl_loss_coef=0.1)
 def test_reference_pass_gives_the_policy_back(backend: MegatronBackend) -> None:
     backend.train(make_batch())
     before = weights(backend)
-    backend.log_probs(make_batch(), reference=True)
+    backend.log_probs(make_batch(), "reference")
     assert all(torch.equal(a, b) for a, b in zip(before, weights(backend)))
-    assert backend.reference is not None and not backend.reference.equals(backend.model_chunks)
+    assert not backend.copies["reference"].equals(backend.model_chunks)

@@ -64,9 +64,8 @@ class PackedAttention(torch.nn.Module):
                 why="attention to packed sequences has no dropout here",
                 fix="leave it out",
             )
-        self.scale = (
-            softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
-        )
+        own = 1.0 / math.sqrt(config.kv_channels)
+        self.scale = own if softmax_scale is None else softmax_scale
         self.torch_only = torch_only
 
     def forward(
@@ -114,12 +113,10 @@ class PackedSelfAttention(SelfAttention):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         assert packed_seq_params is not None and packed_seq_params.rotary is not None
-        sequences = packed_seq_params
         heads = self._heads_in_one_pass if self._takes_one_pass(hidden_states) else self._heads
         query, key, value = heads(hidden_states, *packed_seq_params.rotary)
-        out = attend(
-            self, functools.partial(self.core_attention, sequences=sequences), query, key, value
-        )
+        core = functools.partial(self.core_attention, sequences=packed_seq_params)
+        out = attend(self, core, query, key, value)
         return self.linear_proj(out.reshape(out.size(0), 1, -1))
 
     def _heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,8 +130,8 @@ class PackedSelfAttention(SelfAttention):
         )
 
     def _takes_one_pass(self, hidden: Tensor) -> bool:
-        """Kernels can be used, norms of queries and keys are ours if there are any, and the rank
-        has whole groups."""
+        """Whether kernels can be used, norms of queries and keys are ours if there are any, and
+        the rank has whole groups."""
         kinds = {type(self.q_layernorm), type(self.k_layernorm)}
         known = kinds == {RMSNorm} or kinds <= {IdentityOp, type(None)}
         whole_groups = self.config.num_query_groups >= self.world_size
@@ -143,7 +140,7 @@ class PackedSelfAttention(SelfAttention):
     def _heads_in_one_pass(
         self, hidden: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`_heads` by a kernel of its own."""
+        """Do what `_heads` does, in one kernel."""
         from slime.trainer.kernels.attention_heads import SplitNormRotate
 
         mixed, _ = self.get_query_key_value_tensors(hidden, split_qkv=False)
@@ -171,8 +168,8 @@ def attend(
 def _flash_packed(
     query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float
 ) -> Tensor:
-    """By the package flash-attn-4, which comes with SGLang and is twice as fast on Hopper, or by
-    torch's kernel."""
+    """Attend with the package flash-attn-4, which comes with SGLang and is twice as fast on Hopper,
+    or with torch's kernel."""
     fast = None if torch.are_deterministic_algorithms_enabled() else _flash4(query.device)
     if fast is None or max(query.size(-1), value.size(-1)) > FLASH4_WIDEST:
         return torch_varlen(query, key, value, sequences, scale)
@@ -191,9 +188,8 @@ def _flash4(place: torch.device) -> Callable[..., Any] | None:
     this GPU."""
     if torch.cuda.get_device_capability(place)[0] not in FLASH4_MAJORS:
         return None
-    os.environ.setdefault(
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1"
-    )  # later processes need not compile again
+    # so that later processes need not compile again
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     try:
         from flash_attn.cute import flash_attn_varlen_func
     except ImportError as error:

@@ -1,5 +1,4 @@
-"""`MegatronBackend`: one trainer rank. Sets everything up, offers the verbs, delegates each to its
-module."""
+"""`MegatronBackend`, one trainer rank: sets everything up and hands each verb to its module."""
 
 from __future__ import annotations
 
@@ -13,10 +12,11 @@ import torch
 from torch import Tensor
 
 from slime.config.config import Config
+from slime.config.flag import option_of
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens, TrainLayout
-from slime.trainer.loss import LOSS_TYPES, micro_batch_loss
+from slime.trainer.loss import micro_batch_loss
 from slime.trainer.megatron import device
 from slime.user_code.loading import user_function
 
@@ -49,6 +49,7 @@ from slime.trainer.megatron.replay import RoutingGuide, guide_for  # noqa: E402
 from slime.trainer.memory import PhaseMemory  # noqa: E402
 from slime.trainer.non_finite import FailedStep  # noqa: E402
 from slime.trainer.records import LossInputs, MicroBatchResult, StepOutcome, TokenScores  # noqa: E402
+from slime.trainer.role import POLICY, REFERENCE, policy_loss, roles_of  # noqa: E402
 from slime.trainer.update import update  # noqa: E402
 from slime.trainer.user_functions import UserFunctions  # noqa: E402
 
@@ -64,27 +65,25 @@ class MegatronBackend:
         metrics = backend.train(batch)
 
     Attributes (after `setup`):
-        model_chunks: Megatron's DDP-wrapped pipeline stage(s); what conversion, sync and
-            checkpoints work on.
-        optimizer, scheduler: Megatron's.
+        roles: the models that this run holds, by name.
+        model_chunks: the policy as Megatron's DDP-wrapped pipeline stage(s).
+        copies: weights of the models that do not learn, by role.
+        optimizer, scheduler: Megatron's, of the policy.
         spec, hf_config: the model's architecture, and its Hugging Face config.
         step_metrics: the last rollout's metrics, one dict per optimizer step.
         extra_state: what `save` was given in the checkpoint that was loaded; {} on a fresh start.
         skipped: a line for each damaged checkpoint that `setup` has passed over.
-        failed_step: what the last step was, when it ended in `NonFiniteTraining`.
-        engine_weights: those that engines compute with, where they hold quantised ones.
-        trained_tokens: of the last rollout, what is recorded of single tokens, where this rank
-            speaks for them.
+        failed_step: the last step, if it ended in `NonFiniteTraining`.
+        engine_weights: the weights that engines compute with, if they hold quantised ones.
+        trained_tokens: recorded tokens of the last rollout, if this rank speaks for them.
     """
 
     def __init__(self, config: Config, rank_info: RankInfo) -> None:
         self.config = config
         self.rank_info = rank_info
-        self.reference: WeightsCopy | None = None
+        self.roles = roles_of(config)
+        self.copies: dict[str, WeightsCopy] = {}
         self.reference_is_policy = False
-        self.reference_iteration: int | None = (
-            None  # set once --ref-update-interval has made it the policy's
-        )
         self.writer = CheckpointWriter(in_background=config.checkpoint.async_save)
         self.step_metrics: list[dict[str, float]] = []
         self.failed_step: FailedStep | None = None
@@ -118,14 +117,13 @@ class MegatronBackend:
         if config.megatron.transformer.get("deterministic_mode"):
             device.set_deterministic()  # before any communicator or matrix product exists
         self.functions = UserFunctions.load(config)
-        self.hf_config = None if spec is not None else self._read_hf_config()
-        self.spec = spec or self._padded_spec()
+        self.hf_config = None
+        if spec is None:
+            spec, self.hf_config = self._read_model()
+        self.spec = spec
         check_layout(self.spec, config)
         self.ranks = parallel.initialise(self.rank_info, config, virtual_stages(self.spec, config))
-        if config.train.custom_megatron_init_path:
-            user_function(config.train.custom_megatron_init_path, "--custom-megatron-init-path")(
-                self.functions.args
-            )
+        self._call_hook("custom_megatron_init_path")
         with PhaseMemory(config, self.ranks.device).phase("setup"):
             self._set_up_model(initialise)
         return self.next_rollout_id
@@ -142,40 +140,41 @@ class MegatronBackend:
             self.engine_weights = EngineWeights.of(config, self.model_chunks, self.hf_config)
         if initialise:
             self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, config)
-            self.reference = (
-                WeightsCopy(self.model_chunks) if config.algorithm.needs_reference else None
-            )
+            for role in self._frozen_roles():
+                self.copies[role] = WeightsCopy(self.model_chunks)
         self.next_rollout_id = 0 if initialise else self._load()
-        if self.reference is not None:
-            self.reference_is_policy = not self.ranks.any_of_all(
-                not self.reference.equals(self.model_chunks)
-            )
+        if REFERENCE in self.copies:
+            differs = not self.copies[REFERENCE].equals(self.model_chunks)
+            self.reference_is_policy = not self.ranks.any_of_all(differs)
 
-    def _read_hf_config(self) -> dict[str, Any]:
-        path = self.config.checkpoint.hf_checkpoint
-        if path is None:
+    def _read_model(self) -> tuple[ModelSpec, dict[str, Any]]:
+        """Return architecture and config of ``--hf-checkpoint``."""
+        flags = self.config.checkpoint
+        if flags.hf_checkpoint is None:
             raise UserError(
                 "no --hf-checkpoint",
                 why="the trainer takes the architecture from it",
                 fix="pass it",
             )
-        return read_hf_config(path)
+        hf_config = read_hf_config(flags.hf_checkpoint)
+        spec = family_of(hf_config, flags.model_name).model_spec(hf_config)
+        return spec.padded(self.config.megatron.tensor_model_parallel_size), hf_config
 
-    def _padded_spec(self) -> ModelSpec:
-        assert self.hf_config is not None
-        config = self.config
-        spec = family_of(self.hf_config, config.checkpoint.model_name).model_spec(self.hf_config)
-        return spec.padded(config.megatron.tensor_model_parallel_size)
+    def _call_hook(self, name: str, *args: Any) -> None:
+        """Call the user's function of this flag, if it is set."""
+        path = getattr(self.config.train, name)
+        if path:
+            user_function(path, option_of(name))(self.functions.args, *args)
 
     def _load(self) -> int:
-        """Weights of reference and policy, then the optimizer around the policy's, then its state
-        if there is one."""
+        """Load the weights of all models, the policy's last; build its optimizer around them and
+        load its state if there is one."""
         plan, self.skipped = agreed_plan(self.config)
-        if self.config.algorithm.needs_reference:
-            self.reference_iteration = saved_reference(plan)
-            if self.reference_iteration is None:
+        for role in self._frozen_roles():
+            iteration = saved_reference(plan)
+            if iteration is None:
                 self._load_weights(resolve_reference(self.config))
-            self.reference = WeightsCopy(self.model_chunks)
+            self.copies[role] = WeightsCopy(self.model_chunks, iteration)
         logger.info("%s", plan.note)
         if plan.kind == "hf":
             self._load_weights(plan)
@@ -223,9 +222,8 @@ class MegatronBackend:
         if self.routing is not None:
             self.routing.forget()
         interval = self.config.checkpoint.ref_update_interval
-        if self.reference is not None and interval and (batch.rollout_id + 1) % interval == 0:
-            self.reference.take(self.model_chunks)
-            self.reference_iteration = batch.rollout_id
+        if REFERENCE in self.copies and interval and (batch.rollout_id + 1) % interval == 0:
+            self.copies[REFERENCE].take(self.model_chunks, batch.rollout_id)
         return metrics
 
     def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> Path | None:
@@ -261,13 +259,12 @@ class MegatronBackend:
         """Write the model as a Hugging Face directory. Collective."""
         flags = self.config.checkpoint
         if flags.hf_checkpoint and self.hf_config:
-            family = flags.model_name
             save_hf(
-                self.model_chunks,
+                self.pushed_chunks,
                 self.hf_config,
                 directory,
                 assets_from=flags.hf_checkpoint,
-                model_name=family,
+                model_name=flags.model_name,
             )
 
     def finish_saving(self) -> None:
@@ -275,13 +272,15 @@ class MegatronBackend:
         self.writer.wait()
 
     def _checkpoint_state(self) -> TrainerState:
-        updated = self.reference is not None and self.reference_iteration is not None
+        reference = self.copies.get(REFERENCE)
+        if reference and (reference.iteration is None or not self.roles[REFERENCE].is_saved):
+            reference = None  # --ref-load has these weights
         return TrainerState(
             self.model_chunks,
             self.optimizer,
             self.scheduler,
-            reference=self.reference.tensors if self.reference is not None and updated else None,
-            reference_iteration=self.reference_iteration,
+            reference=reference.tensors if reference else None,
+            reference_iteration=reference.iteration if reference else None,
             moments_on_host=self.config.megatron.offload_optimizer_states and device.has_gpu(),
         )
 
@@ -325,6 +324,17 @@ class MegatronBackend:
         return parallel.train_layout(self.config)
 
     @property
+    def pushed_chunks(self) -> list[optimizer.DataParallel]:
+        """The model that engines generate with."""
+        pushed = [role.name for role in self.roles.values() if role.is_pushed]
+        assert pushed == [POLICY], "the other models are copies of weights, without chunks"
+        return self.model_chunks
+
+    def _frozen_roles(self) -> list[str]:
+        """Names of the models that do not learn."""
+        return [role.name for role in self.roles.values() if not role.learns]
+
+    @property
     def device(self) -> torch.device:
         return self.ranks.device
 
@@ -342,8 +352,8 @@ class MegatronBackend:
     def log_probs(
         self,
         batch: TrainBatch,
+        role: str = POLICY,
         *,
-        reference: bool = False,
         as_engines: bool = False,
         store_prefix: str = "",
     ) -> list[Tensor] | None:
@@ -353,24 +363,25 @@ class MegatronBackend:
         The micro-batches are those of training, so that equal weights give equal bits.
 
         Args:
-            as_engines: by the weights that quantised engines compute with.
+            role: name of the model that scores.
+            as_engines: score with the weights that quantised engines compute with.
+            store_prefix: handed to ``--custom-megatron-before-log-prob-hook-path``.
         """
-        hook = self.config.train.custom_megatron_before_log_prob_hook_path
-        if hook:
-            flag = "--custom-megatron-before-log-prob-hook-path"
-            user_function(hook, flag)(self.functions.args, self.model_chunks, store_prefix)
+        self._call_hook(
+            "custom_megatron_before_log_prob_hook_path", self.model_chunks, store_prefix
+        )
         packed = self._pack(
             batch, [samples for step in batch.steps for samples in step.micro_batches]
         )
         if self.routing is not None:
-            again = (
-                as_engines and self.routing.source == "policy"
-            )  # what its own pass recorded is trained with
-            self.routing.prepare(batch, packed, "reference" if reference or again else "score")
-        weights = self.reference if reference else None
-        other = weights.swapped_in(self.model_chunks) if weights else nullcontext()
+            # training replays what the policy's own pass recorded, not what this one would
+            again = as_engines and self.routing.source == "policy"
+            routes_itself = role != POLICY or again
+            self.routing.prepare(batch, packed, "reference" if routes_itself else "score")
+        copy = self.copies.get(role)
+        other = copy.swapped_in(self.model_chunks) if copy else nullcontext()
         with other, self._computing(as_engines=as_engines):
-            scores = forward.score(self._modules(), packed, **self._score_options(False))
+            scores = forward.score(self.model_chunks, packed, **self._score_options(False))
         if not self.ranks.has_output:
             return None
         by_sample: list[Tensor] = [
@@ -392,14 +403,12 @@ class MegatronBackend:
         batch = forward.canary_batch(tokens, self.layout.micro_batch_multiple)
         packed = self._pack(batch, batch.steps[0].micro_batches)
         if self.routing is not None:
-            self.routing.prepare(
-                batch, packed, "reference"
-            )  # experts are neither recorded nor replayed
+            # experts are neither recorded nor replayed
+            self.routing.prepare(batch, packed, "reference")
         quantised = None if plain else self.engine_weights
         with quantised.swapped_in() if quantised else nullcontext():
-            scores = forward.score(
-                self._modules(), packed, **{**self._score_options(False), "temperature": 1.0}
-            )
+            options = self._score_options(False) | {"temperature": 1.0}
+            scores = forward.score(self.pushed_chunks, packed, **options)
         return scores[0].log_probs.tolist() if self.ranks.has_output else None
 
     def forward_backward(
@@ -414,28 +423,27 @@ class MegatronBackend:
             self.routing.prepare(batch, packed, "train", gradient_scale)
         # in float32 the parameters' .grad is the buffer itself, which would add to itself
         self.optimizer.zero_grad()
-        hook = self.config.train.custom_megatron_before_train_step_hook_path
-        if hook:
-            user_function(hook, "--custom-megatron-before-train-step-hook-path")(
-                self.functions.args,
-                batch.rollout_id,
-                step_id,
-                self.model_chunks,
-                self.optimizer,
-                self.scheduler,
-            )
+        self._call_hook(
+            "custom_megatron_before_train_step_hook_path",
+            batch.rollout_id,
+            step_id,
+            self.model_chunks,
+            self.optimizer,
+            self.scheduler,
+        )
+        loss_type = policy_loss(self.config)
 
         def loss_of(
             scores: TokenScores, micro_batch: PackedMicroBatch
         ) -> tuple[Tensor, dict[str, Tensor]]:
             return micro_batch_loss(
-                scores, inputs_of(micro_batch.samples), self.config, self.functions
+                loss_type, scores, inputs_of(micro_batch.samples), self.config, self.functions
             )
 
         options = self._score_options(True)
         with self._computing():
             return forward.forward_backward(
-                self._modules(), packed, loss_of, gradient_scale=gradient_scale, **options
+                self.model_chunks, packed, loss_of, gradient_scale=gradient_scale, **options
             )
 
     def _count_experts(self, batch: TrainBatch, packed: list[PackedMicroBatch]) -> None:
@@ -443,7 +451,7 @@ class MegatronBackend:
         assert self.routing is not None
         self.routing.prepare(batch, packed, "count")
         with self._computing():
-            forward.score(self._modules(), packed, **self._score_options(False))
+            forward.score(self.model_chunks, packed, **self._score_options(False))
         self.routing.sum_counts()
 
     def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome:
@@ -481,17 +489,13 @@ class MegatronBackend:
     # -- inside
     # ----------------------------------------------------------------------------------------------
 
-    def _modules(self) -> list[torch.nn.Module]:
-        return list(self.model_chunks)
-
     def _pack(self, batch: TrainBatch, micro_batches: list[list[int]]) -> list[PackedMicroBatch]:
         megatron = self.config.megatron
         divided = megatron.sequence_parallel or self.spec.num_experts > 0
         multiple = megatron.tensor_model_parallel_size if divided else 1
         if device.has_gpu():
-            multiple = (
-                megatron.tensor_model_parallel_size * self.config.train.data_pad_size_multiplier
-            )
+            padding = self.config.train.data_pad_size_multiplier
+            multiple = megatron.tensor_model_parallel_size * padding
         context = parallel.context_group()
         multiple *= context.size
         dense = self.ranks.device.type == "cpu" or megatron.fp32  # flash attention knows no float32
@@ -499,9 +503,7 @@ class MegatronBackend:
             self.ranks.device, multiple, dense=dense, pair_cost=self._pair_cost(), context=context
         )
         same_length = virtual_stages(self.spec, self.config) is not None
-        if (
-            same_length and len(batch.steps) > 1
-        ):  # one length in all passes, also in those of one step
+        if same_length and len(batch.steps) > 1:  # one length in all passes of the rollout
             everything = [samples for step in batch.steps for samples in step.micro_batches]
             packed = forward.packed_micro_batches(batch, everything, options)
             options = dataclasses.replace(options, at_least=max(one.num_tokens for one in packed))
@@ -512,18 +514,16 @@ class MegatronBackend:
         AVX512."""
         if device.has_gpu():  # its packed attention kernel knows no branches
             return None
-        if uses_balance_losses(
-            self.model_chunks[0].config
-        ):  # which count a shared prompt once for each sample
+        # balance losses count a shared prompt once for each sample
+        if uses_balance_losses(self.model_chunks[0].config):
             return None
         return 0.65 / self.spec.transformer["hidden_size"]
 
     def _score_options(self, training: bool) -> dict[str, Any]:
-        loss = LOSS_TYPES[self.config.algorithm.loss_type]
+        loss = policy_loss(self.config)
+        sampled_at = self.config.rollout.rollout_temperature
         return {
-            "temperature": self.config.rollout.rollout_temperature
-            if loss.at_sampling_temperature
-            else 1.0,
+            "temperature": sampled_at if loss.at_sampling_temperature else 1.0,
             "with_entropy": training and loss.takes_entropy,
             "with_logits": training and loss.takes_logits,
             "chunk_size": self.config.train.log_probs_chunk_size,

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,8 @@ class ContextGroup:
     group: dist.ProcessGroup | None = None
 
     def stripe(self, values: Tensor, axis: int = 0) -> Tensor:
-        """Every ``size``-th entry along ``axis``, from ``rank`` on. The axis' length is a multiple
-        of ``size``."""
+        """Return every ``size``-th entry along ``axis``, from ``rank`` on. The axis' length is a
+        multiple of ``size``."""
         index = torch.arange(self.rank, values.size(axis), self.size, device=values.device)
         return values.index_select(axis, index)
 
@@ -59,7 +59,7 @@ class ContextSplit:
 
     @staticmethod
     def of(place: ContextGroup, rows: Tensor) -> ContextSplit:
-        """From the rows [N] of the whole micro-batch.
+        """Divide the rows [N] of a whole micro-batch.
 
         Example (rows 2, 3, 4 over two ranks: rank 0 has rows 2 and 4, its local rows 1 and 2):
             >>> split = ContextSplit.of(ContextGroup(0, 2), torch.tensor([2, 3, 4]))
@@ -77,9 +77,7 @@ class ContextSplit:
     def whole(self, values: Tensor) -> Tensor:
         """Inverse of `mine`, over the group: [n, …] → [N, …], differentiable. Collective, also
         where n is 0."""
-        result = _Whole.apply(values, self)
-        assert isinstance(result, Tensor)
-        return result
+        return cast(Tensor, _Whole.apply(values, self))
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[t, heads, dim] each, this rank's tokens → [T, heads / size, dim] each, all tokens.

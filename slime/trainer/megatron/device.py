@@ -1,24 +1,19 @@
-"""Where the trainer computes: a GPU if there is one, else the CPU, on which megatron-core then runs
-unmodified.
+"""The device that the trainer computes on: a GPU if there is one, else the CPU.
 
 megatron-core asks ``torch.cuda`` for everything: the current device, streams, RNG states,
-``device="cuda"`` in its tensor factories, ``torch.cuda.FloatTensor`` as the name of a dtype. Where
-no GPU is present, `install` answers those questions with the CPU, once per process and before the
-first ``import megatron``:
+``device="cuda"`` in its tensor factories, ``torch.cuda.FloatTensor`` as the name of a dtype.
+Without a GPU, `install` answers with the CPU, once per process and before the first
+``import megatron``:
 
-==============================================
-==================================================================== megatron-core asks for
-and gets on a host without a GPU ==============================================
-==================================================================== ``torch.cuda.current_device()``
-``torch.device("cpu")`` ``torch.zeros(..., device="cuda")`` and kin     a CPU tensor (``pin_memory``
-is dropped: there is nothing to pin for) ``tensor.cuda()``                               the tensor
-itself ``tensor.type()``                               the ``torch.cuda.…`` spelling that its
-optimizers compare with ``torch.cuda.FloatTensor`` and siblings         the CPU types, for its
-``isinstance`` checks streams, events, ``synchronize``                stand-ins that do nothing: CPU
-work is already in order ``torch.cuda`` RNG states                       the CPU generator's
-``torch.compile`` as its "jit fuser"            no compilation: a C++ compiler and minutes of
-warm-up are not needed ==============================================
-====================================================================
+megatron-core asks for                    and gets on a host without a GPU
+``torch.cuda.current_device()``           ``torch.device("cpu")``
+``torch.zeros(..., device="cuda")``, …    a CPU tensor; ``pin_memory`` is dropped
+``tensor.cuda()``                         the tensor itself
+``tensor.type()``                         the ``torch.cuda.…`` name that its optimizers compare with
+``torch.cuda.FloatTensor``, …             the CPU types, for its ``isinstance`` checks
+streams, events, ``synchronize``          stand-ins that do nothing: CPU work is in order already
+``torch.cuda`` RNG states                 the CPU generator's
+``torch.compile`` as its "jit fuser"      no compilation, which needs a C++ compiler and minutes
 
 Nothing else in slime branches on this. The factories are wrapped, instead of entering a
 ``TorchFunctionMode``, because a mode belongs to one thread (a Ray actor may call from several) and
@@ -49,30 +44,12 @@ logger = get_logger(__name__)
 
 CPU = torch.device("cpu")
 _FACTORIES = (
-    "tensor",
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "arange",
-    "rand",
-    "randn",
-    "randint",
-    "randperm",
+    "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "randperm",
     "linspace",
-)
+)  # fmt: skip
 _TYPE_NAMES = (
-    "Float",
-    "Double",
-    "Half",
-    "BFloat16",
-    "Byte",
-    "Char",
-    "Short",
-    "Int",
-    "Long",
-    "Bool",
-)
+    "Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool",
+)  # fmt: skip
 _installed = False
 
 
@@ -123,19 +100,17 @@ def synchronize() -> None:
 
 
 def set_deterministic() -> None:
-    """``--deterministic-mode``: same inputs, same bits (the CPU's kernels give them for a fixed
-    number of threads).
+    """Make equal inputs give equal bits (``--deterministic-mode``); CPU kernels do so for a fixed
+    number of threads.
 
-    An operation that has no deterministic kernel is an error, and torch's attention then takes its
-    deterministic backward pass. To be called before the first communicator and the first matrix
+    An operation without a deterministic kernel becomes an error, and torch's attention takes its
+    deterministic backward pass. Call this before the first communicator and the first matrix
     product: NCCL and cuBLAS read their variables once.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")  # others add up in the order of arrival
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention
-    os.environ.setdefault(
-        "TORCHINDUCTOR_DETERMINISTIC", "1"
-    )  # kernels chosen by rule, not by timing them
+    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # chooses kernels without timing
     torch.use_deterministic_algorithms(True)
     # it would find reads of garbage, for a pass over every new tensor
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -143,16 +118,15 @@ def set_deterministic() -> None:
 
 
 def _quiet_megatron() -> None:
-    """Drop what megatron-core says at every import about packages that slime does not need."""
+    """Drop megatron-core's warnings about packages that slime does not need."""
     for said in (".*Apex", "full scope is deprecated", ".*tensor` is deprecated. Please use"):
         warnings.filterwarnings("ignore", message=said)
 
 
 @functools.cache
 def _offer_accumulating_products() -> None:
-    """What Megatron takes from Apex to add weight gradients to its float32 buffers within the
-    product, instead of writing them out and adding them in another pass. torch's own products can
-    do that too."""
+    """Stand in for Apex's kernels, with which Megatron adds weight gradients to its float32 buffers
+    within the product; torch's own products can do that too."""
     from megatron.core.tensor_parallel import layers
 
     if layers._grad_accum_fusion_available:
@@ -170,7 +144,7 @@ def _offer_accumulating_products() -> None:
 
 
 def _measure_norms_at_once() -> None:
-    """Megatron's own stand-in for Apex's norm of many tensors waits for the GPU once per tensor."""
+    """Replace Megatron's norm of many tensors, which waits for the GPU once per tensor."""
     from megatron.core.optimizer import clip_grads
     from megatron.core.utils import local_multi_tensor_l2_norm
 
@@ -181,19 +155,17 @@ def _measure_norms_at_once() -> None:
 def _norm_at_once(
     chunk_size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], *_: Any
 ) -> tuple[torch.Tensor, None]:
-    """float32 [1] on ``flag``'s device, the norm of all tensors in all lists together; in Apex's
-    form."""
+    """Return the norm of all tensors together, float32 [1] on ``flag``'s device, in Apex's form."""
     tensors = [tensor for tensors in lists for tensor in tensors]
     if not tensors:
         return torch.zeros(1, device=flag.device), None
-    norms = torch._foreach_norm(
-        tensors, 2, dtype=torch.float32
-    )  # 16-bit gradients need not have a 16-bit norm
+    # the norm of 16-bit gradients may not fit 16 bits
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
 
 
 def has_kernels() -> bool:
-    """May Triton kernels be used: is there a GPU, and a C compiler for what launches them?"""
+    """Whether Triton kernels can be used: there is a GPU, and a C compiler for their launchers."""
     return has_gpu() and _has_compiler()
 
 
@@ -204,8 +176,7 @@ def _has_compiler() -> bool:
 
 @functools.cache
 def _run_eagerly_without_compiler() -> None:
-    """Triton builds what launches its kernels with a C compiler; without one, ``torch.compile``
-    must not be tried."""
+    """Switch ``torch.compile`` off where Triton has no C compiler to build its launchers with."""
     if _has_compiler():
         return
     torch.compiler.set_stance("force_eager")
@@ -220,23 +191,19 @@ def _run_eagerly_without_compiler() -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+def _ignored(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _finished(self: Any) -> bool:
+    return True
+
+
 class _Event:
     """A CUDA event where every operation has finished by the time it is recorded."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
+    __init__ = record = wait = synchronize = _ignored
+    query = _finished
 
     def elapsed_time(self, end: _Event) -> float:
         return 0.0
@@ -245,36 +212,21 @@ class _Event:
 class _InOrderStream:
     """A CUDA stream on a device that runs everything in program order."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.device = CPU
-        self.cuda_stream = 0
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
+    device = CPU
+    cuda_stream = 0
+    __init__ = wait_stream = wait_event = synchronize = _ignored
+    query = _finished
 
     def record_event(self, event: Any = None) -> _Event:
         return _Event()
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
 
 
 _THE_STREAM = _InOrderStream()
 
 
 def _on_cpu(device: Any) -> Any:
-    """``device`` with every way of saying "the GPU" replaced by the CPU."""
-    if isinstance(device, str) and device.startswith("cuda"):
-        return CPU
-    if isinstance(device, torch.device) and device.type == "cuda":
-        return CPU
-    return device
+    names_gpu = isinstance(device, str | torch.device) and str(device).startswith("cuda")
+    return CPU if names_gpu else device
 
 
 def _redirected_factory(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -317,29 +269,19 @@ def _redirect_tensors() -> None:
             kwargs["device"] = _on_cpu(kwargs["device"])
         return original_to(self, *args, **kwargs)
 
-    def same_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self
-
-    def nothing(self: torch.Tensor, *args: Any) -> None:
-        return None
-
-    for method, stand_in in (
-        ("type", tensor_type),
-        ("to", tensor_to),
-        ("cuda", same_tensor),
-        ("record_stream", nothing),
-    ):
+    stand_ins: dict[str, Callable[..., Any]] = {
+        "type": tensor_type,
+        "to": tensor_to,
+        "cuda": lambda self, *args, **kwargs: self,
+        "record_stream": _do_nothing(),
+    }
+    for method, stand_in in stand_ins.items():
         setattr(torch.Tensor, method, stand_in)
 
 
 def _do_nothing() -> Callable[..., None]:
-    """A function of its own for each use: torch.compile keeps rules per function object and refuses
-    shared ones."""
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    return nothing
+    """Make a new function, as torch.compile keeps rules per function and refuses shared ones."""
+    return lambda *args, **kwargs: None
 
 
 def _redirect_cuda_module() -> None:
@@ -368,11 +310,11 @@ def _redirect_cuda_module() -> None:
 
 
 def _import_without_servers(module: str, **instead: Any) -> None:
-    """Import ``module`` as if wandb and TensorBoard were not installed: megatron-core takes them in
-    for what is not used here, which costs a fifth of a rank's start.
+    """Import ``module`` as if wandb and TensorBoard were not installed: importing them, for nothing
+    that is used here, takes a fifth of a rank's start.
 
     Args:
-        instead: further modules, by name, and what stands for them meanwhile.
+        instead: stand-ins for further modules, by name.
     """
     hidden = {"wandb": None, "tensorboard": None, **instead}
     hidden = {name: stand_in for name, stand_in in hidden.items() if name not in sys.modules}
@@ -386,16 +328,6 @@ def _import_without_servers(module: str, **instead: Any) -> None:
             del sys.modules[library]
 
 
-def _cpu_rng_state(
-    device: Any = "cuda", clone: bool = False, graph_safe: bool = False
-) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_cpu_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-    torch.set_rng_state(new_state)
-
-
 def _import_megatron() -> None:
     """Import megatron-core with its fuser off and its RNG tracker on the CPU generator.
 
@@ -403,9 +335,7 @@ def _import_megatron() -> None:
     everyone else.
     """
     original_compile = torch.compile
-    torch.compile = lambda function=None, **kwargs: (
-        function if function is not None else (lambda f: f)
-    )  # type: ignore[assignment]
+    torch.compile = lambda function=None, **kwargs: function or (lambda f: f)  # type: ignore[assignment]
     try:
         # brings setuptools along, for allocators of memory on a GPU
         compiler = types.ModuleType("torch.utils.cpp_extension")
@@ -414,10 +344,9 @@ def _import_megatron() -> None:
         rng = importlib.import_module("megatron.core.tensor_parallel.random")
     finally:
         torch.compile = original_compile
-    vars(rng)["_get_cuda_rng_state"] = _cpu_rng_state
-    vars(rng)["_set_cuda_rng_state"] = _set_cpu_rng_state
-    # its tracker expects two generators; here they are one, and saying so at every parameter helps
-    # nobody
+    vars(rng)["_get_cuda_rng_state"] = lambda *args, **kwargs: torch.get_rng_state()
+    vars(rng)["_set_cuda_rng_state"] = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    # its tracker expects two generators and warns at every parameter that they are one here
     logging.getLogger(rng.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )

@@ -30,7 +30,7 @@ from slime.weights.route import flag_dtype
 
 
 class EngineWeights:
-    """What of a rank's model engines hold quantised.
+    """The parameters of a rank's model that engines hold quantised.
 
     Building one is not collective, swapping in is, over the tensor-parallel ranks.
 
@@ -76,7 +76,7 @@ class EngineWeights:
     def of(
         config: Config, chunks: Sequence[nn.Module], hf_config: HfConfig
     ) -> EngineWeights | None:
-        """As a run's flags have it; None where engines hold plain weights."""
+        """Build it from a run's flags; None if engines hold plain weights."""
         quantisation = Quantisation.read(read_hf_config(hf_config))
         if quantisation is None:
             return None

@@ -11,7 +11,7 @@ loop over them. Neither needs the number of rows per expert to be a multiple of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import tensor_parallel
@@ -49,14 +49,9 @@ class GroupedExperts(MegatronModule):
         assert width is not None
         gated = config.gated_linear_unit
         self.linear_fc1 = StackedLinear(
-            config,
-            num_local_experts,
-            config.hidden_size,
-            width,
-            pg_collection,
-            cut="out",
+            config, num_local_experts, config.hidden_size, width, pg_collection, cut="out",
             halves=2 if gated else 1,
-        )
+        )  # fmt: skip
         self.linear_fc2 = StackedLinear(
             config, num_local_experts, width, config.hidden_size, pg_collection, cut="in",
             init=config.output_layer_init_method,
@@ -85,9 +80,7 @@ class GroupedExperts(MegatronModule):
         config = self.config
         weights = weights[:, None]
         if config.gated_linear_unit and config.activation_func is torch.nn.functional.silu:
-            if (
-                hidden.device.type == "cuda"
-            ):  # Megatron's expression, which torch.compile fuses there
+            if hidden.device.type == "cuda":  # torch.compile fuses Megatron's expression there
                 return weighted_bias_swiglu_impl(hidden, None, weights)
             activated = SwiGLU.apply(hidden)
         elif config.gated_linear_unit:
@@ -132,14 +125,11 @@ class StackedLinear(torch.nn.Module):
         self.replica = groups.expt_dp.rank()
         rows = width_out * halves // (self.shards if cut == "out" else 1)
         columns = width_in // (self.shards if cut == "in" else 1)
-        weight = torch.empty(
-            num_local_experts,
-            rows,
-            columns,
-            dtype=config.params_dtype,
-            device=torch.cuda.current_device(),
+        size = (num_local_experts, rows, columns)
+        device = torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(
+            torch.empty(size, dtype=config.params_dtype, device=device)
         )
-        self.weight = torch.nn.Parameter(weight)
         # "not all-reduced with the rest" is how Megatron's gradient buffers, optimizers and norms
         # know expert weights. Always, so that optimizer states are laid out alike whatever the
         # expert-parallel size.
@@ -149,8 +139,7 @@ class StackedLinear(torch.nn.Module):
 
     @torch.no_grad()
     def _initialise(self, init: Callable[[Tensor], Any], rows: int, columns: int) -> None:
-        """Every rank draws every expert whole and keeps its part: random weights do not depend on
-        the layout."""
+        # every rank draws every expert whole, so that random weights do not depend on the layout
         if init is leave_as_it_is:
             return
         local = self.weight.size(0)
@@ -185,17 +174,16 @@ class StackedLinear(torch.nn.Module):
             key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None = None
         ) -> list[ShardedTensor]:
             assert flattened_range is None, "expert weights are kept whole"
+            of_experts = (before, self.expert_rank, self.expert_ranks)
+            axis = before + self.cut_axis
+            pieces = self.shards * self.halves
             return [
                 ShardedTensor.from_rank_offsets(
                     key,
                     half,
                     *sharded_offsets,
-                    (before, self.expert_rank, self.expert_ranks),
-                    (
-                        before + self.cut_axis,
-                        self.shard + i * self.shards,
-                        self.shards * self.halves,
-                    ),
+                    of_experts,
+                    (axis, self.shard + i * self.shards, pieces),
                     replica_id=replica_id,
                     prepend_axis_num=before,
                 )
@@ -228,9 +216,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         >>> grouped_linear(torch.tensor([[1.0], [5.0]]), weight, ends).tolist()
         [[2.0], [10.0]]
     """
-    result = _GroupedLinear.apply(rows, weight, ends)
-    assert isinstance(result, Tensor)
-    return result
+    return cast(Tensor, _GroupedLinear.apply(rows, weight, ends))
 
 
 class _GroupedLinear(torch.autograd.Function):

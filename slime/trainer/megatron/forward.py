@@ -44,7 +44,7 @@ def packed_micro_batches(
 
 @torch.no_grad()
 def score(
-    chunks: list[nn.Module], micro_batches: Sequence[PackedMicroBatch], **options: Any
+    chunks: Sequence[nn.Module], micro_batches: Sequence[PackedMicroBatch], **options: Any
 ) -> list[TokenScores]:
     """Forward pass only. Scores per micro-batch on the last pipeline stage, [] on others.
 
@@ -62,7 +62,7 @@ def score(
 
 
 def forward_backward(
-    chunks: list[nn.Module],
+    chunks: Sequence[nn.Module],
     micro_batches: Sequence[PackedMicroBatch],
     loss_of: LossFunction,
     *,
@@ -97,19 +97,18 @@ def forward_backward(
 
 
 def _run(
-    chunks: list[nn.Module],
+    chunks: Sequence[nn.Module],
     micro_batches: Sequence[PackedMicroBatch],
     forward_step: Callable[..., Any],
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """Each model chunk (virtual pipeline stage) walks over the micro-batches on its own
-    iterator."""
+    # each virtual pipeline stage walks over the micro-batches on its own
     iterators = [iter(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=chunks if len(chunks) > 1 else chunks[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
         seq_length=max(mb.num_tokens for mb in micro_batches),
         micro_batch_size=1,

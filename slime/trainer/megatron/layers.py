@@ -133,13 +133,9 @@ class Embedding(VocabParallelEmbedding):
     direct_grad = False
 
     def forward(self, input_: Tensor) -> Tensor:
-        direct = self.direct_grad and self.weight.requires_grad and torch.is_grad_enabled()
-        if (
-            not direct
-            or self.tp_group.size() > 1
-            or self.reduce_scatter_embeddings
-            or input_.device.type == "cuda"
-        ):
+        trains = self.direct_grad and self.weight.requires_grad and torch.is_grad_enabled()
+        is_whole = self.tp_group.size() == 1 and not self.reduce_scatter_embeddings
+        if not trains or not is_whole or input_.device.type == "cuda":
             return super().forward(input_)
         return EmbeddingLookup.apply(self.weight, self.weight.main_grad, input_)
 
@@ -173,7 +169,7 @@ class PostNormTransformerLayer(TransformerLayer):
 
 
 def _normalising(norm: RMSNorm, make_add: MakeAdd) -> MakeAdd:
-    """With the norm between the bias and the rest."""
+    """Put the norm between the bias and the rest."""
 
     def make(training: bool, fused: bool) -> AddToResidual:
         add = make_add(training, fused)

@@ -92,9 +92,8 @@ class PackedMLASelfAttention(MLASelfAttention):
         config = self.config
         query = hidden
         if config.q_lora_rank is not None:
-            query = self.q_layernorm(
-                self._split_again(self._whole(self.linear_q_down_proj(hidden)[0]))
-            )
+            down = self._whole(self.linear_q_down_proj(hidden)[0])
+            query = self.q_layernorm(self._split_again(down))
         latent, key_position = self._whole(self.linear_kv_down_proj(hidden)[0]).split(
             [config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1
         )
@@ -103,22 +102,17 @@ class PackedMLASelfAttention(MLASelfAttention):
         return query, self.kv_layernorm(self._split_again(latent)), key_position[:, 0]
 
     def _whole(self, x: Tensor) -> Tensor:
-        """The down projections are column-parallel: all ranks' features together. Their gradients
-        are equal on all ranks, so that going back each takes its part."""
-        return (
-            gather_from_tensor_model_parallel_region(x, group=self.tp_group)
-            if self.tp_group.size() > 1
-            else x
-        )
+        """Gather all ranks' features of a column-parallel down projection. Gradients are equal on
+        all ranks, so that going back each takes its part."""
+        if self.tp_group.size() == 1:
+            return x
+        return gather_from_tensor_model_parallel_region(x, group=self.tp_group)
 
     def _split_again(self, x: Tensor) -> Tensor:
-        """Back to this rank's part of the sequence, which the column-parallel projection had
-        gathered."""
-        return (
-            scatter_to_sequence_parallel_region(x, group=self.tp_group)
-            if self.config.sequence_parallel
-            else x
-        )
+        """Return this rank's part of the sequence, which a column-parallel projection gathered."""
+        if not self.config.sequence_parallel:
+            return x
+        return scatter_to_sequence_parallel_region(x, group=self.tp_group)
 
     def _expanded(
         self, query_latent: Tensor, latent: Tensor, key_position: Tensor, sequences: PackedSequences
@@ -154,6 +148,8 @@ class PackedMLASelfAttention(MLASelfAttention):
             return self.core_attention(query, key, value, sequences)
         own = value.size(-1)
         common = max(query.size(-1), value.size(-1))
-        query, key, value = (F.pad(x, (0, common - x.size(-1))) if x.size(-1) < common else x
-                             for x in (query, key, value))  # fmt: skip
-        return self.core_attention(query, key, value, sequences)[..., :own]
+        heads = [
+            F.pad(x, (0, common - x.size(-1))) if x.size(-1) < common else x
+            for x in (query, key, value)
+        ]
+        return self.core_attention(*heads, sequences)[..., :own]

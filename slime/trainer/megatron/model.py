@@ -81,9 +81,8 @@ class PolicyModel(GPTModel):
         self.spec = spec
         self._direct = False
         if self.pre_process:
-            self.embedding.word_embeddings.__class__ = (
-                Embedding  # same parameters; Megatron has no slot for it
-            )
+            # same parameters; Megatron has no slot for it
+            self.embedding.word_embeddings.__class__ = Embedding
         inverse, factor = inverse_frequencies(
             spec.rotary_dim, spec.rotary_base, spec.rotary_scaling, spec.max_position_embeddings
         )
@@ -133,9 +132,9 @@ class PolicyModel(GPTModel):
         assert sequences.positions is not None
         if sequences.rotary is None:
             sequences.rotary = self.angles(sequences.positions)
-        embedded = (
-            self.embedding(input_ids=batch.tokens, position_ids=None) if self.pre_process else None
-        )
+        embedded = None
+        if self.pre_process:
+            embedded = self.embedding(input_ids=batch.tokens, position_ids=None)
         return self.decoder(
             hidden_states=embedded, attention_mask=None, packed_seq_params=sequences
         )
@@ -243,15 +242,14 @@ def build_model_chunks(
         )
 
     chunks = []
+    path = config.train.custom_model_provider_path
     for vp_stage in range(virtual) if virtual else [None]:
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        path = config.train.custom_model_provider_path
-        chunk = (
-            provided(path, build, PolicyModel, first, last, vp_stage)
-            if path
-            else build(first, last, vp_stage)
-        )
+        if path:
+            chunk = provided(path, build, PolicyModel, first, last, vp_stage)
+        else:
+            chunk = build(first, last, vp_stage)
         connect(chunk)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -261,11 +259,10 @@ def build_model_chunks(
 
 
 def _prepare_recompute(chunk: PolicyModel) -> None:
-    """What activation recompute (``--recompute-activations`` and its kin) needs beside Megatron's
-    own code.
+    """Fill three gaps in Megatron's activation recompute (``--recompute-activations`` and its kin).
 
     Megatron recomputes whole layers, or single modules (``--recompute-modules``), in the backward
-    pass. Three gaps:
+    pass, but:
 
     - its checkpoint of a norm's output asks Transformer Engine whether FP8 is on, also where that
       is not installed;
@@ -291,10 +288,8 @@ def _prepare_recompute(chunk: PolicyModel) -> None:
                 f"of {per_block}",
                 fix=f"use a divisor of {layers}; 1 keeps one activation per layer",
             )
-    recomputes_or_sends_back = (
-        config.recompute_granularity is not None or config.pipeline_model_parallel_size > 1
-    )
-    if recomputes_or_sends_back and chunk.pre_process:
+    sends_back = config.pipeline_model_parallel_size > 1
+    if chunk.pre_process and (config.recompute_granularity is not None or sends_back):
         chunk.embedding.register_forward_hook(_let_gradients_pass)
 
 
@@ -307,9 +302,8 @@ def _let_gradients_pass(module: torch.nn.Module, inputs: Any, embedded: Tensor) 
 def local_layers(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """megatron-core's layers of a pipeline stage, without Transformer Engine."""
     plain = copy.copy(config)
-    plain.moe_grouped_gemm = (
-        False  # Megatron's spec for it needs a package; its experts are replaced anyway
-    )
+    # Megatron's spec for it needs a package, and its experts are replaced anyway
+    plain.moe_grouped_gemm = False
     return get_gpt_decoder_block_spec(plain, use_transformer_engine=False, vp_stage=vp_stage)
 
 
@@ -327,15 +321,9 @@ def put_in_parts(
     """
     if block.layer_norm is None or block.layer_norm in _MEGATRON_NORMS:
         block.layer_norm = RMSNorm
-    done: set[int] = set()
-    for layer in block.layer_specs:
-        if id(layer) in done:  # layers of one kind share their spec
-            continue
-        done.add(id(layer))
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():  # some share one
         parts = layer.submodules
-        for name in ("input_layernorm", "pre_mlp_layernorm"):
-            if getattr(parts, name) in _MEGATRON_NORMS:
-                setattr(parts, name, RMSNorm)
+        _replace_norms(parts, "input_layernorm", "pre_mlp_layernorm")
         attention = parts.self_attention
         if attention.module is SelfAttention:
             attention.module = PackedSelfAttention
@@ -343,9 +331,7 @@ def put_in_parts(
             attention.submodules.core_attention = core_attention
             if spec.output_bias:
                 attention.submodules.linear_proj = with_bias(attention.submodules.linear_proj)
-            for name in ("q_layernorm", "k_layernorm"):
-                if getattr(attention.submodules, name) in _MEGATRON_NORMS:
-                    setattr(attention.submodules, name, RMSNorm)
+            _replace_norms(attention.submodules, "q_layernorm", "k_layernorm")
         if attention.module is MLASelfAttention:
             attention.module = PackedMLASelfAttention
         if issubclass(attention.module, PackedMLASelfAttention):
@@ -364,6 +350,12 @@ def put_in_parts(
         add_post_norms(block)
     if config.transformer_impl == "transformer_engine":
         te_layers.replace_parts(block)
+
+
+def _replace_norms(parts: Any, *names: str) -> None:
+    for name in names:
+        if getattr(parts, name) in _MEGATRON_NORMS:
+            setattr(parts, name, RMSNorm)
 
 
 def transformer_config(
@@ -395,8 +387,8 @@ def transformer_config(
 
 
 def _trainer_arguments(spec: ModelSpec, config: Config, initialise: bool) -> dict[str, Any]:
-    """What does not describe the model: layout, precision, recomputation, and what this trainer
-    wants of Megatron."""
+    """Arguments that do not describe the model: layout, precision, recomputation, and settings of
+    this trainer's own."""
     megatron = config.megatron
     dtype = parameter_dtype(config)
     virtual = virtual_stages(spec, config)

@@ -22,7 +22,7 @@ just more destinations.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -139,9 +139,8 @@ def dispatch(choices: Tensor, place: ExpertPlace) -> Dispatch:
     first = place.num_local * place.expert_rank
     mine = everyones.view(-1, place.num_experts)[:, first : first + place.num_local]
     to_rank = counts.view(place.expert_ranks, place.num_local).sum(dim=1)
-    both = torch.cat(
-        [to_rank, mine.sum(dim=1)]
-    ).tolist()  # the one wait: the exchange needs its sizes on the host
+    # the one wait for the device: the exchange needs its sizes on the host
+    both = torch.cat([to_rank, mine.sum(dim=1)]).tolist()
     per_rank = both[: place.expert_ranks]
     arrived = both[place.expert_ranks :]
     sent = [size for size in per_rank for _ in range(place.shards)]
@@ -169,17 +168,13 @@ def _inverse(permutation: Tensor) -> Tensor:
 def take_rows(values: Tensor, index: Tensor, table: Tensor) -> Tensor:
     """``values[index]``. ``table`` [len(values), m] tells where each row of ``values`` went, for
     the gradient."""
-    result = _TakeRows.apply(values, index, table)
-    assert isinstance(result, Tensor)
-    return result
+    return cast(Tensor, _TakeRows.apply(values, index, table))
 
 
 def sum_rows(values: Tensor, index: Tensor, table: Tensor) -> Tensor:
     """``values[table].sum(1)``, added up in the order of the table: the transpose of
     `take_rows`."""
-    result = _SumRows.apply(values, index, table)
-    assert isinstance(result, Tensor)
-    return result
+    return cast(Tensor, _SumRows.apply(values, index, table))
 
 
 @fused

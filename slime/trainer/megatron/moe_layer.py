@@ -99,7 +99,7 @@ class ExpertLayer(MoELayer):
 
 
 def expert_layer_spec(config: TransformerConfig, *, normalises: bool = True) -> ModuleSpec:
-    """What takes the place of the MLP in a layer of experts.
+    """Return the spec that replaces the MLP in a layer of experts.
 
     Args:
         normalises: the router divides the scores of the experts it chose by their sum.
@@ -168,7 +168,7 @@ def balance_type(config: TransformerConfig) -> str:
 
 
 def uses_balance_losses(config: TransformerConfig) -> bool:
-    """Do balance losses add to the gradients of this model?"""
+    """Whether balance losses add to the gradients of this model."""
     return bool(config.num_moe_experts) and (
         balance_type(config) != "none" or bool(config.moe_z_loss_coeff)
     )
@@ -185,9 +185,8 @@ def balance_metrics(layers: Sequence[ExpertLayer], gradient_scale: float) -> dic
     """
     config = layers[0].config if layers else None
     statistics = [layer.router.statistics for layer in layers]
-    sums = torch.zeros(
-        5, device=torch.cuda.current_device()
-    )  # layers, fullest, average, balance, z
+    # layers, fullest, average, balance, z
+    sums = torch.zeros(5, device=torch.cuda.current_device())
     if statistics:
         table = torch.stack(
             [torch.cat([s.tokens_per_expert, torch.stack([s.balance, s.z])]) for s in statistics]

@@ -31,7 +31,7 @@ moe_utils.te_general_gemm = None
 
 @dataclass
 class Routing:
-    """What the routers are told about a micro-batch, and what they say. t: this rank's tokens.
+    """Instructions to the routers about a micro-batch, and their answers. t: this rank's tokens.
 
     Attributes:
         copies: float32 [t], how many samples each token belongs to, 0 for padding: what it weighs
@@ -123,9 +123,8 @@ class Router(TopKRouter):
         tokens in the layer."""
         self._maintain_float32_expert_bias()
         logits = self.gating(hidden)
-        counts = (
-            self.training and torch.is_grad_enabled()
-        )  # once per micro-batch, also when it is recomputed
+        # once per micro-batch, also when it is recomputed
+        counts = self.training and torch.is_grad_enabled()
         copies = self._mine(routing.copies) if routing is not None else logits.new_ones(len(logits))
         if routing is not None and routing.counts_ahead:
             best = normalised_scores(logits, self.config).topk(self.topk, dim=1).indices
@@ -155,7 +154,7 @@ class Router(TopKRouter):
         return router_gating_linear(hidden, weight, self.bias, dtype)
 
     def _mine(self, values: Tensor) -> Tensor:
-        """Of the micro-batch's tokens, those that this tensor-parallel rank routes."""
+        """Return the part that this tensor-parallel rank routes of the micro-batch's tokens."""
         ranks = self.tp_group.size()
         return values if ranks == 1 else values.chunk(ranks)[self.tp_group.rank()]
 
@@ -202,20 +201,23 @@ class Router(TopKRouter):
         section 3), which a pass before the step has counted. A group of tokens weighs as many of
         the step's tokens as it has. Only aux_loss depends on how samples are packed.
         """
-        experts = logits.size(1)
-        topk = self.topk
         scores = normalised_scores(logits, self.config)
+        scale = logits.size(1) * routing.loss_scale
         if self.balance_type == "global_aux_loss":
             counts = self.statistics.step_counts
             share = counts / counts.sum().clamp(min=1.0)
-            loss = (share * (scores * copies[:, None]).sum(dim=0)).sum() * (
-                experts * routing.loss_scale
-            )
-            self.statistics.balance += loss.detach()
-            return MoEAuxLossAutoScaler.apply(
-                weights, loss * self.get_aux_loss_coeff(self.balance_type)
-            )
-        chosen = scores.detach().topk(topk, dim=1).indices
+            loss = (share * (scores * copies[:, None]).sum(dim=0)).sum() * scale
+        else:
+            loss = self._share_times_score(scores, copies, routing) * scale
+        self.statistics.balance += loss.detach()
+        return MoEAuxLossAutoScaler.apply(
+            weights, loss * self.get_aux_loss_coeff(self.balance_type)
+        )
+
+    def _share_times_score(self, scores: Tensor, copies: Tensor, routing: Routing) -> Tensor:
+        """Σ_e f_e · P_e, over the micro-batch or summed over its samples."""
+        experts = scores.size(1)
+        chosen = scores.detach().topk(self.topk, dim=1).indices
         if self.balance_type == "seq_aux_loss":
             sequence = self._mine(routing.sequence)
             groups = max(routing.num_sequences, 1)
@@ -224,19 +226,14 @@ class Router(TopKRouter):
             groups = 1
         numbers = (sequence[:, None] * experts + chosen).flatten()
         counts = torch.zeros(groups * experts, device=scores.device)
-        counts.index_add_(0, numbers, copies.repeat_interleave(topk))
+        counts.index_add_(0, numbers, copies.repeat_interleave(self.topk))
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(counts, group=self.tp_cp_group)
         counts = counts.view(groups, experts)
-        tokens = (counts.sum(dim=1, keepdim=True) / topk).clamp(min=1.0)
-        share = counts / (tokens * topk)
+        tokens = (counts.sum(dim=1, keepdim=True) / self.topk).clamp(min=1.0)
+        share = counts / (tokens * self.topk)
         sums = torch.zeros(groups, experts, device=scores.device, dtype=scores.dtype)
-        sums = sums.index_add(0, sequence, scores * copies[:, None])
-        loss = (share * sums).sum() * (experts * routing.loss_scale)
-        self.statistics.balance += loss.detach()
-        return MoEAuxLossAutoScaler.apply(
-            weights, loss * self.get_aux_loss_coeff(self.balance_type)
-        )
+        return (share * sums.index_add(0, sequence, scores * copies[:, None])).sum()
 
 
 def choose_experts(logits: Tensor, bias: Tensor | None, config: TransformerConfig) -> Tensor:

@@ -1,11 +1,11 @@
-"""What of a trainer lies in host memory: everything while the engines have the GPU (`Offloader`),
-other weights for the same model (`WeightsCopy`), and with ``--offload-optimizer-states`` Adam's
-moments between steps (`HostStates`)."""
+"""Trainer state in host memory: everything while the engines have the GPU (`Offloader`), weights of
+models that only score (`WeightsCopy`), Adam's moments between steps with
+``--offload-optimizer-states`` (`HostStates`)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from slime.trainer.megatron import device
 
 @dataclass
 class _Away:
-    """A storage that is empty at present.
+    """A storage that is empty for now.
 
     Attributes:
         nbytes: its size when it is there.
@@ -38,14 +38,13 @@ class _Away:
 
 
 class Offloader:
-    """Gives the GPU's memory to the engines between updates and takes it back, in one step or in
-    two.
+    """Gives the GPU's memory to the engines between updates and takes it back, in one step or two.
 
-    Works on storages, not on tensors: a storage is emptied and refilled in place, so every view of
-    it (parameters in DDP buffers, shards in the optimizer) stays valid. The pinned host copies are
-    kept: pinning costs more than copying. Those for Adam's moments, which the first update makes,
-    are pinned while the engines generate for it. Gradients are not copied: they are zeroed before
-    they are used anyway.
+    It works on storages, not on tensors: a storage is emptied and refilled in place, so every view
+    of it (parameters in DDP buffers, shards in the optimizer) stays valid. The pinned host copies
+    are kept: pinning costs more than copying. Those for Adam's moments, which the first update
+    makes, are pinned while the engines generate for it. Gradients are not copied: they are zeroed
+    before they are used anyway.
 
         sleep(keep_weights=True)   gradients and optimizer state go; the weights can still be pushed
         sleep()                    what is left goes
@@ -65,7 +64,7 @@ class Offloader:
         """Pinned memory by size, kept from sleep to sleep."""
         self._away: list[_Away] = []
         self._ahead: BuffersAhead | None = None
-        """For moments that were not there at the first whole sleep."""
+        """Buffers for moments that did not exist at the first whole sleep."""
 
     @torch.no_grad()
     def sleep(self, *, keep_weights: bool = False) -> int:
@@ -81,9 +80,7 @@ class Offloader:
         going = []
         for buffer in self._ahead.take() if self._ahead is not None else ():
             self._free[buffer.nbytes].append(buffer)
-        for storage in _storages(
-            everything
-        ):  # those that went before are empty, and not among them
+        for storage in _storages(everything):  # leaves out those that are empty already
             if storage.data_ptr() not in kept:
                 copy = None if storage.data_ptr() in gradients else self._copy_of(storage)
                 going.append(_Away(storage, storage.nbytes(), copy))
@@ -157,18 +154,11 @@ def _gradients(chunks: Sequence[nn.Module]) -> list[Tensor]:
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
     tensors: list[Tensor] = []
-    for part in megatron_optimizers(optimizer):
-        if part.optimizer is None:
-            continue
-        tensors += [p.data for group in part.optimizer.param_groups for p in group["params"]]
-        tensors += [
-            v
-            for state in part.optimizer.state.values()
-            for v in state.values()
-            if isinstance(v, Tensor)
-        ]
-    # step counts are not worth the trip, and moments that live on the host (`HostStates`) are there
-    # already
+    for inner in torch_optimizers(optimizer):
+        tensors += [p.data for group in inner.param_groups for p in group["params"]]
+        values = [value for state in inner.state.values() for value in state.values()]
+        tensors += [value for value in values if isinstance(value, Tensor)]
+    # step counts are not worth the trip, and the moments of `HostStates` are on the host already
     where = "cuda" if device.has_gpu() else "cpu"
     return [tensor for tensor in tensors if tensor.dim() > 0 and tensor.device.type == where]
 
@@ -192,20 +182,24 @@ def megatron_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]
 
 
 class WeightsCopy:
-    """A copy of a model's weights (the reference's): parameters and persistent buffers
-    (`stored_tensors`).
+    """Weights of a model that does not learn: parameters and persistent buffers (`stored_tensors`).
 
-    On a GPU it lies in pinned host memory. Swapping in does not move the policy's own weights: each
-    parameter points elsewhere for a while, and back afterwards.
+    On a GPU the copy lies in pinned host memory. Swapping in does not move the policy's own
+    weights: each parameter points elsewhere for a while, and back afterwards.
+
+    Attributes:
+        iteration: the rollout after which these were the policy's weights; None if the run was
+            started with them.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], iteration: int | None = None) -> None:
         self.tensors: list[Tensor] = []
-        self.take(chunks)
+        self.take(chunks, iteration)
 
     @torch.no_grad()
-    def take(self, chunks: Sequence[nn.Module]) -> None:
+    def take(self, chunks: Sequence[nn.Module], iteration: int | None = None) -> None:
         """Copy the weights as they are now."""
+        self.iteration = iteration
         parameters = stored_tensors(chunks)
         if not self.tensors:
             pin = device.has_gpu()
@@ -232,7 +226,7 @@ class WeightsCopy:
 
     @torch.no_grad()
     def equals(self, chunks: Sequence[nn.Module]) -> bool:
-        """Are the model's weights the same bits as the copy?"""
+        """Whether the model's weights are the same bits as the copy."""
         parameters = stored_tensors(chunks)
         return all(torch.equal(copy, p.detach().cpu()) for copy, p in zip(self.tensors, parameters))
 
@@ -241,28 +235,27 @@ class WeightsCopy:
 # --------------------------------------------------------------------------------------
 
 Member = tuple[int, torch.nn.Parameter]
+"""The number of a parameter group, and a parameter of it."""
+
+Key = tuple[torch.nn.Parameter, str]
+"""A parameter and the name of a moment."""
 
 
 class HostStates:
-    """Stands between a torch Adam and whoever calls its ``step``: the moments live in host memory,
-    and visit the device
-        a bucket at a time.
+    """Keeps the moments of a torch Adam in host memory, and brings them to the device for a step
+    one bucket of parameters at a time.
 
-        host (pinned)  [m v | m v | m v | m v]         per bucket of parameters: moments in, fused
-        step, moments out device              [m v]
+        host (pinned)  [m v | m v | m v | m v]      per bucket: moments in, fused step, moments out
+        device              [m v]
 
     Of the 16 bytes per parameter that training in bfloat16 with float32 master weights keeps
     (beside the weights themselves), 8 leave the device; the step costs the trip of these 8 bytes in
     both directions. Everything runs on one stream, so that no bucket is overwritten before it is
-    used. The moments are in host memory between steps: also while colocated engines hold the
-    device.
+    used. Between steps the moments are on the host, also while colocated engines hold the device.
 
-    Written for GPUs, tested on CPUs (where host and device are one, and with copies that stand in
-    for the trip).
-
-        Args:
-            inner: the optimizer; its ``step`` is replaced.
-            bucket_bytes: of moments that are on the device at a time.
+    Args:
+        inner: the optimizer; its ``step`` is replaced by `install`.
+        bucket_bytes: of moments that are on the device at a time.
     """
 
     def __init__(
@@ -271,15 +264,14 @@ class HostStates:
         self.inner = inner
         self.bucket_bytes = bucket_bytes
         self._step = inner.step
-        self._buffers: dict[tuple[int, str], Tensor] = {}
-        """Host copies by parameter and name; kept, because pinning memory anew costs more than the
-        copy."""
+        self._buffers: dict[Key, Tensor] = {}
+        """Host copies by parameter and name; kept, as pinning memory costs more than the copy."""
 
     @staticmethod
     def install(
         inner: torch.optim.Optimizer, bucket_bytes: int = MOMENTS_BUCKET_BYTES
     ) -> HostStates:
-        """From now on ``inner.step()`` works bucket by bucket."""
+        """Make ``inner.step()`` work bucket by bucket from now on."""
         states = HostStates(inner, bucket_bytes)
         inner.step = states.step  # type: ignore[method-assign, assignment]
         return states
@@ -295,9 +287,9 @@ class HostStates:
                 for index, group in enumerate(groups):
                     group["params"] = [parameter for owner, parameter in bucket if owner == index]
                 self.inner.param_groups = [group for group in groups if group["params"]]
-                self._bring(bucket)
+                self._move(bucket, self._to_device)
                 self._step()
-                self._store(bucket)
+                self._move(bucket, self._to_host)
         finally:
             self.inner.param_groups = groups
             for group, parameters in zip(groups, everything):
@@ -309,7 +301,7 @@ class HostStates:
         """Move what a checkpoint left on the device to the host."""
         everything = [list(group["params"]) for group in self.inner.param_groups]
         for bucket in self._buckets(everything):
-            self._store(bucket)
+            self._move(bucket, self._to_host)
         device.synchronize()
 
     def _buckets(self, groups: list[list[torch.nn.Parameter]]) -> Iterator[list[Member]]:
@@ -327,24 +319,17 @@ class HostStates:
         if bucket:
             yield bucket
 
-    def _bring(self, bucket: list[Member]) -> None:
+    def _move(self, bucket: list[Member], to: Callable[[Tensor, Key], Tensor]) -> None:
         for _, parameter in bucket:
             state = self.inner.state.get(parameter, {})
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:  # step counts stay where they are
-                    state[name] = self._to_device(value, parameter.device)
+                    state[name] = to(value, (parameter, name))
 
-    def _store(self, bucket: list[Member]) -> None:
-        for _, parameter in bucket:
-            state = self.inner.state.get(parameter, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    state[name] = self._to_host(value, (id(parameter), name))
+    def _to_device(self, value: Tensor, key: Key) -> Tensor:
+        return value.to(key[0].device, non_blocking=True)
 
-    def _to_device(self, value: Tensor, where: torch.device) -> Tensor:
-        return value.to(where, non_blocking=True)
-
-    def _to_host(self, value: Tensor, key: tuple[int, str]) -> Tensor:
+    def _to_host(self, value: Tensor, key: Key) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None:
             if value.device.type == "cpu" and not device.has_gpu():
@@ -357,6 +342,6 @@ class HostStates:
 
 
 def host_states_of(inner: torch.optim.Optimizer) -> HostStates | None:
-    """The `HostStates` that were installed on an optimizer."""
+    """Return the `HostStates` that were installed on an optimizer."""
     owner = getattr(inner.step, "__self__", None)
     return owner if isinstance(owner, HostStates) else None

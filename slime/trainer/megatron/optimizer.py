@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,10 +45,10 @@ _ENDLESS = 1 << 40  # rollouts of a run whose length is not known yet
 
 
 def freeze(chunks: Sequence[GPTModel], config: Config) -> None:
-    """Switch off gradients by the regular expressions of the flags.
+    """Switch off the gradients that the regular expressions of the flags name.
 
-    The expressions are searched in Megatron's names with the layers' global numbers, so that they
-    mean the same at every layout. Collective, when there are expressions.
+    Expressions are searched in Megatron's names with the layers' global numbers, so that they mean
+    the same at every layout. Collective if there are expressions.
 
     Raises:
         UserError: an expression that matches no parameter of the model would silently do nothing;
@@ -75,8 +75,8 @@ def freeze(chunks: Sequence[GPTModel], config: Config) -> None:
 
 
 def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Global names. The output layer's copy of a tied embedding on the last pipeline stage goes by
-    the embedding's: frozen or trained, both must be the same."""
+    """Yield parameters under their global names. The last pipeline stage's copy of a tied embedding
+    has the embedding's: both are frozen or both are trained."""
     experts: Any = unwrapped(chunks)[0].config.num_moe_experts or 0  # type: ignore[union-attr]
     for name, tensor in global_parameters(chunks, experts, Placement.current()):
         if isinstance(tensor, nn.Parameter):
@@ -85,8 +85,8 @@ def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Par
 
 
 def _whole(parameter: nn.Parameter) -> tuple[nn.Parameter, Any]:
-    """What the optimizer sees of it, and the index of ``parameter`` in that: experts are stacked in
-    one."""
+    """Return the optimizer's parameter, in which a layer's experts are stacked, and the index of
+    ``parameter`` in it."""
     return parameter.stacked_in if hasattr(parameter, "stacked_in") else (parameter, ...)
 
 
@@ -170,16 +170,15 @@ def wrap_data_parallel(chunks: Sequence[GPTModel], config: Config) -> list[DataP
         "check_for_nan_in_grad": False,
         **megatron.ddp,
     }
-    wrapped = []
-    for i, chunk in enumerate(chunks):
-        wrapped.append(
-            DataParallel(
-                config=chunk.config,
-                ddp_config=DistributedDataParallelConfig(**options),
-                module=chunk,
-                disable_bucketing=i > 0,
-            )
+    wrapped = [
+        DataParallel(
+            config=chunk.config,
+            ddp_config=DistributedDataParallelConfig(**options),
+            module=chunk,
+            disable_bucketing=i > 0,
         )
+        for i, chunk in enumerate(chunks)
+    ]
     transformer = chunks[0].config
     transformer.no_sync_func = (
         wrapped[0].no_sync if len(wrapped) == 1 else [w.no_sync for w in wrapped]
@@ -192,16 +191,18 @@ def wrap_data_parallel(chunks: Sequence[GPTModel], config: Config) -> list[DataP
 
 
 def gather_parameters(chunks: Sequence[DataParallel]) -> None:
-    """With ``--overlap-param-gather`` a rank has only its own share of a step's result until the
-    next forward pass. Before anyone else reads the weights (push, checkpoint, reference), bring the
-    rest. Collective."""
+    """Complete the weights before anyone reads them (push, checkpoint, reference). Collective.
+
+    With ``--overlap-param-gather`` a rank has only its own share of a step's result until the next
+    forward pass.
+    """
     for chunk in chunks:
         if chunk.use_forward_hook:
             chunk.start_param_sync(force_sync=True)
 
 
 def is_distributed(config: Config) -> bool:
-    """Are optimizer states sharded over the replicas? Megatron does that for Adam only."""
+    """Whether optimizer states are sharded over the replicas; Megatron does that for Adam only."""
     return config.megatron.use_distributed_optimizer and config.megatron.optimizer_name == "adam"
 
 
@@ -236,34 +237,28 @@ def build_optimizer(
             **megatron.optimizer,
         }
     )
-    if optimizer_config.use_precision_aware_optimizer:  # by Transformer Engine's Adam
+    # the precision-aware optimizer is Transformer Engine's Adam
+    with nullcontext() if optimizer_config.use_precision_aware_optimizer else _torchs_own():
         optimizer = get_megatron_optimizer(optimizer_config, chunks)
-    else:
-        with _torchs_own():
-            optimizer = get_megatron_optimizer(optimizer_config, chunks)
     for inner in torch_optimizers(optimizer):
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            for group in (
-                inner.param_groups
-            ):  # one pass over parameters, gradients and moments instead of a dozen
+            for group in inner.param_groups:
+                # one pass over parameters, gradients and moments instead of a dozen
                 group["fused"] = True
                 group["foreach"] = False
         if megatron.offload_optimizer_states and not optimizer_config.optimizer_cpu_offload:
             _move_states_to_host(inner)
-    chunks[0].module.config.grad_scale_func = (
-        optimizer.scale_loss if dtype == torch.float16 else None
-    )
+    scale = optimizer.scale_loss if dtype == torch.float16 else None
+    chunks[0].module.config.grad_scale_func = scale
     return optimizer, build_schedule(optimizer, config)
 
 
 @contextmanager
 def _torchs_own() -> Iterator[None]:
-    """Megatron builds Transformer Engine's Adam and SGD where that is installed; within this,
-    torch's.
+    """Make Megatron build torch's Adam and SGD, also where Transformer Engine's are installed.
 
-    They keep the same states, but in another form, and know neither a gradient scale nor
-    `HostStates`. So what is trained, saved and planned for does not depend on what else is
-    installed.
+    Those keep their states in another form, and know neither a gradient scale nor `HostStates`. So
+    training, checkpoints and memory plans do not depend on what else is installed.
     """
     stand_ins: tuple[tuple[Any, str, Any], ...] = (
         (core_optimizer, "USING_PYTORCH_OPTIMIZER", True),
@@ -315,8 +310,7 @@ def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerPar
         wd_incr_steps=total,
         wd_incr_style=megatron.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=megatron.use_checkpoint_opt_param_scheduler,
-        # Megatron would refuse a resume with another --lr or a longer run unless told who wins; the
-        # flags do
+        # the flags win, or Megatron would refuse a resume with another --lr or a longer run
         override_opt_param_scheduler=not megatron.use_checkpoint_opt_param_scheduler,
         wsd_decay_steps=None if wsd is None else wsd * batch,
         lr_wsd_decay_style=megatron.lr_wsd_decay_style,
@@ -400,14 +394,14 @@ def _clip(part: MegatronOptimizer, clip_grad: float, grad_norm: float) -> None:
 
 
 def learning_rates(optimizer: MegatronOptimizer) -> list[float]:
-    """Of each parameter group."""
+    """Return the rate of each parameter group."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 @torch.no_grad()
 def nonfinite_gradients(chunks: Sequence[nn.Module]) -> list[tuple[str, int, int]]:
-    """(global name, entries that are NaN or Inf, entries) of this rank's accumulated gradients that
-    have any."""
+    """Return (global name, entries that are NaN or Inf, entries) of each of this rank's accumulated
+    gradients that has such entries."""
     found = []
     for name, parameter in _named_parameters(chunks):
         whole, place = _whole(parameter)

@@ -228,14 +228,15 @@ class _TokenStream:
     branches: list[list[int]]
 
     def stripe(self, split: ContextSplit) -> _TokenStream:
-        """What a rank of a context-parallel group holds of it."""
-        place = split.place
-        tokens = place.stripe(self.tokens)
-        positions = place.stripe(self.positions)
-        origins = place.stripe(self.origins)
-        copies = place.stripe(self.copies)
+        """Return the part that a rank of a context-parallel group holds."""
+        stripe = split.place.stripe
         return _TokenStream(
-            tokens, positions, origins, copies, split.mine(self.rows) // place.size, self.branches
+            tokens=stripe(self.tokens),
+            positions=stripe(self.positions),
+            origins=stripe(self.origins),
+            copies=stripe(self.copies),
+            rows=split.mine(self.rows) // split.place.size,
+            branches=self.branches,
         )
 
 
@@ -297,8 +298,8 @@ def _lay_out(
 def _families(
     prompts: list[Tensor], responses: list[int], pair_cost: float | None
 ) -> list[list[int]]:
-    """Which samples are computed together behind one prompt; every sample alone when ``pair_cost``
-    is None."""
+    """Group the samples that are computed together behind one prompt; each is alone if
+    ``pair_cost`` is None."""
     if pair_cost is None:
         return [[i] for i in range(len(prompts))]
     by_prompt: dict[bytes, list[int]] = {}
@@ -367,9 +368,7 @@ def padded_layout(branches: Sequence[Sequence[int]]) -> PaddedLayout:
         ([(2, 3)], [0, 1, 2, 3, 4, 4], [0, 1, 2, 3, 4])
     """
     lengths = [sum(parts) for parts in branches]
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
+    starts = list(accumulate(lengths, initial=0))
     blocks: list[AttentionBlock] = []
     gather = []
     padding = []
@@ -405,9 +404,8 @@ def _blocks_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 def _block(branches: Sequence[Sequence[int]], length: int) -> AttentionBlock:
     causal = torch.ones(length, length, dtype=torch.bool).tril_()
-    branched = any(
-        len(parts) > 2 for parts in branches
-    )  # a single response simply goes on from its prompt
+    # a single response simply goes on from its prompt
+    branched = any(len(parts) > 2 for parts in branches)
     allowed = causal[None, None]
     if branched:
         owner = torch.stack([_owners(parts, length) for parts in branches])
@@ -418,7 +416,6 @@ def _block(branches: Sequence[Sequence[int]], length: int) -> AttentionBlock:
 
 
 def _owners(parts: Sequence[int], length: int) -> Tensor:
-    """Which branch each cell belongs to: 0 the prompt, then 1, 2, …; padding belongs to the
-    last."""
+    """Return the branch of each cell: 0 is the prompt, then 1, 2, …; padding is in the last one."""
     owner = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor(parts))
     return torch.cat([owner, owner.new_full((length - owner.numel(),), len(parts) - 1)])

@@ -21,7 +21,7 @@ from slime.trainer.ranks import Ranks
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a trainer process stands among all of them; made by whoever starts the processes.
+    """The place of a trainer process among all; made by whoever starts the processes.
 
     Attributes:
         rank, world_size: global.
@@ -63,9 +63,8 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
             fix="change --actor-num-nodes × --actor-num-gpus-per-node, or the parallel sizes",
         )
     if rank_info.master_addr.startswith("127."):  # beside NCCL's groups Megatron makes some of gloo
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo"
-        )  # or gloo looks the host name up, which need not resolve
+        # or gloo looks the host name up, which need not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(minutes=config.cluster.distributed_timeout_minutes)
     dist.init_process_group(
         device.communication_backend(),
@@ -84,28 +83,24 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
         distributed_timeout_minutes=config.cluster.distributed_timeout_minutes,
     )
     for group in parallel_state._global_process_group_list or ():
-        if (
-            group is not None and dist.get_backend(group) == "gloo"
-        ):  # one of which it makes with torch's default
+        # Megatron makes one of the gloo groups with torch's default
+        if group is not None and dist.get_backend(group) == "gloo":
             dist.distributed_c10d._set_pg_timeout(timeout, group)
     seed_generators(config.train.seed)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    is_first_tensor = parallel_state.get_tensor_model_parallel_rank() == 0
+    is_first = is_last and parallel_state.get_tensor_model_parallel_rank() == 0
+    data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return Ranks(
         device=chosen,
         replicas=parallel_state.get_data_parallel_group(),
         has_output=is_last,
-        speaks_for_shard=is_last
-        and is_first_tensor
-        and parallel_state.get_context_parallel_rank() == 0,
-        is_reporting=is_last
-        and is_first_tensor
-        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
+        speaks_for_shard=is_first and parallel_state.get_context_parallel_rank() == 0,
+        is_reporting=is_first and data_rank == 0,
     )
 
 
 def _store(info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
-    """What the ranks meet at: held by rank 0, or by torchrun where that has started the ranks."""
+    """Return the rendezvous store, which rank 0 serves, or torchrun if that started the ranks."""
     address = info.master_addr
     port = info.master_port
     if info.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -123,17 +118,16 @@ def shut_down() -> None:
 
 
 def train_layout(config: Config) -> TrainLayout:
-    """What packing must know of the layout."""
+    """Return what packing must know of the layout."""
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     # Megatron's schedule goes through virtual stages by groups of micro-batches, and stops at a
     # part of one
     group = config.megatron.transformer.get("microbatch_group_size_per_vp_stage")
+    multiple = group or config.megatron.pipeline_model_parallel_size
     return TrainLayout(
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
-        micro_batch_multiple=(group or config.megatron.pipeline_model_parallel_size)
-        if virtual
-        else 1,
+        micro_batch_multiple=multiple if virtual else 1,
     )
 
 

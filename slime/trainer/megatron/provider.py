@@ -49,12 +49,13 @@ from slime.user_code.loading import user_function
 Build = Callable[[bool, bool, int | None], Any]
 Layers = Callable[[TransformerConfig, int | None], TransformerBlockSubmodules]
 
+#: The defaults that the functions below hand out while a user's function runs, innermost last.
 _building: list[Build] = []
 _specifying: list[Layers] = []
 
 
 def default_model(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
-    """The stage as it is built without a provider; for providers, while the trainer builds its
+    """Build the stage as it is without a provider; providers call this while the trainer builds its
     model.
 
     Raises:
@@ -72,7 +73,7 @@ def default_model(pre_process: bool, post_process: bool, vp_stage: int | None = 
 def provided(
     path: str, build: Build, wanted: type, first: bool, last: bool, vp_stage: int | None
 ) -> Any:
-    """The model that the provider at ``path`` returns for this stage.
+    """Return the model that the provider at ``path`` builds for this stage.
 
     Raises:
         UserError: it returned something else than a ``wanted``, or one for another place in the
@@ -101,8 +102,8 @@ def provided(
 def default_layer_spec(
     args: Any, config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers as they are without ``--spec``; for its functions, while the trainer builds its
-    model.
+    """Return the layers as they are without ``--spec``; its functions call this while the trainer
+    builds its model.
 
     Raises:
         UserError: called at another time.
@@ -123,7 +124,7 @@ def specified_layers(
     vp_stage: int | None,
     default: Layers,
 ) -> TransformerBlockSubmodules:
-    """The layers that the function or object of ``--spec`` gives for this stage.
+    """Return the layers that the function or object of ``--spec`` gives for this stage.
 
     Raises:
         UserError: it gave something else than layers, or another number of them than the stage has.
@@ -137,7 +138,9 @@ def specified_layers(
     if isinstance(found, ModuleSpec):
         layers = found.submodules
         found = (
-            layers if isinstance(layers, TransformerBlockSubmodules) else _repeated(found, wanted)
+            layers
+            if isinstance(layers, TransformerBlockSubmodules)
+            else TransformerBlockSubmodules(layer_specs=[found] * wanted)
         )
     if not isinstance(found, TransformerBlockSubmodules):
         raise UserError(
@@ -156,10 +159,6 @@ def specified_layers(
             " which they are",
         )
     return found
-
-
-def _repeated(layer: ModuleSpec, count: int) -> TransformerBlockSubmodules:
-    return TransformerBlockSubmodules(layer_specs=[layer] * count)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""What the routers are told: which tokens are padding, what balance losses weigh, and which experts
-to use again.
+"""Instructions to the routers of experts: which tokens are padding, what balance losses weigh, and
+which experts to use again.
 
 A policy whose experts are chosen anew in every pass is compared with itself under other experts: a
 token near the border between two experts gets another log-prob from the engine, from the old-policy
@@ -195,10 +195,8 @@ class RoutingGuide:
             routing.unknown = unknown.to(device, non_blocking=True)
             chosen = torch.where(unknown[:, None, None], spread, chosen)
         chosen = chosen.to(smallest_integer(self.num_experts)).to(device, non_blocking=True)
-        routing.choices = {number: chosen[:, number - 1] for number in self._layer_numbers()}
-
-    def _layer_numbers(self) -> list[int]:
-        return [number for layer in self.layers if (number := layer.layer_number) is not None]
+        numbers = [layer.layer_number for layer in self.layers if layer.layer_number is not None]
+        routing.choices = {number: chosen[:, number - 1] for number in numbers}
 
     def _experts_of(self, batch: TrainBatch, sample: int) -> Tensor:
         """[L - 1, layers, k] of one sample: the engine never sees a sample's last token. Rows of
@@ -215,9 +213,8 @@ class RoutingGuide:
         given = batch.routed_experts[sample]
         expected = batch.tokens[sample].numel() - 1
         experts = given
-        if given.numel() == 0 or (
-            given.dim() == 2 and given.shape[1] == self.num_layers * self.topk
-        ):
+        is_flat = given.dim() == 2 and given.shape[1] == self.num_layers * self.topk
+        if given.numel() == 0 or is_flat:
             experts = given.reshape(-1, self.num_layers, self.topk)
         if tuple(experts.shape[1:]) != (self.num_layers, self.topk) or len(experts) > expected:
             raise UserError(
@@ -251,11 +248,8 @@ class RoutingGuide:
             UserError: a token that is trained on has no row.
         """
         length = batch.response_lengths[sample]
-        bare = (
-            unknown[len(unknown) - length :] & (batch.loss_masks[sample] > 0).cpu()
-            if length
-            else unknown[:0]
-        )
+        masks = (batch.loss_masks[sample] > 0).cpu()
+        bare = unknown[len(unknown) - length :] & masks
         if bare.any():
             raise UserError(
                 f"the routed experts of sample {batch.sample_indices[sample]} lack "
@@ -272,15 +266,11 @@ def guide_for(chunks: Sequence[nn.Module], spec: ModelSpec, config: Config) -> R
     """The guide of a model with experts, None for a dense one."""
     if not spec.num_experts:
         return None
-    flags = config.train
-    source: Source = "none"
-    if flags.use_rollout_routing_replay:
+    source: Source = "policy" if config.train.use_routing_replay else "none"
+    if config.train.use_rollout_routing_replay:
         source = "engine"
-    elif flags.use_routing_replay:
-        source = "policy"
-    layers = list(expert_layers(chunks))
     return RoutingGuide(
-        layers=layers,
+        layers=list(expert_layers(chunks)),
         source=source,
         counts_ahead=balance_type(chunks[0].config) == "global_aux_loss",
         num_layers=spec.num_layers,

@@ -35,7 +35,7 @@ from slime.trainer.megatron.packed import PackedSequences
 
 
 def check(config: Config) -> None:
-    """On the trainer's host, which need not be the driver's.
+    """Check that this host, which need not be the driver's, has what the flags ask for.
 
     Raises:
         UserError: a flag needs Transformer Engine, and it is not installed here.
@@ -70,7 +70,8 @@ def replace_parts(block: TransformerBlockSubmodules, parts: dict[type, type] | N
     seen: set[int] = set()
 
     def walk(spec: Any) -> None:
-        if id(spec) in seen or not (isinstance(spec, ModuleSpec) or _is_submodules(spec)):
+        is_submodules = dataclasses.is_dataclass(spec) and not isinstance(spec, type)
+        if id(spec) in seen or not (isinstance(spec, ModuleSpec) or is_submodules):
             return
         seen.add(id(spec))
         if isinstance(spec, ModuleSpec):
@@ -89,16 +90,12 @@ def replace_parts(block: TransformerBlockSubmodules, parts: dict[type, type] | N
     walk(block)
 
 
-def _is_submodules(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
 def _replaced(value: Any, parts: dict[type, type]) -> Any:
     return parts.get(value, value) if isinstance(value, type) else value
 
 
 def _check_usable() -> None:
-    """Megatron takes one that it cannot import for none, and says so layer by layer.
+    """Raise what keeps Megatron from importing Transformer Engine; it would only report each layer.
 
     Raises:
         UserError: with what went wrong.
@@ -165,9 +162,8 @@ def _attention_class() -> type:
             # out of it
             described.local_cp_size = 1
             heads = context.to_heads(query, key, value)
-            self.num_gqa_groups_per_partition = heads[1].size(
-                1
-            )  # fewer than it was built for; it checks
+            # fewer than it was built for; it checks
+            self.num_gqa_groups_per_partition = heads[1].size(1)
             out = super().forward(*heads, None, AttnMaskType.padding_causal, None, described)
             return context.to_tokens(out.view(*heads[0].shape[:2], value.size(-1)))
 
