@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slime.models.mixers import mixer_of
 from slime.models.spec import HfConfig
 from slime.models.table import ModelFamily
 
@@ -48,5 +49,5 @@ def sequence_cost(family: ModelFamily, hf_config: HfConfig) -> SequenceCost:
                 else 1.0
             )
             passed += parameter.numel * share
-    mean_width = (spec.head_dim + spec.value_dim) / 2
-    return SequenceCost(2.0 * passed, 2.0 * spec.num_layers * spec.num_heads * mean_width)
+    mixers = [mixer_of(spec.transformer, layer) for layer in range(spec.num_layers)]
+    return SequenceCost(2.0 * passed, sum(mixer.flops(spec) for mixer in mixers))

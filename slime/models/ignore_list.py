@@ -21,7 +21,7 @@ from operator import eq
 from slime.errors import UserError
 from slime.models.quantised import FOR_FP8, Quantisation
 from slime.models.spec import ModelSpec
-from slime.models.table import ModelFamily
+from slime.models.table import ModelFamily, shapes_of
 
 #: For models of experts, whose routed experts alone are worth quantising; without experts,
 #: attention and MLP are.
@@ -85,7 +85,7 @@ def matrices(
         if rule.tied_to is not None:
             tied |= {
                 name.removesuffix(".weight"): shape
-                for name, shape in zip(rule.hf_names, rule.shapes(spec))
+                for name, shape in zip(rule.hf_names, shapes_of(rule, spec))
             }
     kinds: dict[str, bool] = {}  # of tens of thousands of experts one is looked up
     groups = family.load_groups(spec)

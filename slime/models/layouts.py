@@ -70,6 +70,51 @@ class Shard:
         return self.rank * step, (self.rank + 1) * step
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The trainer's parallel sizes.
+
+    Attributes:
+        world: trainer ranks.
+        virtual: model chunks per pipeline rank (1 without interleaving).
+    """
+
+    world: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def data(self) -> int:
+        """Data-parallel replicas: ranks that train on different samples."""
+        return self.world // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which the distributed optimizer spreads the states of dense parameters."""
+        return self.data * self.context
+
+    @property
+    def expert_shards(self) -> int:
+        """The same for the parameters of experts."""
+        return max(1, self.world // (self.expert_tensor * self.expert * self.pipeline))
+
+    def layers_of(self, stage: int, num_layers: int) -> list[int]:
+        """Global numbers of a pipeline rank's layers, chunk after chunk.
+
+        Example (eight layers, two ranks with two chunks each):
+            >>> Layout(world=2, pipeline=2, virtual=2).layers_of(1, 8)
+            [2, 3, 6, 7]
+        """
+        size = num_layers // (self.pipeline * self.virtual)
+        starts = [(chunk * self.pipeline + stage) * size for chunk in range(self.virtual)]
+        return [start + i for start in starts for i in range(size)]
+
+
 class ParamMapping(ABC):
     """One kind of correspondence. Stateless; what depends on the model comes from its sizes.
 

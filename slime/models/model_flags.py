@@ -15,6 +15,7 @@ from slime.config.flags import all_flags
 from slime.config.groups_megatron import MegatronConfig
 from slime.errors import UserError
 from slime.log import get_logger
+from slime.models.mixers import mixers_of
 from slime.models.spec import ModelSpec
 
 logger = get_logger(__name__)
@@ -55,9 +56,12 @@ def _without_effect(
 ) -> dict[str, str]:
     """Flags by dest that Megatron reads for other models than this one, and why they change nothing
     here."""
-    idle = {}
-    if spec.is_mla and flags.transformer.get("add_qkv_bias"):
-        idle["add_qkv_bias"] = "multi-latent attention has no biases"
+    idle = {
+        dest: why
+        for mixer in mixers_of(spec.transformer)
+        for dest, why in mixer.unread_flags.items()
+        if flags.transformer.get(dest)
+    }
     if described["mscale"] is None and flags.model.get("rotary_scaling_factor", 1) == 1:
         for dest in ("mscale", "mscale_all_dim"):
             if flags.model.get(dest) == 1.0:
@@ -100,8 +104,8 @@ def _acting(described: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
         for spec in all_flags().values()
         if "transformer" in spec.sections and spec.meta.no_effect
     }
-    if described.get("multi_latent_attention"):
-        idle.add("add_qkv_bias")
+    for mixer in mixers_of(described):
+        idle.update(mixer.unread_flags)
     return {name: value for name, value in given.items() if name not in idle}
 
 

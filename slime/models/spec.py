@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from slime.errors import UserError
 
@@ -28,6 +28,15 @@ class HasToDict(Protocol):
 HfConfig = Mapping[str, Any] | HasToDict | str | Path
 """A parsed config.json, a transformers config object, a config.json or the directory that holds
 one."""
+
+
+class _HeadShape(NamedTuple):
+    """Dimensions of one attention head: those of a query or key without and with position, and
+    those of a value."""
+
+    plain: int
+    position: int
+    value: int
 
 
 @dataclass(frozen=True)
@@ -123,31 +132,34 @@ class ModelSpec:
         return bool(self.transformer.get("multi_latent_attention"))
 
     @property
-    def head_dim(self) -> int:
-        """Of a query or key."""
+    def _head(self) -> _HeadShape:
+        facts = self.transformer
         if self.is_mla:
-            return int(self.transformer["qk_head_dim"]) + self.rotary_dim
-        return int(self.transformer["kv_channels"])
+            return _HeadShape(
+                facts["qk_head_dim"], facts["qk_pos_emb_head_dim"], facts["v_head_dim"]
+            )
+        return _HeadShape(0, facts["kv_channels"], facts["kv_channels"])
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of a query or key of one head."""
+        return self._head.plain + self._head.position
 
     @property
     def rotary_dim(self) -> int:
         """Dimensions of a query or key that are rotated."""
-        whole = self.transformer["qk_pos_emb_head_dim" if self.is_mla else "kv_channels"]
-        return int(whole * self.rotary_percent)
+        return int(self._head.position * self.rotary_percent)
 
     @property
     def rotary_interleaved(self) -> bool:
-        """A rotated pair is two neighbours, not two dimensions half of the rotated part apart."""
+        """Whether a rotated pair is two neighbours, not two dimensions half of the rotated part
+        apart."""
         return self.is_mla or bool(self.transformer.get("rotary_interleaved"))
 
     @property
     def value_dim(self) -> int:
         """Dimensions of a value of one head."""
-        return int(self.transformer["v_head_dim"]) if self.is_mla else self.head_dim
-
-    def width(self, name: Width) -> int:
-        """The size of an axis, by the name that the tables give it."""
-        return _WIDTHS[name](self)
+        return self._head.value
 
     @property
     def num_experts(self) -> int:
@@ -165,40 +177,6 @@ class ModelSpec:
             return False
         pattern = self.transformer.get("moe_layer_freq", 1)
         return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
-
-
-Width = Literal[
-    "vocab", "hidden", "inner", "gate and up", "head", "query", "key", "attended", "query rank",
-    "key rank", "key rank, position", "keys, values", "experts", "expert inner", "shared inner",
-]  # fmt: skip
-"""Name of an axis of a parameter.
-
-"query" and "key" are all heads together, "key" also of values; "attended" is what attention gives
-the projection behind it. The ranks, and "keys, values" that are made of them, are of multi-latent
-attention.
-"""
-
-_WIDTHS: dict[Width, Callable[[ModelSpec], int]] = {
-    "vocab": lambda spec: spec.vocab_size,
-    "hidden": lambda spec: spec.hidden_size,
-    "inner": lambda spec: int(spec.transformer["ffn_hidden_size"]),
-    "gate and up": lambda spec: 2 * int(spec.transformer["ffn_hidden_size"]),
-    "head": lambda spec: spec.head_dim,
-    "query": lambda spec: spec.num_heads * spec.head_dim,
-    "key": lambda spec: spec.num_query_groups * spec.head_dim,
-    "attended": lambda spec: spec.num_heads * spec.value_dim,
-    "query rank": lambda spec: int(spec.transformer["q_lora_rank"] or 0),
-    "key rank": lambda spec: int(spec.transformer["kv_lora_rank"]),
-    "key rank, position": lambda spec: int(spec.transformer["kv_lora_rank"]) + spec.rotary_dim,
-    "keys, values": lambda spec: (
-        spec.num_heads * (int(spec.transformer["qk_head_dim"]) + spec.value_dim)
-    ),
-    "experts": lambda spec: spec.num_experts,
-    "expert inner": lambda spec: int(spec.transformer["moe_ffn_hidden_size"]),
-    "shared inner": lambda spec: int(
-        spec.transformer.get("moe_shared_expert_intermediate_size") or 0
-    ),
-}
 
 
 def check_trainable(spec: ModelSpec) -> None:
