@@ -85,7 +85,7 @@ class TokenMixer:
     has_query_groups: bool
     embedded: str
     megatron_config: str
-    megatron_overrides: Mapping[str, Any] = field(default_factory=dict)
+    megatron_overrides: dict[str, Any] = field(default_factory=dict)
     unread_flags: Mapping[str, str] = field(default_factory=dict)
 
 
