@@ -1,5 +1,5 @@
-"""What a sample costs to train on, from the model's config.json: the measure for
-``--balance-by-flops``."""
+"""Estimate what a sample costs to train on, from the model's config.json. ``--balance-by-flops``
+uses it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class SequenceCost:
 
 
 def sequence_cost(family: ModelFamily, hf_config: HfConfig) -> SequenceCost:
-    """2 FLOPs per weight and token in the layers and the output layer; causal attention: half of
-    4·L²·heads·dim.
+    """Count 2 FLOPs per weight and token in the layers and the output layer, plus what the token
+    mixers compute per pair of tokens.
 
     Of the experts of a layer those count that a token passes; norms and biases are left out.
     """

@@ -103,8 +103,8 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
 
 
 def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:
-    """As Megatron counts: stages with a number of layers of their own are left out, embedding and
-    loss may count as layers, and a written layout divides nothing.
+    """Count layers per pipeline stage as Megatron does: stages with a number of layers of their own
+    are left out, embedding and loss may count as layers, and a written layout divides nothing.
 
     Raises:
         UserError: first and last stage are all there are, and leave layers over.

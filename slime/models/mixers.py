@@ -28,7 +28,7 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True)
 class Kernels:
-    """What the tensors are kept in, and by which kernels.
+    """Bytes of an activation, and properties of the kernels that decide what autograd saves.
 
     Attributes:
         element: bytes of one activation: 2 in half precision, else 4.
@@ -53,7 +53,7 @@ class Kernels:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMixer:
-    """What depends on how a layer mixes tokens.
+    """Everything that depends on how a layer mixes tokens.
 
     Attributes:
         name: as messages and docs call it.

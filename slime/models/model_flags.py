@@ -54,8 +54,7 @@ def check_model_flags(flags: MegatronConfig, spec: ModelSpec) -> None:
 def _without_effect(
     flags: MegatronConfig, described: Mapping[str, Any], spec: ModelSpec
 ) -> dict[str, str]:
-    """Flags by dest that Megatron reads for other models than this one, and why they change nothing
-    here."""
+    """Find flags that Megatron reads for other models only: dest → why it changes nothing here."""
     idle = {
         dest: why
         for mixer in mixers_of(spec.transformer)
@@ -97,8 +96,8 @@ def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) ->
 
 
 def _acting(described: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given fields without those whose flags have no effect, or that Megatron does not read for
-    this attention."""
+    """Drop the fields whose flags have no effect, or that Megatron does not read for this token
+    mixer."""
     idle = {
         spec.attribute
         for spec in all_flags().values()
@@ -144,8 +143,8 @@ def _of_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> I
 
 
 def _beside_transformer(spec: ModelSpec) -> dict[str, Any]:
-    """What flags of Megatron-LM describe beside `TransformerConfig`, as the model will be computed;
-    None: it has no such thing."""
+    """Describe the model in flags of Megatron-LM that `TransformerConfig` has no field for; None
+    means that the model has no such thing."""
     scaling = spec.rotary_scaling or {}
     shape = spec.transformer
     kind = scaling.get("rope_type", "default")

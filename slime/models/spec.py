@@ -20,7 +20,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class HasToDict(Protocol):
-    """What we need of a transformers ``PretrainedConfig``."""
+    """The method of a transformers ``PretrainedConfig`` that this module calls."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -41,7 +41,7 @@ class _HeadShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the trainer must build for a checkpoint to mean what it means in transformers.
+    """Facts from which the trainer builds the model that a checkpoint describes.
 
     Attributes:
         family: name of the conversion table ("llama", "qwen2", "qwen3", …).
@@ -89,8 +89,8 @@ class ModelSpec:
             object.__setattr__(self, "padded_vocab_size", self.vocab_size)
 
     def padded(self, tensor_parallel_size: int, divisible_by: int = 1) -> ModelSpec:
-        """The same model with the vocabulary padded so that every tensor-parallel rank gets equally
-        many rows.
+        """Return the same model with the vocabulary padded so that every tensor-parallel rank gets
+        equally many rows.
 
         Example:
             >>> spec.vocab_size, spec.padded(4).padded_vocab_size
@@ -166,8 +166,8 @@ class ModelSpec:
         return int(self.transformer.get("num_moe_experts") or 0)
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Has this layer (global, from 0) experts? Megatron's ``moe_layer_freq``: a 0/1 per layer,
-        or every n-th.
+        """Whether a layer (global, from 0) has experts, by Megatron's ``moe_layer_freq``: a 0/1 per
+        layer, or every n-th.
 
         Example (one dense layer first, as in DeepSeek-V3-like models):
             >>> spec.transformer["moe_layer_freq"], spec.is_moe_layer(0), spec.is_moe_layer(1)
@@ -180,7 +180,7 @@ class ModelSpec:
 
 
 def check_trainable(spec: ModelSpec) -> None:
-    """Refuse what engines compute and the trainer does not.
+    """Refuse models that engines can run and the trainer cannot train.
 
     Raises:
         UserError: a router whose weights have no gradient.
@@ -203,8 +203,8 @@ _OF_NO_NUMBER = ("attention_dropout", "hidden_dropout")
 
 
 def check_same_model(spec: ModelSpec, other: ModelSpec, directory: Path) -> None:
-    """Weights are computed with as the model of --hf-checkpoint says; those of another model may
-    fit it all the same.
+    """Refuse weights of another architecture than --hf-checkpoint: they may fit it by name and
+    shape and would be computed with wrongly.
 
     Args:
         spec: of --hf-checkpoint.
@@ -273,8 +273,8 @@ def read_hf_config(source: HfConfig) -> dict[str, Any]:
 
 
 def named_dtype(config: Mapping[str, Any]) -> str:
-    """What config.json says of its weights' dtype, under the name that transformers 5 or that
-    earlier ones give it; "": nothing.
+    """Return the dtype that config.json names for its weights, in the spelling of transformers 5 or
+    of earlier versions; "" if it names none.
 
     Example:
         >>> named_dtype({"torch_dtype": "torch.bfloat16"})
@@ -284,7 +284,7 @@ def named_dtype(config: Mapping[str, Any]) -> str:
 
 
 def require(config: dict[str, Any], key: str) -> Any:
-    """A field that has no sensible default.
+    """Return a field that has no sensible default.
 
     Raises:
         UserError: it is not there.
@@ -299,7 +299,7 @@ def require(config: dict[str, Any], key: str) -> Any:
 
 
 def refuse(config: dict[str, Any], key: str, reason: str) -> None:
-    """Raise for a setting that is on and cannot be honoured; a silent miss would train a different
+    """Raise for a setting that is on and cannot be honoured: ignoring it would train a different
     model."""
     if config.get(key):
         raise UserError(
@@ -364,7 +364,7 @@ def _agreed(
     key: str,
     meaning: str,
 ) -> float | None:
-    """The one value of a field that may stand at the top, in ``rope_parameters`` and in
+    """Return the one value of a field that may stand at the top, in ``rope_parameters`` and in
     ``rope_scaling``."""
     places = {key: config, f"rope_parameters.{key}": new, f"rope_scaling.{key}": old}
     found = {
@@ -388,7 +388,7 @@ _NEEDED_TO_SCALE = {
 
 
 def _scaling(settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Only what scales, under the names of transformers 5; None for plain rope.
+    """Keep only the fields that scale, under the names of transformers 5; None for plain rope.
 
     llama3 and yarn know the length that the model was made for:
     ``original_max_position_embeddings``, here or at the top of the config, else

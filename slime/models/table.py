@@ -90,7 +90,7 @@ parallelism."""
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a rule makes in one layer; the experts of a layer are one.
+    """One Megatron parameter that a rule makes in one layer. All experts of a layer count as one.
 
     Attributes:
         name: Megatron's, by its first spelling, with the global layer number.
@@ -174,7 +174,7 @@ class ModelFamily:
     fused: tuple[FusedLoad, ...] = ()
 
     def describe(self, hf_config: HfConfig) -> ModelSpec:
-        """Architecture facts from a config (dict, transformers config, file or directory).
+        """Read the architecture from a config (dict, transformers config, file or directory).
 
         Raises:
             UserError: a setting that this family cannot honour, or a field that is not there.
@@ -182,7 +182,7 @@ class ModelFamily:
         return self.make_spec(read_hf_config(hf_config))
 
     def model_spec(self, hf_config: HfConfig) -> ModelSpec:
-        """The same, of a model that Megatron can compute.
+        """Read the architecture of a model that Megatron can train.
 
         Raises:
             UserError: as `describe`; biases or a router that Megatron has no place for.
@@ -192,13 +192,13 @@ class ModelFamily:
         return spec
 
     def load_groups(self, spec: ModelSpec) -> LoadGroups:
-        """Which tensors of this model an engine must be given in one load call."""
+        """Return the groups of tensors that an engine must be given in one load call."""
         return LoadGroups(self.fused, spec)
 
     def parameters(
         self, spec: ModelSpec, layers: Iterable[int], *, first: bool = True, last: bool = True
     ) -> Iterator[Parameter]:
-        """What a pipeline stage holds, whole; buffers are none.
+        """Iterate over the parameters of a pipeline stage, uncut, without buffers.
 
         A tied model has its embedding once, or, in stages, in the last one again as the output
         layer.
@@ -246,11 +246,12 @@ class ModelFamily:
         return None
 
     def expected_hf_names(self, spec: ModelSpec) -> Iterator[str]:
-        """Every tensor that a complete checkpoint of this model has, layer by layer."""
+        """Iterate over the names of every tensor that a complete checkpoint of this model has,
+        layer by layer."""
         return (name for name, _ in self.hf_tensors(spec))
 
     def hf_tensors(self, spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of the same."""
+        """Iterate over (name, shape) of every tensor that a complete checkpoint has."""
         places = [(rule, -1) for rule in self.rules if not rule.is_of_layer]
         places += [
             (rule, layer)
@@ -267,7 +268,8 @@ class ModelFamily:
                     )
 
     def match_hf(self, hf_name: str) -> tuple[Rule, dict[str, int]] | None:
-        """The rule that a Hugging Face name would be of in a layer that has it, and its numbers.
+        """Find the rule of a Hugging Face name, whether or not its layer has it, and the numbers in
+        the name.
 
         Example:
             >>> LLAMA.match_hf("model.layers.3.mlp.down_proj.weight")[1]
@@ -281,8 +283,8 @@ class ModelFamily:
         return None
 
     def is_ignored(self, hf_name: str, spec: ModelSpec) -> bool:
-        """Is this tensor known to be unused: listed in ``ignored``, or the output layer of a tied
-        model?"""
+        """Whether a tensor is known to be unused: listed in ``ignored``, or the output layer of a
+        tied model."""
         if spec.tie_embeddings and any(
             rule.tied_to and hf_name in rule.hf_names for rule in self.rules
         ):
