@@ -23,7 +23,7 @@ from slime.diagnosis.look import CheckedRun, LeftOut, Look
 from slime.errors import UserError
 from slime.memory.trainer import rank_parameters
 from slime.models import family_of
-from slime.models.layout_rules import Layout
+from slime.models.layouts import Layout
 from slime.paths import fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
 from slime.processes.host import (

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from slime.embedded.architecture_parts import ExpertLayers, LatentConfig
 from slime.errors import UserError
 from slime.models import family_of
+from slime.models.mixers import mixer_of
 from slime.models.rotary import inverse_frequencies
 from slime.models.spec import ModelSpec, named_dtype
 from slime.models.table import ModelFamily
@@ -64,15 +64,49 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class ExpertLayers:
+    """Layers of experts.
+
+    Attributes:
+        in_layer: which layers have them.
+        score: "softmax" over all experts, or "sigmoid" of each.
+        normalised: the chosen scores are divided by their sum.
+        groups, chosen_groups: experts are chosen out of the best groups; 1 and 1: no limit.
+    """
+
+    count: int
+    chosen: int
+    in_layer: tuple[bool, ...]
+    score: str
+    normalised: bool
+    scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+
+    @staticmethod
+    def of(spec: ModelSpec) -> ExpertLayers:
+        facts = spec.transformer
+        return ExpertLayers(
+            spec.num_experts,
+            int(facts["moe_router_topk"]),
+            tuple(spec.is_moe_layer(layer) for layer in range(spec.num_layers)),
+            str(facts["moe_router_score_function"]),
+            spec.normalised_scores,
+            scale=float(facts.get("moe_router_topk_scaling_factor", 1.0)),
+            groups=int(facts.get("moe_router_num_groups", 1)),
+            chosen_groups=int(facts.get("moe_router_group_topk", 1)),
+        )
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Shapes of one decoder.
 
     Attributes:
         family: its table: names and shapes of what is loaded and updated.
         model_type: as in config.json.
-        head_dim: of a query or key; with a latent, of the longer of key and value, which is what
-            the cache holds.
-        latent: multi-latent attention; None: grouped queries.
+        num_kv_heads, head_dim: heads of keys and of values in the cache, and their width
+            (`slime.models.mixers`).
         experts: mixture of experts; None: dense layers only.
         dtype: of the weights in the checkpoint.
     """
@@ -92,7 +126,6 @@ class Architecture:
     max_positions: int
     dtype: str
     eos_token_ids: tuple[int, ...]
-    latent: LatentConfig | None = None
     experts: ExpertLayers | None = None
 
     @staticmethod
@@ -128,7 +161,7 @@ class Architecture:
             raise UserError(
                 f"the embedded engine implements the activation silu, not '{spec.activation}'"
             )
-        latent = LatentConfig.of(spec) if spec.is_mla else None
+        kv_heads, head_dim = mixer_of(spec.transformer, 0).kept_heads(spec)
         return Architecture(
             family=family,
             spec=spec,
@@ -137,15 +170,14 @@ class Architecture:
             hidden_size=spec.hidden_size,
             num_layers=spec.num_layers,
             num_heads=spec.num_heads,
-            num_kv_heads=spec.num_query_groups,
-            head_dim=latent.cached_dim if latent else spec.head_dim,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
             rms_norm_eps=float(spec.transformer["layernorm_epsilon"]),
             rope=Rope(spec),
             tie_word_embeddings=spec.tie_embeddings,
             max_positions=spec.max_position_embeddings,
             dtype=named_dtype(config) or "float32",
             eos_token_ids=_token_ids(config.get("eos_token_id"), generation_eos),
-            latent=latent,
             experts=ExpertLayers.of(spec) if spec.num_experts else None,
         )
 

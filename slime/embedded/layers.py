@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from slime.embedded.architecture_parts import ExpertLayers
+from slime.embedded.architecture import ExpertLayers
 
 #: Rows per product in deterministic mode. Each product then has one shape, whatever is batched
 #: together.

@@ -37,98 +37,13 @@ class Observer(Protocol):
         """Choices to take in this layer (`ExpertMLP`); None leaves them to the router."""
 
 
-#: Of the norms inside multi-latent attention, whatever the config says for the others.
-_LATENT_EPS = 1e-6
+class MixerWeights(Protocol):
+    """The token mixer of one layer; its record in `slime.models.mixers` names the class."""
 
-
-@dataclass
-class GroupedAttention:
-    """Queries, keys and values from one matrix; a key-value head serves several query heads."""
-
-    arch: Architecture
-    qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-
-    def project(self, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projected:
-        arch = self.arch
-        heads = arch.num_heads
-        kv_heads = arch.num_kv_heads
-        head_dim = arch.head_dim
-        projected = self.qkv(normed).view(-1, heads + 2 * kv_heads, head_dim)
-        rotated = projected[:, : heads + kv_heads]
-        values = projected[:, heads + kv_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            rotated = torch.cat(
-                [
-                    F.rms_norm(rotated[:, :heads], (head_dim,), self.q_norm, arch.rms_norm_eps),
-                    F.rms_norm(rotated[:, heads:], (head_dim,), self.k_norm, arch.rms_norm_eps),
-                ],
-                dim=1,
-            )
-        rotated = arch.rope.rotate(rotated, cos, sin)
-        return rotated[:, :heads], rotated[:, heads:], values
+    def project(self, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projected: ...
 
     def trimmed(self, mixed: torch.Tensor) -> torch.Tensor:
-        return mixed
-
-
-@dataclass
-class LatentAttention:
-    """Multi-latent attention with whole keys and values in the cache.
-
-    ``query`` is q_proj, or q_b_proj behind ``query_down`` and ``query_norm``.
-    """
-
-    arch: Architecture
-    query_down: Linear | None
-    query_norm: torch.Tensor | None
-    query: Linear
-    key_down: Linear
-    key_norm: torch.Tensor
-    key_value: Linear
-
-    def project(self, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projected:
-        arch = self.arch
-        latent = self.arch.latent
-        assert latent is not None
-        heads = arch.num_heads
-        cached = latent.cached_dim
-        compressed = normed
-        if self.query_down is not None:
-            compressed = F.rms_norm(
-                self.query_down(normed), (latent.query_rank or 0,), self.query_norm, _LATENT_EPS
-            )
-        queries = self.query(compressed).view(-1, heads, latent.query_dim)
-        down, key_position = self.key_down(normed).split(
-            [latent.key_rank, latent.rotary_dim], dim=-1
-        )
-        expanded = self.key_value(F.rms_norm(down, (latent.key_rank,), self.key_norm, _LATENT_EPS))
-        plain, values = expanded.view(-1, heads, latent.plain_dim + latent.value_dim).split(
-            [latent.plain_dim, latent.value_dim], dim=-1
-        )
-        rotated = arch.rope.rotate(
-            torch.cat([queries[..., latent.plain_dim :], key_position[:, None]], 1), cos, sin
-        )
-        queries = torch.cat([queries[..., : latent.plain_dim], rotated[:, :heads]], dim=-1)
-        keys = torch.cat([plain, rotated[:, heads:].expand(-1, heads, -1)], dim=-1)
-        queries = queries * (latent.scale * cached**0.5)  # the kernels scale by 1 / sqrt(head_dim)
-        return filled(queries, cached), filled(keys, cached), filled(values, cached)
-
-    def trimmed(self, mixed: torch.Tensor) -> torch.Tensor:
-        """Without the zeros that filled the values up."""
-        latent = self.arch.latent
-        assert latent is not None
-        if latent.value_dim == latent.cached_dim:
-            return mixed
-        return mixed.view(-1, self.arch.num_heads, latent.cached_dim)[
-            ..., : latent.value_dim
-        ].flatten(1)
-
-
-def filled(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Zeros behind the last axis, up to ``size``."""
-    return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
+        """The attention output without padding."""
 
 
 @dataclass
@@ -136,7 +51,7 @@ class DecoderLayer:
     """Weights of one layer. ``post_*_norm``: None where the outputs are added as they are."""
 
     input_norm: torch.Tensor
-    attention: GroupedAttention | LatentAttention
+    attention: MixerWeights
     output: Linear
     post_attention_norm: torch.Tensor | None
     mlp_norm: torch.Tensor

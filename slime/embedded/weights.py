@@ -8,20 +8,21 @@ multiplies with are made anew afterwards.
 from __future__ import annotations
 
 import json
+import pkgutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from slime.embedded.architecture import Architecture
-from slime.embedded.architecture_parts import ExpertLayers
+from slime.embedded.architecture import Architecture, ExpertLayers
 from slime.embedded.layers import ExpertMLP, Linear, Mlp
-from slime.embedded.model import Decoder, DecoderLayer, GroupedAttention, LatentAttention
+from slime.embedded.model import Decoder, DecoderLayer
 from slime.embedded.quantised_weights import StoredForm
 from slime.engines.wire.buckets import dtype_in, dtype_name, fingerprint
 from slime.errors import UserError
 from slime.models import read_hf_config
+from slime.models.mixers import mixer_of
 from slime.models.quantised import Quantisation
 
 
@@ -284,18 +285,18 @@ class WeightStore:
         arch = self.arch
         self._owners: list[torch.Tensor] = []
         self._bindings: list[tuple[str, torch.Tensor, int, int]] = []
-        embedding = self._tensor("embedding.word_embeddings.weight")
+        embedding = self.tensor("embedding.word_embeddings.weight")
         layers = [
             self._build_layer(f"decoder.layers.{number}.", number)
             for number in range(arch.num_layers)
         ]
-        norm = self._tensor("decoder.final_layernorm.weight")
+        norm = self.tensor("decoder.final_layernorm.weight")
         if arch.tie_word_embeddings:
             match = arch.family.match_megatron("output_layer.weight", arch.spec)
             assert match is not None
             head = self._bound(Linear(embedding, None, self._fixed_rows), match.sources)
         else:
-            head = self._linear("output_layer")
+            head = self.linear("output_layer")
         self._bind()
         return Decoder(arch, embedding, layers, norm, head, num_positions)
 
@@ -303,50 +304,30 @@ class WeightStore:
         attention = f"{prefix}self_attention."
         mlp = f"{prefix}mlp."
         experts = self.arch.experts
+        mixer = pkgutil.resolve_name(mixer_of(self.arch.spec.transformer, number).embedded)
         return DecoderLayer(
-            input_norm=self._tensor(f"{prefix}input_layernorm.weight"),
-            attention=self._latent_attention(attention)
-            if self.arch.latent
-            else self._grouped_attention(attention),
-            output=self._linear(f"{attention}linear_proj"),
-            post_attention_norm=self._if_there(f"{prefix}post_self_attn_layernorm.weight"),
-            mlp_norm=self._tensor(f"{prefix}pre_mlp_layernorm.weight"),
+            input_norm=self.tensor(f"{prefix}input_layernorm.weight"),
+            attention=mixer.build(self, attention),
+            output=self.linear(f"{attention}linear_proj"),
+            post_attention_norm=self.tensor_if_there(f"{prefix}post_self_attn_layernorm.weight"),
+            mlp_norm=self.tensor(f"{prefix}pre_mlp_layernorm.weight"),
             mlp=self._experts(mlp, experts)
             if experts and experts.in_layer[number]
             else self._mlp(mlp),
-            post_mlp_norm=self._if_there(f"{prefix}post_mlp_layernorm.weight"),
-        )
-
-    def _grouped_attention(self, prefix: str) -> GroupedAttention:
-        norms = [self._if_there(f"{prefix}{part}_layernorm.weight") for part in "qk"]
-        return GroupedAttention(self.arch, self._linear(f"{prefix}linear_qkv"), *norms)
-
-    def _latent_attention(self, prefix: str) -> LatentAttention:
-        assert self.arch.latent is not None
-        low_rank = self.arch.latent.query_rank is not None
-        return LatentAttention(
-            self.arch,
-            query_down=self._linear(f"{prefix}linear_q_down_proj") if low_rank else None,
-            query_norm=self._if_there(f"{prefix}q_layernorm.weight"),
-            query=self._linear(
-                f"{prefix}linear_q_up_proj" if low_rank else f"{prefix}linear_q_proj"
-            ),
-            key_down=self._linear(f"{prefix}linear_kv_down_proj"),
-            key_norm=self._tensor(f"{prefix}kv_layernorm.weight"),
-            key_value=self._linear(f"{prefix}linear_kv_up_proj"),
+            post_mlp_norm=self.tensor_if_there(f"{prefix}post_mlp_layernorm.weight"),
         )
 
     def _mlp(self, prefix: str, expert: str = "") -> Mlp:
         return Mlp(
-            self._linear(f"{prefix}linear_fc1", expert), self._linear(f"{prefix}linear_fc2", expert)
+            self.linear(f"{prefix}linear_fc1", expert), self.linear(f"{prefix}linear_fc2", expert)
         )
 
     def _experts(self, prefix: str, facts: ExpertLayers) -> ExpertMLP:
         has_shared = self._made_of(f"{prefix}shared_experts.linear_fc1.weight") is not None
         return ExpertMLP(
             facts,
-            gate=self._tensor(f"{prefix}router.weight"),
-            bias=self._if_there(f"{prefix}router.expert_bias"),
+            gate=self.tensor(f"{prefix}router.weight"),
+            bias=self.tensor_if_there(f"{prefix}router.expert_bias"),
             experts=[self._mlp(f"{prefix}experts.", str(number)) for number in range(facts.count)],
             shared=self._mlp(f"{prefix}shared_experts.") if has_shared else None,
         )
@@ -357,7 +338,7 @@ class WeightStore:
         match = self.arch.family.match_megatron(name, self.arch.spec)
         return None if match is None else match.sources
 
-    def _linear(self, name: str, expert: str = "") -> Linear:
+    def linear(self, name: str, expert: str = "") -> Linear:
         names = self._made_of(f"{name}.weight{expert}")
         biases = self._made_of(f"{name}.bias{expert}")
         assert names is not None, name
@@ -370,12 +351,12 @@ class WeightStore:
             self._linear_of.setdefault(name, []).append(linear)
         return linear
 
-    def _tensor(self, name: str) -> torch.Tensor:
-        found = self._if_there(name)
+    def tensor(self, name: str) -> torch.Tensor:
+        found = self.tensor_if_there(name)
         assert found is not None, name
         return found
 
-    def _if_there(self, name: str) -> torch.Tensor | None:
+    def tensor_if_there(self, name: str) -> torch.Tensor | None:
         names = self._made_of(name)
         return None if names is None else self._allocate(names)
 

@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.config import Config
-from slime.models.layout_rules import Layout
+from slime.models.layouts import Layout
+from slime.models.mixers import FLOAT32_BYTES, Kernels, mixer_of
 from slime.models.spec import ModelSpec
 
-_FLOAT32 = 4
 _INT64 = 8
 
 
@@ -71,29 +71,6 @@ class Saved:
         return sum(self.parts.values())
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """What the tensors are kept in, and by which kernels.
-
-    Attributes:
-        element: bytes of one activation: 2 in half precision, else 4.
-        fused: as on GPUs (`slime.trainer.kernels`): norms keep their input alone, queries, keys and
-            values come from one kernel, and expert outputs are weighted where the gate is applied;
-            else norms also keep the normalised rows in float32, and queries and keys are copied by
-            each part of the way.
-        grouped: attention takes keys and values as they are, as flash-attn-4 does; else they are
-            repeated for every query head first, as for torch's kernel before 2.13.
-    """
-
-    element: int
-    fused: bool
-    grouped: bool = True
-
-    def norm(self, width: float, rows: float = 1.0) -> float:
-        """Bytes that norms of ``width`` entries in ``rows`` rows keep beside their input."""
-        return 0.0 if self.fused else rows * _FLOAT32 + width * (2 * _FLOAT32 - self.element)
-
-
 def saved_by_layer(
     spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels, recompute: Recompute
 ) -> Saved:
@@ -109,86 +86,11 @@ def saved_by_layer(
         parts["norms behind attention and MLP"] = 2 * (
             width * kernels.element + kernels.norm(width, share)
         )
-    attention = _latent_attention if spec.is_mla else _attention
-    parts |= attention(spec, layout, kernels, drop)
+    parts |= mixer_of(spec.transformer, layer).saved(spec, layout, kernels, drop)
     if spec.is_moe_layer(layer):
         experts, per_row = _experts(spec, layout, kernels, drop)
         return Saved({**parts, **experts}, per_row)
     return Saved({**parts, **_mlp(spec, layout, kernels, drop)})
-
-
-def _attention(
-    spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]
-) -> dict[str, float]:
-    width = int(spec.transformer["kv_channels"])
-    element = kernels.element
-    heads = spec.num_heads / layout.tensor
-    groups = max(spec.num_query_groups / layout.tensor, 1.0)
-    query = heads * width * element
-    key_value = 2 * groups * width * element
-    has_norms = bool(spec.transformer.get("qk_layernorm"))
-    # the kernel reads the mixed product, and keeps it for the norms alone; it wants whole groups on
-    # a rank
-    one_pass = kernels.fused and spec.num_query_groups >= layout.tensor
-    parts = {"mixed product": query + key_value} if has_norms or not one_pass else {}
-    if layout.context > 1:
-        exchanged = min(max(groups, float(layout.context)), heads) if kernels.grouped else heads
-        parts["exchanged over context ranks"] = query + 2 * exchanged * width * element
-        parts["exchanged attention output"] = query
-        if not has_norms:
-            parts.pop("mixed product", None)
-    elif not kernels.grouped:
-        parts["query, repeated key and value"] = 3 * query
-    elif one_pass:
-        parts["query, key, value"] = query + key_value
-    else:
-        parts["rotated query and key"] = (
-            query + key_value / 2
-        )  # the value is a view of the mixed product
-    if has_norms and not one_pass:
-        copied = (
-            query if groups > 1 else 0.0
-        )  # the queries of several groups do not lie side by side
-        parts["norms of query and key"] = copied + kernels.norm(
-            (heads + groups) * width, heads + groups
-        )
-    parts["attention output"] = query
-    if "core_attn" not in drop:
-        parts["attention statistics"] = heads * _FLOAT32
-    return parts
-
-
-def _latent_attention(
-    spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]
-) -> dict[str, float]:
-    facts = spec.transformer
-    element = kernels.element
-    share = 1 / layout.tensor if layout.sequence_parallel else 1.0
-    heads = spec.num_heads / layout.tensor
-    key_width = int(facts["qk_head_dim"]) + int(facts["qk_pos_emb_head_dim"])
-    value_width = int(facts["v_head_dim"])
-    common = max(key_width, value_width)  # the kernels want one width
-    again = common != value_width or layout.context > 1  # cut to its width, or exchanged back
-    rank = facts["kv_lora_rank"]
-    query_rank = facts["q_lora_rank"] or 0
-    position = facts["qk_pos_emb_head_dim"]
-    latents = (
-        2 * query_rank * share
-        + (rank * share if layout.sequence_parallel else rank + position)
-        + rank * share
-    )
-    parts = {
-        "latents": latents * element,
-        "norms of latents": kernels.norm(
-            (rank + query_rank) * share, (2 if query_rank else 1) * share
-        ),
-        "attention output": heads * (common + (value_width if again else 0)) * element,
-    }
-    if "mla_up_proj" not in drop:
-        parts["query, key, value"] = heads * common * 3 * element
-    if "core_attn" not in drop:
-        parts["attention statistics"] = heads * _FLOAT32
-    return parts
 
 
 def _mlp(spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]) -> dict[str, float]:
@@ -221,14 +123,14 @@ def _experts(
     rows = rows_per_token(spec, layout)
     width = int(facts["moe_ffn_hidden_size"]) / layout.expert_tensor * element
     halves = 2 if facts.get("gated_linear_unit") else 1
-    per_row = spec.hidden_size * element + halves * width + _FLOAT32
+    per_row = spec.hidden_size * element + halves * width + FLOAT32_BYTES
     if "moe_act" not in drop:
         per_row += width if kernels.fused else 2 * width
     sigmoid = facts.get("moe_router_score_function") == "sigmoid"
-    chosen = topk * (_INT64 + _FLOAT32) + (_FLOAT32 if sigmoid else 0)
+    chosen = topk * (_INT64 + FLOAT32_BYTES) + (FLOAT32_BYTES if sigmoid else 0)
     exchanged = layout.expert * layout.expert_tensor > 1
     parts = {
-        "router": mine * (spec.num_experts * _FLOAT32 + chosen),
+        "router": mine * (spec.num_experts * FLOAT32_BYTES + chosen),
         "ways of the rows": rows * _INT64 * 3 + (rows * _INT64 * 2 if exchanged else 0),
         "rows at experts": rows * per_row,
     }
@@ -299,7 +201,7 @@ def _working(spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels) -> f
     query = spec.num_heads / layout.tensor * spec.head_dim
     # gradients of output, query, key and value, none wider than the query, and on GPUs the query's
     # sum in float32
-    attention = (4 + (_FLOAT32 / kernels.element if kernels.fused else 0)) * query
+    attention = (4 + (FLOAT32_BYTES / kernels.element if kernels.fused else 0)) * query
     if spec.is_moe_layer(layer):
         rows = rows_per_token(spec, layout)
         width = int(facts["moe_ffn_hidden_size"]) / layout.expert_tensor

@@ -27,7 +27,7 @@ from slime.memory.remedies import (
     wider_tensor_parallel,
 )
 from slime.memory.trainer import TrainerSettings
-from slime.models.layout_rules import Layout
+from slime.models.layouts import Layout
 from slime.placement import PlacementPlan
 
 logger = get_logger(__name__)

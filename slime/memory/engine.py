@@ -12,8 +12,10 @@ from slime.engines.kinds import engine_of
 from slime.engines.launch import EngineFootprint
 from slime.models import table_of
 from slime.models.layouts import FusedQKV, LatentProjection
+from slime.models.mixers import mixer_of
+from slime.models.rules import ATTENTION
 from slime.models.spec import ModelSpec
-from slime.models.table import ATTENTION, Parameter
+from slime.models.table import Parameter
 
 #: CUDA context, kernels, CUDA graphs and the workspace of a prefill; part of them stays while the
 #: engine sleeps (2.6 GB on an H200).
@@ -72,17 +74,11 @@ class EngineSettings(EngineFootprint):
 
     @property
     def kv_per_token(self) -> float:
-        """Bytes of the KV cache per token and rank. Latent attention keeps one latent for all
-        heads."""
-        layers = -(-self.spec.num_layers // self.pipeline)
-        if self.spec.is_mla and self.keeps_latents:
-            width = self.spec.width("key rank, position")
-        elif self.spec.is_mla:
-            width = self.spec.width("query") + self.spec.width("attended")
-        else:
-            groups = max(1, self.spec.num_query_groups // self.attention)
-            width = 2 * groups * self.spec.head_dim
-        return layers * width * self.kv_element
+        """Bytes of the KV cache per token and rank."""
+        layers = range(-(-self.spec.num_layers // self.pipeline))
+        mixers = [mixer_of(self.spec.transformer, layer) for layer in layers]
+        kept = sum(one.kept(self.spec, self.attention, self.keeps_latents) for one in mixers)
+        return kept * self.kv_element
 
     def static_fraction(self, memory: float) -> float:
         """Of a device of ``memory`` bytes: as the user set it, or as the engine would about

@@ -14,10 +14,12 @@ from functools import cached_property
 from importlib.metadata import version
 
 from slime.config.config import Config
-from slime.memory.activations import Kernels, Recompute, StageActivations, saved_by_stage
+from slime.memory.activations import Recompute, StageActivations, saved_by_stage
 from slime.memory.hardware import FLASH4_WIDEST
 from slime.models import table_of
-from slime.models.layout_rules import Layout
+from slime.models.layout_rules import layout_of
+from slime.models.layouts import Layout
+from slime.models.mixers import Kernels, mixers_of
 from slime.models.spec import ModelSpec
 from slime.models.table import Parameter
 
@@ -86,7 +88,7 @@ class TrainerSettings:
         measured: log-probs are computed with a copy of all "linears" besides
             (--measure-quantisation).
         on_gpu: kernels and sizes of blocks differ.
-        grouped: attention takes keys and values as they are (`slime.memory.activations.Kernels`).
+        grouped: attention takes keys and values as they are (`slime.models.mixers.Kernels`).
     """
 
     spec: ModelSpec
@@ -126,7 +128,7 @@ class TrainerSettings:
         """
         megatron = config.megatron
         algorithm = config.algorithm
-        layout = Layout.of(config, spec)
+        layout = layout_of(config, spec)
         element = 4 if megatron.fp32 else 2
         longest, assumed = longest_sequence(config)
         on_host = (
@@ -407,7 +409,8 @@ def _takes_groups(config: Config, spec: ModelSpec, flash4: bool) -> bool:
         or config.train.attention_backend == "flash"
     )
     by_flash4 = flash4 and not wide and not torch_only
-    return by_flash4 or spec.is_mla or _torch_version() >= _TORCH_TAKES_GROUPS
+    has_groups = any(mixer.has_query_groups for mixer in mixers_of(spec.transformer))
+    return by_flash4 or not has_groups or _torch_version() >= _TORCH_TAKES_GROUPS
 
 
 def _torch_version() -> tuple[int, ...]:

@@ -42,12 +42,12 @@ __all__ = [
 
 
 def table_of(spec: ModelSpec) -> ModelFamily:
-    """The family that ``spec`` is of."""
+    """Return the table of a spec's family."""
     return next(family for family in FAMILIES if family.name == spec.family)
 
 
 def family_name(hf_config: HfConfig) -> str:
-    """Of a model's table; "" for a model that only another engine knows."""
+    """Return the name of a model's family, or "" for a model that only another engine knows."""
     try:
         return family_of(hf_config).name
     except UserError:
@@ -55,7 +55,8 @@ def family_name(hf_config: HfConfig) -> str:
 
 
 def vocab_size_of(path: str | None, model_name: str | None = None) -> int | None:
-    """Tokens of the model at ``path``; None without one, or where no table knows it."""
+    """Return the vocabulary size of the model at ``path``, or None without a path or without a
+    table for it."""
     try:
         return family_of(path, model_name).model_spec(path).vocab_size if path else None
     except UserError:
@@ -63,8 +64,8 @@ def vocab_size_of(path: str | None, model_name: str | None = None) -> int | None
 
 
 def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily:
-    """The table for a model: by model_type, else by architecture, else by ``model_name``, which
-    must not contradict.
+    """Find the table for a model: by model_type, else by architecture, else by ``model_name``,
+    which must not contradict the config.
 
     Args:
         model_name: a family, or what begins with one, in any spelling ("qwen3-4B",
@@ -120,8 +121,8 @@ _REST = re.compile(r"(\d.*|config|forcausallm|base.*|instruct.*|chat.*)?")
 
 
 def _named(model_name: str) -> list[ModelFamily]:
-    """The families that begin the name, the longest beginning alone; "qwen3" begins both the dense
-    and the other one.
+    """Return the families whose names have the longest common beginning with ``model_name``.
+    "qwen3" fits both the dense and the MoE family.
 
     Raises:
         UserError: none does.

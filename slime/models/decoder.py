@@ -1,4 +1,4 @@
-"""What a config.json says about a decoder, as a `ModelSpec`: the part that the families share."""
+"""Read the facts that all decoder families share from config.json into a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ _OTHER_ARCHITECTURES: dict[str, tuple[Any, ...]] = {
 
 
 def _refuse_other_architectures(config: dict[str, Any]) -> None:
-    """Raise where config.json asks for mathematics that no family here has, under its usual name
-    elsewhere."""
+    """Raise if config.json asks for mathematics that no family here has, under the name other
+    architectures use for it."""
     for key, neutral in _OTHER_ARCHITECTURES.items():
         if config.get(key) is not None and config[key] not in neutral:
             raise UserError(
@@ -156,7 +156,7 @@ def _refuse_other_architectures(config: dict[str, Any]) -> None:
 
 
 def _whole_heads(percent: float, scaling: dict[str, Any] | None) -> float:
-    """What ``partial_rotary_factor`` means to a family without partial rotation: nothing.
+    """Ignore ``partial_rotary_factor`` in a family without partial rotation.
 
     transformers keeps the field and rotates whole heads all the same, so weights saved with such a
     config mean that. Its scaled frequencies do take the field into account and then fit no head, so
@@ -187,7 +187,7 @@ def _tell_of_whole_heads(percent: float) -> None:
 
 
 def mtp_layers(config: dict[str, Any]) -> int:
-    """How many layers for multi-token prediction follow the decoder's, by either name;
+    """Count the layers for multi-token prediction behind the decoder's, by either name;
     transformers' default is 1."""
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
         if config.get(name) is not None:
@@ -196,7 +196,8 @@ def mtp_layers(config: dict[str, Any]) -> int:
 
 
 def num_experts(config: dict[str, Any], name: str) -> int:
-    """Routed experts per layer, under the family's name for them or transformers' common one.
+    """Read the number of routed experts per layer, under the family's name for it or transformers'
+    common one.
 
     Raises:
         UserError: neither name is there, or they contradict each other.
@@ -306,8 +307,8 @@ _DEFAULT_WINDOW = 4096
 def refuse_windows(
     config: dict[str, Any], *, switch: str | None = None, by_layer: bool = False
 ) -> None:
-    """Raise where some token of a sequence the model was made for does not see all that come before
-    it.
+    """Raise if some token of a sequence within the model's maximum length does not see all tokens
+    before it.
 
     A window of ``max_position_embeddings`` or more hides nothing; nor does one that no layer has.
 

@@ -13,21 +13,16 @@ from typing import Any
 from slime.errors import UserError
 from slime.models.decoder import decoder_spec, moe_layer_freq, mtp_layers, sigmoid_router
 from slime.models.fused_loading import FusedLoad
-from slime.models.layouts import COLUMN, LATENT, REPLICATED
-from slime.models.spec import ModelSpec, Width, refuse, require, rotary_settings
+from slime.models.mixers import LATENT_ATTENTION, has_query_rank
+from slime.models.rules import HF_ATTENTION
+from slime.models.spec import ModelSpec, refuse, require, rotary_settings
 from slime.models.table import (
-    ATTENTION,
     COMPUTED_BUFFERS,
-    HF_ATTENTION,
-    INPUT_NORM,
     MLP_RULES,
     MOE_RULES,
     MTP_LAYERS,
     OUTER_RULES,
-    OUTPUT,
-    LayerCondition,
     ModelFamily,
-    Rule,
 )
 
 #: transformers' DeepseekV3Config, where config.json is silent.
@@ -39,45 +34,6 @@ _DEFAULTS = {
     "max_position_embeddings": 4096,
     "routed_scaling_factor": 2.5,
 }
-
-
-def _has_query_rank(spec: ModelSpec, layer: int) -> bool:
-    return spec.transformer["q_lora_rank"] is not None
-
-
-def _has_whole_query(spec: ModelSpec, layer: int) -> bool:
-    return spec.transformer["q_lora_rank"] is None
-
-
-def _down(megatron: str, hf: str, rows: Width, when: LayerCondition | None = None) -> Rule:
-    return Rule(ATTENTION + megatron, HF_ATTENTION + hf, LATENT, rows, "hidden", when)
-
-
-def _norm(name: str, hf: str, rows: Width, when: LayerCondition | None = None) -> Rule:
-    spellings = (
-        ATTENTION + f"{name}_layernorm.weight",
-        ATTENTION + f"linear_{name}_up_proj.layer_norm_weight",
-    )
-    return Rule(spellings, HF_ATTENTION + hf, REPLICATED, rows, when=when)
-
-
-def _up(
-    megatron: str, hf: str, rows: Width, columns: Width, when: LayerCondition | None = None
-) -> Rule:
-    return Rule(ATTENTION + megatron, HF_ATTENTION + hf, COLUMN, rows, columns, when)
-
-
-_ATTENTION_RULES = (
-    INPUT_NORM,
-    _up("linear_q_proj.weight", "q_proj.weight", "query", "hidden", _has_whole_query),
-    _down("linear_q_down_proj.weight", "q_a_proj.weight", "query rank", _has_query_rank),
-    _norm("q", "q_a_layernorm.weight", "query rank", _has_query_rank),
-    _up("linear_q_up_proj.weight", "q_b_proj.weight", "query", "query rank", _has_query_rank),
-    _down("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", "key rank, position"),
-    _norm("kv", "kv_a_layernorm.weight", "key rank"),
-    _up("linear_kv_up_proj.weight", "kv_b_proj.weight", "keys, values", "key rank"),
-    OUTPUT,
-)
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
@@ -157,14 +113,14 @@ _FUSED_DOWN_PROJECTIONS = FusedLoad(
     parts=(HF_ATTENTION + "q_a_proj", HF_ATTENTION + "kv_a_proj_with_mqa"),
     source="SGLang 0.5.12 to 0.5.16: do_load_weights of "
     "models/deepseek_common/deepseek_weight_loader.py",
-    when=_has_query_rank,
+    when=has_query_rank,
 )
 
 DEEPSEEK_V3 = ModelFamily(
     name="deepseek_v3",
     model_types=("deepseek_v3", "kimi_k2"),
     architectures=("DeepseekV3ForCausalLM",),
-    rules=OUTER_RULES + _ATTENTION_RULES + MLP_RULES + MOE_RULES,
+    rules=OUTER_RULES + LATENT_ATTENTION.rules + MLP_RULES + MOE_RULES,
     make_spec=_spec,
     ignored=COMPUTED_BUFFERS + MTP_LAYERS,
     fused=(_FUSED_DOWN_PROJECTIONS,),

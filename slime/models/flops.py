@@ -1,11 +1,12 @@
-"""What a sample costs to train on, from the model's config.json: the measure for
-``--balance-by-flops``."""
+"""Estimate what a sample costs to train on, from the model's config.json. ``--balance-by-flops``
+uses it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slime.models.mixers import mixer_of
 from slime.models.spec import HfConfig
 from slime.models.table import ModelFamily
 
@@ -31,8 +32,8 @@ class SequenceCost:
 
 
 def sequence_cost(family: ModelFamily, hf_config: HfConfig) -> SequenceCost:
-    """2 FLOPs per weight and token in the layers and the output layer; causal attention: half of
-    4·L²·heads·dim.
+    """Count 2 FLOPs per weight and token in the layers and the output layer, plus what the token
+    mixers compute per pair of tokens.
 
     Of the experts of a layer those count that a token passes; norms and biases are left out.
     """
@@ -48,5 +49,5 @@ def sequence_cost(family: ModelFamily, hf_config: HfConfig) -> SequenceCost:
                 else 1.0
             )
             passed += parameter.numel * share
-    mean_width = (spec.head_dim + spec.value_dim) / 2
-    return SequenceCost(2.0 * passed, 2.0 * spec.num_layers * spec.num_heads * mean_width)
+    mixers = [mixer_of(spec.transformer, layer) for layer in range(spec.num_layers)]
+    return SequenceCost(2.0 * passed, sum(mixer.flops(spec) for mixer in mixers))

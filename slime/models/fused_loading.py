@@ -64,7 +64,8 @@ class LoadGroups:
         self._spec = spec
 
     def members(self, name: str) -> tuple[str, ...]:
-        """Names of all tensors that must come in the same load call as ``name``, itself included.
+        """Return the names of all tensors that must come in the same load call as ``name``, itself
+        included.
 
         Returns:
             ``()`` for a tensor that an engine loads by itself.
@@ -84,8 +85,8 @@ class LoadGroups:
         )
 
     def fused_module(self, module: str) -> str | None:
-        """Name of the engine's module that a module of the checkpoint becomes a part of; None for
-        one of no group."""
+        """Return the name of the engine's module that a checkpoint module becomes a part of, or
+        None if it belongs to no group."""
         found = self._find(module)
         return None if found is None else found[0].fused.format(layer=found[1])
 
@@ -97,12 +98,12 @@ class LoadGroups:
         return None
 
     def among(self, names: Iterable[str]) -> list[tuple[str, ...]]:
-        """Each group that some of the names belong to, once, in the order of the names."""
+        """List each group that some of the names belong to, once, in the order of the names."""
         return [group for group in dict.fromkeys(map(self.members, names)) if group]
 
 
 def fused_place(fused: Sequence[FusedLoad], module: str) -> tuple[str, int, int] | None:
-    """Where an engine that fuses has a module of the checkpoint.
+    """Locate a checkpoint module inside the engine's fused module.
 
     Returns:
         (name of the engine's module, place among its parts, number of parts); None for a module of

@@ -8,19 +8,10 @@ from typing import Any
 
 from slime.models.decoder import decoder_spec
 from slime.models.layouts import REPLICATED, ROW, STACKED_GATE_UP
+from slime.models.mixers import GROUPED_ATTENTION
+from slime.models.rules import HF_LAYER, HF_MLP, MEGATRON_LAYER, MLP, Rule
 from slime.models.spec import ModelSpec
-from slime.models.table import (
-    ATTENTION_RULES,
-    COMPUTED_BUFFERS,
-    HF_LAYER,
-    HF_MLP,
-    MEGATRON_LAYER,
-    MLP,
-    MLP_NORM,
-    OUTER_RULES,
-    ModelFamily,
-    Rule,
-)
+from slime.models.table import COMPUTED_BUFFERS, MLP_NORM, OUTER_RULES, ModelFamily
 
 #: transformers' Glm4Config, where config.json is silent.
 _DEFAULTS = {
@@ -65,7 +56,7 @@ GLM4 = ModelFamily(
     name="glm4",
     model_types=("glm4",),
     architectures=("Glm4ForCausalLM",),
-    rules=OUTER_RULES + ATTENTION_RULES + _MLP_RULES + _POST_NORM_RULES,
+    rules=OUTER_RULES + GROUPED_ATTENTION.rules + _MLP_RULES + _POST_NORM_RULES,
     make_spec=_spec,
     ignored=COMPUTED_BUFFERS,
 )

@@ -34,7 +34,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def _sparse_layers(kinds: list[str], num_layers: int) -> list[bool]:
-    """Which layers have experts, as ``mlp_layer_types`` says."""
+    """Read which layers have experts from ``mlp_layer_types``."""
     unknown = sorted(set(kinds) - {"dense", "sparse"})
     if unknown or len(kinds) != num_layers:
         raise UserError(

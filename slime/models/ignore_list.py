@@ -1,4 +1,4 @@
-"""Which weights of a model are those of Linear layers, and whether a list of rules spares the
+"""Find which weights of a model belong to Linear layers, and whether a list of rules spares the
 others.
 
 A rule is what compressed-tensors takes: the name of a module, or ``re:`` and an expression that
@@ -21,7 +21,7 @@ from operator import eq
 from slime.errors import UserError
 from slime.models.quantised import FOR_FP8, Quantisation
 from slime.models.spec import ModelSpec
-from slime.models.table import ModelFamily
+from slime.models.table import ModelFamily, shapes_of
 
 #: For models of experts, whose routed experts alone are worth quantising; without experts,
 #: attention and MLP are.
@@ -85,7 +85,7 @@ def matrices(
         if rule.tied_to is not None:
             tied |= {
                 name.removesuffix(".weight"): shape
-                for name, shape in zip(rule.hf_names, rule.shapes(spec))
+                for name, shape in zip(rule.hf_names, shapes_of(rule, spec))
             }
     kinds: dict[str, bool] = {}  # of tens of thousands of experts one is looked up
     groups = family.load_groups(spec)
@@ -122,7 +122,6 @@ def _kernel(module: str) -> str:
 
 @lru_cache(maxsize=256)
 def _matcher(rule: str) -> Callable[[str], object]:
-    """What is true of the names that the rule names."""
     if not rule.startswith("re:"):
         return partial(eq, rule)
     try:
@@ -152,7 +151,7 @@ def names(rule: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a list of rules means for a model, and what is wrong with it.
+    """Effect of a list of rules on a model, and what is wrong with it.
 
     Attributes:
         quantised: Linear layers that no rule names.
@@ -176,8 +175,8 @@ class Findings:
     tied: tuple[str, ...] = ()
 
     def problems(self) -> list[str]:
-        """What stands against quantising so, in words; [] when nothing does. Idle rules harm
-        nobody."""
+        """Explain why the model should not be quantised so; an empty list means no objection. Idle
+        rules do no harm."""
         kinds = (
             (
                 self.unspared,

@@ -1,78 +1,33 @@
-"""The trainer's parallel sizes, and which of them fit a model.
+"""Check that the trainer's parallel sizes divide the model.
 
-Arithmetic on its `ModelSpec` alone, so that a launch can look at it first.
+Only arithmetic on a `ModelSpec`, so that a launch can check it before anything heavy starts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.errors import UserError
+from slime.models.layouts import Layout
+from slime.models.mixers import mixers_of
 from slime.models.spec import ModelSpec
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The trainer's parallel sizes.
-
-    Attributes:
-        world: trainer ranks.
-        virtual: model chunks per pipeline rank (1 without interleaving).
-    """
-
-    world: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    virtual: int = 1
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    sequence_parallel: bool = False
-
-    @property
-    def data(self) -> int:
-        """Data-parallel replicas: ranks that train on different samples."""
-        return self.world // (self.tensor * self.pipeline * self.context)
-
-    @property
-    def shards(self) -> int:
-        """Ranks over which the distributed optimizer spreads the states of dense parameters."""
-        return self.data * self.context
-
-    @property
-    def expert_shards(self) -> int:
-        """The same for the parameters of experts."""
-        return max(1, self.world // (self.expert_tensor * self.expert * self.pipeline))
-
-    @staticmethod
-    def of(config: Config, spec: ModelSpec) -> Layout:
-        """From the flags, which fit the model (`check_layout`)."""
-        megatron = config.megatron
-        cluster = config.cluster
-        tensor = megatron.tensor_model_parallel_size
-        return Layout(
-            world=cluster.actor_num_nodes * cluster.actor_num_gpus_per_node,
-            tensor=tensor,
-            pipeline=megatron.pipeline_model_parallel_size,
-            virtual=virtual_stages(spec, config) or 1,
-            context=megatron.context_parallel_size,
-            expert=megatron.expert_model_parallel_size,
-            expert_tensor=megatron.expert_tensor_parallel_size or tensor,
-            sequence_parallel=megatron.sequence_parallel,
-        )
-
-    def layers_of(self, stage: int, num_layers: int) -> list[int]:
-        """Global numbers of a pipeline rank's layers, chunk after chunk.
-
-        Example (eight layers, two ranks with two chunks each):
-            >>> Layout(world=2, pipeline=2, virtual=2).layers_of(1, 8)
-            [2, 3, 6, 7]
-        """
-        size = num_layers // (self.pipeline * self.virtual)
-        starts = [(chunk * self.pipeline + stage) * size for chunk in range(self.virtual)]
-        return [start + i for start in starts for i in range(size)]
+def layout_of(config: Config, spec: ModelSpec) -> Layout:
+    """The layout that the flags ask for; they fit the model (`check_layout`)."""
+    megatron = config.megatron
+    cluster = config.cluster
+    tensor = megatron.tensor_model_parallel_size
+    return Layout(
+        world=cluster.actor_num_nodes * cluster.actor_num_gpus_per_node,
+        tensor=tensor,
+        pipeline=megatron.pipeline_model_parallel_size,
+        virtual=virtual_stages(spec, config) or 1,
+        context=megatron.context_parallel_size,
+        expert=megatron.expert_model_parallel_size,
+        expert_tensor=megatron.expert_tensor_parallel_size or tensor,
+        sequence_parallel=megatron.sequence_parallel,
+    )
 
 
 def virtual_stages(spec: ModelSpec, config: Config) -> int | None:
@@ -110,17 +65,10 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
         (spec.num_heads, tensor, "attention heads", "--tensor-model-parallel-size"),
         (_dense_width(spec), tensor, "intermediate features", "--tensor-model-parallel-size"),
         _stage_rule(spec, config),
-        (
-            spec.transformer.get("q_lora_rank") or 0,
-            tensor,
-            "of q_lora_rank",
-            "--tensor-model-parallel-size",
-        ),
-        (
-            _kv_down_rows(spec),
-            tensor,
-            "of kv_lora_rank + qk_rope_head_dim",
-            "--tensor-model-parallel-size",
+        *(
+            (rows, tensor, what, "--tensor-model-parallel-size")
+            for mixer in mixers_of(spec.transformer)
+            for rows, what in mixer.divided_rows(spec)
         ),
         (
             spec.padded_vocab_size,
@@ -155,8 +103,8 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
 
 
 def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:
-    """As Megatron counts: stages with a number of layers of their own are left out, embedding and
-    loss may count as layers, and a written layout divides nothing.
+    """Count layers per pipeline stage as Megatron does: stages with a number of layers of their own
+    are left out, embedding and loss may count as layers, and a written layout divides nothing.
 
     Raises:
         UserError: first and last stage are all there are, and leave layers over.
@@ -187,15 +135,6 @@ def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:
         )
     stages = max(ranks, 1) * (virtual_stages(spec, config) or 1)
     return layers, stages, what, "--pipeline-model-parallel-size × virtual stages"
-
-
-def _kv_down_rows(spec: ModelSpec) -> int:
-    """Output features of the shared down projection of multi-latent attention."""
-    return (
-        int(spec.transformer["kv_lora_rank"]) + int(spec.transformer["qk_pos_emb_head_dim"])
-        if spec.is_mla
-        else 0
-    )
 
 
 def _dense_width(spec: ModelSpec) -> int:

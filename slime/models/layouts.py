@@ -1,5 +1,5 @@
-"""How one Megatron parameter is made of Hugging Face tensors, and how it is cut over
-tensor-parallel ranks.
+"""Mappings between one Megatron parameter and its Hugging Face tensors, and how the parameter is
+cut over tensor-parallel ranks.
 
 A `ParamMapping` works in both directions and per rank:
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ModelSizes(Protocol):
-    """What layouts read of a model (`slime.models.spec.ModelSpec`)."""
+    """Sizes of a model that mappings read (`slime.models.spec.ModelSpec` has them)."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -54,8 +54,7 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """Which piece of a parameter: piece ``rank`` of ``size`` along the mapping's tensor-parallel
-    axis."""
+    """Piece ``rank`` of ``size`` of a parameter, along the mapping's tensor-parallel axis."""
 
     rank: int = 0
     size: int = 1
@@ -70,8 +69,54 @@ class Shard:
         return self.rank * step, (self.rank + 1) * step
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The trainer's parallel sizes.
+
+    Attributes:
+        world: trainer ranks.
+        virtual: model chunks per pipeline rank (1 without interleaving).
+    """
+
+    world: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def data(self) -> int:
+        """Data-parallel replicas: ranks that train on different samples."""
+        return self.world // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which the distributed optimizer spreads the states of dense parameters."""
+        return self.data * self.context
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks over which the distributed optimizer spreads the states of experts."""
+        return max(1, self.world // (self.expert_tensor * self.expert * self.pipeline))
+
+    def layers_of(self, stage: int, num_layers: int) -> list[int]:
+        """Global numbers of a pipeline rank's layers, chunk after chunk.
+
+        Example (eight layers, two ranks with two chunks each):
+            >>> Layout(world=2, pipeline=2, virtual=2).layers_of(1, 8)
+            [2, 3, 6, 7]
+        """
+        size = num_layers // (self.pipeline * self.virtual)
+        starts = [(chunk * self.pipeline + stage) * size for chunk in range(self.virtual)]
+        return [start + i for start in starts for i in range(size)]
+
+
 class ParamMapping(ABC):
-    """One kind of correspondence. Stateless; what depends on the model comes from its sizes.
+    """One kind of correspondence. It has no state; sizes that depend on the model come as an
+    argument.
 
     Attributes:
         tp_axis: axis along which tensor parallelism cuts the Megatron parameter; None when every
@@ -93,7 +138,8 @@ class ParamMapping(ABC):
 
 
 class Replicated(ParamMapping):
-    """The same tensor on every rank (norms, routers, biases added after a row-parallel product)."""
+    """Every rank has the same tensor (norms, routers, biases added after a row-parallel
+    product)."""
 
     def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         return sources[0][:]
@@ -116,8 +162,8 @@ class ColumnParallel(ParamMapping):
 
 
 class LatentProjection(ColumnParallel):
-    """As `ColumnParallel` in the trainer; engines keep what makes the latents of multi-latent
-    attention whole."""
+    """Projection to the latents of multi-latent attention: column-parallel in the trainer, whole on
+    every engine rank."""
 
 
 class RowParallel(ParamMapping):
@@ -219,8 +265,8 @@ class GateUp(ParamMapping):
 
 
 class StackedGateUp(ParamMapping):
-    """As `GateUp`, from one Hugging Face tensor [2·I, …] that has all gate rows above all up rows
-    (GLM-4)."""
+    """Gate and up projection as in `GateUp`, from one Hugging Face tensor [2·I, …] that has all
+    gate rows above all up rows (GLM-4)."""
 
     tp_axis = 0
 

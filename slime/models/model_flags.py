@@ -15,6 +15,7 @@ from slime.config.flags import all_flags
 from slime.config.groups_megatron import MegatronConfig
 from slime.errors import UserError
 from slime.log import get_logger
+from slime.models.mixers import mixers_of
 from slime.models.spec import ModelSpec
 
 logger = get_logger(__name__)
@@ -53,11 +54,13 @@ def check_model_flags(flags: MegatronConfig, spec: ModelSpec) -> None:
 def _without_effect(
     flags: MegatronConfig, described: Mapping[str, Any], spec: ModelSpec
 ) -> dict[str, str]:
-    """Flags by dest that Megatron reads for other models than this one, and why they change nothing
-    here."""
-    idle = {}
-    if spec.is_mla and flags.transformer.get("add_qkv_bias"):
-        idle["add_qkv_bias"] = "multi-latent attention has no biases"
+    """Find flags that Megatron reads for other models only: dest → why it changes nothing here."""
+    idle = {
+        dest: why
+        for mixer in mixers_of(spec.transformer)
+        for dest, why in mixer.unread_flags.items()
+        if flags.transformer.get(dest)
+    }
     if described["mscale"] is None and flags.model.get("rotary_scaling_factor", 1) == 1:
         for dest in ("mscale", "mscale_all_dim"):
             if flags.model.get(dest) == 1.0:
@@ -93,15 +96,15 @@ def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) ->
 
 
 def _acting(described: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given fields without those whose flags have no effect, or that Megatron does not read for
-    this attention."""
+    """Drop the fields whose flags have no effect, or that Megatron does not read for this token
+    mixer."""
     idle = {
         spec.attribute
         for spec in all_flags().values()
         if "transformer" in spec.sections and spec.meta.no_effect
     }
-    if described.get("multi_latent_attention"):
-        idle.add("add_qkv_bias")
+    for mixer in mixers_of(described):
+        idle.update(mixer.unread_flags)
     return {name: value for name, value in given.items() if name not in idle}
 
 
@@ -140,8 +143,8 @@ def _of_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> I
 
 
 def _beside_transformer(spec: ModelSpec) -> dict[str, Any]:
-    """What flags of Megatron-LM describe beside `TransformerConfig`, as the model will be computed;
-    None: it has no such thing."""
+    """Describe the model in flags of Megatron-LM that `TransformerConfig` has no field for; None
+    means that the model has no such thing."""
     scaling = spec.rotary_scaling or {}
     shape = spec.transformer
     kind = scaling.get("rope_type", "default")

@@ -44,7 +44,7 @@ class Int4:
     symmetric: bool = True
 
     def parts(self, shape: tuple[int, int], dtype: str) -> Parts:
-        """What a weight [rows, columns] of ``dtype`` is stored as."""
+        """Return the tensors that store a weight [rows, columns] of ``dtype``."""
         rows, columns = shape
         groups = columns // self.group_size
         parts: Parts = {
@@ -63,7 +63,7 @@ class Int4:
         return columns % self.group_size == 0
 
     def misfit(self, shape: tuple[int, int]) -> str:
-        """Why a weight of this shape cannot be stored so; "" if it can."""
+        """Explain why a weight of this shape cannot be stored so; "" if it can."""
         return f"{shape[1]} columns are no multiple of the group size {self.group_size}" * bool(
             shape[1] % self.group_size
         )
@@ -87,7 +87,7 @@ class Fp8:
     scale: Literal["weight_scale_inv", "weight_scale"] = "weight_scale_inv"
 
     def blocks(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """How many blocks a weight [rows, columns] has along each axis."""
+        """Count the blocks of a weight [rows, columns] along each axis."""
         rows, columns = (
             (-(-size // block)) if block else 1 for size, block in zip(shape, self.block)
         )
@@ -130,7 +130,7 @@ class Quantisation:
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> Quantisation | None:
-        """From a plain config.json; None where it has none.
+        """Read a plain config.json; None if the model is not quantised.
 
         Raises:
             UserError: a method or scheme that is not known here, by its name.
@@ -254,8 +254,8 @@ def _rules(told: object, method: str) -> tuple[str, ...]:
 
 
 def _refuse_coarser_rest(told: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """What is not about how weights are stored: scales of activations that are stored, a cache,
-    rotations, sparsity."""
+    """Refuse settings that go beyond how weights are stored: stored activation scales, a quantised
+    cache, rotations, sparsity."""
     activations = group.get("input_activations")
     is_int = group["weights"].get("type", "int") == "int"
     if activations and (

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from slime.errors import UserError
 
@@ -20,7 +20,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class HasToDict(Protocol):
-    """What we need of a transformers ``PretrainedConfig``."""
+    """The method of a transformers ``PretrainedConfig`` that this module calls."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -30,9 +30,18 @@ HfConfig = Mapping[str, Any] | HasToDict | str | Path
 one."""
 
 
+class _HeadShape(NamedTuple):
+    """Dimensions of one attention head: those of a query or key without and with position, and
+    those of a value."""
+
+    plain: int
+    position: int
+    value: int
+
+
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the trainer must build for a checkpoint to mean what it means in transformers.
+    """Facts from which the trainer builds the model that a checkpoint describes.
 
     Attributes:
         family: name of the conversion table ("llama", "qwen2", "qwen3", …).
@@ -80,8 +89,8 @@ class ModelSpec:
             object.__setattr__(self, "padded_vocab_size", self.vocab_size)
 
     def padded(self, tensor_parallel_size: int, divisible_by: int = 1) -> ModelSpec:
-        """The same model with the vocabulary padded so that every tensor-parallel rank gets equally
-        many rows.
+        """Return the same model with the vocabulary padded so that every tensor-parallel rank gets
+        equally many rows.
 
         Example:
             >>> spec.vocab_size, spec.padded(4).padded_vocab_size
@@ -123,39 +132,42 @@ class ModelSpec:
         return bool(self.transformer.get("multi_latent_attention"))
 
     @property
-    def head_dim(self) -> int:
-        """Of a query or key."""
+    def _head(self) -> _HeadShape:
+        facts = self.transformer
         if self.is_mla:
-            return int(self.transformer["qk_head_dim"]) + self.rotary_dim
-        return int(self.transformer["kv_channels"])
+            return _HeadShape(
+                facts["qk_head_dim"], facts["qk_pos_emb_head_dim"], facts["v_head_dim"]
+            )
+        return _HeadShape(0, facts["kv_channels"], facts["kv_channels"])
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of a query or key of one head."""
+        return self._head.plain + self._head.position
 
     @property
     def rotary_dim(self) -> int:
         """Dimensions of a query or key that are rotated."""
-        whole = self.transformer["qk_pos_emb_head_dim" if self.is_mla else "kv_channels"]
-        return int(whole * self.rotary_percent)
+        return int(self._head.position * self.rotary_percent)
 
     @property
     def rotary_interleaved(self) -> bool:
-        """A rotated pair is two neighbours, not two dimensions half of the rotated part apart."""
+        """Whether a rotated pair is two neighbours, not two dimensions half of the rotated part
+        apart."""
         return self.is_mla or bool(self.transformer.get("rotary_interleaved"))
 
     @property
     def value_dim(self) -> int:
         """Dimensions of a value of one head."""
-        return int(self.transformer["v_head_dim"]) if self.is_mla else self.head_dim
-
-    def width(self, name: Width) -> int:
-        """The size of an axis, by the name that the tables give it."""
-        return _WIDTHS[name](self)
+        return self._head.value
 
     @property
     def num_experts(self) -> int:
         return int(self.transformer.get("num_moe_experts") or 0)
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Has this layer (global, from 0) experts? Megatron's ``moe_layer_freq``: a 0/1 per layer,
-        or every n-th.
+        """Whether a layer (global, from 0) has experts, by Megatron's ``moe_layer_freq``: a 0/1 per
+        layer, or every n-th.
 
         Example (one dense layer first, as in DeepSeek-V3-like models):
             >>> spec.transformer["moe_layer_freq"], spec.is_moe_layer(0), spec.is_moe_layer(1)
@@ -167,42 +179,8 @@ class ModelSpec:
         return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
 
 
-Width = Literal[
-    "vocab", "hidden", "inner", "gate and up", "head", "query", "key", "attended", "query rank",
-    "key rank", "key rank, position", "keys, values", "experts", "expert inner", "shared inner",
-]  # fmt: skip
-"""Name of an axis of a parameter.
-
-"query" and "key" are all heads together, "key" also of values; "attended" is what attention gives
-the projection behind it. The ranks, and "keys, values" that are made of them, are of multi-latent
-attention.
-"""
-
-_WIDTHS: dict[Width, Callable[[ModelSpec], int]] = {
-    "vocab": lambda spec: spec.vocab_size,
-    "hidden": lambda spec: spec.hidden_size,
-    "inner": lambda spec: int(spec.transformer["ffn_hidden_size"]),
-    "gate and up": lambda spec: 2 * int(spec.transformer["ffn_hidden_size"]),
-    "head": lambda spec: spec.head_dim,
-    "query": lambda spec: spec.num_heads * spec.head_dim,
-    "key": lambda spec: spec.num_query_groups * spec.head_dim,
-    "attended": lambda spec: spec.num_heads * spec.value_dim,
-    "query rank": lambda spec: int(spec.transformer["q_lora_rank"] or 0),
-    "key rank": lambda spec: int(spec.transformer["kv_lora_rank"]),
-    "key rank, position": lambda spec: int(spec.transformer["kv_lora_rank"]) + spec.rotary_dim,
-    "keys, values": lambda spec: (
-        spec.num_heads * (int(spec.transformer["qk_head_dim"]) + spec.value_dim)
-    ),
-    "experts": lambda spec: spec.num_experts,
-    "expert inner": lambda spec: int(spec.transformer["moe_ffn_hidden_size"]),
-    "shared inner": lambda spec: int(
-        spec.transformer.get("moe_shared_expert_intermediate_size") or 0
-    ),
-}
-
-
 def check_trainable(spec: ModelSpec) -> None:
-    """Refuse what engines compute and the trainer does not.
+    """Refuse models that engines can run and the trainer cannot train.
 
     Raises:
         UserError: a router whose weights have no gradient.
@@ -225,8 +203,8 @@ _OF_NO_NUMBER = ("attention_dropout", "hidden_dropout")
 
 
 def check_same_model(spec: ModelSpec, other: ModelSpec, directory: Path) -> None:
-    """Weights are computed with as the model of --hf-checkpoint says; those of another model may
-    fit it all the same.
+    """Refuse weights of another architecture than --hf-checkpoint: they may fit it by name and
+    shape and would be computed with wrongly.
 
     Args:
         spec: of --hf-checkpoint.
@@ -295,8 +273,8 @@ def read_hf_config(source: HfConfig) -> dict[str, Any]:
 
 
 def named_dtype(config: Mapping[str, Any]) -> str:
-    """What config.json says of its weights' dtype, under the name that transformers 5 or that
-    earlier ones give it; "": nothing.
+    """Return the dtype that config.json names for its weights, in the spelling of transformers 5 or
+    of earlier versions; "" if it names none.
 
     Example:
         >>> named_dtype({"torch_dtype": "torch.bfloat16"})
@@ -306,7 +284,7 @@ def named_dtype(config: Mapping[str, Any]) -> str:
 
 
 def require(config: dict[str, Any], key: str) -> Any:
-    """A field that has no sensible default.
+    """Return a field that has no sensible default.
 
     Raises:
         UserError: it is not there.
@@ -321,7 +299,7 @@ def require(config: dict[str, Any], key: str) -> Any:
 
 
 def refuse(config: dict[str, Any], key: str, reason: str) -> None:
-    """Raise for a setting that is on and cannot be honoured; a silent miss would train a different
+    """Raise for a setting that is on and cannot be honoured: ignoring it would train a different
     model."""
     if config.get(key):
         raise UserError(
@@ -386,7 +364,7 @@ def _agreed(
     key: str,
     meaning: str,
 ) -> float | None:
-    """The one value of a field that may stand at the top, in ``rope_parameters`` and in
+    """Return the one value of a field that may stand at the top, in ``rope_parameters`` and in
     ``rope_scaling``."""
     places = {key: config, f"rope_parameters.{key}": new, f"rope_scaling.{key}": old}
     found = {
@@ -410,7 +388,7 @@ _NEEDED_TO_SCALE = {
 
 
 def _scaling(settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Only what scales, under the names of transformers 5; None for plain rope.
+    """Keep only the fields that scale, under the names of transformers 5; None for plain rope.
 
     llama3 and yarn know the length that the model was made for:
     ``original_max_position_embeddings``, here or at the top of the config, else

@@ -26,20 +26,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
 from slime.models.fused_loading import FusedLoad, LoadGroups
-from slime.models.layouts import GATE_UP, QKV, REPLICATED, ROW, VOCAB, ParamMapping, VocabParallel
-from slime.models.spec import HfConfig, ModelSpec, Width, check_trainable, read_hf_config
+from slime.models.layouts import GATE_UP, REPLICATED, ROW, VOCAB, VocabParallel
+from slime.models.mixers import GROUPED_ATTENTION, MIXERS
+from slime.models.rules import (
+    HF_LAYER,
+    HF_MLP,
+    MEGATRON_LAYER,
+    MLP,
+    LayerCondition,
+    Rule,
+    Width,
+)
+from slime.models.spec import HfConfig, ModelSpec, check_trainable, read_hf_config
 
 _PLACEHOLDERS = {"layer": r"(?P<layer>\d+)", "expert": r"(?P<expert>\d+)"}
-
-LayerCondition = Callable[[ModelSpec, int], bool]
-"""(spec, global layer number) → does the rule apply; layer is -1 for parameters outside the
-layers."""
 
 
 @lru_cache(maxsize=4096)
@@ -50,66 +56,31 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(escaped)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One kind of Megatron parameter and the Hugging Face tensors it is made of.
+_WIDTHS: dict[Width, Callable[[ModelSpec], int]] = {
+    "vocab": lambda spec: spec.vocab_size,
+    "hidden": lambda spec: spec.hidden_size,
+    "inner": lambda spec: int(spec.transformer["ffn_hidden_size"]),
+    "gate and up": lambda spec: 2 * int(spec.transformer["ffn_hidden_size"]),
+    "experts": lambda spec: spec.num_experts,
+    "expert inner": lambda spec: int(spec.transformer["moe_ffn_hidden_size"]),
+    "shared inner": lambda spec: int(
+        spec.transformer.get("moe_shared_expert_intermediate_size") or 0
+    ),
+}
+for _mixer in MIXERS:
+    _WIDTHS.update(_mixer.widths)
 
-    Attributes:
-        megatron: parameter name, or several spellings of it (Transformer Engine fuses norms into
-            the layer behind).
-        hf: one or several tensor names, in the order that ``layout`` wants them.
-        layout: how the one is made of the others.
-        rows: their first axis; one name for all of them, or one for each.
-        columns: their second axis; None for vectors.
-        when: where the rule applies; None means always.
-        is_buffer: it is not trained, no gradient or optimizer knows it.
-        tied_to: for the output layer: the Hugging Face name that takes the place of ``hf`` when
-            embeddings are tied. Then ``hf`` is not expected in checkpoints and not exported.
-    """
 
-    megatron: str | tuple[str, ...]
-    hf: str | tuple[str, ...]
-    layout: ParamMapping
-    rows: Width | tuple[Width, ...] = "hidden"
-    columns: Width | None = None
-    when: LayerCondition | None = None
-    is_buffer: bool = False
-    tied_to: str | None = None
+def width(spec: ModelSpec, name: Width) -> int:
+    """The size of an axis, by the name that the rules give it."""
+    return _WIDTHS[name](spec)
 
-    @property
-    def megatron_names(self) -> tuple[str, ...]:
-        return (self.megatron,) if isinstance(self.megatron, str) else self.megatron
 
-    @property
-    def hf_names(self) -> tuple[str, ...]:
-        return (self.hf,) if isinstance(self.hf, str) else self.hf
-
-    @property
-    def is_expert(self) -> bool:
-        return "{expert}" in self.megatron_names[0]
-
-    @property
-    def is_of_layer(self) -> bool:
-        return "{layer}" in self.megatron_names[0]
-
-    @property
-    def is_embedding(self) -> bool:
-        return isinstance(self.layout, VocabParallel) and self.tied_to is None
-
-    @property
-    def is_linear(self) -> bool:
-        """Its tensors are weights of Linear layers. Embeddings and routers have two axes too, and
-        are none."""
-        return self.columns is not None and not self.is_embedding and self.rows != "experts"
-
-    def applies(self, spec: ModelSpec, layer: int) -> bool:
-        return self.when is None or self.when(spec, layer)
-
-    def shapes(self, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
-        """Of ``hf``, in their order."""
-        rows = (self.rows,) * len(self.hf_names) if isinstance(self.rows, str) else self.rows
-        columns = () if self.columns is None else (spec.width(self.columns),)
-        return tuple((spec.width(name), *columns) for name in rows)
+def shapes_of(rule: Rule, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the Hugging Face tensors of a rule, in their order."""
+    rows = (rule.rows,) * len(rule.hf_names) if isinstance(rule.rows, str) else rule.rows
+    columns = () if rule.columns is None else (width(spec, rule.columns),)
+    return tuple((width(spec, name), *columns) for name in rows)
 
 
 Cut = Literal["none", "tensor", "expert"]
@@ -119,7 +90,7 @@ parallelism."""
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a rule makes in one layer; the experts of a layer are one.
+    """One Megatron parameter that a rule makes in one layer. All experts of a layer count as one.
 
     Attributes:
         name: Megatron's, by its first spelling, with the global layer number.
@@ -203,7 +174,7 @@ class ModelFamily:
     fused: tuple[FusedLoad, ...] = ()
 
     def describe(self, hf_config: HfConfig) -> ModelSpec:
-        """Architecture facts from a config (dict, transformers config, file or directory).
+        """Read the architecture from a config (dict, transformers config, file or directory).
 
         Raises:
             UserError: a setting that this family cannot honour, or a field that is not there.
@@ -211,7 +182,7 @@ class ModelFamily:
         return self.make_spec(read_hf_config(hf_config))
 
     def model_spec(self, hf_config: HfConfig) -> ModelSpec:
-        """The same, of a model that Megatron can compute.
+        """Read the architecture of a model that Megatron can train.
 
         Raises:
             UserError: as `describe`; biases or a router that Megatron has no place for.
@@ -221,13 +192,13 @@ class ModelFamily:
         return spec
 
     def load_groups(self, spec: ModelSpec) -> LoadGroups:
-        """Which tensors of this model an engine must be given in one load call."""
+        """Return the groups of tensors that an engine must be given in one load call."""
         return LoadGroups(self.fused, spec)
 
     def parameters(
         self, spec: ModelSpec, layers: Iterable[int], *, first: bool = True, last: bool = True
     ) -> Iterator[Parameter]:
-        """What a pipeline stage holds, whole; buffers are none.
+        """Iterate over the parameters of a pipeline stage, uncut, without buffers.
 
         A tied model has its embedding once, or, in stages, in the last one again as the output
         layer.
@@ -245,7 +216,9 @@ class ModelFamily:
             name = rule.megatron_names[0].format(layer=layer, expert="")
             count = spec.num_experts if rule.is_expert else 1
             of_vocabulary = isinstance(rule.layout, VocabParallel)
-            found = Parameter(rule, name, rule.shapes(spec), count, padding if of_vocabulary else 0)
+            found = Parameter(
+                rule, name, shapes_of(rule, spec), count, padding if of_vocabulary else 0
+            )
             if found.is_embedding:
                 here = first
             elif found.is_output:
@@ -273,11 +246,12 @@ class ModelFamily:
         return None
 
     def expected_hf_names(self, spec: ModelSpec) -> Iterator[str]:
-        """Every tensor that a complete checkpoint of this model has, layer by layer."""
+        """Iterate over the names of every tensor that a complete checkpoint of this model has,
+        layer by layer."""
         return (name for name, _ in self.hf_tensors(spec))
 
     def hf_tensors(self, spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of the same."""
+        """Iterate over (name, shape) of every tensor that a complete checkpoint has."""
         places = [(rule, -1) for rule in self.rules if not rule.is_of_layer]
         places += [
             (rule, layer)
@@ -287,14 +261,15 @@ class ModelFamily:
         ]
         for rule, layer in places:
             if rule.applies(spec, layer):
-                shapes = rule.shapes(spec)
+                shapes = shapes_of(rule, spec)
                 for expert in range(spec.num_experts) if rule.is_expert else [-1]:
                     yield from zip(
                         _filled(rule, {"layer": layer, "expert": expert}, spec).exports, shapes
                     )
 
     def match_hf(self, hf_name: str) -> tuple[Rule, dict[str, int]] | None:
-        """The rule that a Hugging Face name would be of in a layer that has it, and its numbers.
+        """Find the rule of a Hugging Face name, whether or not its layer has it, and the numbers in
+        the name.
 
         Example:
             >>> LLAMA.match_hf("model.layers.3.mlp.down_proj.weight")[1]
@@ -308,8 +283,8 @@ class ModelFamily:
         return None
 
     def is_ignored(self, hf_name: str, spec: ModelSpec) -> bool:
-        """Is this tensor known to be unused: listed in ``ignored``, or the output layer of a tied
-        model?"""
+        """Whether a tensor is known to be unused: listed in ``ignored``, or the output layer of a
+        tied model."""
         if spec.tie_embeddings and any(
             rule.tied_to and hf_name in rule.hf_names for rule in self.rules
         ):
@@ -336,13 +311,6 @@ def _filled(rule: Rule, numbers: dict[str, int], spec: ModelSpec) -> Match:
 # -- what decoders share
 # ---------------------------------------------------------------------------------------------
 
-MEGATRON_LAYER = "decoder.layers.{layer}."
-HF_LAYER = "model.layers.{layer}."
-ATTENTION = MEGATRON_LAYER + "self_attention."
-HF_ATTENTION = HF_LAYER + "self_attn."
-MLP = MEGATRON_LAYER + "mlp."
-HF_MLP = HF_LAYER + "mlp."
-
 OUTER_RULES = (
     Rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", VOCAB, "vocab", "hidden"),
     Rule("decoder.final_layernorm.weight", "model.norm.weight", REPLICATED),
@@ -353,52 +321,6 @@ OUTER_RULES = (
         "vocab",
         "hidden",
         tied_to="model.embed_tokens.weight",
-    ),
-)
-
-INPUT_NORM = Rule(
-    MEGATRON_LAYER + "input_layernorm.weight", HF_LAYER + "input_layernorm.weight", REPLICATED
-)
-OUTPUT = Rule(
-    ATTENTION + "linear_proj.weight", HF_ATTENTION + "o_proj.weight", ROW, "hidden", "attended"
-)
-
-#: Biases and norms of queries and keys where the spec says so.
-ATTENTION_RULES = (
-    replace(
-        INPUT_NORM,
-        megatron=(INPUT_NORM.megatron_names[0], ATTENTION + "linear_qkv.layer_norm_weight"),
-    ),
-    Rule(
-        ATTENTION + "linear_qkv.weight",
-        tuple(HF_ATTENTION + f"{x}_proj.weight" for x in "qkv"),
-        QKV,
-        ("query", "key", "key"),
-        "hidden",
-    ),
-    Rule(
-        ATTENTION + "linear_qkv.bias",
-        tuple(HF_ATTENTION + f"{x}_proj.bias" for x in "qkv"),
-        QKV,
-        ("query", "key", "key"),
-        when=lambda spec, layer: bool(spec.transformer["add_qkv_bias"]),
-    ),
-    OUTPUT,
-    Rule(
-        ATTENTION + "linear_proj.bias",
-        HF_ATTENTION + "o_proj.bias",
-        REPLICATED,
-        when=lambda spec, layer: spec.output_bias,
-    ),
-    *(
-        Rule(
-            ATTENTION + f"{x}_layernorm.weight",
-            HF_ATTENTION + f"{x}_norm.weight",
-            REPLICATED,
-            "head",
-            when=lambda spec, layer: bool(spec.transformer["qk_layernorm"]),
-        )
-        for x in "qk"
     ),
 )
 
@@ -451,7 +373,7 @@ def _has_expert_bias(spec: ModelSpec, layer: int) -> bool:
 
 
 def _has_shared_experts(spec: ModelSpec, layer: int) -> bool:
-    return spec.is_moe_layer(layer) and bool(spec.width("shared inner"))
+    return spec.is_moe_layer(layer) and bool(width(spec, "shared inner"))
 
 
 _EXPERTS = MLP + "experts."
@@ -498,7 +420,7 @@ MOE_RULES = (
 )
 
 #: Of a decoder whose layers are all dense.
-DENSE_RULES = OUTER_RULES + ATTENTION_RULES + MLP_RULES
+DENSE_RULES = OUTER_RULES + GROUPED_ATTENTION.rules + MLP_RULES
 
 #: Layers for multi-token prediction, numbered on from the decoder's.
 MTP_LAYERS = (r"model\.layers\.(?P<mtp_layer>\d+)\..*",)

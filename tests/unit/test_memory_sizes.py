@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from benchmarks.gpu.trainer import SHAPES
 from slime.config import make_config
 from slime.memory import trainer
-from slime.memory.activations import Kernels, Recompute, saved_by_layer, saved_by_stage
+from slime.memory.activations import Recompute, saved_by_layer, saved_by_stage
 from slime.memory.engine import EngineSettings
 from slime.memory.trainer import TrainerSettings, rank_parameters
 from slime.models import family_of, table_of
-from slime.models.layout_rules import Layout
+from slime.models.layout_rules import layout_of as layout_of_flags
+from slime.models.layouts import Layout
+from slime.models.mixers import Kernels
 from slime.models.spec import ModelSpec
 from tests.support.hf_configs import PUBLISHED
 from tests.support.memory_jobs import FAMILIES, count_parameters, saved_bytes
@@ -37,7 +39,7 @@ def spec_of(name: str) -> ModelSpec:
 
 
 def layout_of(world: int, flags: dict[str, Any], name: str) -> Layout:
-    return Layout.of(
+    return layout_of_flags(
         trainer_config(actor_num_gpus_per_node=world, rollout_batch_size=8, **flags), spec_of(name)
     )
 

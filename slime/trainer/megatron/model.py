@@ -11,6 +11,7 @@ any of this.
 from __future__ import annotations
 
 import copy
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -28,13 +29,14 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.algorithms.logprobs import VocabShard, linear_log_probs
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.models.layout_rules import virtual_stages
+from slime.models.mixers import mixer_of
 from slime.models.model_flags import merge_transformer
 from slime.models.rotary import inverse_frequencies
 from slime.models.spec import ModelSpec
@@ -379,11 +381,8 @@ def transformer_config(
     ):
         arguments["use_te_activation_func"] = True  # the slot that `SwiGLUActivation` fills
     arguments.update(expert_arguments(arguments))
-    if spec.is_mla:
-        # its norms see whole latents on every tensor-parallel rank; with the mark Megatron takes
-        # them for norms of each rank's own heads, and sums their gradients over the ranks
-        return MLATransformerConfig(**{**arguments, "qk_layernorm": False})
-    return TransformerConfig(**arguments)
+    mixer = mixer_of(spec.transformer, 0)
+    return pkgutil.resolve_name(mixer.megatron_config)(**arguments | mixer.megatron_overrides)
 
 
 def _trainer_arguments(spec: ModelSpec, config: Config, initialise: bool) -> dict[str, Any]:

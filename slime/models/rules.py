@@ -1,0 +1,88 @@
+"""The rule language of the family tables: one kind of Megatron parameter and the Hugging Face
+tensors that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from slime.models.layouts import ParamMapping, VocabParallel
+from slime.models.spec import ModelSpec
+
+MEGATRON_LAYER = "decoder.layers.{layer}."
+HF_LAYER = "model.layers.{layer}."
+ATTENTION = MEGATRON_LAYER + "self_attention."
+HF_ATTENTION = HF_LAYER + "self_attn."
+MLP = MEGATRON_LAYER + "mlp."
+HF_MLP = HF_LAYER + "mlp."
+
+LayerCondition = Callable[[ModelSpec, int], bool]
+"""(spec, global layer number) → does the rule apply; layer is -1 for parameters outside the
+layers."""
+
+Width = Literal[
+    "vocab", "hidden", "inner", "gate and up", "head", "query", "key", "attended", "query rank",
+    "key rank", "key rank, position", "keys, values", "experts", "expert inner", "shared inner",
+]  # fmt: skip
+"""Name of an axis of a parameter; `slime.models.table.width` gives its size.
+
+"query" and "key" are all heads together, "key" also of values; "attended" is the output of
+attention, before the projection. The ranks and "keys, values" belong to multi-latent attention.
+"""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of Megatron parameter and the Hugging Face tensors it is made of.
+
+    Attributes:
+        megatron: parameter name, or several spellings of it (Transformer Engine fuses norms into
+            the layer behind).
+        hf: one or several tensor names, in the order that ``layout`` wants them.
+        layout: how the one is made of the others.
+        rows: their first axis; one name for all of them, or one for each.
+        columns: their second axis; None for vectors.
+        when: where the rule applies; None means always.
+        is_buffer: it is not trained: it has no gradient and no optimizer state.
+        tied_to: for the output layer: the Hugging Face name that takes the place of ``hf`` when
+            embeddings are tied. Then ``hf`` is not expected in checkpoints and not exported.
+    """
+
+    megatron: str | tuple[str, ...]
+    hf: str | tuple[str, ...]
+    layout: ParamMapping
+    rows: Width | tuple[Width, ...] = "hidden"
+    columns: Width | None = None
+    when: LayerCondition | None = None
+    is_buffer: bool = False
+    tied_to: str | None = None
+
+    @property
+    def megatron_names(self) -> tuple[str, ...]:
+        return (self.megatron,) if isinstance(self.megatron, str) else self.megatron
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        return (self.hf,) if isinstance(self.hf, str) else self.hf
+
+    @property
+    def is_expert(self) -> bool:
+        return "{expert}" in self.megatron_names[0]
+
+    @property
+    def is_of_layer(self) -> bool:
+        return "{layer}" in self.megatron_names[0]
+
+    @property
+    def is_embedding(self) -> bool:
+        return isinstance(self.layout, VocabParallel) and self.tied_to is None
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether its tensors are weights of Linear layers; embeddings and routers, which also have
+        two axes, are not."""
+        return self.columns is not None and not self.is_embedding and self.rows != "experts"
+
+    def applies(self, spec: ModelSpec, layer: int) -> bool:
+        return self.when is None or self.when(spec, layer)
