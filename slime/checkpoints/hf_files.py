@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from slime.checkpoints.directory import partial_dir, publish
 from slime.errors import UserError
 from slime.models import ModelFamily, ModelSpec
+from slime.models.parameters import ModelParameters
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +118,7 @@ class HfReader:
             UserError: tensors missing or unknown, named by layer, or of another shape than
                 config.json makes them.
         """
-        shapes = dict(family.hf_tensors(spec))
+        shapes = ModelParameters(family, spec).stored
         expected = set(shapes)
         present = self.names()
         surplus = present - expected

@@ -14,7 +14,8 @@ from slime.checkpoints.safetensors_stream import Table, read_table
 from slime.engines.wire.buckets import SCALE_NAMES
 from slime.errors import UserError
 from slime.models import ModelFamily, ModelSpec
-from slime.models.ignore_list import WeightMatrix, examine, matrices, stored_tensors
+from slime.models.ignore_list import WeightMatrix, examine, matrices
+from slime.models.parameters import ModelParameters
 from slime.models.quantised import Quantisation
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -41,7 +42,7 @@ def verify_quantised(
         found, unspared=tuple(name for name in found.unspared if name not in present)
     ).problems()
     wrong += _half_quantised(found.quantised, found.ignored, present, quantisation)
-    expected = stored_tensors(family, spec, quantisation)
+    expected = ModelParameters(family, spec, quantisation).served
     known = {name for name in present if family.is_ignored(name, spec)}
     wrong += _told("missing", sorted(expected.keys() - present.keys()))
     wrong += _told("unknown", sorted(present.keys() - expected.keys() - known))

@@ -7,6 +7,7 @@ from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.sglang.quantised_routes import quantised_route
 from slime.engines.sglang.versions import installed_version
+from slime.engines.wire.abilities import SGLANG
 from slime.errors import UserError
 from slime.models import family_of, ignore_list
 from slime.models.quantised import Quantisation
@@ -33,7 +34,7 @@ def check_route(config: Config) -> None:
         return  # nothing is pushed; another check says so, and external engines say theirs
     from slime.weights.route import choose_route
 
-    kind = choose_route(config, embedded=False, local=True)
+    kind = choose_route(config, SGLANG.transports, local=True)
     models = [model for model in engine_of(config).served_models(config) if model.is_policy]
     started = [group for model in models for group in model.groups if group.num_engines]
     options = [

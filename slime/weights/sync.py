@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import nn
 
 from slime import deadlines
-from slime.checkpoints.hf_io import HfExporter
 from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.api import EngineError
@@ -49,9 +48,9 @@ from slime.weights.engine_check import (
     digest_from_json,
     digest_to_json,
 )
-from slime.weights.quantised_push import Export, QuantisedExport
 from slime.weights.receipt import Receipt, Sampler, WeightMismatch, kinds_of
 from slime.weights.route import Route, find_route, open_transport
+from slime.weights.source import ModelSource, QuantisedSource, WeightSource, exhaust
 from slime.weights.trainer_ranks import StageError, TrainerRanks
 from slime.weights.transport import EngineSlots, NamedTensors, Transferred, Transport, deadline_for
 
@@ -87,7 +86,7 @@ class WeightSync:
         self.version = start_version
         self._model_chunks = model_chunks
         self._hf_config = hf_config
-        self._exporter: Export | None = None
+        self._source: WeightSource | None = None
         self._groups = LoadGroups()
         self._quantisation = Quantisation.read(read_hf_config(hf_config))
         self._ranks = TrainerRanks(rank, world_size)
@@ -152,17 +151,11 @@ class WeightSync:
             False: engines hold runs of experts in a form that cannot be compared; nothing is open
                 any more.
         """
-        exporter = HfExporter(
-            self._model_chunks,
-            self._hf_config,
-            model_name=self.config.checkpoint.model_name,
-            own_stage=len(route.sources) > 1,
-            in_runs=route.in_runs,
-        )
-        self._groups = exporter.family.load_groups(exporter.spec)
-        self._exporter = self._as_stored(exporter, route)
+        self._source = self._source_for(route)
+        parameters = self._source.parameters
+        self._groups = parameters.family.load_groups(parameters.spec)
         # both collective, hence outside of the block below
-        contents = _StageContents.of(self._exporter, with_shapes=route.asks_ranks)
+        contents = _StageContents.of(self._source, with_shapes=route.asks_ranks)
         gloo = self._gloo_group() if route.kind == "ipc" else None
         self._stage_seconds = [2 * deadlines.DISTRIBUTED_JOIN for _ in route.sources]
         explained = _naming_engine() if self.rank == 0 else nullcontext()
@@ -220,18 +213,24 @@ class WeightSync:
             list(group) for group in self._groups.among(names) if set(group) <= set(names)
         ]
 
-    def _as_stored(self, exporter: HfExporter, route: Route) -> Export:
-        """The exporter, or what engines of quantised weights hold of its tensors.
+    def _source_for(self, route: Route) -> WeightSource:
+        """The whole model, in the form that the engines hold.
 
         Raises:
-            UserError: the ignore list does not fit the model.
+            UserError: the ignore list of quantised weights does not fit the model.
         """
+        plain = ModelSource(
+            self._model_chunks,
+            self._hf_config,
+            model_name=self.config.checkpoint.model_name,
+            own_stage=len(route.sources) > 1,
+            in_runs=route.in_runs,
+        )
         if self._quantisation is None:
-            return exporter
-        converts = (
-            self._ranks.stage is not None or route.kind == "ipc"
-        )  # there every rank packs for its own GPU
-        return QuantisedExport(exporter, self._quantisation, route.dtype, converts=converts)
+            return plain
+        # with "ipc" every rank packs for its own GPU
+        converts = self._ranks.stage is not None or route.kind == "ipc"
+        return QuantisedSource(plain, self._quantisation, route.dtype, converts=converts)
 
     def push(self) -> Receipt:
         """Bring the current weights to every engine as version ``self.version + 1``. Collective.
@@ -242,9 +241,9 @@ class WeightSync:
                 is not advanced; a new `push` sends everything again.
             WeightMismatch: an engine does not hold what was sent; names tensors.
         """
-        assert self._exporter is not None, "push before connect"
+        assert self._source is not None, "push before connect"
         version = self.version + 1
-        tensors = self._exporter.tensors()
+        tensors = self._source.tensors()
         self._has_begun = False
         with self._ranks.round(f"pushing weights version {version}", self._push_seconds) as pushed:
             try:
@@ -258,10 +257,7 @@ class WeightSync:
                 if self.world_size > 1:
                     if self.rank == 0 and not self._has_begun and self._transport is not None:
                         self._transport.follow(tensors)  # the others are in its collectives
-                    for _ in (
-                        tensors
-                    ):  # other ranks count on this one in every gather, also after a failure
-                        pass
+                    exhaust(tensors)  # the others count on this rank, also after a failure
         receipt = Receipt.from_json(pushed.value)
         if self._ranks.stage is not None:
             self._sampler.end()
@@ -287,11 +283,11 @@ class WeightSync:
 
     def _send(self, tensors: NamedTensors, version: int) -> None:
         """What this rank sends, with a report of it."""
-        assert self._transport is not None
+        assert self._transport is not None and self._source is not None
         self._sampler.begin(self._last_seconds, self.config.debug.check_weight_update_equal)
         self._has_begun = True
         sent = self._transport.send(tensors, version, self._sampler.observe)
-        zeros = self._exporter.zeros if isinstance(self._exporter, QuantisedExport) else []
+        zeros = self._source.zeros
         self._ranks.report(
             asdict(_StageSent(sent, self._sampler.names, self._sampler.fingerprints, zeros))
         )
@@ -490,13 +486,13 @@ class _StageContents:
     shapes: dict[str, list[int]]
 
     @staticmethod
-    def of(exporter: Export, with_shapes: bool) -> _StageContents:
+    def of(source: WeightSource, with_shapes: bool) -> _StageContents:
         """Collective over the ranks of the stage. To find the shapes out takes one gathering of all
         weights, which sets the communicators up as well."""
         shapes = (
-            {name: list(tensor.shape) for name, tensor in exporter.tensors()} if with_shapes else {}
+            {name: list(tensor.shape) for name, tensor in source.tensors()} if with_shapes else {}
         )
-        return _StageContents(exporter.names(), exporter.nbytes(), shapes)
+        return _StageContents(source.names(), source.nbytes(), shapes)
 
 
 @dataclass(frozen=True)
