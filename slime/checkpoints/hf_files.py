@@ -160,8 +160,7 @@ class HfReader:
         if wrong:
             raise UserError(
                 f"{self.directory}: {len(wrong)} of {len(shapes)} weights are not of the shape "
-                "that config.json gives"
-                f" a {family.name} model",
+                f"that config.json gives a {family.name} model",
                 why="; ".join(wrong[:3]),
                 fix="config.json was edited, or belongs to another model: download both from the "
                 "same revision",

@@ -65,9 +65,8 @@ class ShardedWrite:
 
         self.rank = dist.get_rank()
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # megatron-core's use of torch's older names
+            # megatron-core's use of torch's older names
+            warnings.simplefilter("ignore", FutureWarning)
             sharded, common = save_preprocess(dict(state))
             keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(
                 sharded, keep_only_main_replica=True
@@ -254,8 +253,7 @@ def read(state: StateDict, directory: Path) -> StateDict:
             f"{directory} cannot be loaded into this model",
             why=first_lines(error),
             fix="it must be a checkpoint of the same model; pass --load with another directory or "
-            "--ckpt-step with"
-            " another iteration. --no-load-optim leaves the optimizer out",
+            "--ckpt-step with another iteration. --no-load-optim leaves the optimizer out",
         ) from error
 
 

@@ -63,9 +63,8 @@ class RunKeys:
         return RunKeys(Key(secrets.token_urlsafe(32)), Key(os.environ.get(VARIABLE, "")))
 
 
-_run = RunKeys(
-    Key(), Key(os.environ.get(VARIABLE, ""))
-)  # before there is one, engines of others may be asked
+# before there is one, engines of others may be asked
+_run = RunKeys(Key(), Key(os.environ.get(VARIABLE, "")))
 _key_of: dict[str, Key] = {}
 _external: set[str] = set()
 

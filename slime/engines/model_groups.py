@@ -136,8 +136,7 @@ def _policy_of(path: Path, models: list[Mapping[str, Any]], checkpoint: str) -> 
         if model.get("update_weights") and not fits:
             raise UserError(
                 f"{path}: model {_name(model)} has update_weights, and its model_path "
-                f"{model['model_path']} is not"
-                f" --hf-checkpoint {checkpoint}",
+                f"{model['model_path']} is not --hf-checkpoint {checkpoint}",
                 why="pushed weights would not fit it",
                 fix="leave model_path or update_weights out",
             )

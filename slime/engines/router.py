@@ -46,9 +46,8 @@ POLICIES = {
 #: Answers 200 as long as the router itself is well, whatever its workers are.
 LIVENESS_PATH = "/liveness"
 
-_LARGEST_PAYLOAD = (
-    4 << 30
-)  # the router's own limit of 512 MiB is too small for requests with many images
+# the router's own limit of 512 MiB is too small for requests with many images
+_LARGEST_PAYLOAD = 4 << 30
 
 
 def router_policy(name: str) -> str:

@@ -216,11 +216,9 @@ class Canary:
         fixes += ["--no-check-canary goes on regardless"]
         return UserError(
             f"after {event}, engine {self.fleet.urls[engine]} gives other log-probs than the "
-            "trainer with the same"
-            f" weights: they differ by {difference.mean:.2g} on average, most at position "
-            f"{difference.at + 1} of the"
-            f" canary, by {difference.largest:.2g} ({numbers});"
-            f" allowed is a {kind} of {self._tolerance:.2g}. {num_wrong} of "
+            f"trainer with the same weights: they differ by {difference.mean:.2g} on average, most "
+            f"at position {difference.at + 1} of the canary, by {difference.largest:.2g} "
+            f"({numbers}); allowed is a {kind} of {self._tolerance:.2g}. {num_wrong} of "
             f"{len(self.fleet.urls)} engines differ",
             why=f"{self._functions}{where}. Possible causes, likeliest first: "
             + "; ".join(cause for cause, _ in causes),

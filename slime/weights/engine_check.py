@@ -179,9 +179,8 @@ class SliceCheck:
     ) -> None:  # fmt: skip
         self._engines = engines
         self._opens = opens
-        self._method = (
-            "words" if torch.cuda.is_available() else "xxh3"
-        )  # a CPU's own is the faster one there
+        # a CPU's own is the faster one there
+        self._method = "words" if torch.cuda.is_available() else "xxh3"
         self._shapes = {name: list(shape) for name, shape in shapes.items()}
         self._ranks = RankQuestions(fleet, engines, address)
         layouts = self._ranks.ask(

@@ -80,9 +80,8 @@ class IpcTransport(Transport):
         self._buffer_size = buffer_size
         self._dtype = dtype
         self._buffers = BufferPair(buffer_size, _own_device())
-        self._reading: dict[
-            int, tuple[Future[list[dict[str, Any]]], float]
-        ] = {}  # buffer number → engines' answers
+        # buffer number → engines' answers
+        self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}
         self._failure: BaseException | None = None
         _check_sharing(engines, group.size() if group is not None else 1)
 

@@ -57,6 +57,5 @@ def _check_output_layer(path: str, model_name: str | None, quantisation: Quantis
             why="SGLang holds output layers plain: it would take the numbers for weights and drop "
             "their scales",
             fix=f"quantise the model again with {found[0]} among the rules to ignore, as the "
-            "recommended list of slime"
-            " convert has it, or take --rollout-engine embedded",
+            "recommended list of slime convert has it, or take --rollout-engine embedded",
         )

@@ -87,8 +87,7 @@ def find_route(
         raise UserError(
             f"weights cannot get to engine {on_cpu[0]}",
             why="it has no GPU, which NCCL needs; and it, or another one, is on another host than "
-            "the trainer's rank 0,"
-            " which shared memory does not reach",
+            "the trainer's rank 0, which shared memory does not reach",
             fix="pass --update-weight-transport disk and --update-weight-disk-dir with a "
             "directory that all see",
         )
@@ -102,12 +101,10 @@ def find_route(
         raise UserError(
             f"the engines quantise weights of {dtype_name(dtype)}, and the trainer those of "
             f"{dtype_name(told)}",
-            why="--fake-quantisation, --measure-quantisation and the canary go by flags, and "
-            "would round to other"
-            " numbers than a push",
+            why="--fake-quantisation, --measure-quantisation and the canary go by flags, and would "
+            "round to other numbers than a push",
             fix=f"start the engines with the dtype {dtype_name(told)}, or set --sglang-dtype "
-            "(--embedded-dtype) as"
-            " theirs and leave it out of overrides of server groups",
+            "(--embedded-dtype) as theirs and leave it out of overrides of server groups",
         )
     quantised = routes_of(infos, hf_config, kind) if common.packs_quantised else None
     return Route(

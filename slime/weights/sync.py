@@ -99,9 +99,8 @@ class WeightSync:
         self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
         self._opens = self._has_begun = False
-        self._broke_off = (
-            False  # a push, behind its pause: engines may hold a mix, and have layers that are open
-        )
+        # a push, behind its pause: engines may hold a mix, and have layers that are open
+        self._broke_off = False
         self._last_seconds = 0.0
         faults = config.fault_tolerance
         hangs = (
@@ -195,9 +194,8 @@ class WeightSync:
         if connected.value is None:
             return False
         nbytes = connected.value["nbytes"]
-        self._stage_seconds = [
-            1.5 * deadline_for(n, self._timeout) for n in nbytes
-        ]  # a bucket's own limit comes first
+        # a bucket's own limit comes first
+        self._stage_seconds = [1.5 * deadline_for(n, self._timeout) for n in nbytes]
         share = Sampler.share / len(nbytes)
         floor = Sampler.floor / len(nbytes)
         digest = digest_from_json(connected.value["digest"])
@@ -294,9 +292,8 @@ class WeightSync:
 
     def _await_turn(self) -> None:
         earlier = self._stage_seconds[: self._ranks.stage]
-        self._ranks.await_turn(
-            2 * deadlines.SYNC_CONTROL + sum(earlier)
-        )  # rank 0 pauses the engines first
+        # rank 0 pauses the engines first
+        self._ranks.await_turn(2 * deadlines.SYNC_CONTROL + sum(earlier))
 
     @property
     def _timeout(self) -> float:
@@ -465,11 +462,9 @@ class WeightSync:
 
 _REMEDIES = (
     "look at the engine's log first. If it is alive but slow: push less often "
-    "(--update-weights-interval 5), share GPUs"
-    " (--colocate, no network), check the network (ibstat; NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, "
-    "NCCL_IB_DISABLE=0),"
-    " give it longer (NCCL_TIMEOUT=1800), or go through a directory (--update-weight-transport "
-    "disk)"
+    "(--update-weights-interval 5), share GPUs (--colocate, no network), check the network "
+    "(ibstat; NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=0), give it longer "
+    "(NCCL_TIMEOUT=1800), or go through a directory (--update-weight-transport disk)"
 )
 
 

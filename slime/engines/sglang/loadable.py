@@ -167,9 +167,8 @@ def opened_to_look(model: nn.Module) -> Iterator[None]:
         open_layers(model)
         yield
     finally:
-        if (
-            not was_open
-        ):  # also what was opened before another layer could not be: nobody has paused the engine
+        # also what was opened before another layer could not be: nobody has paused the engine
+        if not was_open:
             for layer in _open.pop(model, {}).values():
                 layer.shut()
             for module in _with_cache_scales(model):

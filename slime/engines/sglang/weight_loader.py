@@ -86,9 +86,8 @@ class StackedExperts:
         """One expert goes the long way: is it then where the short one would have put it?"""
         model = self._model()
         wanted = held.of(sent)
-        fits = (
-            wanted.dtype == held.target.dtype or run.leaf == SIZE
-        )  # which some layers hold as floats
+        # which some layers hold as floats
+        fits = wanted.dtype == held.target.dtype or run.leaf == SIZE
         if model is None or wanted.shape != held.target.shape or not fits:
             return False
         _load_weights(model, [(run.expert_name(run.first + held.first), sent[held.first])])

@@ -222,9 +222,8 @@ class Tree:
             return self._shared_expert(name)
         module = self.modules[f"{parent}.{fused}"]
         tensor = self.parameters[parameter]
-        if (
-            tensor.dim() == 1 and leaf == "weight_scale"
-        ):  # one for each projection, the same on every rank
+        # one for each projection, the same on every rank
+        if tensor.dim() == 1 and leaf == "weight_scale":
             return Held(tensor[part : part + 1], 0, 0, 1, parameter)
         if fused == "qkv_proj":
             return self._of_qkv(parameter, module, part)
@@ -274,9 +273,8 @@ class Tree:
 
     def _of_qkv(self, parameter: str, module: Any, part: int) -> Held | None:
         sizes = [module.q_proj_shard_size, module.kv_proj_shard_size, module.kv_proj_shard_size]
-        unit = (
-            sum(sizes) // self.parameters[parameter].shape[0]
-        )  # rows that share a row of this one: a block's scale
+        # rows that share a row of this one: a block's scale
+        unit = sum(sizes) // self.parameters[parameter].shape[0]
         if not unit or any(size % unit for size in sizes):
             return None
         begin = sum(sizes[:part]) // unit
@@ -328,9 +326,8 @@ class Tree:
         """
         module = self.modules.get(run.owner)
         leaf = f"{'w2' if run.projection == 'down' else 'w13'}_{run.leaf}"
-        stacked = (
-            None if module is None else module._parameters.get(leaf)
-        )  # anew: engines may replace parameters
+        # anew: engines may replace parameters
+        stacked = None if module is None else module._parameters.get(leaf)
         if (
             module is None
             or stacked is None

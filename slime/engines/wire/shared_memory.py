@@ -44,9 +44,8 @@ class Segment:
         self.name = f"{_PREFIX}{secrets.token_hex(8)}"
         self.path = directory / self.name
         self.nbytes = nbytes
-        unlocked = (
-            directory / f".{self.name}"
-        )  # no name that `remove_stale` looks at before the lock is held
+        # no name that `remove_stale` looks at before the lock is held
+        unlocked = directory / f".{self.name}"
         try:
             self._descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
@@ -172,8 +171,7 @@ def _no_room(directory: Path, nbytes: int, error: OSError) -> UserError:
         "update",
         why=f"{error.strerror}; {free}",
         fix="lower --update-weight-buffer-size, give the container more (docker run "
-        "--shm-size=8g), or pass"
-        " --update-weight-transport disk",
+        "--shm-size=8g), or pass --update-weight-transport disk",
     )
 
 
