@@ -1,12 +1,11 @@
-"""The directory of Megatron checkpoints: names, the tracker file, completeness, atomic publishing,
-retention.
+"""The directory of Megatron checkpoints: names, tracker, completeness, publishing, retention.
 
     checkpoints/
-      iter_0000007/  iter_0000010/          one directory per saved rollout; complete or not there
-      at all latest_checkpointed_iteration.txt     "10"; written last .latest
-      "10" once more, by which damage of that file is noticed .iter_0000013.partial/
-      a save under way, or one that died iter_0000008.damaged/                 was found damaged
-      when a run went on, which took the one before it
+      iter_0000007/  iter_0000010/       one directory per saved rollout; complete or not there
+      latest_checkpointed_iteration.txt  "10"; written last
+      .latest                            "10" once more, to notice damage of that file
+      .iter_0000013.partial/             a save under way, or one that died
+      iter_0000008.damaged/              found damaged by a run that resumed from the one before
 
 Imports no torch: the launch looks here before anything is started.
 """

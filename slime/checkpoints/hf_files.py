@@ -1,9 +1,10 @@
-"""Hugging Face checkpoint directories on disk: verified reading by slices, atomic sharded writing.
-Imports torch only where tensors are read or written.
+"""Hugging Face checkpoint directories: verified reading by slices, atomic sharded writing.
 
-HfReader(dir).verify(family, spec)      every shard, every index entry, every layer, before anything
-is loaded reader["model.norm.weight"][0:16]       reads these bytes only with HfWriter(dir,
-assets_from) as out: out.add(name, tensor)
+    HfReader(dir).verify(family, spec)   checks shards, index and layers before anything is loaded
+    reader["model.norm.weight"][0:16]    reads these bytes only
+    with HfWriter(dir, assets_from) as out: out.add(name, tensor)
+
+torch is imported only where tensors are read or written.
 """
 
 from __future__ import annotations

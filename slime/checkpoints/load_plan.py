@@ -1,4 +1,4 @@
-"""Where a run's weights come from, decided before anything starts. Imports no torch.
+"""Decide where a run's weights come from, before anything starts. Imports no torch.
 
 --load / --save / --ref-load / --ckpt-step / --hf-checkpoint  ─► resolve_load ─► LoadPlan
 """

@@ -1,11 +1,9 @@
-"""Loading a Megatron checkpoint: model, optimizer, schedule, random numbers, the run's own state;
-at any layout.
+"""Load a Megatron checkpoint at any layout. All functions are collective.
 
-    load()   files as the manifest says ─► every weight is there, none is left over ─► model ─►
-    optimizer, schedule
-             ─► reference model ─► random numbers ─► the run's own state
+    load()   files as the manifest says ─► every weight is there, none is left over
+             ─► model ─► optimizer, schedule ─► reference model ─► random numbers ─► extra state
 
-The same numbers come back, whatever layout saved them. All functions are collective.
+The same numbers come back, whatever layout saved them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Is a quantised Hugging Face directory whole: every shard, index entry and layer, and each Linear
-either quantised or ignored, as its config.json says?"""
+"""Verify a quantised Hugging Face directory: every shard, index entry and layer is there, and each
+Linear is either quantised or ignored, as its config.json says."""
 
 from __future__ import annotations
 

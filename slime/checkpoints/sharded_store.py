@@ -1,13 +1,14 @@
-"""Writing and reading a Megatron sharded state dict in the ``torch_dist`` layout.
+"""Write and read a Megatron sharded state dict in the ``torch_dist`` layout.
 
-    ShardedWrite(state)  ─ collective: who writes what ─► .snapshot(memory) ─► .write(directory) ─►
-    .finish(…) read(state, directory)                                (optional)           own thread
-    or not    rank 0
+    ShardedWrite(state)       collective: agrees on who writes what
+      .snapshot(memory)       optional
+      .write(directory)       in this thread or another one
+      .finish(…)              on rank 0
+    read(state, directory)
 
 megatron-core's own writer starts a manager process by ``spawn`` and writers by ``fork``. Both hang
-or crash in a process that has threads of its own (gloo, OpenMP, Ray), so the same files are written
-here by torch's writer inside this process. What is written is the same layout; megatron-core's
-reader reads it.
+or crash in a process with threads of its own (gloo, OpenMP, Ray), so torch's writer writes the same
+files inside this process. megatron-core's reader reads them.
 """
 
 from __future__ import annotations

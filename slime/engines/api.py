@@ -1,10 +1,10 @@
 """The engine protocol: SGLang's HTTP API, the only thing rollout and weight sync know of an engine.
 
-Two servers speak it: stock SGLang and the embedded engine (`slime.embedded`). One contract
-test suite (`tests/contracts/test_engine.py`) runs against both.
+    rollout   /generate ──► router ──► engine 0..n
+    weights   pause, update, flush, continue ──► each engine
 
-    rollout ── /generate ──► router ──► engine 0..n        weights ── pause, update, flush, continue
-    ──► each engine
+Two servers speak it: stock SGLang and the embedded engine (`slime.embedded`). One contract test
+suite (`tests/contracts/test_engine.py`) runs against both.
 """
 
 from __future__ import annotations

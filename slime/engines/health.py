@@ -1,4 +1,4 @@
-"""Which engines hang: alive, but without a good answer for too long. Part of
+"""Find engines that hang: alive, but without a good answer for too long. Part of
 --use-fault-tolerance."""
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""``--sglang-config``: which servers a run has, when they are not all alike; of whichever engine.
+"""``--sglang-config``: the servers of a run, when they are not all alike; of whichever engine.
 
 sglang:
-  - name: policy                 # its model is --hf-checkpoint: rollouts ask it, and it gets the
-    pushes num_gpus_per_engine: 2 server_groups:               # also spelt engine_groups
+  - name: policy                 # --hf-checkpoint: rollouts ask it, and it gets the pushes
+    num_gpus_per_engine: 2
+    server_groups:               # also spelt engine_groups
       - {worker_type: regular, num_gpus: 4, overrides: {mem_fraction_static: 0.8}}
-  - name: judge                  # any other model, with a router of its own: for custom generate
-    and reward functions model_path: models/judge server_groups:
+  - name: judge                  # any other model, behind a router of its own, for custom
+    model_path: models/judge     # generate and reward functions
+    server_groups:
       - {worker_type: regular, num_gpus: 2}
 """
 

@@ -6,9 +6,8 @@ or a scale that was lost when memory was released, another rope or norm, keys an
 weights, a kernel that is wrong. All of it shows in the log-probs of a prompt, which cost either
 side one forward pass of 32 tokens.
 
-    trainer   backend.canary_log_probs(tokens)            before the push, while its weights are
-    there engines   POST /generate, logprob_start_len 0         after it, to each engine itself,
-    before any rollout request
+    trainer   backend.canary_log_probs(tokens)       before the push, while its weights are there
+    engines   POST /generate, logprob_start_len 0    after it, to each engine, before any rollout
 
 An engine that returns log-probs from position 0 on takes nothing from its prefix cache.
 

@@ -1,7 +1,7 @@
-"""Weights to engines anywhere by broadcast: NCCL between GPUs, gloo between CPUs.
+"""Transport to engines anywhere by broadcast: NCCL between GPUs, gloo between CPUs.
 
-source rank of a stage ── HTTP: names, dtypes, shapes ──► every engine
-                       ── broadcast: one flat bucket ───► every engine process
+    source rank of a stage ── HTTP: names, dtypes, shapes ──► every engine
+                           ── broadcast: one flat bucket ───► every engine process
 
 Each pipeline stage has a source of its own and a group of it and all engine processes. While one
 bucket travels and is loaded, the next one is gathered and packed; a buffer is written to again only

@@ -1,5 +1,5 @@
-"""Whether pushes can bring a model of quantised weights to a run's engines, before these are there.
-Imports torch for such a model alone."""
+"""Check before the launch that pushes can bring a quantised model to a run's engines. torch is
+imported for such a model alone."""
 
 from __future__ import annotations
 

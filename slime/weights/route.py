@@ -1,7 +1,7 @@
-"""Which way the weights of a run go, from its flags and from what the engines say of themselves.
+"""Choose how a run's weights travel, from its flags and from what the engines say of themselves.
 
-find_route    flags, engines' /server_info ─► Route     on rank 0, which tells it to all
-open_transport                       Route ─► Transport  on each rank that takes part
+find_route       flags, engines' /server_info ─► Route      on rank 0, which tells it to all
+open_transport   Route ─► Transport                         on each rank that takes part
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights to engines on the same host through /dev/shm: one copy out of the model, one into each
+"""Transport to engines on the same host through /dev/shm: one copy out of the model, one into each
 engine."""
 
 from __future__ import annotations

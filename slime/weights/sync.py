@@ -1,17 +1,17 @@
-"""Weight sync: the trainer's weights become the engines', version by version, and a receipt proves
-it.
+"""Bring the trainer's weights to the engines, version by version, with a receipt that proves it.
 
-    sync = WeightSync(config, model_chunks, hf_config, rank=rank, world_size=world_size)    # on
-    every trainer rank sync.connect(engines)       # again whenever engines come or go receipt =
-    sync.push()       # after each rollout that was trained on; sync.version + 1 sync.close()
+    sync = WeightSync(config, model_chunks, hf_config, rank=rank, world_size=world_size)
+    sync.connect(engines)       # again whenever engines come or go
+    receipt = sync.push()       # after each rollout that was trained on; sync.version + 1
+    sync.close()
 
     push():  pause ─► transfer in flat buckets ─► flush caches ─► count and compare ─► continue
 
-Collective over all trainer ranks: each takes part in gathering, rank 0 steers the engines, and
-every rank gets the same receipt or raises the same error. By broadcast each pipeline stage sends
-its own layers, in turn, from one rank of it; every other way goes through rank 0, or through all
-ranks. `route` chooses the way, a `Transport` goes it, `trainer_ranks` tells the ranks of one
-another, `engine_check` asks the engines what they hold.
+All calls are collective over the trainer ranks: each takes part in gathering, rank 0 steers the
+engines, and every rank gets the same receipt or raises the same error. By broadcast each pipeline
+stage sends its own layers, in turn, from one of its ranks; every other way goes through rank 0, or
+through all ranks. A `WeightSource` yields the tensors, `route` chooses the way, a `Transport` goes
+it, `trainer_ranks` carries messages between ranks, `engine_check` asks the engines what they hold.
 """
 
 from __future__ import annotations

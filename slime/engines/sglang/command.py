@@ -1,9 +1,7 @@
-"""The command line of a stock SGLang server, from the run's configuration and the engine's place in
-the cluster.
+"""The command line of a stock SGLang server, from the configuration and the engine's place.
 
---sglang-<name> VALUE   goes through as --<name> VALUE
-what must agree with the rest of the run (model, ports, seed, parallel sizes, memory saver) is set
-here and wins
+--sglang-<name> VALUE goes through as --<name> VALUE. What must agree with the rest of the run
+(model, ports, seed, parallel sizes, memory saver) is set here and wins.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""What an SGLang process holds, tensor by tensor: runs inside it, called through its own
-``--custom-weight-loader``.
+"""Report what an SGLang process holds, tensor by tensor, through its ``--custom-weight-loader``.
 
 Stock SGLang hashes all of its parameters or none, under its own fused names. Here single tensors
-are asked for under the names in which they were sent, and each rank answers for the slice that it
-has:
+are asked for under the names in which they were sent, and each rank answers for its slice:
 
-    trainer ── /update_weights_from_tensor, load_format = the dotted path of `report`, a request as
-    "tensor" ──► rank trainer ◄── TCP store: which slices it holds, and their fingerprints
-    ──────────────────────────────────────── rank
+    trainer ──► rank   /update_weights_from_tensor, load_format = the dotted path of `report`,
+                       a request as "tensor"
+    trainer ◄── rank   TCP store: which slices it holds, and their fingerprints
 
-Nothing is changed in the model but by ``open`` and ``close`` (`slime.engines.sglang.loadable`) and
-by ``mark`` (`slime.engines.sglang.load_marks`). Whatever goes wrong is reported as text: an
+Only ``open`` and ``close`` (`slime.engines.sglang.loadable`) and ``mark``
+(`slime.engines.sglang.load_marks`) change the model. Whatever goes wrong is reported as text: an
 exception would end the engine.
 """
 

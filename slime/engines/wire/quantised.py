@@ -1,14 +1,14 @@
-"""Weights ↔ what quantised models store of them. Trainer and engine must agree to the bit, so both
-compute it here.
+"""Quantise and dequantise weights. Trainer and engine must agree to the bit, so both do it here.
 
-    quantise("…up_proj", weight [rows, columns], scheme) ─► {"…up_proj.weight_packed": int32,
-    "…weight_scale": …} dequantise("…up_proj", those tensors, scheme, dtype) ─► weight
+    quantise("…up_proj", weight [rows, columns], scheme)
+        ─► {"…up_proj.weight_packed": int32, "…up_proj.weight_scale": …}
+    dequantise("…up_proj", those tensors, scheme, dtype) ─► weight
 
 INT4 is packed, and its scales are chosen, by the library compressed-tensors itself. FP8 needs no
 library; its bits are the same as compressed-tensors' (`tests/unit/test_quantised.py`). Rows of a
-weight do not know of each other but in FP8 blocks, so large weights are taken in pieces of rows:
-memory stays at some copies of one piece. On a GPU `slime.engines.wire.quantised_kernels` gives the
-same bits of the formats that it takes.
+weight are independent except in FP8 blocks, so large weights are taken in pieces of rows: memory
+stays at some copies of one piece. On a GPU `slime.engines.wire.quantised_kernels` gives the same
+bits of the formats that it takes.
 """
 
 from __future__ import annotations

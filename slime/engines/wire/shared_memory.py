@@ -1,13 +1,13 @@
 """Segments below /dev/shm that the trainer fills and engines on the same host read.
 
-    SegmentPool.take(nbytes) ─► Segment.tensor (uint8, shared) ── path in the request ──►
-    attach(path, nbytes)
+    SegmentPool.take(nbytes) ─► Segment.tensor (uint8, shared)
+                                ── path in the request ──► attach(path, nbytes)
 
 A segment is a file that its owner keeps locked (``flock``) as long as it lives. Its memory is
-reused from push to push, removed on `close` and at exit, and, should the owner be killed, by the
-next trainer that starts: a segment whose lock can be had belongs to no one. (A lock, not a pid in
-the name: containers may share /dev/shm and not their pids.) The end of a run removes those too; so
-torch is imported only where there are tensors.
+reused from push to push, removed on `close` and at exit, and, if the owner was killed, by the next
+trainer that starts or by the end of the run: a segment whose lock can be had belongs to no one. (A
+lock, not a pid in the name: containers may share /dev/shm and not their pids.) torch is imported
+only where there are tensors.
 """
 
 from __future__ import annotations
