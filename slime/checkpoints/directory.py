@@ -1,12 +1,11 @@
-"""The directory of Megatron checkpoints: names, the tracker file, completeness, atomic publishing,
-retention.
+"""The directory of Megatron checkpoints: names, tracker, completeness, publishing, retention.
 
     checkpoints/
-      iter_0000007/  iter_0000010/          one directory per saved rollout; complete or not there
-      at all latest_checkpointed_iteration.txt     "10"; written last .latest
-      "10" once more, by which damage of that file is noticed .iter_0000013.partial/
-      a save under way, or one that died iter_0000008.damaged/                 was found damaged
-      when a run went on, which took the one before it
+      iter_0000007/  iter_0000010/       one directory per saved rollout; complete or not there
+      latest_checkpointed_iteration.txt  "10"; written last
+      .latest                            "10" once more, to notice damage of that file
+      .iter_0000013.partial/             a save under way, or one that died
+      iter_0000008.damaged/              found damaged by a run that resumed from the one before
 
 Imports no torch: the launch looks here before anything is started.
 """
@@ -156,8 +155,7 @@ def check_tracker(root: Path) -> None:
             f"{root / TRACKER} says {tracked}, and the run has saved {latest} last",
             why="it is damaged, or was edited to go back",
             fix=f"write {latest} into it; to go back, repeat the command of the run with --load "
-            f"{root} --save {root}"
-            f" --ckpt-step {tracked}",
+            f"{root} --save {root} --ckpt-step {tracked}",
         )
 
 
@@ -522,25 +520,22 @@ def retain(root: Path, keep: int | None) -> list[int]:
         if is_leftover(entry.name) and entry.is_dir():
             owner = root / entry.name.split(".")[1]
             if entry.name.endswith(".replaced") and not owner.exists():
-                entry.rename(
-                    owner
-                )  # died between the two renames of `publish`: this is the only one there is
+                # died between the two renames of `publish`: this is the only one there is
+                entry.rename(owner)
             else:
                 shutil.rmtree(entry, ignore_errors=True)
     if keep is None:
         return []
     latest = read_tracker(root)
     iterations = saved_iterations(root)
-    if isinstance(
-        latest, int
-    ):  # later ones belong to a branch that was left with --ckpt-step: they go first
+    # later ones belong to a branch that was left with --ckpt-step: they go first
+    if isinstance(latest, int):
         iterations.sort(key=lambda iteration: (iteration <= latest, iteration))
     doomed = [i for i in iterations[: max(0, len(iterations) - max(1, keep))] if i != latest]
     for iteration in doomed:
         victim = root / iteration_name(iteration)
-        hidden = victim.with_name(
-            f".{victim.name}.discarded"
-        )  # invisible at once, even if the removal is cut short
+        # invisible at once, even if the removal is cut short
+        hidden = victim.with_name(f".{victim.name}.discarded")
         victim.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
     return doomed

@@ -1,8 +1,7 @@
-"""Bringing parameters here from the ranks that hold them, many at a time.
+"""Gather parameters from the ranks that hold them, many at a time.
 
 A model of experts has ten thousand parameters and more, and each collective costs the same few
-dozen microseconds whatever its size. So parameters that travel the same way travel in one flat
-buffer:
+dozen microseconds whatever its size. So parameters that travel the same way share a flat buffer:
 
     pipeline   one broadcast per stage that holds some of the batch
     experts    one broadcast per expert-parallel rank that holds some of it

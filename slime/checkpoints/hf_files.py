@@ -1,9 +1,10 @@
-"""Hugging Face checkpoint directories on disk: verified reading by slices, atomic sharded writing.
-Imports torch only where tensors are read or written.
+"""Hugging Face checkpoint directories: verified reading by slices, atomic sharded writing.
 
-HfReader(dir).verify(family, spec)      every shard, every index entry, every layer, before anything
-is loaded reader["model.norm.weight"][0:16]       reads these bytes only with HfWriter(dir,
-assets_from) as out: out.add(name, tensor)
+    HfReader(dir).verify(family, spec)   checks shards, index and layers before anything is loaded
+    reader["model.norm.weight"][0:16]    reads these bytes only
+    with HfWriter(dir, assets_from) as out: out.add(name, tensor)
+
+torch is imported only where tensors are read or written.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from slime.checkpoints.directory import partial_dir, publish
 from slime.errors import UserError
 from slime.models import ModelFamily, ModelSpec
+from slime.models.parameters import ModelParameters
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +119,7 @@ class HfReader:
             UserError: tensors missing or unknown, named by layer, or of another shape than
                 config.json makes them.
         """
-        shapes = dict(family.hf_tensors(spec))
+        shapes = ModelParameters(family, spec).stored
         expected = set(shapes)
         present = self.names()
         surplus = present - expected
@@ -159,8 +161,7 @@ class HfReader:
         if wrong:
             raise UserError(
                 f"{self.directory}: {len(wrong)} of {len(shapes)} weights are not of the shape "
-                "that config.json gives"
-                f" a {family.name} model",
+                f"that config.json gives a {family.name} model",
                 why="; ".join(wrong[:3]),
                 fix="config.json was edited, or belongs to another model: download both from the "
                 "same revision",

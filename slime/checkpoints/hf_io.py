@@ -1,19 +1,14 @@
-"""Megatron model ↔ Hugging Face tensors, on any parallel layout.
+"""Fill a Megatron model from a Hugging Face directory, on any parallel layout.
 
-    Hugging Face directory ── load_hf ──► model chunks ── iter_hf_tensors ──► (name, tensor) … ──
-    save_hf ──► directory
-
-`load_hf` reads on each rank only the slices that it keeps. `iter_hf_tensors` is collective: all
-ranks call it, all ranks get every tensor whole, in the same order whatever the layout.
+Each rank reads only the slices that it keeps. The way back is `slime.weights.source`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,16 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slime.checkpoints.gathering import PlacedParameter, batches, gather, whole_bytes
-from slime.checkpoints.hf_files import HfReader, HfWriter
+from slime.checkpoints.hf_files import HfReader
 from slime.checkpoints.megatron_names import Placement, global_parameters
 from slime.engines.wire import expert_runs
-from slime.engines.wire.buckets import dtype_in, dtype_name
 from slime.errors import UserError
 from slime.models import Match, ModelFamily, family_of
 from slime.models.layouts import Shard, VocabParallel
+from slime.models.parameters import ModelParameters
 from slime.models.spec import HfConfig, ModelSpec
-from slime.processes.json_collectives import all_gather
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +96,7 @@ def load_hf(
     num_loaded = num_elements = nbytes = 0
     with torch.no_grad():
         for name, target in global_parameters(model_chunks, spec.num_experts, placement):
-            match = _match(family, name, spec, target)
+            match = match_parameter(family, name, spec, target)
             if match is None:
                 continue
             piece = _read_piece(reader, match, name, target, spec, placement)
@@ -114,7 +107,7 @@ def load_hf(
             nbytes += piece.numel() * piece.element_size()
             for file_name in {reader.file_of(source) for source in match.sources}:
                 files[file_name] = files.get(file_name, 0) + 1
-    _check_all_taken(sorted(family.expected_hf_names(spec)), taken, Path(hf_dir))
+    _check_all_taken(sorted(ModelParameters(family, spec).trained), taken, Path(hf_dir))
     seconds = time.perf_counter() - started
     report = HfLoadReport(
         Path(hf_dir), num_loaded, num_elements, nbytes, files, tuple(ignored), seconds
@@ -123,8 +116,15 @@ def load_hf(
     return report
 
 
-def _match(family: ModelFamily, name: str, spec: ModelSpec, tensor: torch.Tensor) -> Match | None:
-    match = _match_of(family, name, spec)
+def match_parameter(
+    family: ModelFamily, name: str, spec: ModelSpec, tensor: torch.Tensor
+) -> Match | None:
+    """Find the row of the family's table for a tensor of the model; None for a buffer without one.
+
+    Raises:
+        UserError: the table does not know a parameter.
+    """
+    match = match_of(family, name, spec)
     if match is None and isinstance(tensor, nn.Parameter):
         raise UserError(
             f"the model has a parameter {name} {list(tensor.shape)} that the table of "
@@ -135,8 +135,8 @@ def _match(family: ModelFamily, name: str, spec: ModelSpec, tensor: torch.Tensor
     return match
 
 
-def _match_of(family: ModelFamily, name: str, spec: ModelSpec) -> Match | None:
-    """Also for runs of experts, whose names the tables do not know."""
+def match_of(family: ModelFamily, name: str, spec: ModelSpec) -> Match | None:
+    """Find a name's row, also for runs of experts, whose names the tables do not know."""
     known, last = expert_runs.first_of(name)
     match = family.match_megatron(known, spec)
     if match is None or last is None:
@@ -196,7 +196,7 @@ def _check_all_taken(expected: list[str], taken: set[str], directory: Path) -> N
     """Every expected tensor was taken by a parameter on some rank."""
     flags = torch.tensor([name in taken for name in expected], dtype=torch.uint8)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        flags = flags.to(_collective_device())
+        flags = flags.to(collective_device())
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     left_over = [name for name, was_taken in zip(expected, flags.tolist()) if not was_taken]
     if left_over:
@@ -208,172 +208,6 @@ def _check_all_taken(expected: list[str], taken: set[str], directory: Path) -> N
         )
 
 
-def _collective_device() -> torch.device:
+def collective_device() -> torch.device:
     on_gpu = "nccl" in dist.get_backend()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-
-# -- export
-# ------------------------------------------------------------------------------------------------
-
-
-class HfExporter:
-    """The model's weights as Hugging Face tensors. Building one and iterating are collective.
-
-    Args:
-        model_chunks: this rank's model, one chunk per virtual pipeline stage, wrapped or not.
-        hf_config: what the model was built from.
-        model_name: conversion table, when the config does not tell.
-        own_stage: only what this pipeline stage holds; collective over the ranks of the stage, and
-            nothing crosses the pipeline.
-        in_runs: experts that are stacked here come many at a time
-            (`slime.engines.wire.expert_runs`).
-    """
-
-    def __init__(
-        self,
-        model_chunks: Sequence[nn.Module],
-        hf_config: HfConfig,
-        *,
-        model_name: str | None = None,
-        own_stage: bool = False,
-        in_runs: bool = False,
-    ) -> None:
-        self.family = family_of(hf_config, model_name)
-        self.spec = self.family.model_spec(hf_config)
-        place = Placement.current()
-        self.placement = dataclasses.replace(place, pp_group=None) if own_stage else place
-        self._local = dict(
-            global_parameters(model_chunks, self.spec.num_experts, self.placement, in_runs=in_runs)
-        )
-        self._matches: dict[str, Match] = {}
-        for name, tensor in self._local.items():
-            match = _match(self.family, name, self.spec, tensor)
-            if match is not None:
-                self._matches[name] = match
-        self._plan = [(held, self._match_of(held.name)) for held in self._exchange()]
-        self._names = [name for _, match in self._plan for name in match.exports]
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, whole tensor), the same on every rank: embedding, layers in order,
-        final norm, output.
-
-        On one rank the tensors are views of the parameters where the layout allows: use them before
-        the next optimizer step, or copy. On several they are views of buffers that hold a batch of
-        them: copy what is kept.
-        """
-        exported = {held.name: match for held, match in self._plan if match.exports}
-        plan = [held for held, match in self._plan if match.exports]
-        for batch in batches(plan, self.placement):
-            pieces = gather(batch, self._local, self.placement, self._device())
-            for held in batch:
-                match = exported[held.name]
-                with torch.no_grad():
-                    tensors = _exported(match, pieces[held.name], self.spec)
-                yield from zip(match.exports, tensors, strict=True)
-
-    def nbytes(self) -> int:
-        """Of all tensors that `tensors` yields, in the model's dtypes, with padding."""
-        return sum(whole_bytes(held, self.placement) for held, match in self._plan if match.exports)
-
-    def names(self) -> list[str]:
-        """Names of all tensors that `tensors` yields, in order."""
-        return self._names
-
-    def _match_of(self, name: str) -> Match:
-        match = self._matches.get(name) or _match_of(self.family, name, self.spec)
-        assert match is not None
-        return match
-
-    def _exchange(self) -> list[PlacedParameter]:
-        """Who holds what, over pipeline stages and expert ranks, in the order of export."""
-        place = self.placement
-        mine = [
-            PlacedParameter(
-                name,
-                tuple(self._local[name].shape),
-                dtype_name(self._local[name].dtype),
-                place.pp_rank,
-                place.ep_rank,
-                match.rule.is_expert,
-                match.rule.layout.tp_axis is not None,
-            )
-            for name, match in self._matches.items()
-        ]
-        for group in (place.ep_group, place.pp_group):
-            if group is not None:
-                said = [
-                    row for part in all_gather([vars(held) for held in mine], group) for row in part
-                ]
-                mine = [PlacedParameter(**{**row, "shape": tuple(row["shape"])}) for row in said]
-        first: dict[str, PlacedParameter] = {}
-        for held in mine:
-            first.setdefault(held.name, held)
-        return sorted(first.values(), key=lambda held: _export_order(held.name))
-
-    def _device(self) -> torch.device:
-        return next(iter(self._local.values())).device if self._local else _collective_device()
-
-
-def _exported(match: Match, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
-    """Hugging Face tensors from the pieces of all tensor-parallel ranks; [experts, out, in] each
-    for a run."""
-    if expert_runs.ExpertRun.parse(match.exports[0]) is None:
-        return match.rule.layout.export(pieces, spec)
-    # layouts know the axes of one expert: that of the experts goes behind them for the while
-    moved = match.rule.layout.export([piece.permute(1, 2, 0) for piece in pieces], spec)
-    return [tensor.permute(2, 0, 1) for tensor in moved]
-
-
-def iter_hf_tensors(
-    model_chunks: Sequence[nn.Module], hf_config: HfConfig, *, model_name: str | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """One pass over the model's weights as Hugging Face tensors; see `HfExporter`. Collective."""
-    return HfExporter(model_chunks, hf_config, model_name=model_name).tensors()
-
-
-def _export_order(name: str) -> tuple[int, list[int | str]]:
-    """Embedding, layers by number, the rest; numbers inside names compare as numbers."""
-    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
-    stage = 1 + int(layer.group(1)) if layer else 0 if name.startswith("embedding.") else 1 << 30
-    return stage, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-
-
-def save_hf(
-    model_chunks: Sequence[nn.Module],
-    hf_config: HfConfig,
-    directory: str | Path,
-    *,
-    assets_from: str | Path,
-    dtype: torch.dtype | None = None,
-    model_name: str | None = None,
-) -> Path:
-    """Write the model as a Hugging Face directory (sharded safetensors, index, config, tokenizer).
-    Collective.
-
-    Rank 0 writes, into a hidden directory that is renamed when it is complete.
-
-    Args:
-        assets_from: Hugging Face directory whose config and tokenizer files go along.
-        dtype: of the floating-point weights; the model's own when None.
-    Raises:
-        UserError: ``directory`` is ``assets_from``, or it cannot be written (rank 0; nothing
-            half-written is left).
-    """
-    tensors = iter_hf_tensors(model_chunks, hf_config, model_name=model_name)
-    if dist.is_initialized() and dist.get_rank() != 0:
-        for _ in tensors:
-            pass
-        return Path(directory)
-    try:
-        with HfWriter(directory, assets_from) as writer:
-            for name, tensor in tensors:
-                writer.add(name, tensor.to(dtype_in(dtype, name, tensor.dtype)))
-    except (OSError, UserError):
-        for (
-            _
-        ) in tensors:  # the other ranks are inside the collectives; leave them no one to wait for
-            pass
-        raise
-    logger.info("wrote %.2f GB of weights to %s", writer.total_bytes / 1e9, directory)
-    return Path(directory)

@@ -1,4 +1,4 @@
-"""Where a run's weights come from, decided before anything starts. Imports no torch.
+"""Decide where a run's weights come from, before anything starts. Imports no torch.
 
 --load / --save / --ref-load / --ckpt-step / --hf-checkpoint  ─► resolve_load ─► LoadPlan
 """
@@ -242,8 +242,7 @@ def _newest_of_its_own(config: Config, root: Path, corrupt: Sequence[Damage]) ->
             why="; ".join(f"{iteration_name(damage.iteration)}: {damage.why}" for damage in damaged)
             or f"{root / TRACKER} is there, and no iteration",
             fix=f"move {root} away to start over from the weights that config.json of the run "
-            "names (load, ref_load,"
-            " hf_checkpoint); what the journal has is not generated again",
+            "names (load, ref_load, hf_checkpoint); what the journal has is not generated again",
         )
     plan = _megatron(
         config, iteration_dir(root, found), None if found == RELEASE else int(found), True
@@ -340,8 +339,7 @@ def _nothing_there(root: Path, flag: str) -> UserError:
         what = f"{flag} {root} holds no checkpoint"
         why = (
             "no latest_checkpointed_iteration.txt, and no config.json that names a Hugging Face "
-            "model_type or"
-            f" architectures; it holds: {listed or 'nothing'}"
+            f"model_type or architectures; it holds: {listed or 'nothing'}"
         )
     return UserError(what, why=why, fix=_FIXES[flag])
 
@@ -363,9 +361,8 @@ _FIXES = {
         "for a Hub model; no local path of that name may exist"
     ),
     "--ref-load": (
-        "pass --ref-load with a Megatron checkpoint directory (--ref-ckpt-step picks an "
-        "iteration) or a Hugging Face directory; without it the reference model is that of "
-        "--hf-checkpoint"
+        "pass --ref-load with a Megatron checkpoint directory (--ref-ckpt-step picks an iteration) "
+        "or a Hugging Face directory; without it the reference model is that of --hf-checkpoint"
     ),
     "--load": (
         "pass --load with a Megatron checkpoint directory (--ckpt-step picks an iteration) or a "

@@ -1,11 +1,9 @@
-"""Loading a Megatron checkpoint: model, optimizer, schedule, random numbers, the run's own state;
-at any layout.
+"""Load a Megatron checkpoint at any layout. All functions are collective.
 
-    load()   files as the manifest says ─► every weight is there, none is left over ─► model ─►
-    optimizer, schedule
-             ─► reference model ─► random numbers ─► the run's own state
+    load()   files as the manifest says ─► every weight is there, none is left over
+             ─► model ─► optimizer, schedule ─► reference model ─► random numbers ─► extra state
 
-The same numbers come back, whatever layout saved them. All functions are collective.
+The same numbers come back, whatever layout saved them.
 """
 
 from __future__ import annotations
@@ -243,9 +241,8 @@ def _account_for(model_state: dict[str, Any], contents: Any, directory: Path) ->
             why="; ".join(
                 _named(missing, "missing") + _named(left_over, "that no parameter takes")
             ),
-            fix="it must be a checkpoint of the same model; pass --load with another directory, "
-            "or the flags that the"
-            " model was saved with",
+            fix="it must be a checkpoint of the same model; pass --load with another directory, or "
+            "the flags that the model was saved with",
         )
     files = {info.relative_path for info in contents.storage_data.values()}
     num_elements = sum(entry.data.numel() for entry in entries)
@@ -266,9 +263,8 @@ def _account_for_optimizer(entries: list[Any], contents: Any, directory: Path) -
     if names:
         raise UserError(
             f"{directory} has no optimizer states for {len(names)} tensors that are trained now",
-            why=f"{', '.join(names[:4])}{' …' if len(names) > 4 else ''}: they were frozen when "
-            "it was saved, or"
-            " --optimizer was another one",
+            why=f"{', '.join(names[:4])}{' …' if len(names) > 4 else ''}: they were frozen when it "
+            "was saved, or --optimizer was another one",
             fix="pass the flags that it was saved with (--optimizer, --freeze-params-name-list,"
             " --only-train-params-name-list), or --no-load-optim to go on with a fresh optimizer",
         )

@@ -68,9 +68,8 @@ class Placement:
 
 def unwrapped(model_chunks: Sequence[nn.Module]) -> list[nn.Module]:
     """The GPT models inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
-    if (
-        "megatron.core" not in sys.modules
-    ):  # then nothing can be wrapped by it; on a CPU its import needs preparation
+    # then nothing can be wrapped by it; on a CPU its import needs preparation
+    if "megatron.core" not in sys.modules:
         return list(model_chunks)
     from megatron.core.utils import unwrap_model
 

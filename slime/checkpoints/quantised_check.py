@@ -1,5 +1,5 @@
-"""Is a quantised Hugging Face directory whole: every shard, index entry and layer, and each Linear
-either quantised or ignored, as its config.json says?"""
+"""Verify a quantised Hugging Face directory: every shard, index entry and layer is there, and each
+Linear is either quantised or ignored, as its config.json says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from slime.checkpoints.safetensors_stream import Table, read_table
 from slime.engines.wire.buckets import SCALE_NAMES
 from slime.errors import UserError
 from slime.models import ModelFamily, ModelSpec
-from slime.models.ignore_list import WeightMatrix, examine, matrices, stored_tensors
+from slime.models.ignore_list import WeightMatrix, examine, matrices
+from slime.models.parameters import ModelParameters
 from slime.models.quantised import Quantisation
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -41,7 +42,7 @@ def verify_quantised(
         found, unspared=tuple(name for name in found.unspared if name not in present)
     ).problems()
     wrong += _half_quantised(found.quantised, found.ignored, present, quantisation)
-    expected = stored_tensors(family, spec, quantisation)
+    expected = ModelParameters(family, spec, quantisation).served
     known = {name for name in present if family.is_ignored(name, spec)}
     wrong += _told("missing", sorted(expected.keys() - present.keys()))
     wrong += _told("unknown", sorted(present.keys() - expected.keys() - known))
@@ -108,13 +109,11 @@ def _misshapen(
         if name not in present:
             continue
         there, found = present[name]
-        rows_of_vocabulary = (
-            shape and shape[0] == spec.vocab_size and found[1:] == shape[1:]
-        )  # are padded and cut
+        # are padded and cut
+        rows_of_vocabulary = shape and shape[0] == spec.vocab_size and found[1:] == shape[1:]
         one_number = found == () and shape == (1,)
-        is_scale = (
-            name.endswith(SCALE_NAMES) and "float" in there
-        )  # in bfloat16 in some published models
+        # in bfloat16 in some published models
+        is_scale = name.endswith(SCALE_NAMES) and "float" in there
         if (dtype and there != dtype and not is_scale) or (
             found != shape and not rows_of_vocabulary and not one_number
         ):

@@ -119,9 +119,8 @@ def quantise_directory(
         )
     for rule in idle_among(found, (name for table in tables.values() for name in table)):
         logger.warning("the rule %r of --ignore names nothing in %s", rule, source)
-    if (
-        quantisation.method == "fp8"
-    ):  # engines look for these names in different ways; whole names mean the same in all
+    # engines look for these names in different ways; whole names mean the same in all
+    if quantisation.method == "fp8":
         converted = {weight.module for weight in found.quantised}
         modules = tuple(weight.module for weight in weights if weight.module not in converted)
         quantisation = Quantisation(quantisation.method, quantisation.scheme, modules)

@@ -1,13 +1,11 @@
-"""Which checkpoint the trainer's ranks load: one whose every byte is what was written.
+"""Choose the checkpoint to load: the newest whose every byte is what was written.
 
-    --load is --save ─► newest whole by names and sizes ─► fingerprints, each rank its share ─┬─
-    equal ─► loaded
-                                    ▲                                                         └─ the
-                                    one before it
-                                    └─────────────────────────────────────────────────────────────┘
+    --load is --save ─► newest whole by names and sizes ─► fingerprints, each rank its share
+                                    ▲                         ├─ equal ─► loaded
+                                    └── the one before it ────┘
 
-Nothing is changed on the disk before one is found: then the tracker names it, and those that were
-skipped go aside, so that neither --save-retain nor the next launch takes them for checkpoints.
+Nothing is changed on the disk before one is found. Then the tracker names it, and those that were
+skipped are renamed, so that neither --save-retain nor the next launch takes them for checkpoints.
 """
 
 from __future__ import annotations

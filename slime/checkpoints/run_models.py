@@ -1,5 +1,5 @@
-"""Which models a run has left behind, and where: what is exported, and what lies in its
-checkpoints. Imports no torch.
+"""Find the models that a run has left behind: exports, and those in its checkpoints. Imports no
+torch.
 
 >>> newest_model(Path("outputs/sums")).path
 PosixPath('outputs/sums/model')

@@ -1,5 +1,5 @@
-"""Safetensors files, which nothing else here writes: tensor by tensor, so that none waits in memory
-for another. What comes is known before."""
+"""Write safetensors files tensor by tensor, so that none waits in memory for another. The caller
+knows names, dtypes and shapes before."""
 
 from __future__ import annotations
 

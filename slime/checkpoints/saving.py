@@ -1,19 +1,18 @@
-"""Saving Megatron checkpoints, in the foreground or behind training.
+"""Save Megatron checkpoints, in the foreground or behind training.
 
     save()  plan ─► snapshot in host memory ─► return            next save() or wait()
     thread            └─► write own file ─► all have ─► contents, manifest, rename, tracker
 
-    root/.iter_0000010.partial/ ─► root/iter_0000010/ (complete or not there) ─►
-    latest_checkpointed_iteration.txt
+    root/.iter_0000010.partial/ ─► root/iter_0000010/ ─► latest_checkpointed_iteration.txt
 
 A save writes into a hidden directory, lists every file with its size and fingerprint, renames it,
 and only then moves the tracker: a crash or a full disk at any point leaves the previous checkpoint
 loadable.
 
 Both ways write the same; --async-save adds the snapshot and the thread. The thread talks to the
-other ranks' threads over a gloo group of its own, because two threads must not use one group. The
-tracker moves when every rank's file is on the disk. What fails is raised by the next call, on the
-rank that noticed first.
+other ranks' threads over a gloo group of its own, because two threads must not share one. The
+tracker moves when every rank's file is on the disk. The next call raises what failed, on the rank
+that noticed first.
 """
 
 from __future__ import annotations

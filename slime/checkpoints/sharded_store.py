@@ -1,13 +1,14 @@
-"""Writing and reading a Megatron sharded state dict in the ``torch_dist`` layout.
+"""Write and read a Megatron sharded state dict in the ``torch_dist`` layout.
 
-    ShardedWrite(state)  ─ collective: who writes what ─► .snapshot(memory) ─► .write(directory) ─►
-    .finish(…) read(state, directory)                                (optional)           own thread
-    or not    rank 0
+    ShardedWrite(state)       collective: agrees on who writes what
+      .snapshot(memory)       optional
+      .write(directory)       in this thread or another one
+      .finish(…)              on rank 0
+    read(state, directory)
 
 megatron-core's own writer starts a manager process by ``spawn`` and writers by ``fork``. Both hang
-or crash in a process that has threads of its own (gloo, OpenMP, Ray), so the same files are written
-here by torch's writer inside this process. What is written is the same layout; megatron-core's
-reader reads it.
+or crash in a process with threads of its own (gloo, OpenMP, Ray), so torch's writer writes the same
+files inside this process. megatron-core's reader reads them.
 """
 
 from __future__ import annotations
@@ -65,9 +66,8 @@ class ShardedWrite:
 
         self.rank = dist.get_rank()
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # megatron-core's use of torch's older names
+            # megatron-core's use of torch's older names
+            warnings.simplefilter("ignore", FutureWarning)
             sharded, common = save_preprocess(dict(state))
             keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(
                 sharded, keep_only_main_replica=True
@@ -254,8 +254,7 @@ def read(state: StateDict, directory: Path) -> StateDict:
             f"{directory} cannot be loaded into this model",
             why=first_lines(error),
             fix="it must be a checkpoint of the same model; pass --load with another directory or "
-            "--ckpt-step with"
-            " another iteration. --no-load-optim leaves the optimizer out",
+            "--ckpt-step with another iteration. --no-load-optim leaves the optimizer out",
         ) from error
 
 

@@ -1,5 +1,4 @@
-"""What a checkpoint of a trainer holds, as megatron-core's sharded state dict: what `saving`
-writes."""
+"""The content of a trainer's checkpoint, as megatron-core's sharded state dict."""
 
 from __future__ import annotations
 

@@ -211,9 +211,9 @@ def megatron_to_hf(options: argparse.Namespace) -> str:
     plan = _source(options)
     _refuse_existing(options.save_path, options.force)
     with _model(options) as chunks:
-        from slime.checkpoints.hf_io import save_hf
         from slime.checkpoints.loading import load
         from slime.checkpoints.trainer_state import TrainerState
+        from slime.weights.source import save_hf
 
         loaded = load(plan, TrainerState(chunks))
         source = (

@@ -21,8 +21,9 @@ from slime import deadlines
 from slime.config.addresses import engine_url
 from slime.config.config import Config
 from slime.engines import keys
-from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE, EngineClient, EngineError, is_embedded
+from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE, EngineClient, EngineError
 from slime.engines.keys import VARIABLE
+from slime.engines.wire.abilities import Abilities
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.spec import check_same_model, read_hf_config
@@ -45,13 +46,13 @@ class Said:
     tokens: list[int] | None = None
 
     @property
-    def is_embedded(self) -> bool:
-        return is_embedded(self.server)
+    def abilities(self) -> Abilities:
+        return Abilities.read(self.server)
 
     @property
     def num_ranks(self) -> int:
         """Processes that hold weights."""
-        return 1 if self.is_embedded else int(self.server.get("tp_size") or 1)
+        return self.abilities.num_ranks
 
 
 def ask(url: str) -> Said:
@@ -190,7 +191,8 @@ def _check_server(config: Config, url: str, said: Said) -> None:
             "start it with --enable-return-routed-experts",
         ),
         (
-            not said.is_embedded and WEIGHT_PROBE not in (info.get("custom_weight_loader") or ()),
+            said.abilities.check == "slices"
+            and WEIGHT_PROBE not in (info.get("custom_weight_loader") or ()),
             "nobody could see which weights it holds",
             f"start it where slime is installed, with --custom-weight-loader {WEIGHT_PROBE} "
             f"{WEIGHT_LOADER}",
@@ -215,11 +217,7 @@ def _check_server(config: Config, url: str, said: Said) -> None:
 def _check_likeness(url: str, said: Said, other_url: str, other: Said) -> None:
     """Pushes treat all engines alike."""
     facts = [
-        (
-            "kind",
-            "embedded" if said.is_embedded else "SGLang",
-            "embedded" if other.is_embedded else "SGLang",
-        ),
+        ("kind", said.abilities.engine, other.abilities.engine),
         ("dtype", said.server.get("dtype"), other.server.get("dtype")),
     ]
     for name, here, there in facts:

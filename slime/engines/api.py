@@ -1,10 +1,10 @@
 """The engine protocol: SGLang's HTTP API, the only thing rollout and weight sync know of an engine.
 
-Two servers speak it: stock SGLang and the embedded engine (`slime.embedded`). One contract
-test suite (`tests/contracts/test_engine.py`) runs against both.
+    rollout   /generate ──► router ──► engine 0..n
+    weights   pause, update, flush, continue ──► each engine
 
-    rollout ── /generate ──► router ──► engine 0..n        weights ── pause, update, flush, continue
-    ──► each engine
+Two servers speak it: stock SGLang and the embedded engine (`slime.embedded`). One contract test
+suite (`tests/contracts/test_engine.py`) runs against both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import asyncio
 import http.client
 import time
 import urllib.request
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -63,11 +62,6 @@ WEIGHT_LOADER = "slime.engines.sglang.weight_loader.load"
 
 #: A proxy variable must never catch traffic between our own processes.
 WITHOUT_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-def is_embedded(info: Mapping[str, Any]) -> bool:
-    """Whether an engine is an embedded one, by its ``/server_info``."""
-    return str(info.get("version")).startswith("slime-embedded")
 
 
 class EngineError(Exception):

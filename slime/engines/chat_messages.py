@@ -79,7 +79,6 @@ def refuse_constraints(body: Mapping[str, Any]) -> None:
     if choice not in (None, "auto", "none"):
         raise BadRequest(
             f"tool_choice must be 'auto' or 'none', got {choice!r}: a forced call needs "
-            "constrained decoding, which "
-            "is not done here",
+            "constrained decoding, which is not done here",
             "tool_choice",
         )

@@ -1,18 +1,15 @@
-"""The rollout's HTTP client: every request of a rollout goes through here, to the router or
-straight to an engine.
+"""The rollout's HTTP client: every request goes through it, to the router or straight to an engine.
 
     generate function ──► RolloutClient ──► router ──► engine
-                           slots     at most concurrency × engines samples at once
-                           retries   lost connections and 5xx, with backoff, until ``retry_seconds``
-                           have passed; at
-                                     least every second or so while some engine serves
-                           deadline  one for each request, retries included
-                           abort     of everything on every engine; requests made meanwhile come
-                           back as aborted beside    a second client for what goes on at the same
-                           time, with requests of its own
+        slots      at most concurrency × engines samples at once
+        retries    lost connections and 5xx, with backoff, until ``retry_seconds`` have passed; at
+                   least every second or so while some engine serves
+        deadline   one for each request, retries included
+        abort      everything on every engine; requests made meanwhile come back as aborted
+        fork       a second client with requests of its own, for what runs at the same time
 
-A request may be sent again after a failure: nothing but the answer comes out of it, and in
-deterministic mode its seed makes the answer the same.
+A request may be sent again after a failure: it has no effect but its answer, and in deterministic
+mode its seed makes the answer the same.
 """
 
 from __future__ import annotations

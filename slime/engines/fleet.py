@@ -176,9 +176,8 @@ class EngineFleet:
 
         async def leave() -> None:
             unanswered = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in (
-                unanswered
-            ):  # nobody waits for them; left alone they would fail of the closed connections
+            # nobody waits for them; left alone they would fail of the closed connections
+            for task in unanswered:
                 task.cancel()
             await asyncio.gather(*unanswered, return_exceptions=True)
             for client in self._clients:

@@ -1,4 +1,4 @@
-"""Which engines hang: alive, but without a good answer for too long. Part of
+"""Find engines that hang: alive, but without a good answer for too long. Part of
 --use-fault-tolerance."""
 
 from __future__ import annotations
@@ -64,9 +64,8 @@ class HealthChecks:
     def silent(self, fleet: EngineFleet) -> list[str]:
         """Ask when it is time, and hear who has answered; never waits. URLs of those that hang."""
         now = self._clock()
-        if (
-            fleet is not self._fleet
-        ):  # other engines; those that closed connections carried will not be answered
+        # other engines; those that closed connections carried will not be answered
+        if fleet is not self._fleet:
             self._fleet = fleet
             self._open = {}
         if not self._open:

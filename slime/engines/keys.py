@@ -1,17 +1,13 @@
-"""Whose requests engines and routers answer: those that carry the run's key, ``Authorization:
-Bearer KEY``.
+"""The run's key, which engines and routers require: ``Authorization: Bearer KEY``.
 
-    driver: RunKeys.new() ──► rollout actor, owners of servers, trainers (Ray's messages, sealed by
-                          its token) └─► engines, routers (`VARIABLE` in their environment, see
-                          `take`)
+    driver: RunKeys.new() ──► rollout actor, owners of servers, trainers (sealed Ray messages)
+                          └─► engines, routers (`VARIABLE` in their environment, see `take`)
 
-Every run makes a key of its own, and each engine or router that it starts again gets the same.
-Engines that somebody else has started ask for theirs, if any; the run's is never sent to them. A
-process knows a key by the URL that it belongs to, and so nobody else is sent one: judges, tools,
-models on other servers.
+Every run makes a key of its own, and each engine or router that it restarts gets the same. External
+engines ask for their own key, if any; the run's is never sent to them. A process knows a key by the
+URL that it belongs to, so that judges, tools and models on other servers are sent none.
 
-What wants no key, as in SGLang: ``/health…`` and ``/metrics…`` of an engine, and of the router what
-says that it lives.
+As in SGLang, ``/health…`` and ``/metrics…`` of an engine and the router's liveness need no key.
 """
 
 from __future__ import annotations
@@ -63,9 +59,8 @@ class RunKeys:
         return RunKeys(Key(secrets.token_urlsafe(32)), Key(os.environ.get(VARIABLE, "")))
 
 
-_run = RunKeys(
-    Key(), Key(os.environ.get(VARIABLE, ""))
-)  # before there is one, engines of others may be asked
+# before there is one, engines of others may be asked
+_run = RunKeys(Key(), Key(os.environ.get(VARIABLE, "")))
 _key_of: dict[str, Key] = {}
 _external: set[str] = set()
 

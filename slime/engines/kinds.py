@@ -1,16 +1,16 @@
-"""The engines that generate for a run, one record each: everything that is asked of an engine for
-what it is.
+"""The engines that can generate for a run: one record each, with everything that depends on which
+engine it is.
 
-To add an engine, whose server speaks the protocol of `slime.engines.api`:
+To add an engine, whose server speaks the protocol of `slime.engines.api`, touch four files:
 
-1. A package with its command line (`EngineKind.command`), what it holds (`EngineFootprint`), and
-   its record ``KIND``.
-2. Here: its row in `ENGINES`. The flag ``--rollout-engine`` takes it once its name is among the
-   values of the field (`slime.config.groups_rollout`) and in `ENGINE_OPTIONS`
-   (`slime.config.engine_flags`); a test compares them.
+1. A new package's ``kind.py``: the command line (`EngineKind.command`), what a server holds
+   (`EngineFootprint`), and the record ``KIND``.
+2. This file: its row in `ENGINES`.
+3. `slime.config.groups_rollout`: its name among the values of ``--rollout-engine``.
+4. `slime.config.engine_flags`: its row in `ENGINE_OPTIONS`; a test compares the three.
 
-Placement, launch, health checks, the router, memory hand-over and the memory plan read the record
-and ask no further; ``tests/contracts`` shows whether its server keeps the protocol.
+Its server says in ``/server_info`` how weights reach it (`slime.engines.wire.abilities`).
+``tests/contracts`` shows whether it keeps the protocol.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What the rest of the system knows of engines and their servers, whichever engine it is.
 
-    ServedModel ─► ServerGroup ─► EnginePlace ─► LaunchSpec     placed, started, watched, stopped by
-    `slime.cluster` EngineFootprint                                             planned with by
-    `slime.memory`
+    ServedModel ─► ServerGroup ─► EnginePlace ─► LaunchSpec   `slime.cluster` starts and watches it
+    EngineFootprint                                           `slime.memory` plans with it
 
 Nothing in this file starts a process.
 """

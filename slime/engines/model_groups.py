@@ -1,11 +1,13 @@
-"""``--sglang-config``: which servers a run has, when they are not all alike; of whichever engine.
+"""``--sglang-config``: the servers of a run, when they are not all alike; of whichever engine.
 
 sglang:
-  - name: policy                 # its model is --hf-checkpoint: rollouts ask it, and it gets the
-    pushes num_gpus_per_engine: 2 server_groups:               # also spelt engine_groups
+  - name: policy                 # --hf-checkpoint: rollouts ask it, and it gets the pushes
+    num_gpus_per_engine: 2
+    server_groups:               # also spelt engine_groups
       - {worker_type: regular, num_gpus: 4, overrides: {mem_fraction_static: 0.8}}
-  - name: judge                  # any other model, with a router of its own: for custom generate
-    and reward functions model_path: models/judge server_groups:
+  - name: judge                  # any other model, behind a router of its own, for custom
+    model_path: models/judge     # generate and reward functions
+    server_groups:
       - {worker_type: regular, num_gpus: 2}
 """
 
@@ -136,8 +138,7 @@ def _policy_of(path: Path, models: list[Mapping[str, Any]], checkpoint: str) -> 
         if model.get("update_weights") and not fits:
             raise UserError(
                 f"{path}: model {_name(model)} has update_weights, and its model_path "
-                f"{model['model_path']} is not"
-                f" --hf-checkpoint {checkpoint}",
+                f"{model['model_path']} is not --hf-checkpoint {checkpoint}",
                 why="pushed weights would not fit it",
                 fix="leave model_path or update_weights out",
             )

@@ -1,12 +1,11 @@
-"""The router (`sglang-router` 0.3.2) seen from outside: its command line, its workers, and which
-policy does what.
+"""The router (`sglang-router` 0.3.2): its command line, its workers, its policies.
 
-    POST /workers {"url", "api_key", "labels"}   answers 202 at once; the router then asks the
-    worker for /health, … GET  /workers           lists those that passed, with health, current load
-    and labels DELETE /workers/{id}    answers 202 at once
+    POST /workers {"url", …}   answers 202 at once; the router then asks the worker for /health, …
+    GET  /workers              lists those that passed, with health, current load and labels
+    DELETE /workers/{id}       answers 202 at once
 
-All of these and what generates want the router's key. What it passes on carries that of the worker
-instead.
+These routes and those that generate require the router's key. Requests that it forwards carry the
+worker's key instead.
 
 Its own retries and circuit breaker are off: `RolloutClient` owns retries, and an open circuit would
 answer 503 for a minute after an engine has come back.
@@ -46,9 +45,8 @@ POLICIES = {
 #: Answers 200 as long as the router itself is well, whatever its workers are.
 LIVENESS_PATH = "/liveness"
 
-_LARGEST_PAYLOAD = (
-    4 << 30
-)  # the router's own limit of 512 MiB is too small for requests with many images
+# the router's own limit of 512 MiB is too small for requests with many images
+_LARGEST_PAYLOAD = 4 << 30
 
 
 def router_policy(name: str) -> str:

@@ -111,9 +111,8 @@ class ToolFormat:
 def _until_broken(calls: Iterator[Call]) -> Iterator[Call]:
     try:
         for call in calls:
-            orjson.dumps(
-                [[[[[[[[call.name, orjson.loads(call.arguments)]]]]]]]]
-            )  # within an answer, as objects
+            # within an answer, as objects
+            orjson.dumps([[[[[[[[call.name, orjson.loads(call.arguments)]]]]]]]])
             yield call
     except (ValueError, orjson.JSONEncodeError, RecursionError):
         # cut short, no JSON, half a character (\ud83d), or brackets without end: what came before
@@ -207,9 +206,8 @@ def _qwen3_coder(text: str, tools: Tools) -> Iterator[Call]:
             values: dict[str, Any] = {}
             for pair in _between(body, "<parameter=", "</parameter>"):
                 key, _, value = pair.partition(">")
-                value = value.removeprefix("\n").removesuffix(
-                    "\n"
-                )  # the template's; further ones are the value's
+                # the template's; further ones are the value's
+                value = value.removeprefix("\n").removesuffix("\n")
                 values[key.strip()] = _value(value, tools.get(name.strip(), {}), key.strip())
             if not closed:
                 raise ValueError("a call without the end of its name")
@@ -276,9 +274,8 @@ def _glm4(text: str, tools: Tools) -> Iterator[Call]:
     """The tool's name on a line of its own, its arguments below it."""
     name, found, rest = text.strip().partition("\n")
     if found and rest.strip():
-        value, _ = _object(
-            rest, 0
-        )  # a call that was streamed cannot be taken back for what follows it
+        # a call that was streamed cannot be taken back for what follows it
+        value, _ = _object(rest, 0)
         yield Call(name.strip(), _arguments(value))
 
 

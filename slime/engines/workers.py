@@ -1,5 +1,4 @@
-"""The engines behind a router, as the router knows them: what those who generate ask it, beside
-answers."""
+"""The engines behind a router, as the router lists them."""
 
 from __future__ import annotations
 

@@ -6,9 +6,8 @@ or a scale that was lost when memory was released, another rope or norm, keys an
 weights, a kernel that is wrong. All of it shows in the log-probs of a prompt, which cost either
 side one forward pass of 32 tokens.
 
-    trainer   backend.canary_log_probs(tokens)            before the push, while its weights are
-    there engines   POST /generate, logprob_start_len 0         after it, to each engine itself,
-    before any rollout request
+    trainer   backend.canary_log_probs(tokens)       before the push, while its weights are there
+    engines   POST /generate, logprob_start_len 0    after it, to each engine, before any rollout
 
 An engine that returns log-probs from position 0 on takes nothing from its prefix cache.
 
@@ -42,8 +41,9 @@ from typing import Any
 
 from slime import deadlines
 from slime.config.config import Config
-from slime.engines.api import EngineError, is_embedded
+from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
+from slime.engines.wire.abilities import Abilities
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.models import family_of
@@ -98,13 +98,16 @@ class Canary:
         quantisation = Quantisation.read(hf_config)
         self._quantised = quantisation is not None
         is_fp8 = quantisation is not None and isinstance(quantisation.scheme, Fp8)
-        self._rounds_activations = is_fp8 and not all(map(is_embedded, infos))
+        abilities = [Abilities.read(info) for info in infos]
+        self._rounds_activations = is_fp8 and any(one.rounds_activations for one in abilities)
         self._rounding_error: float | None = None  # mean difference in nats, which that makes
         whole = not self._rounds_activations and all(
             info.get("dtype") in ("float32", "float") for info in infos
         )
         self._in_float32 = config.megatron.fp32 and whole
-        coarse = any(_is_coarse(info) for info in infos) or config.megatron.transformer.get("fp8")
+        coarse = any(
+            one.quantises or one.coarse_cache for one in abilities
+        ) or config.megatron.transformer.get("fp8")
         self._judges = not coarse
         changing = named_functions(vars(config.flat()), _CHANGE_THE_MODEL)
         self._functions = (
@@ -212,11 +215,9 @@ class Canary:
         fixes += ["--no-check-canary goes on regardless"]
         return UserError(
             f"after {event}, engine {self.fleet.urls[engine]} gives other log-probs than the "
-            "trainer with the same"
-            f" weights: they differ by {difference.mean:.2g} on average, most at position "
-            f"{difference.at + 1} of the"
-            f" canary, by {difference.largest:.2g} ({numbers});"
-            f" allowed is a {kind} of {self._tolerance:.2g}. {num_wrong} of "
+            f"trainer with the same weights: they differ by {difference.mean:.2g} on average, most "
+            f"at position {difference.at + 1} of the canary, by {difference.largest:.2g} "
+            f"({numbers}); allowed is a {kind} of {self._tolerance:.2g}. {num_wrong} of "
             f"{len(self.fleet.urls)} engines differ",
             why=f"{self._functions}{where}. Possible causes, likeliest first: "
             + "; ".join(cause for cause, _ in causes),
@@ -342,14 +343,3 @@ def _log_probs(url: str, answer: Mapping[str, Any], tokens: Sequence[int]) -> li
             f" at place {place}: {told[place : place + 4]} for {list(tokens[place : place + 4])}",
         )
     return [math.nan if entry[0] is None else float(entry[0]) for entry in entries[1:]]
-
-
-def _is_coarse(info: Mapping[str, Any]) -> bool:
-    """Whether an engine makes its weights or its cache coarser than 16 bits by itself.
-
-    Args:
-        info: its ``/server_info``.
-    """
-    cache = info.get("kv_cache_dtype") or "auto"
-    weights = info.get("quantization") or info.get("torchao_config")
-    return weights not in (None, "", "unquant") or cache not in ("auto", "bf16", "bfloat16")

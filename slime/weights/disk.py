@@ -1,7 +1,6 @@
-"""Weights to engines through a directory that both sides see: the slowest way, and the one that
-always works.
+"""Transport through a directory that trainer and engines share: the slowest, and it always works.
 
-disk_dir/weight_v000007/ (a Hugging Face directory) ── /update_weights_from_disk ──► every engine
+disk_dir/weight_v000007/ (a Hugging Face directory) ── /update_weights_from_disk ──► engines
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Weights to engines anywhere by broadcast: NCCL between GPUs, gloo between CPUs.
+"""Transport to engines anywhere by broadcast: NCCL between GPUs, gloo between CPUs.
 
-source rank of a stage ── HTTP: names, dtypes, shapes ──► every engine
-                       ── broadcast: one flat bucket ───► every engine process
+    source rank of a stage ── HTTP: names, dtypes, shapes ──► every engine
+                           ── broadcast: one flat bucket ───► every engine process
 
 Each pipeline stage has a source of its own and a group of it and all engine processes. While one
 bucket travels and is loaded, the next one is gathered and packed; a buffer is written to again only
@@ -149,9 +149,8 @@ class DistributedTransport(Transport):
                 store, address, name, self._backend, 0, world_size, deadlines.DISTRIBUTED_JOIN
             )
         except RuntimeError as error:
-            self._fleet.wait(
-                joining, deadlines.DISTRIBUTED_JOIN
-            )  # an engine that refused says why; that is the better message
+            # an engine that refused says why; that is the better message
+            self._fleet.wait(joining, deadlines.DISTRIBUTED_JOIN)
             raise EngineError(
                 self._engines,
                 f"{self._who} waited {deadlines.DISTRIBUTED_JOIN:.0f} s for them to join",
@@ -166,9 +165,8 @@ class DistributedTransport(Transport):
         leaving = self._fleet.start(
             "/destroy_weights_update_group", body, deadlines.DISTRIBUTED_LEAVE
         )
-        self._group.close(
-            deadlines.DISTRIBUTED_LEAVE
-        )  # meanwhile: NCCL's members on one host wait for one another
+        # meanwhile: NCCL's members on one host wait for one another
+        self._group.close(deadlines.DISTRIBUTED_LEAVE)
         with contextlib.suppress(EngineError):  # an engine that is gone has left
             self._fleet.wait(leaving, deadlines.DISTRIBUTED_LEAVE)
         self._group = None
@@ -197,9 +195,8 @@ class DistributedTransport(Transport):
         sending = self._sending
         self._sending = None
         both: list[Future[Any]] = [sending.arrival, sending.answers]
-        wait(
-            both, sending.limit + deadlines.DISTRIBUTED_GRACE, return_when=FIRST_EXCEPTION
-        )  # the requests' own limit comes first
+        # the requests' own limit comes first
+        wait(both, sending.limit + deadlines.DISTRIBUTED_GRACE, return_when=FIRST_EXCEPTION)
         problem = sending.arrival.exception() if sending.arrival.done() else None
         if problem is not None:
             wait([sending.answers], 2 * deadlines.DISTRIBUTED_GRACE)

@@ -1,9 +1,9 @@
-"""The proof that engines hold what was sent, for either kind of engine.
+"""The proof that engines hold what was sent, in the two ways that engines know (`Abilities.check`).
 
-    embedded engine   its own ``/weights_checker {"action": "fingerprint"}``: whole tensors under
-    the names sent SGLang            `slime.engines.sglang.weight_probe` in its processes: each
-    rank's slice of a tensor, which
-                      is wherever SGLang's fused and sharded parameters have it
+    "tensors"  the engine's own ``/weights_checker {"action": "fingerprint"}``: whole tensors under
+               the names sent
+    "slices"   `slime.engines.sglang.weight_probe` in SGLang's processes: each rank's slice of a
+               tensor, wherever SGLang's fused and sharded parameters have it
 
 Whole tensors are compared by xxh3-128, slices on GPUs by a sum that GPUs compute. SGLang's own
 checker is used for ``reset_tensors`` only: it hashes all parameters of a model at once, under its
@@ -179,9 +179,8 @@ class SliceCheck:
     ) -> None:  # fmt: skip
         self._engines = engines
         self._opens = opens
-        self._method = (
-            "words" if torch.cuda.is_available() else "xxh3"
-        )  # a CPU's own is the faster one there
+        # a CPU's own is the faster one there
+        self._method = "words" if torch.cuda.is_available() else "xxh3"
         self._shapes = {name: list(shape) for name, shape in shapes.items()}
         self._ranks = RankQuestions(fleet, engines, address)
         layouts = self._ranks.ask(

@@ -1,9 +1,8 @@
-"""Weights to engines on the trainer's own GPUs: each rank packs a flat bucket, engines read it
-through a handle.
+"""Transport to engines on the trainer's own GPUs: they read each rank's flat bucket by a handle.
 
-    trainer rank r, on GPU r   gather ─► pack into buffer 0 or 1 ─► handle ─┐
-    rank 0                     one handle per engine rank, from the trainer rank on its GPU ─► POST
-    to every engine engine rank, on GPU r      open the handle, load from it in place, close it
+    trainer rank r, GPU r   gather ─► pack into buffer 0 or 1 ─► handle ─┐
+    rank 0                  POST to every engine: for each of its ranks, the handle from its GPU
+    engine rank, GPU r      open the handle, load from it in place, close it
 
 Nothing but handles leaves a GPU. Stock SGLang reads them as ``serialized_named_tensors`` in the
 format ``flattened_bucket``: a pickle of one uint8 tensor (a CUDA IPC handle; on hosts without GPUs
@@ -80,9 +79,8 @@ class IpcTransport(Transport):
         self._buffer_size = buffer_size
         self._dtype = dtype
         self._buffers = BufferPair(buffer_size, _own_device())
-        self._reading: dict[
-            int, tuple[Future[list[dict[str, Any]]], float]
-        ] = {}  # buffer number → engines' answers
+        # buffer number → engines' answers
+        self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}
         self._failure: BaseException | None = None
         _check_sharing(engines, group.size() if group is not None else 1)
 

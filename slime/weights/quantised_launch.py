@@ -1,5 +1,5 @@
-"""Whether pushes can bring a model of quantised weights to a run's engines, before these are there.
-Imports torch for such a model alone."""
+"""Check before the launch that pushes can bring a quantised model to a run's engines. torch is
+imported for such a model alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.sglang.quantised_routes import quantised_route
 from slime.engines.sglang.versions import installed_version
+from slime.engines.wire.abilities import SGLANG
 from slime.errors import UserError
 from slime.models import family_of, ignore_list
 from slime.models.quantised import Quantisation
@@ -33,7 +34,7 @@ def check_route(config: Config) -> None:
         return  # nothing is pushed; another check says so, and external engines say theirs
     from slime.weights.route import choose_route
 
-    kind = choose_route(config, embedded=False, local=True)
+    kind = choose_route(config, SGLANG.transports, local=True)
     models = [model for model in engine_of(config).served_models(config) if model.is_policy]
     started = [group for model in models for group in model.groups if group.num_engines]
     options = [
@@ -56,6 +57,5 @@ def _check_output_layer(path: str, model_name: str | None, quantisation: Quantis
             why="SGLang holds output layers plain: it would take the numbers for weights and drop "
             "their scales",
             fix=f"quantise the model again with {found[0]} among the rules to ignore, as the "
-            "recommended list of slime"
-            " convert has it, or take --rollout-engine embedded",
+            "recommended list of slime convert has it, or take --rollout-engine embedded",
         )

@@ -1,5 +1,4 @@
-"""The proof of a push: what was sent, how long it took, and fingerprints compared between both
-sides."""
+"""Receipts prove a push: what was sent, how long it took, which fingerprints were compared."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which way the weights of a run go, from its flags and from what the engines say of themselves.
+"""Choose how a run's weights travel, from its flags and from what the engines say of themselves.
 
-find_route    flags, engines' /server_info ─► Route     on rank 0, which tells it to all
-open_transport                       Route ─► Transport  on each rank that takes part
+find_route       flags, engines' /server_info ─► Route      on rank 0, which tells it to all
+open_transport   Route ─► Transport                         on each rank that takes part
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from slime import deadlines
 from slime.checkpoints.megatron_names import Placement
 from slime.config.config import Config
-from slime.engines.api import WEIGHT_LOADER, is_embedded
 from slime.engines.fleet import EngineFleet, is_local
 from slime.engines.kinds import engine_of
 from slime.engines.sglang.quantised_routes import QuantisedRoute, quantised_route
+from slime.engines.wire.abilities import Abilities
 from slime.engines.wire.buckets import Together, dtype_name, dtype_of
 from slime.errors import UserError
 from slime.models.quantised import Quantisation
@@ -38,8 +38,8 @@ class Route:
     Attributes:
         kind: see `choose_route`.
         dtype: of the engines' floating-point weights.
-        asks_ranks: the engines' ranks are asked for their slices (SGLang), not the engines for
-            whole tensors.
+        asks_ranks: each rank of an engine is asked for its slices, instead of the engine for whole
+            tensors (`Abilities.check`).
         sources: the rank that sends, of each pipeline stage; rank 0 alone if it has everything
             brought to it.
         in_runs: neighbouring experts travel as one tensor (`slime.engines.wire.expert_runs`).
@@ -78,16 +78,16 @@ def find_route(
     """
     infos = dict(zip(fleet.urls, fleet.get("/server_info", deadlines.ROUTE_INFO), strict=True))
     check_experts(infos)
-    embedded = are_embedded(infos)
+    abilities = {url: Abilities.read(info) for url, info in infos.items()}
+    common = common_abilities(abilities)
     local = on_this_node and all(is_local(url) for url in fleet.urls)
     on_cpu = without_gpu(infos)
-    kind = choose_route(config, embedded=embedded, local=local, on_cpu=bool(on_cpu))
+    kind = choose_route(config, common.transports, local=local, on_cpu=bool(on_cpu))
     if kind == "broadcast" and on_cpu and torch.cuda.is_available():
         raise UserError(
             f"weights cannot get to engine {on_cpu[0]}",
             why="it has no GPU, which NCCL needs; and it, or another one, is on another host than "
-            "the trainer's rank 0,"
-            " which shared memory does not reach",
+            "the trainer's rank 0, which shared memory does not reach",
             fix="pass --update-weight-transport disk and --update-weight-disk-dir with a "
             "directory that all see",
         )
@@ -101,19 +101,20 @@ def find_route(
         raise UserError(
             f"the engines quantise weights of {dtype_name(dtype)}, and the trainer those of "
             f"{dtype_name(told)}",
-            why="--fake-quantisation, --measure-quantisation and the canary go by flags, and "
-            "would round to other"
-            " numbers than a push",
+            why="--fake-quantisation, --measure-quantisation and the canary go by flags, and would "
+            "round to other numbers than a push",
             fix=f"start the engines with the dtype {dtype_name(told)}, or set --sglang-dtype "
-            "(--embedded-dtype) as"
-            " theirs and leave it out of overrides of server groups",
+            "(--embedded-dtype) as theirs and leave it out of overrides of server groups",
         )
-    if embedded:
-        return Route(kind, dtype, asks_ranks=False, sources=sources)
-    quantised = routes_of(infos, hf_config, kind)
-    in_runs = takes_runs(kind, infos.values(), quantised is not None)
-    opens = quantised is not None and quantised.opens
-    return Route(kind, dtype, asks_ranks=True, sources=sources, in_runs=in_runs, opens=opens)
+    quantised = routes_of(infos, hf_config, kind) if common.packs_quantised else None
+    return Route(
+        kind,
+        dtype,
+        asks_ranks=common.check == "slices",
+        sources=sources,
+        in_runs=takes_runs(kind, abilities.values(), quantised is not None),
+        opens=quantised is not None and quantised.opens,
+    )
 
 
 def routes_of(
@@ -194,27 +195,31 @@ def open_transport(
     )
 
 
-def are_embedded(infos: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether the engines are embedded ones, or SGLang, as they say: those of others need not be
-    what the flags name.
+def common_abilities(abilities: Mapping[str, Abilities]) -> Abilities:
+    """The abilities of one engine for all of them: a push treats them alike.
 
     Args:
-        infos: engine URL → its ``/server_info``.
+        abilities: engine URL → what it can do, as it says: external engines need not be what the
+            flags name.
     Raises:
-        UserError: some are, others are not.
+        UserError: they are of different kinds, or cannot take part in a push.
     """
-    kinds = {url: is_embedded(info) for url, info in infos.items()}
-    if len(set(kinds.values())) > 1:
-        one, other = (
-            next(url for url, kind in kinds.items() if kind is wanted) for wanted in (True, False)
-        )
+    (one, first), *others = abilities.items()
+    for url, other in others:
+        if other.engine != first.engine:
+            raise UserError(
+                f"engine {one} is {first.engine} and engine {url} is {other.engine}",
+                why="weights get to the two in different ways, and what arrived is compared in "
+                "different ways",
+                fix="use engines of one kind",
+            )
+    if not first.can_pause or not first.check:
         raise UserError(
-            f"engine {one} is an embedded one and engine {other} is SGLang",
-            why="weights get to the two in different ways, and what arrived is compared in "
-            "different ways",
-            fix="use engines of one kind",
+            f"weights cannot be pushed to engine {one} ({first.engine})",
+            why="it cannot pause its requests meanwhile, or cannot prove what it loaded",
+            fix="use the embedded engine or SGLang",
         )
-    return all(kinds.values())
+    return first
 
 
 def without_gpu(infos: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -222,48 +227,41 @@ def without_gpu(infos: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [url for url, info in infos.items() if info.get("device") == "cpu"]
 
 
-def choose_route(config: Config, *, embedded: bool, local: bool, on_cpu: bool = False) -> str:
-    """Which way the weights go.
+def choose_route(
+    config: Config, transports: Collection[str], *, local: bool, on_cpu: bool = False
+) -> str:
+    """Choose the way of the weights.
 
-    ==============  ===============================================
-    ===================================== "disk"          ``--update-weight-transport disk``
-    a Hugging Face directory "shm"           embedded engines on this host, and either no     shared
-    memory (between CPUs it is the
-                    GPU, ``--colocate``, or one of them on_cpu       fastest; NCCL cannot join two
-                                                                     processes of one GPU)
-    "ipc"           SGLang with ``--colocate``                       handles of the trainer's
-    buffers "broadcast"     anything else                                    NCCL between GPUs, gloo
-    between CPUs ==============  ===============================================
-    =====================================
+    "disk"       with ``--update-weight-transport disk``: a Hugging Face directory
+    "shm"        shared memory on this host, without a GPU, with ``--colocate`` or to engines on the
+                 CPU: it is the fastest between CPUs, and NCCL cannot join two processes of one GPU
+    "ipc"        with ``--colocate``: handles of the trainer's buffers
+    "broadcast"  otherwise: NCCL between GPUs, gloo between CPUs
+
+    Args:
+        transports: `Abilities.transports` of the engines.
+        local: trainer and engines share a host.
+        on_cpu: one of the engines computes on the CPU.
     """
     if config.sync.update_weight_transport == "disk":
         return "disk"
-    if embedded and local and (not torch.cuda.is_available() or config.cluster.colocate or on_cpu):
+    shares_host = not torch.cuda.is_available() or config.cluster.colocate or on_cpu
+    if "shm" in transports and local and shares_host:
         return "shm"
-    return "ipc" if config.cluster.colocate and not embedded else "broadcast"
+    return "ipc" if "ipc" in transports and config.cluster.colocate else "broadcast"
 
 
-#: Flags of SGLang with which an expert is not where its number says, or not as it was sent.
-_MOVES_EXPERTS = ("enable_eplb", "ep_num_redundant_experts")
-
-
-def takes_runs(kind: str, infos: Collection[Mapping[str, Any]], quantised: bool = False) -> bool:
+def takes_runs(kind: str, abilities: Collection[Abilities], quantised: bool = False) -> bool:
     """Whether all engines take runs of experts: only by handles, which our loader inside the engine
     can be given.
 
     Args:
-        infos: the engines' ``/server_info``.
         quantised: what is sent is what the model stores; otherwise engines that quantise by
             themselves take none.
     """
-    plain = all(
-        WEIGHT_LOADER in (info.get("custom_weight_loader") or ())
-        and info.get("init_expert_location") in (None, "trivial")
-        and not any(info.get(flag) for flag in _MOVES_EXPERTS)
-        and (quantised or not info.get("quantization"))
-        for info in infos
+    return kind == "ipc" and all(
+        one.takes_expert_runs and (quantised or not one.quantises) for one in abilities
     )
-    return kind == "ipc" and plain
 
 
 def check_experts(infos: Mapping[str, Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Weights to engines on the same host through /dev/shm: one copy out of the model, one into each
+"""Transport to engines on the same host through /dev/shm: one copy out of the model, one into each
 engine."""
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ class SharedMemoryTransport(Transport):
         self._buffer_size = buffer_size
         self._dtype = dtype
         self._pool = SegmentPool(count=2)
-        self._reading: dict[
-            int, tuple[Future[list[dict[str, Any]]], float]
-        ] = {}  # segment number → engines' answers
+        # segment number → engines' answers
+        self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}
 
     def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
         num_tensors = nbytes = 0

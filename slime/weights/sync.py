@@ -1,17 +1,17 @@
-"""Weight sync: the trainer's weights become the engines', version by version, and a receipt proves
-it.
+"""Bring the trainer's weights to the engines, version by version, with a receipt that proves it.
 
-    sync = WeightSync(config, model_chunks, hf_config, rank=rank, world_size=world_size)    # on
-    every trainer rank sync.connect(engines)       # again whenever engines come or go receipt =
-    sync.push()       # after each rollout that was trained on; sync.version + 1 sync.close()
+    sync = WeightSync(config, model_chunks, hf_config, rank=rank, world_size=world_size)
+    sync.connect(engines)       # again whenever engines come or go
+    receipt = sync.push()       # after each rollout that was trained on; sync.version + 1
+    sync.close()
 
     push():  pause ─► transfer in flat buckets ─► flush caches ─► count and compare ─► continue
 
-Collective over all trainer ranks: each takes part in gathering, rank 0 steers the engines, and
-every rank gets the same receipt or raises the same error. By broadcast each pipeline stage sends
-its own layers, in turn, from one rank of it; every other way goes through rank 0, or through all
-ranks. `route` chooses the way, a `Transport` goes it, `trainer_ranks` tells the ranks of one
-another, `engine_check` asks the engines what they hold.
+All calls are collective over the trainer ranks: each takes part in gathering, rank 0 steers the
+engines, and every rank gets the same receipt or raises the same error. By broadcast each pipeline
+stage sends its own layers, in turn, from one of its ranks; every other way goes through rank 0, or
+through all ranks. A `WeightSource` yields the tensors, `route` chooses the way, a `Transport` goes
+it, `trainer_ranks` carries messages between ranks, `engine_check` asks the engines what they hold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import nn
 
 from slime import deadlines
-from slime.checkpoints.hf_io import HfExporter
 from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.api import EngineError
@@ -49,9 +48,9 @@ from slime.weights.engine_check import (
     digest_from_json,
     digest_to_json,
 )
-from slime.weights.quantised_push import Export, QuantisedExport
 from slime.weights.receipt import Receipt, Sampler, WeightMismatch, kinds_of
 from slime.weights.route import Route, find_route, open_transport
+from slime.weights.source import ModelSource, QuantisedSource, WeightSource, exhaust
 from slime.weights.trainer_ranks import StageError, TrainerRanks
 from slime.weights.transport import EngineSlots, NamedTensors, Transferred, Transport, deadline_for
 
@@ -87,7 +86,7 @@ class WeightSync:
         self.version = start_version
         self._model_chunks = model_chunks
         self._hf_config = hf_config
-        self._exporter: Export | None = None
+        self._source: WeightSource | None = None
         self._groups = LoadGroups()
         self._quantisation = Quantisation.read(read_hf_config(hf_config))
         self._ranks = TrainerRanks(rank, world_size)
@@ -100,9 +99,8 @@ class WeightSync:
         self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
         self._opens = self._has_begun = False
-        self._broke_off = (
-            False  # a push, behind its pause: engines may hold a mix, and have layers that are open
-        )
+        # a push, behind its pause: engines may hold a mix, and have layers that are open
+        self._broke_off = False
         self._last_seconds = 0.0
         faults = config.fault_tolerance
         hangs = (
@@ -152,17 +150,11 @@ class WeightSync:
             False: engines hold runs of experts in a form that cannot be compared; nothing is open
                 any more.
         """
-        exporter = HfExporter(
-            self._model_chunks,
-            self._hf_config,
-            model_name=self.config.checkpoint.model_name,
-            own_stage=len(route.sources) > 1,
-            in_runs=route.in_runs,
-        )
-        self._groups = exporter.family.load_groups(exporter.spec)
-        self._exporter = self._as_stored(exporter, route)
+        self._source = self._source_for(route)
+        parameters = self._source.parameters
+        self._groups = parameters.family.load_groups(parameters.spec)
         # both collective, hence outside of the block below
-        contents = _StageContents.of(self._exporter, with_shapes=route.asks_ranks)
+        contents = _StageContents.of(self._source, with_shapes=route.asks_ranks)
         gloo = self._gloo_group() if route.kind == "ipc" else None
         self._stage_seconds = [2 * deadlines.DISTRIBUTED_JOIN for _ in route.sources]
         explained = _naming_engine() if self.rank == 0 else nullcontext()
@@ -202,9 +194,8 @@ class WeightSync:
         if connected.value is None:
             return False
         nbytes = connected.value["nbytes"]
-        self._stage_seconds = [
-            1.5 * deadline_for(n, self._timeout) for n in nbytes
-        ]  # a bucket's own limit comes first
+        # a bucket's own limit comes first
+        self._stage_seconds = [1.5 * deadline_for(n, self._timeout) for n in nbytes]
         share = Sampler.share / len(nbytes)
         floor = Sampler.floor / len(nbytes)
         digest = digest_from_json(connected.value["digest"])
@@ -220,18 +211,24 @@ class WeightSync:
             list(group) for group in self._groups.among(names) if set(group) <= set(names)
         ]
 
-    def _as_stored(self, exporter: HfExporter, route: Route) -> Export:
-        """The exporter, or what engines of quantised weights hold of its tensors.
+    def _source_for(self, route: Route) -> WeightSource:
+        """The whole model, in the form that the engines hold.
 
         Raises:
-            UserError: the ignore list does not fit the model.
+            UserError: the ignore list of quantised weights does not fit the model.
         """
+        plain = ModelSource(
+            self._model_chunks,
+            self._hf_config,
+            model_name=self.config.checkpoint.model_name,
+            own_stage=len(route.sources) > 1,
+            in_runs=route.in_runs,
+        )
         if self._quantisation is None:
-            return exporter
-        converts = (
-            self._ranks.stage is not None or route.kind == "ipc"
-        )  # there every rank packs for its own GPU
-        return QuantisedExport(exporter, self._quantisation, route.dtype, converts=converts)
+            return plain
+        # with "ipc" every rank packs for its own GPU
+        converts = self._ranks.stage is not None or route.kind == "ipc"
+        return QuantisedSource(plain, self._quantisation, route.dtype, converts=converts)
 
     def push(self) -> Receipt:
         """Bring the current weights to every engine as version ``self.version + 1``. Collective.
@@ -242,9 +239,9 @@ class WeightSync:
                 is not advanced; a new `push` sends everything again.
             WeightMismatch: an engine does not hold what was sent; names tensors.
         """
-        assert self._exporter is not None, "push before connect"
+        assert self._source is not None, "push before connect"
         version = self.version + 1
-        tensors = self._exporter.tensors()
+        tensors = self._source.tensors()
         self._has_begun = False
         with self._ranks.round(f"pushing weights version {version}", self._push_seconds) as pushed:
             try:
@@ -258,10 +255,7 @@ class WeightSync:
                 if self.world_size > 1:
                     if self.rank == 0 and not self._has_begun and self._transport is not None:
                         self._transport.follow(tensors)  # the others are in its collectives
-                    for _ in (
-                        tensors
-                    ):  # other ranks count on this one in every gather, also after a failure
-                        pass
+                    exhaust(tensors)  # the others count on this rank, also after a failure
         receipt = Receipt.from_json(pushed.value)
         if self._ranks.stage is not None:
             self._sampler.end()
@@ -287,20 +281,19 @@ class WeightSync:
 
     def _send(self, tensors: NamedTensors, version: int) -> None:
         """What this rank sends, with a report of it."""
-        assert self._transport is not None
+        assert self._transport is not None and self._source is not None
         self._sampler.begin(self._last_seconds, self.config.debug.check_weight_update_equal)
         self._has_begun = True
         sent = self._transport.send(tensors, version, self._sampler.observe)
-        zeros = self._exporter.zeros if isinstance(self._exporter, QuantisedExport) else []
+        zeros = self._source.zeros
         self._ranks.report(
             asdict(_StageSent(sent, self._sampler.names, self._sampler.fingerprints, zeros))
         )
 
     def _await_turn(self) -> None:
         earlier = self._stage_seconds[: self._ranks.stage]
-        self._ranks.await_turn(
-            2 * deadlines.SYNC_CONTROL + sum(earlier)
-        )  # rank 0 pauses the engines first
+        # rank 0 pauses the engines first
+        self._ranks.await_turn(2 * deadlines.SYNC_CONTROL + sum(earlier))
 
     @property
     def _timeout(self) -> float:
@@ -469,11 +462,9 @@ class WeightSync:
 
 _REMEDIES = (
     "look at the engine's log first. If it is alive but slow: push less often "
-    "(--update-weights-interval 5), share GPUs"
-    " (--colocate, no network), check the network (ibstat; NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, "
-    "NCCL_IB_DISABLE=0),"
-    " give it longer (NCCL_TIMEOUT=1800), or go through a directory (--update-weight-transport "
-    "disk)"
+    "(--update-weights-interval 5), share GPUs (--colocate, no network), check the network "
+    "(ibstat; NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=0), give it longer "
+    "(NCCL_TIMEOUT=1800), or go through a directory (--update-weight-transport disk)"
 )
 
 
@@ -490,13 +481,13 @@ class _StageContents:
     shapes: dict[str, list[int]]
 
     @staticmethod
-    def of(exporter: Export, with_shapes: bool) -> _StageContents:
+    def of(source: WeightSource, with_shapes: bool) -> _StageContents:
         """Collective over the ranks of the stage. To find the shapes out takes one gathering of all
         weights, which sets the communicators up as well."""
         shapes = (
-            {name: list(tensor.shape) for name, tensor in exporter.tensors()} if with_shapes else {}
+            {name: list(tensor.shape) for name, tensor in source.tensors()} if with_shapes else {}
         )
-        return _StageContents(exporter.names(), exporter.nbytes(), shapes)
+        return _StageContents(source.names(), source.nbytes(), shapes)
 
 
 @dataclass(frozen=True)

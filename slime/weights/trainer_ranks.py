@@ -1,18 +1,17 @@
-"""What trainer ranks say to one another during a push: whose turn it is, what came of it, how it
-ended for all.
+"""Messages between trainer ranks during a push: whose turn it is, what came of it, how it ended.
 
-    stage 0 (rank 0)   sends ── report ─┐                         reads all reports ─► outcome ─►
-    every rank stage 1            packs ◄──────────┴─ sends ── report ─┐ stage 2            packs
-    ◄──────────────────────────────┴─ sends ── report
+    stage 0 (rank 0)   sends ── report ─┐                          reads all reports ─► outcome
+    stage 1            packs ◄──────────┴─ sends ── report ─┐      (to every rank)
+    stage 2            packs ◄──────────────────────────────┴─ sends ── report
 
 Engines take one update at a time, so the pipeline stages send in their order. A stage waits only
-for those before it, and rank 0 for all: there is no circle to wait in. Words go over a store and
-not by collectives, because a collective with a rank that died never ends, or ends the process.
-Every wait has a limit and says who was waited for.
+for those before it, and rank 0 for all, so waits form no circle. Messages go over a store and not
+by collectives, because a collective with a dead rank never ends, or ends the process. Every wait
+has a limit and says who was waited for.
 
-torch's store asks nobody who they are, and lists its keys to whoever reaches its port. So a word is
-JSON and is sealed with a key that the ranks share: what a stranger writes there is an error, never
-code that runs.
+torch's store authenticates nobody, and lists its keys to whoever reaches its port. So a message is
+JSON, sealed with a key that the ranks share: what a stranger writes there is an error, never code
+that runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the ways of moving weights have in common; `slime.weights.route` chooses one."""
+"""The base class of all transports; `slime.weights.route` chooses one."""
 
 from __future__ import annotations
 

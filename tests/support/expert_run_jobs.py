@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from slime.checkpoints.hf_io import HfExporter
 from slime.engines.wire import expert_runs
 from slime.weights.engine_check import SliceCheck
+from slime.weights.source import ModelSource
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
 from tests.support.megatron_jobs import backend_of
@@ -32,8 +32,8 @@ def compare_with_singles(info: Any, model: Path, layout: dict[str, Any]) -> dict
     """Names of experts that are not the same in runs and one by one."""
     backend = backend_of(info, model, **layout)
     with _of_three():
-        singles = HfExporter(backend.model_chunks, backend.hf_config)
-        runs = HfExporter(backend.model_chunks, backend.hf_config, in_runs=True)
+        singles = ModelSource(backend.model_chunks, backend.hf_config)
+        runs = ModelSource(backend.model_chunks, backend.hf_config, in_runs=True)
         wanted = {name: tensor.clone() for name, tensor in singles.tensors()}
         found, lengths = {}, []
         for name, tensor in runs.tensors():

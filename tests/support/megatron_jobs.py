@@ -110,7 +110,7 @@ def everything(directory: Path, scratch: Path) -> dict[str, torch.Tensor]:
 
 
 def exported(backend: Any) -> dict[str, torch.Tensor]:
-    from slime.checkpoints.hf_io import iter_hf_tensors
+    from slime.weights.source import iter_hf_tensors
 
     return {
         name: tensor.clone()
@@ -127,7 +127,7 @@ def load_and_export(info: Any, model: Path, layout: str) -> dict[str, torch.Tens
 
 
 def export_directory(info: Any, model: Path, layout: str, target: Path) -> None:
-    from slime.checkpoints.hf_io import save_hf
+    from slime.weights.source import save_hf
 
     backend = backend_of(info, model, **LAYOUTS[layout])
     save_hf(backend.model_chunks, backend.hf_config, target, assets_from=model)

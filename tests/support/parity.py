@@ -41,8 +41,8 @@ VIRTUAL = {"num_virtual_stages_per_pipeline_rank": 2}
 
 def parity_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> dict[str, Any]:
     """Everything that is compared, on one rank; tensors by their Hugging Face names."""
-    from slime.checkpoints.hf_io import iter_hf_tensors
     from slime.trainer.megatron.backend import MegatronBackend
+    from slime.weights.source import iter_hf_tensors
 
     backend = MegatronBackend(
         trainer_config(**LOSS, **flags, actor_num_gpus_per_node=info.world_size), info

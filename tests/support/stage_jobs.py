@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from slime.checkpoints import hf_io
 from slime.engines.api import EngineError
 from slime.errors import UserError
-from slime.weights import route
+from slime.weights import route, source
 from slime.weights.receipt import Receipt
 from slime.weights.sync import WeightSync
 from slime.weights.trainer_ranks import StageError, TrainerRanks
@@ -46,7 +45,7 @@ def push_twice(info: Any, model: Path, flags: dict[str, Any], engines: Engines) 
     """Push; returns the receipts' contents, and all parameters that were on this rank, its own and
     gathered ones."""
     seen: set[str] = set()
-    gather, broadcast, crossing = hf_io.gather, dist.broadcast, []
+    gather, broadcast, crossing = source.gather, dist.broadcast, []
 
     def noted(batch: Any, local: Any, place: Any, device: Any) -> Any:
         found = gather(batch, local, place, device)
@@ -59,14 +58,14 @@ def push_twice(info: Any, model: Path, flags: dict[str, Any], engines: Engines) 
         return broadcast(tensor, *args, group=group, **kwargs)
 
     is_local = route.is_local
-    hf_io.gather, dist.broadcast, route.is_local = noted, watched, lambda url: False
+    source.gather, dist.broadcast, route.is_local = noted, watched, lambda url: False
     try:
         sync = sync_of(info, model, flags)
         sync.connect(engines, on_this_node=False)
         receipts = [sync.push() for _ in range(2)]
         sync.close()
     finally:
-        hf_io.gather, dist.broadcast, route.is_local = gather, broadcast, is_local
+        source.gather, dist.broadcast, route.is_local = gather, broadcast, is_local
     return {
         "receipts": receipts,
         "seen": seen,

@@ -199,10 +199,6 @@ def made_in(path: Path) -> set[str]:
     return made
 
 
-#: Of these a run's flags say nothing: engines of others are what they answer.
-ASK_A_LIVE_ENGINE = ("cluster.engine_fit", "weights.canary", "weights.route")
-
-
 def asked_which_engine(tree: ast.AST) -> Iterator[int]:
     """Lines that compare ``rollout_engine``, or one of its values, with something."""
     for node in ast.walk(tree):
@@ -230,12 +226,6 @@ def test_the_record_of_an_engine_is_asked_and_never_its_name() -> None:
         for line in asked_which_engine(tree_of(path))
     ]
     assert found == []
-    asks = {
-        name
-        for name, path in ((module_name(path), path) for path in FILES)
-        if " is_embedded" in path.read_text()
-    }
-    assert asks - {"engines.api"} == set(ASK_A_LIVE_ENGINE)
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,14 @@ from slime.engines.health import HealthChecks
 from slime.engines.kinds import ENGINES, EngineKind, engine_kind, engine_of
 from slime.engines.launch import EngineFootprint, EnginePlace, LaunchSpec
 from slime.engines.router import router_command
+from slime.engines.wire.abilities import EMBEDDED, SGLANG, Abilities
 from slime.errors import UserError
 from slime.memory.engine import EngineSettings
 from slime.models import family_of
 from slime.placement import PlacementPlan
 from slime.processes.host import reserve_port
 from slime.run.preflight import check_engine, check_engine_flags
-from slime.weights.route import flag_dtype
+from slime.weights.route import choose_route, common_abilities, flag_dtype, takes_runs
 
 PUBLISHED = Path(__file__).parents[1] / "support" / "model_configs.json"
 _SERVER = """
@@ -176,3 +177,21 @@ def test_the_record_is_that_of_the_flag(name: str) -> None:
     assert model.is_policy and [group.num_engines for group in model.groups] == [
         config.cluster.rollout_num_gpus
     ]
+
+
+def test_a_third_engine_tells_what_it_can_do() -> None:
+    third = Abilities("third", ("broadcast",), "tensors", takes_expert_runs=True)
+    told = json.loads(json.dumps({"version": "1", "abilities": third.to_json()}))
+    assert Abilities.read(told) == third
+    assert Abilities.read({"version": "slime-embedded 1"}) == EMBEDDED
+    assert Abilities.read({"version": "0.5.16", "tp_size": 2}) == dataclasses.replace(
+        SGLANG, num_ranks=2
+    )
+    shared = make_config(colocate=True)
+    assert choose_route(shared, third.transports, local=True) == "broadcast"
+    assert takes_runs("ipc", [third]) and not takes_runs("broadcast", [third])
+    assert common_abilities({"a": third, "b": third}) == third
+    with pytest.raises(UserError, match="engine a is third and engine b is SGLang"):
+        common_abilities({"a": third, "b": SGLANG})
+    with pytest.raises(UserError, match=r"cannot be pushed to engine a \(third\)"):
+        common_abilities({"a": dataclasses.replace(third, can_pause=False)})

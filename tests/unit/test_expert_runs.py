@@ -21,6 +21,7 @@ from slime.engines.api import WEIGHT_LOADER
 from slime.engines.launch import EnginePlace
 from slime.engines.sglang import weight_loader
 from slime.engines.sglang.weight_probe import HeldExperts, Tree, _answer
+from slime.engines.wire.abilities import Abilities
 from slime.engines.wire.buckets import Bucket, pack
 from slime.engines.wire.expert_runs import ExpertRun, bounds
 from slime.errors import UserError
@@ -70,7 +71,7 @@ def test_runs_hold_what_single_tensors_hold(
 
 
 def in_runs(weights: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
-    """As `HfExporter` names them."""
+    """As `ModelSource` names them."""
     found: dict[str, torch.Tensor] = {}
     families: dict[tuple[str, str], list[torch.Tensor]] = {}
     for name, tensor in weights.items():
@@ -236,8 +237,9 @@ def test_only_engines_that_leave_experts_in_place_take_runs() -> None:
         "init_expert_location": "trivial",
         "enable_eplb": False,
     }
-    assert takes_runs("ipc", [info, info])
-    assert not takes_runs("broadcast", [info])
+    fine = Abilities.read(info)
+    assert takes_runs("ipc", [fine, fine])
+    assert not takes_runs("broadcast", [fine])
     for change in (
         {"custom_weight_loader": None},
         {"enable_eplb": True},
@@ -245,8 +247,8 @@ def test_only_engines_that_leave_experts_in_place_take_runs() -> None:
         {"init_expert_location": "map.json"},
         {"ep_num_redundant_experts": 4},
     ):
-        assert not takes_runs("ipc", [info, {**info, **change}])
-    assert takes_runs("ipc", [{**info, "quantization": "fp8"}], quantised=True)
+        assert not takes_runs("ipc", [fine, Abilities.read({**info, **change})])
+    assert takes_runs("ipc", [Abilities.read({**info, "quantization": "fp8"})], quantised=True)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer_trtllm", "flashinfer_trtllm_routed"])

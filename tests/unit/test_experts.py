@@ -286,8 +286,8 @@ def test_experts_moved_and_their_load_is_logged(single: dict[str, Any], model: P
 
 
 def export_job(info: Any, model: Path, flags: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
-    from slime.checkpoints.hf_io import iter_hf_tensors
     from slime.checkpoints.megatron_names import Placement, global_parameters
+    from slime.weights.source import iter_hf_tensors
 
     config = trainer_config(
         hf_checkpoint=str(model), actor_num_gpus_per_node=info.world_size, **flags
@@ -319,7 +319,7 @@ def checkpoint_job(
 ) -> dict[str, Tensor]:
     """Load or start fresh; one step with the same gradients everywhere; save; the weights after a
     further one."""
-    from slime.checkpoints.hf_io import iter_hf_tensors
+    from slime.weights.source import iter_hf_tensors
 
     where = {"load": str(root)} if load else {"save": str(root)}
     config = trainer_config(
@@ -548,8 +548,8 @@ def test_experts_are_counted_alike_in_any_packing(tmp_path: Path, ranks: Pools) 
 def freeze_job(info: Any, model: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Weights after a step with frozen experts, and the names of the gradients that are found not
     to be finite."""
-    from slime.checkpoints.hf_io import iter_hf_tensors
     from slime.trainer.megatron.optimizer import nonfinite_gradients
+    from slime.weights.source import iter_hf_tensors
 
     settings = {"hf_checkpoint": str(model), "freeze_params_name_list": [r"layers.1.mlp.experts"]}
     backend = MegatronBackend(trainer_config(**settings), info)

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from slime.checkpoints.hf_io import HfExporter
 from slime.config import make_config
 from slime.engines.launch import EnginePlace
 from slime.engines.sglang import load_marks, weight_probe
@@ -25,8 +24,8 @@ from slime.models.deepseek_v3 import DEEPSEEK_V3
 from slime.models.fused_loading import LoadGroups
 from slime.models.quantised import Fp8, Int4, Quantisation
 from slime.weights import route
-from slime.weights.quantised_push import QuantisedExport
 from slime.weights.receipt import Sampler, WeightMismatch, kinds_of
+from slime.weights.source import ModelSource, QuantisedSource
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
 from tests.support import stage_jobs
@@ -145,7 +144,7 @@ def test_weights_and_scales_of_quantised_pairs_are_kept_together(scheme: Fp8 | I
     method = "fp8" if isinstance(scheme, Fp8) else "compressed-tensors"
     quantisation = Quantisation(method, scheme, ("lm_head", *ignored))
     stub = MegatronStub(DEEPSEEK_V3, SPEC, random_hf(DEEPSEEK_V3, SPEC))
-    export = QuantisedExport(HfExporter([stub], HF_CONFIG), quantisation, torch.bfloat16)
+    export = QuantisedSource(ModelSource([stub], HF_CONFIG), quantisation, torch.bfloat16)
     groups = GROUPS.among(export.names())
     assert len(groups) > SPEC.num_layers
     for limit in (1, 3000, 1 << 20):

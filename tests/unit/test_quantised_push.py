@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu.quantised_models import in_runs
 from slime.checkpoints.quantised_files import quantise_directory
 from slime.config import make_config
+from slime.engines.wire.abilities import SGLANG
 from slime.engines.wire.buckets import fingerprint
 from slime.engines.wire.expert_runs import ExpertRun
 from slime.errors import UserError
@@ -22,8 +23,8 @@ from slime.models import family_of, read_hf_config
 from slime.models.quantised import Fp8, Int4, Quantisation
 from slime.processes.host import free_port
 from slime.weights import route
-from slime.weights.quantised_push import QuantisedExport
 from slime.weights.receipt import WeightMismatch
+from slime.weights.source import ModelSource, QuantisedSource
 from slime.weights.sync import WeightSync
 from tests.support.contract_servers import Server, embedded_argv, running
 from tests.support.megatron_stub import MegatronStub
@@ -149,7 +150,7 @@ def test_a_scale_that_was_not_sent_is_named_and_the_next_push_mends_it(
 ) -> None:
     server, served, offline = engine
     sync = connected(server, served, trainer(plain["trained"]))
-    tensors = sync._exporter.tensors  # type: ignore[union-attr]
+    tensors = sync._source.tensors  # type: ignore[union-attr]
 
     def without_one() -> Iterator[tuple[str, torch.Tensor]]:
         return (
@@ -158,7 +159,7 @@ def test_a_scale_that_was_not_sent_is_named_and_the_next_push_mends_it(
             if "layers.1.mlp.experts.2.up_proj.weight_scale" not in pair[0]
         )
 
-    monkeypatch.setattr(sync._exporter, "tensors", without_one)
+    monkeypatch.setattr(sync._source, "tensors", without_one)
     with pytest.raises(
         WeightMismatch, match=r"layers.1.mlp.experts.2.up_proj.weight_scale\w* was not sent"
     ):
@@ -191,7 +192,7 @@ def test_sglang_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server, served, _ = engine
-    monkeypatch.setattr(route, "are_embedded", lambda infos: False)
+    monkeypatch.setattr(route, "common_abilities", lambda abilities: SGLANG)
     sync = WeightSync(
         make_config(hf_checkpoint=str(served)), [trainer(plain["trained"])], read_hf_config(served)
     )
@@ -204,14 +205,12 @@ def test_sglang_is_refused(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_in_runs_bring_what_single_ones_do(kind: str, plain: dict[str, Path]) -> None:
-    from slime.checkpoints.hf_io import HfExporter
-
     model, config = trainer(plain["trained"]), read_hf_config(plain["trained"])
     with torch.no_grad():
         model.get_parameter("decoder.layers.1.mlp.experts.linear_fc2.weight1").zero_()
-    single = QuantisedExport(HfExporter([model], config), KINDS[kind], torch.bfloat16)
+    single = QuantisedSource(ModelSource([model], config), KINDS[kind], torch.bfloat16)
     tensors = {name: tensor.clone() for name, tensor in single.tensors()}
-    together = QuantisedExport(InRuns(HfExporter([model], config)), KINDS[kind], torch.bfloat16)
+    together = QuantisedSource(InRuns(ModelSource([model], config)), KINDS[kind], torch.bfloat16)
     sent = {name: tensor.clone() for name, tensor in together.tensors()}
     runs = {name: run for name in sent if (run := ExpertRun.parse(name)) is not None}
     assert len(runs) > 4 and sorted(together.names()) == sorted(sent)
@@ -230,15 +229,13 @@ def test_experts_in_runs_bring_what_single_ones_do(kind: str, plain: dict[str, P
 
 
 class InRuns:
-    """An exporter whose experts come as one run for each projection of a layer."""
+    """A source whose experts come as one run for each projection of a layer."""
 
     def __init__(self, exporter: Any) -> None:
-        self._exporter, self.family, self.spec, self.nbytes = (
-            exporter,
-            exporter.family,
-            exporter.spec,
-            exporter.nbytes,
-        )
+        self._exporter = exporter
+        self.parameters = exporter.parameters
+        self.nbytes = exporter.nbytes
+        self.zeros: list[str] = []
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return in_runs({name: tensor.clone() for name, tensor in self._exporter.tensors()})
@@ -248,14 +245,13 @@ class InRuns:
 
 
 def test_names_are_known_before_anything_is_converted(plain: dict[str, Path]) -> None:
-    from slime.checkpoints.hf_io import HfExporter
-
-    exporter = HfExporter([trainer(plain["trained"])], read_hf_config(plain["trained"]))
-    export = QuantisedExport(exporter, INT4, torch.bfloat16)
+    exporter = ModelSource([trainer(plain["trained"])], read_hf_config(plain["trained"]))
+    export = QuantisedSource(exporter, INT4, torch.bfloat16)
     sent = dict(export.tensors())
-    assert sorted(export.names()) == sorted(sent)
+    assert sorted(export.names()) == sorted(sent) == sorted(export.parameters.served)
+    assert exporter.parameters.served.keys() == exporter.parameters.trained.keys()
     assert export.nbytes() >= sum(
         tensor.numel() * tensor.element_size() for tensor in sent.values()
     )
-    follower = QuantisedExport(exporter, INT4, torch.bfloat16, converts=False)
+    follower = QuantisedSource(exporter, INT4, torch.bfloat16, converts=False)
     assert [name for name, _ in follower.tensors()] == exporter.names()

@@ -288,7 +288,7 @@ _ROUTER = "model.layers.2.mlp.gate.weight"
 
 def replay_job(info: Any, flags: dict[str, Any], batch: TrainBatch) -> dict[str, Any]:
     """Gradients, and weights after two steps; passes through `MegatronBackend.train` alone."""
-    from slime.checkpoints.hf_io import iter_hf_tensors
+    from slime.weights.source import iter_hf_tensors
 
     backend = MegatronBackend(
         trainer_config(**LOSS, **flags, actor_num_gpus_per_node=info.world_size), info

@@ -31,8 +31,8 @@ MICRO_BATCHES = [[0, 1], [2, 3], [4], [5]]
 
 def train_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> dict[str, Tensor]:
     """The weights after two steps, as Hugging Face tensors."""
-    from slime.checkpoints.hf_io import iter_hf_tensors
     from slime.trainer.megatron.backend import MegatronBackend
+    from slime.weights.source import iter_hf_tensors
 
     backend = MegatronBackend(
         trainer_config(**flags, actor_num_gpus_per_node=info.world_size), info

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.checkpoints.hf_io import iter_hf_tensors, load_hf, save_hf
+from slime.checkpoints.hf_io import load_hf
 from slime.checkpoints.megatron_names import Placement, global_parameters
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.layouts import Shard
+from slime.weights.source import iter_hf_tensors, save_hf
 from tests.support.hf_configs import config_of
 from tests.support.megatron_stub import MegatronStub, random_hf
 

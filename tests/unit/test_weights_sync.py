@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config import make_config
+from slime.engines.wire.abilities import EMBEDDED, SGLANG
 from slime.engines.wire.shared_memory import SHM_DIR
 from slime.errors import UserError
 from slime.models import family_of
@@ -187,14 +188,14 @@ def test_auto_dtype_is_the_configs(
 def test_the_way_of_the_weights(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     apart, shared = make_config(), make_config(colocate=True)
-    assert choose_route(shared, embedded=True, local=True) == "shm"
-    assert choose_route(shared, embedded=False, local=True) == "ipc"
-    assert choose_route(apart, embedded=False, local=True) == "broadcast"
-    assert choose_route(apart, embedded=True, local=True) == ("broadcast" if gpu else "shm")
-    assert choose_route(apart, embedded=True, local=False) == "broadcast"
-    assert choose_route(apart, embedded=True, local=True, on_cpu=True) == "shm"
+    assert choose_route(shared, EMBEDDED.transports, local=True) == "shm"
+    assert choose_route(shared, SGLANG.transports, local=True) == "ipc"
+    assert choose_route(apart, SGLANG.transports, local=True) == "broadcast"
+    assert choose_route(apart, EMBEDDED.transports, local=True) == ("broadcast" if gpu else "shm")
+    assert choose_route(apart, EMBEDDED.transports, local=False) == "broadcast"
+    assert choose_route(apart, EMBEDDED.transports, local=True, on_cpu=True) == "shm"
     disk = make_config(update_weight_transport="disk", update_weight_disk_dir="d", colocate=True)
-    assert choose_route(disk, embedded=False, local=True) == "disk"
+    assert choose_route(disk, SGLANG.transports, local=True) == "disk"
 
 
 def test_engines_that_cannot_be_pushed_to_are_named(
@@ -203,7 +204,7 @@ def test_engines_that_cannot_be_pushed_to_are_named(
     engines[1].version = "0.5.16"
     with pytest.raises(
         UserError,
-        match=f"{engines[0].url} is an embedded one and engine {engines[1].url} is SGLang",
+        match=f"{engines[0].url} is embedded and engine {engines[1].url} is SGLang",
     ):
         connected(engines)
     engines[1].version = engines[0].version

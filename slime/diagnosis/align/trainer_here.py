@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.checkpoints.hf_io import iter_hf_tensors, load_hf
+from slime.checkpoints.hf_io import load_hf
 from slime.config.config import Config
 from slime.diagnosis.align.evidence import Scored
 from slime.models import family_of
@@ -20,6 +20,7 @@ from slime.models.spec import read_hf_config
 from slime.processes.host import reserve_port
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.megatron import device
+from slime.weights.source import iter_hf_tensors
 
 device.install()  # before anything imports megatron
 

@@ -1,9 +1,7 @@
-"""The command line of a stock SGLang server, from the run's configuration and the engine's place in
-the cluster.
+"""The command line of a stock SGLang server, from the configuration and the engine's place.
 
---sglang-<name> VALUE   goes through as --<name> VALUE
-what must agree with the rest of the run (model, ports, seed, parallel sizes, memory saver) is set
-here and wins
+--sglang-<name> VALUE goes through as --<name> VALUE. What must agree with the rest of the run
+(model, ports, seed, parallel sizes, memory saver) is set here and wins.
 """
 
 from __future__ import annotations
@@ -123,8 +121,7 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
         raise UserError(
             f"{named('speculative_algorithm')} cannot follow the weights of a training run",
             why="its draft model is no part of what the trainer trains, so that no push would "
-            "update it, and fewer and"
-            " fewer of its drafts would be accepted",
+            "update it, and fewer and fewer of its drafts would be accepted",
             fix="take NGRAM, which drafts without weights (--sglang-speculative-algorithm NGRAM), "
             "or leave it out",
         )
@@ -140,8 +137,7 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
         raise UserError(
             f"{named('tokenizer_worker_num')} cannot ask for the run's key",
             why="SGLang asks for keys with one tokenizer worker alone, and whoever reaches an "
-            "engine without a key can"
-            " replace its weights",
+            "engine without a key can replace its weights",
             fix="leave it out",
         )
     if int(options.get("pp_size") or 1) > 1:
@@ -194,8 +190,7 @@ def _check_questions(config: Config) -> None:
         raise UserError(
             f"{HEALTH_GENERATES}={said} does not go with --offload-rollout",
             why="the router asks engines for /health once a minute, also during training; to "
-            "answer, SGLang would"
-            " generate a token with memory that it has released, and die of it",
+            "answer, SGLang would generate a token with memory that it has released, and die of it",
             fix=f"unset {HEALTH_GENERATES}: engines are then started with false, and their own "
             "checks still generate",
         )
@@ -203,8 +198,7 @@ def _check_questions(config: Config) -> None:
         raise UserError(
             f"--router-health-check-endpoint {path} does not go with --offload-rollout",
             why="the router asks also during training; to answer, SGLang would generate a token "
-            "with memory that it"
-            " has released, and die of it",
+            "with memory that it has released, and die of it",
             fix="leave the flag out",
         )
 

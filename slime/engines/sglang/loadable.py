@@ -1,21 +1,20 @@
-"""Layers of quantised weights made loadable again: runs inside SGLang's processes, asked through
-the weight probe.
+"""Make layers of quantised weights loadable again, inside SGLang's processes, for the weight probe.
 
 SGLang changes quantised weights once they are loaded: Marlin's kernels want INT4 in an order of
-their own, FP8 by tensor is turned over and its scales are spread over rows. What is left are
+their own, FP8 by tensor is transposed and its scales are spread over rows. What is left are
 parameters without loaders, in other shapes: `load_weights` raises, which ends the engine, or fills
 the wrong places.
 
     open_layers    every such layer gets the parameters that its method creates before loading, in
-    the memory of the old
+                   the memory of the old
         ... any number of loads, of any kind: handles, broadcasts, files ...
     close_layers   the method processes them as after a start; the result goes where the old
-    parameters are
+                   parameters are
 
 The old parameters stay the engine's: CUDA graphs have their addresses, and the memory saver gives
-them back after a sleep. Between the two an engine must not compute; it is paused. SGLang itself
-processes what it has read from files, at once; while layers are open their methods let that pass,
-so that what arrived can be compared first, however it came. Opening takes memory only for what is
+them back after a sleep. Between the two calls an engine must not compute; it is paused. SGLang
+processes what it has read from files at once; while layers are open their methods let that pass, so
+that what arrived can be compared first, however it came. Opening takes memory only for what is
 larger before loading than behind it, and processing for one layer at a time.
 """
 
@@ -167,9 +166,8 @@ def opened_to_look(model: nn.Module) -> Iterator[None]:
         open_layers(model)
         yield
     finally:
-        if (
-            not was_open
-        ):  # also what was opened before another layer could not be: nobody has paused the engine
+        # also what was opened before another layer could not be: nobody has paused the engine
+        if not was_open:
             for layer in _open.pop(model, {}).values():
                 layer.shut()
             for module in _with_cache_scales(model):

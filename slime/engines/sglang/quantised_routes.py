@@ -67,15 +67,13 @@ _KINDS = {
 _FP8_NEEDS = (("tp_size", (1,)), ("fp8_gemm_backend", ("triton",)))
 _TWICE_ROUNDED = (
     "SGLang computes gate and up of an expert with the larger of their two scales, for which it "
-    "rounds one of them a"
-    " second time: engines would hold other weights than a push brought, and than "
-    "--fake-quantisation computes with"
+    "rounds one of them a second time: engines would hold other weights than a push brought, and "
+    "than --fake-quantisation computes with"
 )
 
 _UNTRIED = (
     "not tried: SGLang packs quantised weights anew for its kernels after it has loaded them, and "
-    "no experiment shows"
-    " that pushes in this format end right"
+    "no experiment shows that pushes in this format end right"
 )
 _OTHER_VERSION = (
     "not tried: pushes of quantised weights were tried with other versions of SGLang alone"

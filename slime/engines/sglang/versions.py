@@ -1,4 +1,4 @@
-"""Which SGLang is installed here, and whether it is one that this system works with."""
+"""Find the installed SGLang and check that this system works with its version."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
-"""Loads buckets with runs of experts into an SGLang process: runs inside it, through its
+"""Load buckets with runs of experts inside an SGLang process, through its
 ``--custom-weight-loader``.
 
     trainer ── /update_weights_from_tensor, load_format = the dotted path of `load` ──► rank
-               a flat bucket and its table           runs of experts: one copy each; the rest: the
-               model's load_weights
+               a flat bucket and its table      a run of experts: one copy
+                                                the rest: the model's load_weights
 
 SGLang's own loaders take a mixture of experts apart weight by weight, in Python: seconds for a
-model of 30B, where the bytes need a tenth of one. They decide all the same where a weight belongs.
-Before the first copy into a kind of layer one expert goes through ``load_weights``, and only if it
-then lies where the copy would have put it do the others go the short way. If not (other runner
-backends order or quantise experts otherwise), every expert goes through ``load_weights``, one by
-one.
+model of 30B, where the bytes need a tenth of one. They still decide where a weight belongs. Before
+the first copy into a kind of layer one expert goes through ``load_weights``, and only if it then
+lies where the copy would have put it do the others go the short way. If not (other runner backends
+order or quantise experts otherwise), every expert goes through ``load_weights``, one by one.
 """
 
 from __future__ import annotations
@@ -86,9 +85,8 @@ class StackedExperts:
         """One expert goes the long way: is it then where the short one would have put it?"""
         model = self._model()
         wanted = held.of(sent)
-        fits = (
-            wanted.dtype == held.target.dtype or run.leaf == SIZE
-        )  # which some layers hold as floats
+        # which some layers hold as floats
+        fits = wanted.dtype == held.target.dtype or run.leaf == SIZE
         if model is None or wanted.shape != held.target.shape or not fits:
             return False
         _load_weights(model, [(run.expert_name(run.first + held.first), sent[held.first])])

@@ -1,16 +1,14 @@
-"""What an SGLang process holds, tensor by tensor: runs inside it, called through its own
-``--custom-weight-loader``.
+"""Report what an SGLang process holds, tensor by tensor, through its ``--custom-weight-loader``.
 
 Stock SGLang hashes all of its parameters or none, under its own fused names. Here single tensors
-are asked for under the names in which they were sent, and each rank answers for the slice that it
-has:
+are asked for under the names in which they were sent, and each rank answers for its slice:
 
-    trainer ── /update_weights_from_tensor, load_format = the dotted path of `report`, a request as
-    "tensor" ──► rank trainer ◄── TCP store: which slices it holds, and their fingerprints
-    ──────────────────────────────────────── rank
+    trainer ──► rank   /update_weights_from_tensor, load_format = the dotted path of `report`,
+                       a request as "tensor"
+    trainer ◄── rank   TCP store: which slices it holds, and their fingerprints
 
-Nothing is changed in the model but by ``open`` and ``close`` (`slime.engines.sglang.loadable`) and
-by ``mark`` (`slime.engines.sglang.load_marks`). Whatever goes wrong is reported as text: an
+Only ``open`` and ``close`` (`slime.engines.sglang.loadable`) and ``mark``
+(`slime.engines.sglang.load_marks`) change the model. Whatever goes wrong is reported as text: an
 exception would end the engine.
 """
 
@@ -222,9 +220,8 @@ class Tree:
             return self._shared_expert(name)
         module = self.modules[f"{parent}.{fused}"]
         tensor = self.parameters[parameter]
-        if (
-            tensor.dim() == 1 and leaf == "weight_scale"
-        ):  # one for each projection, the same on every rank
+        # one for each projection, the same on every rank
+        if tensor.dim() == 1 and leaf == "weight_scale":
             return Held(tensor[part : part + 1], 0, 0, 1, parameter)
         if fused == "qkv_proj":
             return self._of_qkv(parameter, module, part)
@@ -274,9 +271,8 @@ class Tree:
 
     def _of_qkv(self, parameter: str, module: Any, part: int) -> Held | None:
         sizes = [module.q_proj_shard_size, module.kv_proj_shard_size, module.kv_proj_shard_size]
-        unit = (
-            sum(sizes) // self.parameters[parameter].shape[0]
-        )  # rows that share a row of this one: a block's scale
+        # rows that share a row of this one: a block's scale
+        unit = sum(sizes) // self.parameters[parameter].shape[0]
         if not unit or any(size % unit for size in sizes):
             return None
         begin = sum(sizes[:part]) // unit
@@ -328,9 +324,8 @@ class Tree:
         """
         module = self.modules.get(run.owner)
         leaf = f"{'w2' if run.projection == 'down' else 'w13'}_{run.leaf}"
-        stacked = (
-            None if module is None else module._parameters.get(leaf)
-        )  # anew: engines may replace parameters
+        # anew: engines may replace parameters
+        stacked = None if module is None else module._parameters.get(leaf)
         if (
             module is None
             or stacked is None

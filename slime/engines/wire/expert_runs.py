@@ -1,14 +1,13 @@
 """Runs of experts: neighbours of one layer that travel to engines as one tensor.
 
-A mixture of experts has ten thousand weights and more. Whoever handles each of them by itself, in
-Python, on both sides of a push, spends seconds where the bytes need a tenth of one. The trainer
-holds the experts of a layer stacked, and so does SGLang, so a run of them needs one entry of a
-bucket and one copy:
+A mixture of experts has ten thousand weights and more. Handling each of them by itself, in Python,
+on both sides of a push, takes seconds where the bytes need a tenth of one. The trainer holds the
+experts of a layer stacked, and so does SGLang, so a run of them needs one entry of a bucket and one
+copy:
 
-    model.layers.3.mlp.experts.32-63.up_proj.weight    [32, intermediate, hidden]    experts 32 to
-    63, both included
+    model.layers.3.mlp.experts.32-63.up_proj.weight    [32, intermediate, hidden], experts 32 to 63
 
-Of quantised weights each part is a run: …up_proj.weight_packed, …up_proj.weight_scale.
+Each part of a quantised weight is a run: …up_proj.weight_packed, …up_proj.weight_scale.
 """
 
 from __future__ import annotations

@@ -60,9 +60,8 @@ class ExternalGroup:
         self.rank = rank
         self.world_size = world_size
         self.port = store.port
-        self._store = (
-            store  # the master's store dies with its last reference, and the group with it
-        )
+        # the master's store dies with its last reference, and the group with it
+        self._store = store
         device = next(iter(BackendConfig(Backend(backend)).get_device_backend_map()))
         prefixed = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
         limit = timedelta(seconds=timeout)

@@ -1,14 +1,14 @@
-"""Weights ↔ what quantised models store of them. Trainer and engine must agree to the bit, so both
-compute it here.
+"""Quantise and dequantise weights. Trainer and engine must agree to the bit, so both do it here.
 
-    quantise("…up_proj", weight [rows, columns], scheme) ─► {"…up_proj.weight_packed": int32,
-    "…weight_scale": …} dequantise("…up_proj", those tensors, scheme, dtype) ─► weight
+    quantise("…up_proj", weight [rows, columns], scheme)
+        ─► {"…up_proj.weight_packed": int32, "…up_proj.weight_scale": …}
+    dequantise("…up_proj", those tensors, scheme, dtype) ─► weight
 
 INT4 is packed, and its scales are chosen, by the library compressed-tensors itself. FP8 needs no
 library; its bits are the same as compressed-tensors' (`tests/unit/test_quantised.py`). Rows of a
-weight do not know of each other but in FP8 blocks, so large weights are taken in pieces of rows:
-memory stays at some copies of one piece. On a GPU `slime.engines.wire.quantised_kernels` gives the
-same bits of the formats that it takes.
+weight are independent except in FP8 blocks, so large weights are taken in pieces of rows: memory
+stays at some copies of one piece. On a GPU `slime.engines.wire.quantised_kernels` gives the same
+bits of the formats that it takes.
 """
 
 from __future__ import annotations
@@ -214,9 +214,8 @@ def _int4(weight: torch.Tensor, scheme: Int4) -> Stored:
         scale, zero = calculate_qparams(low, high, library.weights)
         zero = zero.masked_fill((low == 0) & (high == 0), 0)  # the library divides 0 by 0 for it
         scale = scale.to(weight.dtype)  # what is stored is what is divided by
-        scale = scale.masked_fill(
-            scale == 0, torch.finfo(scale.dtype).tiny
-        )  # float16 has no number so small
+        # float16 has no number so small
+        scale = scale.masked_fill(scale == 0, torch.finfo(scale.dtype).tiny)
         state = {"weight": wide, "weight_scale": scale.float(), "weight_zero_point": zero}
         packed = PackedQuantizationCompressor.compress(state, library)
         del packed["weight_shape"]
@@ -231,9 +230,8 @@ def _from_int4(parts: Stored, scheme: Int4, dtype: torch.dtype) -> torch.Tensor:
     from compressed_tensors.compressors import PackedQuantizationCompressor
 
     zero = parts.get("weight_zero_point")
-    if (
-        zero is not None and len(zero) == 1
-    ):  # its transpose is viewed as bytes, which takes neighbours one apart
+    # its transpose is viewed as bytes, which takes neighbours one apart
+    if zero is not None and len(zero) == 1:
         parts["weight_zero_point"] = zero.as_strided(zero.shape, (1, 1))
     weight: torch.Tensor = PackedQuantizationCompressor.decompress(parts, _scheme(scheme))["weight"]
     return weight.to(dtype)
@@ -249,9 +247,8 @@ def _fp8(weight: torch.Tensor, scheme: Fp8) -> Stored:
 
     def scales(piece: torch.Tensor) -> torch.Tensor:
         most = _tiles(piece.float(), min(height, len(piece)), width).abs().amax(dim=(1, 3))
-        return most / torch.full_like(
-            most, _LARGEST_FP8
-        )  # GPUs multiply with the inverse of a number in Python
+        # GPUs multiply with the inverse of a number in Python
+        return most / torch.full_like(most, _LARGEST_FP8)
 
     def rounded(piece: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         tiles = _tiles(piece.float(), min(height, len(piece)), width) / scale[:, None, :, None]

@@ -142,9 +142,8 @@ def _group_kernel(
     most = tl.max(tl.abs(x), axis=1)
     scale = tl.div_rn(most, tl.full(most.shape, 7.5, tl.float32))
     scale = tl.where(scale == 0.0, EPS, scale).to(scale_ptr.dtype.element_ty)
-    scale = tl.where(
-        scale == 0.0, TINY, scale.to(tl.float32)
-    )  # what is stored is what is divided by
+    # what is stored is what is divided by
+    scale = tl.where(scale == 0.0, TINY, scale.to(tl.float32))
     tl.store(
         scale_ptr + row.to(tl.int64) * groups + group,
         scale.to(scale_ptr.dtype.element_ty),

@@ -1,13 +1,13 @@
 """Segments below /dev/shm that the trainer fills and engines on the same host read.
 
-    SegmentPool.take(nbytes) ─► Segment.tensor (uint8, shared) ── path in the request ──►
-    attach(path, nbytes)
+    SegmentPool.take(nbytes) ─► Segment.tensor (uint8, shared)
+                                ── path in the request ──► attach(path, nbytes)
 
 A segment is a file that its owner keeps locked (``flock``) as long as it lives. Its memory is
-reused from push to push, removed on `close` and at exit, and, should the owner be killed, by the
-next trainer that starts: a segment whose lock can be had belongs to no one. (A lock, not a pid in
-the name: containers may share /dev/shm and not their pids.) The end of a run removes those too; so
-torch is imported only where there are tensors.
+reused from push to push, removed on `close` and at exit, and, if the owner was killed, by the next
+trainer that starts or by the end of the run: a segment whose lock can be had belongs to no one. (A
+lock, not a pid in the name: containers may share /dev/shm and not their pids.) torch is imported
+only where there are tensors.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ class Segment:
         self.name = f"{_PREFIX}{secrets.token_hex(8)}"
         self.path = directory / self.name
         self.nbytes = nbytes
-        unlocked = (
-            directory / f".{self.name}"
-        )  # no name that `remove_stale` looks at before the lock is held
+        # no name that `remove_stale` looks at before the lock is held
+        unlocked = directory / f".{self.name}"
         try:
             self._descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
@@ -172,8 +171,7 @@ def _no_room(directory: Path, nbytes: int, error: OSError) -> UserError:
         "update",
         why=f"{error.strerror}; {free}",
         fix="lower --update-weight-buffer-size, give the container more (docker run "
-        "--shm-size=8g), or pass"
-        " --update-weight-transport disk",
+        "--shm-size=8g), or pass --update-weight-transport disk",
     )
 
 

@@ -26,7 +26,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
-from slime.checkpoints.hf_io import load_hf, save_hf  # noqa: E402
+from slime.checkpoints.hf_io import load_hf  # noqa: E402
 from slime.checkpoints.load_plan import LoadPlan, resolve_reference  # noqa: E402
 from slime.checkpoints.loading import load as load_checkpoint  # noqa: E402
 from slime.checkpoints.loading import saved_reference  # noqa: E402
@@ -52,6 +52,7 @@ from slime.trainer.records import LossInputs, MicroBatchResult, StepOutcome, Tok
 from slime.trainer.role import POLICY, REFERENCE, policy_loss, roles_of  # noqa: E402
 from slime.trainer.update import update  # noqa: E402
 from slime.trainer.user_functions import UserFunctions  # noqa: E402
+from slime.weights.source import save_hf  # noqa: E402
 
 logger = get_logger(__name__)
 

@@ -1,0 +1,84 @@
+"""What an engine can do in a weight push and in the checks after it, as its ``/server_info`` says.
+
+A server tells its `Abilities` itself, as a JSON object under the key "abilities". The embedded
+engine and SGLang do not: theirs follow from their version and from what they were started with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from slime.engines.api import WEIGHT_LOADER
+
+#: SGLang's flags that put an expert elsewhere than its number says, or not as it was sent.
+_MOVES_EXPERTS = ("enable_eplb", "ep_num_redundant_experts")
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """One engine's abilities.
+
+    Attributes:
+        engine: its name in messages.
+        transports: kinds of `slime.weights.route.choose_route` that can reach it.
+        check: how it proves what it holds: "tensors", by fingerprints of whole tensors; "slices",
+            by those of each rank's slices (`slime.engines.sglang.weight_probe`); "" if it cannot.
+        can_pause: requests can be paused while weights arrive.
+        takes_expert_runs: it loads neighbouring experts from one tensor.
+        packs_quantised: it packs quantised weights for its kernels, so that only the ways of
+            `slime.engines.sglang.quantised_routes` end right.
+        quantises: it quantises plain weights itself.
+        coarse_cache: its KV cache has fewer than 16 bits.
+        rounds_activations: its FP8 kernels round activations, too.
+        num_ranks: processes that hold weights.
+    """
+
+    engine: str
+    transports: tuple[str, ...]
+    check: str
+    can_pause: bool = True
+    takes_expert_runs: bool = False
+    packs_quantised: bool = False
+    quantises: bool = False
+    coarse_cache: bool = False
+    rounds_activations: bool = False
+    num_ranks: int = 1
+
+    @staticmethod
+    def read(info: Mapping[str, Any]) -> Abilities:
+        """Read an engine's ``/server_info``."""
+        told = info.get("abilities")
+        if told is not None:
+            return Abilities(**told | {"transports": tuple(told["transports"])})
+        if str(info.get("version")).startswith("slime-embedded"):
+            return EMBEDDED
+        return _of_sglang(info)
+
+    def to_json(self) -> dict[str, Any]:
+        """The value of "abilities" in ``/server_info``."""
+        return asdict(self)
+
+
+EMBEDDED = Abilities("embedded", ("shm", "broadcast", "disk"), "tensors")
+SGLANG = Abilities(
+    "SGLang",
+    ("ipc", "broadcast", "disk"),
+    "slices",
+    packs_quantised=True,
+    rounds_activations=True,
+)
+
+
+def _of_sglang(info: Mapping[str, Any]) -> Abilities:
+    weights = info.get("quantization") or info.get("torchao_config")
+    return replace(
+        SGLANG,
+        takes_expert_runs=WEIGHT_LOADER in (info.get("custom_weight_loader") or ())
+        and info.get("init_expert_location") in (None, "trivial")
+        and not any(info.get(flag) for flag in _MOVES_EXPERTS),
+        quantises=weights not in (None, "", "unquant"),
+        coarse_cache=(info.get("kv_cache_dtype") or "auto") not in ("auto", "bf16", "bfloat16"),
+        num_ranks=int(info.get("tp_size") or 1),
+    )

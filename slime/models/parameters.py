@@ -1,0 +1,51 @@
+"""Which tensors of a model are trained, stored and served, under their Hugging Face names.
+
+    trained   the trainer's parameters are made of them, and `load_hf` must fill every one
+    stored    the trainer's Hugging Face exports hold them, and it reads them from such a directory
+    served    a push brings them to the engines, which start from a directory that holds them
+
+All three are the family's table when a plain model is trained as a whole. Engines of a quantised
+model are served the parts of each quantised weight instead of the weight. Code that needs one of
+the sets asks for it by name, so that the sets may differ in further ways.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.models.ignore_list import stored_tensors
+from slime.models.quantised import Quantisation
+from slime.models.spec import ModelSpec
+from slime.models.table import ModelFamily
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelParameters:
+    """The three sets of one model.
+
+    Args:
+        quantisation: how the engines' weights are quantised; None for plain ones.
+    """
+
+    family: ModelFamily
+    spec: ModelSpec
+    quantisation: Quantisation | None = None
+
+    @property
+    def trained(self) -> dict[str, Shape]:
+        """Name → shape, in the order of the family's table."""
+        return dict(self.family.hf_tensors(self.spec))
+
+    @property
+    def stored(self) -> dict[str, Shape]:
+        """Name → shape, in the order of the family's table."""
+        return dict(self.family.hf_tensors(self.spec))
+
+    @property
+    def served(self) -> dict[str, tuple[str, Shape]]:
+        """Name → (dtype, shape); the dtype "" is the model's own."""
+        if self.quantisation is None:
+            return {name: ("", shape) for name, shape in self.stored.items()}
+        return stored_tensors(self.family, self.spec, self.quantisation)

@@ -1,0 +1,324 @@
+"""What a push sends and an export writes: names, sizes and tensors of a model's weights.
+
+    ModelSource       the trainer's weights, whole, under their Hugging Face names
+    QuantisedSource   another source's weights in the form that a quantised --hf-checkpoint stores
+
+`slime.weights.sync` pushes a source to the engines, `write_hf` writes one to a directory. A further
+kind of push (adapters alone, a model with frozen parts) is a further source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slime.checkpoints.gathering import PlacedParameter, batches, gather, whole_bytes
+from slime.checkpoints.hf_files import HfWriter
+from slime.checkpoints.hf_io import collective_device, match_of, match_parameter
+from slime.checkpoints.megatron_names import Placement, global_parameters
+from slime.engines.wire.buckets import dtype_in, dtype_name, dtype_of
+from slime.engines.wire.expert_runs import ExpertRun
+from slime.engines.wire.quantised import quantise, quantise_run, require_library
+from slime.errors import UserError
+from slime.models import Match, family_of
+from slime.models.ignore_list import WeightMatrix, check
+from slime.models.parameters import ModelParameters
+from slime.models.quantised import Quantisation
+from slime.models.spec import HfConfig, ModelSpec
+from slime.processes.json_collectives import all_gather
+
+logger = logging.getLogger(__name__)
+
+
+class WeightSource(Protocol):
+    """Yields the tensors of one push or one export. Iterating is collective over the trainer ranks.
+
+    Attributes:
+        parameters: of the model; the source yields its served set, or a part of it.
+        zeros: matrices, or runs of experts with one, that the last complete pass found to be all
+            zeros: a router or an embedding was lost on the way. Empty if a source does not look.
+    """
+
+    parameters: ModelParameters
+    zeros: list[str]
+
+    def names(self) -> list[str]:
+        """Names of all tensors that `tensors` yields, in order."""
+
+    def nbytes(self) -> int:
+        """An upper bound of their size, for deadlines."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor), the same on every rank; copy what is kept."""
+
+
+class ModelSource:
+    """The model's weights as Hugging Face tensors. Building one and iterating are collective.
+
+    Args:
+        model_chunks: this rank's model, one chunk per virtual pipeline stage, wrapped or not.
+        hf_config: what the model was built from.
+        model_name: conversion table, when the config does not tell.
+        own_stage: only what this pipeline stage holds; collective over the ranks of the stage, and
+            nothing crosses the pipeline.
+        in_runs: experts that are stacked here come many at a time
+            (`slime.engines.wire.expert_runs`).
+    """
+
+    def __init__(
+        self,
+        model_chunks: Sequence[nn.Module],
+        hf_config: HfConfig,
+        *,
+        model_name: str | None = None,
+        own_stage: bool = False,
+        in_runs: bool = False,
+    ) -> None:
+        family = family_of(hf_config, model_name)
+        self._family = family
+        self._spec = family.model_spec(hf_config)
+        self.parameters = ModelParameters(family, self._spec)
+        self.zeros: list[str] = []
+        place = Placement.current()
+        self._placement = dataclasses.replace(place, pp_group=None) if own_stage else place
+        self._local = dict(
+            global_parameters(
+                model_chunks, self._spec.num_experts, self._placement, in_runs=in_runs
+            )
+        )
+        self._matches: dict[str, Match] = {}
+        for name, tensor in self._local.items():
+            match = match_parameter(self._family, name, self._spec, tensor)
+            if match is not None:
+                self._matches[name] = match
+        self._plan = [(held, self._match_of(held.name)) for held in self._exchange()]
+        self._names = [name for _, match in self._plan for name in match.exports]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield embedding, layers in order, final norm, output.
+
+        On one rank the tensors are views of the parameters where the layout allows: use them before
+        the next optimizer step, or copy. On several they are views of buffers that hold a batch of
+        them: copy what is kept.
+        """
+        exported = {held.name: match for held, match in self._plan if match.exports}
+        plan = [held for held, match in self._plan if match.exports]
+        for batch in batches(plan, self._placement):
+            pieces = gather(batch, self._local, self._placement, self._device())
+            for held in batch:
+                match = exported[held.name]
+                with torch.no_grad():
+                    tensors = _exported(match, pieces[held.name], self._spec)
+                yield from zip(match.exports, tensors, strict=True)
+
+    def nbytes(self) -> int:
+        """The size in the model's dtypes, with padding."""
+        return sum(
+            whole_bytes(held, self._placement) for held, match in self._plan if match.exports
+        )
+
+    def names(self) -> list[str]:
+        return self._names
+
+    def _match_of(self, name: str) -> Match:
+        match = self._matches.get(name) or match_of(self._family, name, self._spec)
+        assert match is not None
+        return match
+
+    def _exchange(self) -> list[PlacedParameter]:
+        """Agree on who holds what, over pipeline stages and expert ranks, in export order."""
+        place = self._placement
+        mine = [
+            PlacedParameter(
+                name,
+                tuple(self._local[name].shape),
+                dtype_name(self._local[name].dtype),
+                place.pp_rank,
+                place.ep_rank,
+                match.rule.is_expert,
+                match.rule.layout.tp_axis is not None,
+            )
+            for name, match in self._matches.items()
+        ]
+        for group in (place.ep_group, place.pp_group):
+            if group is not None:
+                said = [
+                    row for part in all_gather([vars(held) for held in mine], group) for row in part
+                ]
+                mine = [PlacedParameter(**{**row, "shape": tuple(row["shape"])}) for row in said]
+        first: dict[str, PlacedParameter] = {}
+        for held in mine:
+            first.setdefault(held.name, held)
+        return sorted(first.values(), key=lambda held: _export_order(held.name))
+
+    def _device(self) -> torch.device:
+        return next(iter(self._local.values())).device if self._local else collective_device()
+
+
+def _exported(match: Match, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
+    """Join the pieces of all tensor-parallel ranks; a run gives tensors [experts, out, in]."""
+    if ExpertRun.parse(match.exports[0]) is None:
+        return match.rule.layout.export(pieces, spec)
+    # layouts know the axes of one expert, so the axis of the experts moves behind them
+    moved = match.rule.layout.export([piece.permute(1, 2, 0) for piece in pieces], spec)
+    return [tensor.permute(2, 0, 1) for tensor in moved]
+
+
+class QuantisedSource:
+    """Another source's weights, with those of Linear layers quantised. Building one is not
+    collective.
+
+    A weight is cast to the engine's dtype and then quantised, as `slime convert` does with a
+    directory of that dtype: both give the same bits.
+
+    Args:
+        source: of plain tensors; experts may come in runs, and then their parts do.
+        dtype: of the engines' weights that are not quantised.
+        converts: false on ranks that only take part in gathering, and neither send nor pack.
+    Raises:
+        UserError: the ignore list does not fit the model; compressed-tensors is needed and not
+            installed.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        quantisation: Quantisation,
+        dtype: torch.dtype,
+        *,
+        converts: bool = True,
+    ) -> None:
+        require_library(quantisation.scheme)
+        self.parameters = dataclasses.replace(source.parameters, quantisation=quantisation)
+        self.zeros: list[str] = []
+        self._source = source
+        self._scheme = quantisation.scheme
+        self._dtype = dtype
+        self._converts = converts
+        found = check(self.parameters.family, self.parameters.spec, quantisation)
+        self._chosen = {matrix.weight: matrix for matrix in found.quantised}
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors as the quantised model stores them; parts of a weight are adjacent."""
+        if not self._converts:
+            yield from self._source.tensors()
+            return
+        self.zeros = []
+        has_values: dict[str, torch.Tensor] = {}  # on the GPU: reading one here would wait for it
+        for name, tensor in self._source.tensors():
+            if tensor.dim() > 1:
+                has_values[name] = tensor.flatten(-2).any(-1).all()
+            matrix, run = self._matrix(name)
+            if matrix is None:
+                yield name, tensor
+                continue
+            cast = tensor.detach().to(dtype_in(self._dtype, name, tensor.dtype))
+            if run is None:
+                yield from quantise(matrix.module, cast, self._scheme).items()
+            else:
+                yield from quantise_run(run, cast, self._scheme).items()
+        read = torch.stack([*has_values.values()]).tolist() if has_values else []
+        self.zeros = [name for name, is_nonzero in zip(has_values, read) if not is_nonzero]
+
+    def names(self) -> list[str]:
+        return [part for name in self._source.names() for part in self._parts(name)]
+
+    def nbytes(self) -> int:
+        """The size, counting the plain form of quantised weights as well."""
+        parts = [facts for name in self._source.names() for facts in self._parts(name).values()]
+        stored = sum(math.prod(shape) * dtype_of(dtype).itemsize for dtype, shape in parts if dtype)
+        return stored + self._source.nbytes()
+
+    def _matrix(self, name: str) -> tuple[WeightMatrix | None, ExpertRun | None]:
+        """The matrix that is quantised: of a run the first, since all or none of it are."""
+        run = ExpertRun.parse(name)
+        return self._chosen.get(name if run is None else run.expert_name(run.first)), run
+
+    def _parts(self, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        matrix, run = self._matrix(name)
+        if matrix is None:
+            return {name: ("", ())}
+        parts = self._scheme.parts(matrix.shape, dtype_name(self._dtype))
+        if run is None:
+            return {f"{matrix.module}.{leaf}": facts for leaf, facts in parts.items()}
+        count = run.last - run.first + 1
+        return {
+            run.name_of(leaf): (dtype, (count, *shape)) for leaf, (dtype, shape) in parts.items()
+        }
+
+
+def iter_hf_tensors(
+    model_chunks: Sequence[nn.Module], hf_config: HfConfig, *, model_name: str | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """One pass over the model's weights as Hugging Face tensors; see `ModelSource`. Collective."""
+    return ModelSource(model_chunks, hf_config, model_name=model_name).tensors()
+
+
+def save_hf(
+    model_chunks: Sequence[nn.Module],
+    hf_config: HfConfig,
+    directory: str | Path,
+    *,
+    assets_from: str | Path,
+    dtype: torch.dtype | None = None,
+    model_name: str | None = None,
+) -> Path:
+    """Write the whole model as a Hugging Face directory; see `write_hf`. Collective."""
+    source = ModelSource(model_chunks, hf_config, model_name=model_name)
+    return write_hf(source, directory, assets_from=assets_from, dtype=dtype)
+
+
+def write_hf(
+    source: WeightSource,
+    directory: str | Path,
+    *,
+    assets_from: str | Path,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write plain weights as a Hugging Face directory (sharded safetensors, index, config,
+    tokenizer). Collective.
+
+    Rank 0 writes, into a hidden directory that is renamed when it is complete.
+
+    Args:
+        assets_from: Hugging Face directory whose config and tokenizer files go along.
+        dtype: of the floating-point weights; the model's own when None.
+    Raises:
+        UserError: ``directory`` is ``assets_from``, or it cannot be written (rank 0; nothing
+            half-written is left).
+    """
+    tensors = source.tensors()
+    if dist.is_initialized() and dist.get_rank() != 0:
+        exhaust(tensors)
+        return Path(directory)
+    try:
+        with HfWriter(directory, assets_from) as writer:
+            for name, tensor in tensors:
+                writer.add(name, tensor.to(dtype_in(dtype, name, tensor.dtype)))
+    except (OSError, UserError):
+        exhaust(tensors)  # the other ranks are inside its collectives
+        raise
+    logger.info("wrote %.2f GB of weights to %s", writer.total_bytes / 1e9, directory)
+    return Path(directory)
+
+
+def exhaust(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Take this rank's part in the collectives of the rest of a pass."""
+    for _ in tensors:
+        pass
+
+
+def _export_order(name: str) -> tuple[int, list[int | str]]:
+    """Embedding, layers by number, the rest; numbers inside names compare as numbers."""
+    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+    stage = 1 + int(layer.group(1)) if layer else 0 if name.startswith("embedding.") else 1 << 30
+    return stage, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
