@@ -17,8 +17,8 @@ from slime.prompts.tokenizer import opening_tokens
 from slime.rollout.generate import GenerateState, prompt_token_ids
 from slime.rollout.group_run import GroupRun
 from slime.rollout.resumed_requests import has_ended
+from slime.samples.media import PAYLOADS
 from slime.samples.reward_values import reward_number
-from slime.samples.routed_experts import experts_problem
 from slime.samples.sample_fields import (
     PER_TOKEN,
     kind_problem,
@@ -214,8 +214,9 @@ def check_values(sample: Sample, origin: str, vocab_size: int | None, args: Any)
             f"token_spans {shown(sample.token_spans)}",
             "leave them to sample.append_response_tokens",
         )
-    if problem := experts_problem(sample.rollout_routed_experts, len(sample.tokens)):
-        refuse(f"rollout_routed_experts {problem}", "leave them to sample.append_response_tokens")
+    for payload in PAYLOADS.values():
+        if problem := payload.problem(getattr(sample, payload.field), len(sample.tokens)):
+            refuse(f"{payload.field} {problem}", "leave them to sample.append_response_tokens")
     check_reward(sample, origin, args)
 
 
