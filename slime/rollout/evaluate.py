@@ -17,11 +17,9 @@ from slime.prompts.prepare import Checker, read_samples
 from slime.prompts.row_format import RowFormat, keeps_raw_labels
 from slime.prompts.source import model_context
 from slime.rollout.eval_datasets import EvalDataset
-from slime.rollout.failed_groups import too_many_failed
 from slime.rollout.generate import context_limit
-from slime.rollout.group_run import GroupRun
 from slime.rollout.metrics import pass_at_k_metrics, reward_parts, sample_metrics, trajectory_scores
-from slime.rollout.trajectory import GroupRunner
+from slime.rollout.trajectory import GroupRun, GroupRunner, too_many_failed
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import Sample, SampleStatus
 from slime.user_code.hooks import RolloutFnEvalOutput

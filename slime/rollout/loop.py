@@ -45,11 +45,10 @@ from slime.rollout.generate import (
     forget_states,
     rollout_sampling_params,
 )
-from slime.rollout.group_run import Trajectory
 from slime.rollout.journal import Journal
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
 from slime.rollout.rewards.pool import RewardPool
-from slime.rollout.trajectory import GroupRunner
+from slime.rollout.trajectory import GroupRunner, Trajectory
 from slime.rollout.user_rollouts import (
     call_rollout_fn,
     call_with_groups,

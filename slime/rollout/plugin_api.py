@@ -21,11 +21,11 @@ from slime.engines.api import EngineClient
 from slime.engines.client import RolloutClient
 from slime.errors import UserError
 from slime.rollout.generate import current_state, is_in_run
-from slime.rollout.group_run import GroupRun
 from slime.rollout.loop import current_loop
 from slime.rollout.resumed_requests import answered
 from slime.rollout.rewards.pool import RewardPool
 from slime.rollout.sft import generate_sft
+from slime.rollout.trajectory import GroupRun
 from slime.samples.types import Sample
 from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.prompts.tokenizer import opening_tokens
 from slime.rollout.generate import GenerateState, prompt_token_ids
-from slime.rollout.group_run import GroupRun
 from slime.rollout.resumed_requests import has_ended
 from slime.samples.media import PAYLOADS
 from slime.samples.reward_values import reward_number
@@ -289,51 +288,3 @@ def check_distinct(groups: Sequence[Group], origin: str) -> None:
         raise FunctionFailed(
             f"{origin} returned the same sample twice", fix="return copies: copy.deepcopy(sample)"
         )
-
-
-def wrong_group(
-    samples: Any, group_size: int, taken: Collection[tuple[str, int | None]], source: str
-) -> FunctionFailed | None:
-    """What is wrong with a group that a data source gave; None where nothing is.
-
-    Args:
-        group_size: trajectories that it must have.
-        taken: `identity_of` the groups that this rollout has drawn already.
-        source: the data source in messages.
-    """
-    what = ""
-    if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
-        what = f"that is {shown(samples)}"
-    elif odd := next((problem for problem in map(kind_problem, samples) if problem), None):
-        what = f"with {odd[0]}, which is not {odd[1].removeprefix('give ')}"
-    elif any(sample.index is None for sample in samples):
-        what = "whose samples have no index"
-    elif (count := len(GroupRun.of(samples).trajectories)) != group_size:
-        what = f"of {count} samples"
-    elif len({sample.group_index for sample in samples}) > 1:
-        what = f"with different group_index: {shown([sample.group_index for sample in samples])}"
-    elif len({each.prompt.index for each in GroupRun.of(samples).trajectories}) < group_size:
-        what = f"with samples of the same index: {shown([sample.index for sample in samples])}"
-    elif again := identity_of(samples) & set(taken):
-        what = f"whose {' '.join(map(str, min(again)))} another group of this rollout has"
-    why = (
-        f"a group has {group_size} samples (--n-samples-per-prompt), each with an index of its own"
-    )
-    fix = "count group_index and index on in get_samples, from draw to draw"
-    if what:
-        return FunctionFailed(f"{source} gave a group {what}", why, fix)
-    try:
-        for sample in samples:
-            sample.validate(source)
-    except UserError as error:
-        return FunctionFailed.of(error)
-    return None
-
-
-def identity_of(samples: Sequence[Sample]) -> set[tuple[str, int | None]]:
-    """What no other group of a rollout may have: the index of the group, and of each of its
-    samples."""
-    of_group = (
-        {("group_index", samples[0].group_index)} if samples[0].group_index is not None else set()
-    )
-    return of_group | {("index", sample.index) for sample in samples}

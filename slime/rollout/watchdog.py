@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from slime import deadlines
 from slime.engines.client import RolloutClient
 from slime.errors import UserError
-from slime.rollout.group_run import Activity, GroupRun
-from slime.rollout.trajectory import GroupRunner
+from slime.rollout.trajectory import Activity, GroupRun, GroupRunner
 
 _WAITS_FOR = {
     Activity.QUEUED: "a free slot (--sglang-server-concurrency)",

@@ -140,6 +140,8 @@ FIELDS: dict[str, SampleField] = {
     "token_spans": SampleField("a list of TokenSpan", _are_spans, is_frozen=True),
     "trace": SampleField("a dict, or None", _either(dict)),
     "source": SampleField("text, or None", _either(str)),
+    "drawn_as": SampleField("left as it is: a note of the rollout", _either(int)),
+    "as_drawn": SampleField("left as it is: a note of the rollout", _either(dict)),
 }
 PER_TOKEN = tuple(name for name, field in FIELDS.items() if field.is_per_token)
 FROZEN = tuple(name for name, field in FIELDS.items() if field.is_frozen)

@@ -184,6 +184,11 @@ class Sample:
     trace: dict[str, Any] | None = None
     """Spans recorded for this sample; see `slime.observe.trace`."""
     source: str | None = None
+    drawn_as: int | None = None
+    """While its group waits to be drawn again: what the journal knows the group by."""
+    as_drawn: dict[str, Any] | None = None
+    """While its group waits to be drawn again: `to_dict` of the prompt, where the rest of the
+    sample does not tell it."""
 
     # -- reading
     # -------------------------------------------------------------------------------------
