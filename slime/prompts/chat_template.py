@@ -333,14 +333,10 @@ def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateFor
         form = dataclasses.replace(form, knows_developer=_THOUGHT in told)
     if plain is not None:
         tail = plain[plain.rfind(_ANSWER) + len(_ANSWER) :]
-        followed = probe(form, {"role": "assistant", "content": _ANSWER}, user_again(user))
+        followed = probe(form, {"role": "assistant", "content": _ANSWER}, user)
         behind = followed[followed.find(_ANSWER) + len(_ANSWER) :] if _ANSWER in followed else ""
         form = dataclasses.replace(form, tail=tail, end=_end_of(tail, behind, tokenizer))
     return form
-
-
-def user_again(user: dict[str, Any]) -> dict[str, Any]:
-    return {"role": "user", "content": user["content"]}
 
 
 _PROBE_CALL = {
@@ -372,14 +368,6 @@ def _form_of_calls(form: TemplateForm, probe: Callable[..., str]) -> TemplateFor
                     if written and f"'{_KEY}'" not in text and f'\\"{_KEY}' not in text:
                         return tried
     return form
-
-
-def _key_of_thought(
-    form: TemplateForm, probe: Callable[..., str], *, calls: bool = False
-) -> str | None:
-    return next(
-        (key for key in REASONING_KEYS if _writes_thought(form, key, probe, calls=calls)), None
-    )
 
 
 def _writes_thought(

@@ -20,13 +20,9 @@ if TYPE_CHECKING:
 #: Any of these makes a directory one with a tokenizer. transformers builds an empty one from
 #: config.json alone.
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tiktoken.model",
-)
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "tiktoken.model"
+)  # fmt: skip
 
 
 def load_tokenizer(

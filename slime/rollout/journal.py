@@ -63,16 +63,10 @@ _FORM = 2
 MAKERS = ("custom_generate_function_path", "rollout_sample_hook_path", "custom_rm_path")
 #: Flags of these groups that say how long a run is or how it waits; samples are the same with
 #: others.
-_WITHOUT_MEANING = frozenset(
-    (
-        "num_rollout",
-        "num_epoch",
-        "start_rollout_id",
-        "rollout_stall_timeout",
-        "num_data_workers",
-        "rm_num_workers",
-    )
-)
+_WITHOUT_MEANING = frozenset((
+    "num_rollout", "num_epoch", "start_rollout_id", "rollout_stall_timeout", "num_data_workers",
+    "rm_num_workers"
+))  # fmt: skip
 
 
 class RecordKind(enum.StrEnum):

@@ -437,20 +437,9 @@ def _stated_letters(
             yield found.start(1), None
 
 
-_WEAK = frozenset(
-    {
-        "therefore",
-        "thus",
-        "hence",
-        "so",
-        "it is",
-        "it's",
-        "that is",
-        "which is",
-        "one is",
-        "matches",
-    }
-)
+_WEAK = frozenset({
+    "therefore", "thus", "hence", "so", "it is", "it's", "that is", "which is", "one is", "matches"
+})  # fmt: skip
 
 
 def _boxes(text: str) -> Iterator[tuple[int, str]]:
@@ -498,26 +487,10 @@ def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, b
     return at, letter.upper(), is_marked or bool(follows)
 
 
-_AFTER_A = frozenset(
-    [
-        "because",
-        "since",
-        "as",
-        "is",
-        "and",
-        "or",
-        "for",
-        "with",
-        "which",
-        "where",
-        "while",
-        "so",
-        "due",
-        "given",
-        "but,",
-        "by",
-    ]
-)
+_AFTER_A = frozenset([
+    "because", "since", "as", "is", "and", "or", "for", "with", "which", "where", "while", "so",
+    "due", "given", "but,", "by"
+])  # fmt: skip
 
 
 def _text_after(text: str, start: int, texts: dict[str, Any]) -> str | None:
