@@ -268,9 +268,6 @@ TREE_LOOK = 0.2
 TREE_GRACE = 0.8
 TREE_LAST_COMMAND = 30.0
 
-# -- rollout/counters.py
-COUNTERS_LOAD_INTERVAL = 2.0
-
 # -- rollout/dynamic_sampling.py
 DYNAMIC_SAMPLING_ABORT = 60.0
 #: For the runner's own code to end; users' has less (`slime.user_code.calls`).
@@ -280,6 +277,7 @@ DYNAMIC_SAMPLING_CANCEL = 10.0
 JOURNAL_SYNC = 1.0
 
 # -- rollout/loop.py
+LOOP_LOAD_INTERVAL = 2.0
 #: How long a failing request is sent again, by --use-fault-tolerance.
 LOOP_RETRY = {False: 60.0, True: 600.0}
 

@@ -124,7 +124,7 @@ def render_shown(
 
 @dataclass(frozen=True)
 class TemplateForm:
-    """What one chat template expects of messages, found by rendering probes.
+    """The form in which one chat template expects messages, found by rendering probes.
 
     Attributes:
         text_arguments: arguments of calls are to be JSON text, not objects.
@@ -389,9 +389,9 @@ def _writes_thought(
 
 
 def _end_of(tail: str, behind: str, tokenizer: Any) -> str:
-    """What of the tail the model generates: up to the last special token that is also there when a
-    user's message follows (some templates end the whole text with another one); else up to the
-    first special token."""
+    """The part of the tail that the model generates: up to the last special token that is also
+    there when a user's message follows (some templates end the whole text with another one); else
+    up to the first special token."""
     special = {
         token for token in [*special_tokens(tokenizer).values(), tokenizer.eos_token] if token
     }
@@ -469,7 +469,7 @@ def render_prompt(
     tools: list[dict[str, Any]] | None = None,
     **template_kwargs: Any,
 ) -> str:
-    """Like `render_messages`, up to where the assistant is to speak; bare text is taken as one user
+    """Render messages up to where the assistant is to speak; bare text is taken as one user
     message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return render_messages(tokenizer, messages, tools=tools, **template_kwargs)
@@ -483,9 +483,8 @@ def between_turns(
     to_past: bool = False,
     **template_kwargs: Any,
 ) -> str:
-    """What the template writes from the end of an assistant's words to where the assistant is to
-    speak again, with ``messages`` between: the end of the turn, the messages, the head of the next
-    turn.
+    """Render the text from the end of an assistant's words to where the assistant is to speak
+    again, with ``messages`` between: the end of the turn, the messages, the head of the next turn.
 
     Args:
         to_past: the next turn is one that was spoken before; templates may begin those in another
@@ -517,7 +516,7 @@ def before_past_turn(
     tools: list[dict[str, Any]] | None = None,
     **template_kwargs: Any,
 ) -> str:
-    """Like `render_prompt`, up to words of the assistant that are not its last ones.
+    """Render messages up to words of the assistant that are not its last ones.
 
     Raises:
         UserError, TemplateRefuses: as `render_messages`.

@@ -475,7 +475,7 @@ class _MessageReader:
 
 @dataclass
 class _Content:
-    """What the parts of a message's content say."""
+    """Text, reasoning and calls in the parts of a message's content."""
 
     text: str = ""
     has_text: bool = False

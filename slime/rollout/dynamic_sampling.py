@@ -303,7 +303,7 @@ class DynamicSampler:
         return True
 
     def _note(self, kind: RecordKind, run: GroupRun) -> None:
-        """What has become of a group, for those who go on after a crash."""
+        """Write the outcome of a group into the journal, for a run that resumes after a crash."""
         if self._journal is not None and not (kind is RecordKind.FINISHED and run.is_noted):
             self._journal.note(kind, self._rollout_id, run.drawn_as, run.samples)
 
@@ -459,7 +459,7 @@ class DynamicSampler:
             self.source.add_samples([run.for_later() for run in sorted(back, key=_sample_index)])
 
     def _rewind(self, run: GroupRun) -> None:
-        """Into the state in which the next rollout can take it up."""
+        """Bring a group into the state in which the next rollout can take it up."""
         if run.is_generated and not self.deterministic:
             if (
                 run.order not in self.verdicts
@@ -504,7 +504,7 @@ def _is_generating(run: GroupRun) -> bool:
 def _wrong_group(
     samples: Any, group_size: int, taken: Collection[tuple[str, int | None]], source: str
 ) -> FunctionFailed | None:
-    """What is wrong with a group that a data source gave; None where nothing is.
+    """The problem of a group that a data source gave; None if there is none.
 
     Args:
         group_size: trajectories that it must have.
@@ -541,8 +541,7 @@ def _wrong_group(
 
 
 def _identity_of(samples: Sequence[Sample]) -> set[tuple[str, int | None]]:
-    """What no other group of a rollout may have: the index of the group, and of each of its
-    samples."""
+    """Indices that no other group of a rollout may have: the group's, and those of its samples."""
     of_group = (
         {("group_index", samples[0].group_index)} if samples[0].group_index is not None else set()
     )

@@ -81,7 +81,7 @@ _FINAL = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 
 class Activity(StrEnum):
-    """Where a trajectory is; the watchdog's words."""
+    """The stage of a trajectory; the watchdog's words."""
 
     QUEUED = "queued"
     GENERATING = "generating"
@@ -125,7 +125,7 @@ class Trajectory:
 
     @property
     def was_cut(self) -> bool:
-        """By an abort."""
+        """Whether an abort has cut it short."""
         return any(sample.status is SampleStatus.ABORTED for sample in self.samples)
 
     def enter(self, activity: Activity) -> None:
@@ -166,8 +166,8 @@ class GroupRun:
 
     @staticmethod
     def of(drawn: Sequence[Sample], order: int = 0) -> GroupRun:
-        """From what a data source gives: one trajectory per sample, except that what had fanned out
-        in an earlier rollout comes back as several samples with one ``rollout_id``."""
+        """Make a group of samples from a data source: one trajectory per sample, except that
+        samples that fanned out in an earlier rollout come back with one ``rollout_id``."""
         trajectories: dict[Any, Trajectory] = {}
         for sample in drawn:
             key = ("of", id(sample)) if sample.rollout_id is None else sample.rollout_id
@@ -388,7 +388,7 @@ class GroupRunner:
             self._fail(trajectory, error)
 
     def _end_of_hanging(self, trajectory: Trajectory) -> None:
-        """To be called where a cancellation was caught; raises it again where nobody has given the
+        """Handle a cancellation that was caught; raise it again unless the watchdog has given the
         trajectory up."""
         if not trajectory.hung_seconds or self.state.client.aborting:
             raise
@@ -424,8 +424,8 @@ class GroupRunner:
         return True
 
     def _is_tried_again(self, trajectory: Trajectory, error: Exception) -> bool:
-        """Once, from where users' code has failed, so that the group need not go for a sandbox that
-        did not come up."""
+        """Whether to try again, once, from where users' code has failed, so that a sandbox that did
+        not come up does not cost the group."""
         is_ours = isinstance(error, UserError) and not isinstance(error, FunctionFailed)
         trajectory.num_failures += 1
         if (
@@ -448,7 +448,7 @@ class GroupRunner:
             trajectory.task.cancel()
 
     def fail_group(self, group: GroupRun, error: Exception) -> None:
-        """What judges a whole group has failed on it."""
+        """Fail a whole group because its filter failed on it."""
         for trajectory in group.trajectories:
             trajectory.enter(Activity.FILTER)
             trajectory.failure = error
@@ -477,8 +477,8 @@ class GroupRunner:
         self.on_failure(trajectory, error)
 
     def _abort(self, trajectory: Trajectory, error: Exception) -> None:
-        """What failed while generating is to be put back as it was; what is generated only lacks
-        its score."""
+        """Undo a failure during an abort: a sample that was generating is put back as it was; one
+        that was generated only lacks its score."""
         logger.debug(
             "sample %s was aborted while %s: %r",
             trajectory.prompt.index,
@@ -531,8 +531,8 @@ class GroupRunner:
     async def _call_generate(
         self, trajectory: Trajectory, sample: Sample, whole: Any
     ) -> tuple[Any, str]:
-        """What the generate function returned (``whole``: a plugin's, which scores as well), and
-        its name."""
+        """Call the generate function (``whole``: a plugin's, which scores as well); return its
+        result and its name."""
         params = self.state.params_for(sample)
         path = sample.generate_function_path or self._default_path
         if getattr(self.state.args, "rollout_sample_hook_path", None):
@@ -720,7 +720,7 @@ async def apply_sample_hook(
     optional: dict[str, Any],
     limit: float | None = None,
 ) -> Sample:
-    """What a sample hook makes of ``sample``.
+    """Apply a sample hook and return the sample that it makes.
 
     Args:
         origin: the hook in messages (`slime.user_code.loading.named`).
@@ -804,7 +804,7 @@ def _hung(trajectory: Trajectory) -> FunctionHangs:
 
 
 def why_failed(run: GroupRun) -> str:
-    """Which sample failed, while doing what, and of what; in one line."""
+    """Say in one line which sample failed, while doing what, and why."""
     for trajectory in run.trajectories:
         if trajectory.failure is not None:
             error = trajectory.failure

@@ -1,4 +1,4 @@
-"""What users' functions return of a sample, checked before anybody else meets it.
+"""Checks of the samples that users' functions return, made before anything else reads them.
 
 A sample whose lengths, tokens or numbers cannot be trained on would fail much later, in the
 trainer, and take the whole batch along; refused here, it costs itself.
@@ -17,12 +17,12 @@ from slime.prompts.tokenizer import opening_tokens
 from slime.rollout.generate import GenerateState, prompt_token_ids
 from slime.rollout.resumed_requests import has_ended
 from slime.samples.media import PAYLOADS
-from slime.samples.reward_values import reward_number
 from slime.samples.sample_fields import (
     PER_TOKEN,
     kind_problem,
     number_problem,
     packed_ids,
+    reward_number,
     token_problem,
 )
 from slime.samples.types import Group, Sample, SampleStatus

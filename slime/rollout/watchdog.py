@@ -112,7 +112,7 @@ class Watchdog:
     def report(
         self, groups: Iterable[GroupRun], loads: dict[str, tuple[int, int]], seconds: float
     ) -> RolloutStalled:
-        """Who waits for whom: the samples, the oldest requests, and what the engines say."""
+        """Say who waits for whom: the samples, the oldest requests, and the engines' load."""
         waiting = [
             e for group in groups for e in group.trajectories if e.activity is not Activity.DONE
         ]

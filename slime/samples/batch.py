@@ -36,7 +36,7 @@ SampleKey = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """What training knew of each response token of a sample.
+    """Numbers of training for each response token of a sample.
 
     Attributes:
         advantages: float32 [R], as the loss took them.
@@ -161,7 +161,7 @@ def _split(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class TrainLayout:
-    """What packing must know of the trainer's parallel layout.
+    """The trainer's parallel layout, as far as packing needs it.
 
     Attributes:
         data_parallel_size: shards to make.

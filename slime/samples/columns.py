@@ -1,4 +1,4 @@
-"""Which samples can be trained on, and their columns, which conversion reads off them."""
+"""Selects the samples that can be trained on and reads their columns."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from slime.errors import UserError
 from slime.log import get_logger
 from slime.samples.frozen_fields import frozen
 from slime.samples.media import PAYLOADS
-from slime.samples.reward_values import reward_number
-from slime.samples.sample_fields import PER_TOKEN, as_list
+from slime.samples.sample_fields import PER_TOKEN, as_list, reward_number
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.user_code.loading import FunctionFailed, described, named, user_function
 
@@ -238,8 +237,7 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
 
 
 def _raw_reward(sample: Sample, reward: float) -> float:
-    """What is logged as raw reward: ``metadata["raw_reward"]`` where a user keeps an unshaped
-    one."""
+    """The raw reward to log: ``metadata["raw_reward"]`` if a user keeps an unshaped one."""
     raw = sample.metadata.get("raw_reward")
     role = f'metadata["raw_reward"] of sample {sample.index}'
     return reward if raw is None else reward_number(raw, "a function of yours", role)

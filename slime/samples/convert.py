@@ -1,4 +1,4 @@
-"""From finished groups to one `TrainBatch` per data-parallel rank.
+"""Converts finished groups to one `TrainBatch` per data-parallel rank.
 
 groups ─► trainable samples ─► columns (rewards, masks, denominators) ─► packing ─► shards of
 tensors

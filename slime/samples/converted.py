@@ -11,8 +11,7 @@ from typing import Any
 from slime.documentation import doc_url
 from slime.samples.columns import Columns, Trainable, described_columns
 from slime.samples.media import PAYLOADS
-from slime.samples.reward_values import reward_number
-from slime.samples.sample_fields import as_list, number_problem, token_problem
+from slime.samples.sample_fields import as_list, number_problem, reward_number, token_problem
 from slime.user_code.loading import FunctionFailed, described
 
 #: The flag that names a converter, for messages.

@@ -310,7 +310,7 @@ class _ExpressionReader:
         return node
 
     def argument(self) -> Node:
-        r"""Of \frac and the like: a group or one digit or letter."""
+        r"""Read an argument of \frac and the like: a group or one digit or letter."""
         self.blanks()
         if self.text[self.at : self.at + 1].isdigit():
             self.at += 1
@@ -462,7 +462,8 @@ class _ExpressionReader:
         return node if power is None else ("^", node, power)
 
     def open_argument(self) -> Node:
-        r"""What \sin takes without brackets: factors side by side, up to the next function."""
+        r"""Read the argument of \sin without brackets: factors side by side, up to the next
+        function."""
         node = self.factor()
         while self.starts_factor() and not self.starts_function():
             if self.text[self.at] == "(":

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Unit:
-    """What stands behind a number.
+    """The unit of a number.
 
     Attributes:
         dimension: exponents of base units, as ``(("m", 1), ("s", -1))``; () of "units" and the
