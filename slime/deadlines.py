@@ -261,8 +261,6 @@ PINNED_MEMORY_LOCK = 300.0
 # -- processes/stacks.py
 STACKS_WRITTEN = 0.5
 
-# -- rollout/counters.py
-COUNTERS_LOAD_INTERVAL = 2.0
 
 # -- rollout/dynamic_sampling.py
 DYNAMIC_SAMPLING_ABORT = 60.0
@@ -273,6 +271,7 @@ DYNAMIC_SAMPLING_CANCEL = 10.0
 JOURNAL_SYNC = 1.0
 
 # -- rollout/loop.py
+LOOP_LOAD_INTERVAL = 2.0
 #: How long a failing request is sent again, by --use-fault-tolerance.
 LOOP_RETRY = {False: 60.0, True: 600.0}
 

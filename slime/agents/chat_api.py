@@ -26,26 +26,13 @@ from slime.samples.types import SampleStatus
 
 #: They change what an answer looks like, and are not done here.
 _UNSUPPORTED = (
-    "functions",
-    "function_call",
-    "logprobs",
-    "top_logprobs",
-    "continue_final_message",
-    "audio",
-)
+    "functions", "function_call", "logprobs", "top_logprobs", "continue_final_message", "audio"
+)  # fmt: skip
 #: What a chat template is given besides by us.
-_OURS = frozenset(
-    (
-        "tokenizer",
-        "conversation",
-        "messages",
-        "tools",
-        "chat_template",
-        "add_generation_prompt",
-        "tokenize",
-        "to_past",
-    )
-)
+_OURS = frozenset((
+    "tokenizer", "conversation", "messages", "tools", "chat_template", "add_generation_prompt",
+    "tokenize", "to_past"
+))  # fmt: skip
 
 
 def read(body: dict[str, Any], session: AgentSession) -> Ask:

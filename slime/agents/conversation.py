@@ -1,4 +1,4 @@
-"""What a client asks, in one form for all protocols, and the way from messages to tokens and back.
+"""One form for the requests of all protocols, and the way from messages to tokens and back.
 
 A message has the one form of `slime.prompts.conversation`.
 """
@@ -62,7 +62,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a client sees of an answer.
+    """An answer as a client sees it.
 
     Attributes:
         reasoning: None where there was none.
@@ -76,7 +76,7 @@ class Reading:
     stop: str = ""
 
     def message(self) -> dict[str, Any]:
-        """As the client is to send it back."""
+        """The message that the client is to send back."""
         said: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.calls:
             said["tool_calls"] = list(self.calls)
@@ -148,7 +148,7 @@ def call_ids(message: dict[str, Any]) -> list[Any]:
 
 
 def digest(before: bytes, key: bytes) -> bytes:
-    """Of a conversation, from that of what came before its last message."""
+    """Digest of a conversation, from the digest of everything before its last message."""
     return hashlib.blake2b(before + key, digest_size=16).digest()
 
 
@@ -264,7 +264,7 @@ class Speech:
     def read(
         self, tokens: Sequence[int], ask: Ask, *, opened: bool, stop: Sequence[str]
     ) -> Reading:
-        """What a client sees of an answer.
+        """Return an answer as a client sees it.
 
         Args:
             opened: see `opens_reasoning`.

@@ -42,7 +42,7 @@ class RolloutEnds(Exception):
 
 
 class AgentEndpoint:
-    """What `agent_endpoint` gives.
+    """The endpoint of one sample, made by `agent_endpoint`.
 
     Attributes:
         base_url: for clients of OpenAI, with "/v1".
@@ -68,7 +68,7 @@ class AgentEndpoint:
 
     @property
     def port(self) -> int:
-        """Of the process's server, which all of its endpoints share."""
+        """Port of the process's server, which all of its endpoints share."""
         assert self._server is not None, "the endpoint is used outside 'async with'"
         return self._server.port
 
@@ -253,7 +253,7 @@ def _speech_of(tokenizer: Any, model: str | None, end_tokens: frozenset[int]) ->
 
 
 def _address(state: GenerateState) -> str:
-    """Where to listen: loopback, unless the user says otherwise."""
+    """The address to listen on: loopback, unless the user says otherwise."""
     if state.args.agent_host:
         return str(state.args.agent_host)
     router = urlsplit(state.client.base_url).hostname

@@ -86,7 +86,7 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """As chat completions have them."""
+    """The tools in the form of chat completions."""
     tools = optional(body, "tools", LIST, [])
     own = [
         tool for tool in tools if isinstance(tool, dict) and tool.get("type") in (None, "custom")

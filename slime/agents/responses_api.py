@@ -91,7 +91,7 @@ def _history(previous: str, session: AgentSession) -> Messages:
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """As chat completions have them."""
+    """The tools in the form of chat completions."""
     tools = optional(body, "tools", LIST, [])
     functions = [
         tool for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"
@@ -198,44 +198,32 @@ def _response(turn: Turn, output: list[dict[str, Any]], status: str) -> dict[str
     completion = len(turn.output)
     prompt = turn.length - completion
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in ask.tools or ()]
-    body: dict[str, Any] = {
+    usage = {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": turn.cache.cached_tokens},
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + completion,
+    }
+    return {
         "id": _PREFIX + turn.id,
         "object": "response",
         "created_at": int(time.time()),
-    }
-    body |= {
         "status": status,
         "error": None,
         "model": ask.model,
         "output": output,
         "tools": tools,
         "metadata": {},
-    }
-    body["incomplete_details"] = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    body |= {
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "text": {"format": {"type": "text"}},
-    }
-    body |= {
         "instructions": ask.options["instructions"] or None,
         "previous_response_id": ask.options["previous"],
-    }
-    body |= {
         "temperature": None,
         "top_p": None,
         "max_output_tokens": ask.max_tokens,
         "truncation": "disabled",
+        "usage": None if status == "in_progress" else usage,
     }
-    body["usage"] = (
-        None
-        if status == "in_progress"
-        else {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": turn.cache.cached_tokens},
-            "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt + completion,
-        }
-    )
-    return body

@@ -217,7 +217,7 @@ async def _stream(
 
 
 def _events(request: web.Request, working: asyncio.Task[Turn], api: ModuleType) -> list[bytes]:
-    """Of an answer, or of what went wrong: the status is sent already."""
+    """Events of an answer, or of an error: the status is sent already."""
     try:
         return list(api.events(working.result()))
     except (BadRequest, Refusal) as error:
@@ -267,7 +267,8 @@ _CARD = {
 
 
 async def _count_tokens(request: web.Request) -> web.Response:
-    """Of a prompt, as Anthropic's clients ask before they compact it; nothing is generated."""
+    """Count the tokens of a prompt, as Anthropic's clients ask before they compact it; nothing is
+    generated."""
     session = request[_SESSION]
     ask = messages_api.read(await _body(request), session)
     return _json({"input_tokens": len(session.book.look(session.with_kwargs(ask)).prompt)})

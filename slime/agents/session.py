@@ -202,7 +202,7 @@ class AgentSession:
 
     @property
     def generation_seconds(self) -> float:
-        """In which a request was under way."""
+        """Seconds in which a request was under way."""
         return self._busy
 
     def end(self) -> None:

@@ -67,7 +67,7 @@ class Turn:
         self.length = (self.parent.length if self.parent else 0) + len(self.lead) + len(self.output)
 
     def path(self) -> list[Turn]:
-        """From the first turn of the conversation to this one."""
+        """Turns from the first one of the conversation to this one."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -86,7 +86,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class TurnPosition:
-    """Where a request belongs.
+    """The place of a request in the tree of turns.
 
     Attributes:
         parent, lead: as in `Turn`.
@@ -131,7 +131,7 @@ class Book:
     # ---------------------------------------------------------------------------
 
     def place(self, ask: Ask) -> TurnPosition:
-        """Where a request belongs, and its tokens; it counts as asked.
+        """Find the place of a request, and its tokens; it counts as asked.
 
         Raises:
             BadRequest: the chat template refuses the messages.
@@ -175,7 +175,7 @@ class Book:
         return history, parent, count
 
     def _behind(self, turn: Turn, messages: Messages) -> Messages:
-        """Those after the turn's answer."""
+        """Messages after the turn's answer."""
         key = self._key(turn.reading.message())
         return messages[
             max(
@@ -285,8 +285,8 @@ def _beginning(turn: Turn, tokens: list[int]) -> list[int]:
 
 
 def _meant(turns: list[Turn], message: dict[str, Any]) -> Turn:
-    """Of turns that said the same, the last one whose calls have the ids of the message, or whose
-    text is the same to the last blank; else the last one."""
+    """Choose among turns that said the same: the last one whose calls have the ids of the message,
+    or whose text is the same to the last blank; else the last one."""
     ids = call_ids(message)
     content = message["content"]
 

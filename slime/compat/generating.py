@@ -15,7 +15,7 @@ from slime.rollout import generate as own
 from slime.rollout import plugin_api
 from slime.rollout.loop import current_loop
 from slime.rollout.plugin_api import on_the_runs_loop
-from slime.rollout.sample_steps import apply_sample_hook
+from slime.rollout.trajectory import apply_sample_hook
 from slime.samples.types import Sample
 from slime.user_code.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, SampleHook
 from slime.user_code.loading import check_signature, load_function, named

@@ -22,7 +22,7 @@ _BLOCK = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 
 
 class Workplace(Protocol):
-    """Where commands are run, and what is to be done there."""
+    """A folder in which commands are run, and the task to be done there."""
 
     instruction: str
 

@@ -111,8 +111,9 @@ class RunningTask:
         return await self._runner.run(command, **asked, limits=limits)
 
     async def score(self, reward_key: str) -> tuple[float, dict[str, Any]]:
-        """What the task's tests say, and all their values; 0 where they say nothing. Tests and
-        their folder of logs come after the agent, which has never seen them."""
+        """Run the task's tests and return their score and all their values; 0 if they give none.
+        Tests and their folder of logs are copied after the agent has ended, so it never sees
+        them."""
         shutil.copytree(self.task / "tests", self._place / "tests")
         logs = self._place / "logs"
         (logs / "verifier").mkdir(parents=True)

@@ -23,8 +23,8 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 
 def text_left_in(file: Path) -> str:
-    """What a program left in a file, unless it is a link that leads elsewhere on this host, or
-    waits for who opens it (a pipe).
+    """Read a file that a program wrote, unless it is a link that leads elsewhere on this host, or
+    blocks whoever opens it (a pipe).
 
     Raises:
         OSError: it is, or it is not there.

@@ -23,7 +23,7 @@ def write_rows(path: str | Path, prompts: Iterable[tuple[str, Any]]) -> int:
 
 
 def task_of(sample: Sample) -> Any:
-    """What `write_rows` was given for the task.
+    """Return the task that `write_rows` was given.
 
     Raises:
         UserError: the row has none.

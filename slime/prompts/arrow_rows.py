@@ -131,8 +131,8 @@ def _converted(row: dict[str, Any], converts: dict[str, _Convert]) -> dict[str, 
 
 
 def _conversions(schema: pyarrow.Schema) -> dict[str, _Convert]:
-    """By column, what Arrow's own conversion to Python gets wrong: short floats come with the
-    digits of a long one."""
+    """Conversions of columns that Arrow's own conversion to Python gets wrong: short floats come
+    with the digits of a long one."""
     found = {field.name: _conversion(field.type) for field in schema}
     return {name: convert for name, convert in found.items() if convert is not None}
 

@@ -124,7 +124,7 @@ def render_shown(
 
 @dataclass(frozen=True)
 class TemplateForm:
-    """What one chat template expects of messages, found by rendering probes.
+    """The form in which one chat template expects messages, found by rendering probes.
 
     Attributes:
         text_arguments: arguments of calls are to be JSON text, not objects.
@@ -333,14 +333,10 @@ def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateFor
         form = dataclasses.replace(form, knows_developer=_THOUGHT in told)
     if plain is not None:
         tail = plain[plain.rfind(_ANSWER) + len(_ANSWER) :]
-        followed = probe(form, {"role": "assistant", "content": _ANSWER}, user_again(user))
+        followed = probe(form, {"role": "assistant", "content": _ANSWER}, user)
         behind = followed[followed.find(_ANSWER) + len(_ANSWER) :] if _ANSWER in followed else ""
         form = dataclasses.replace(form, tail=tail, end=_end_of(tail, behind, tokenizer))
     return form
-
-
-def user_again(user: dict[str, Any]) -> dict[str, Any]:
-    return {"role": "user", "content": user["content"]}
 
 
 _PROBE_CALL = {
@@ -374,14 +370,6 @@ def _form_of_calls(form: TemplateForm, probe: Callable[..., str]) -> TemplateFor
     return form
 
 
-def _key_of_thought(
-    form: TemplateForm, probe: Callable[..., str], *, calls: bool = False
-) -> str | None:
-    return next(
-        (key for key in REASONING_KEYS if _writes_thought(form, key, probe, calls=calls)), None
-    )
-
-
 def _writes_thought(
     form: TemplateForm, key: str | None, probe: Callable[..., str], *, calls: bool = False
 ) -> bool:
@@ -401,9 +389,9 @@ def _writes_thought(
 
 
 def _end_of(tail: str, behind: str, tokenizer: Any) -> str:
-    """What of the tail the model generates: up to the last special token that is also there when a
-    user's message follows (some templates end the whole text with another one); else up to the
-    first special token."""
+    """The part of the tail that the model generates: up to the last special token that is also
+    there when a user's message follows (some templates end the whole text with another one); else
+    up to the first special token."""
     special = {
         token for token in [*special_tokens(tokenizer).values(), tokenizer.eos_token] if token
     }
@@ -481,7 +469,7 @@ def render_prompt(
     tools: list[dict[str, Any]] | None = None,
     **template_kwargs: Any,
 ) -> str:
-    """Like `render_messages`, up to where the assistant is to speak; bare text is taken as one user
+    """Render messages up to where the assistant is to speak; bare text is taken as one user
     message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return render_messages(tokenizer, messages, tools=tools, **template_kwargs)
@@ -495,9 +483,8 @@ def between_turns(
     to_past: bool = False,
     **template_kwargs: Any,
 ) -> str:
-    """What the template writes from the end of an assistant's words to where the assistant is to
-    speak again, with ``messages`` between: the end of the turn, the messages, the head of the next
-    turn.
+    """Render the text from the end of an assistant's words to where the assistant is to speak
+    again, with ``messages`` between: the end of the turn, the messages, the head of the next turn.
 
     Args:
         to_past: the next turn is one that was spoken before; templates may begin those in another
@@ -529,7 +516,7 @@ def before_past_turn(
     tools: list[dict[str, Any]] | None = None,
     **template_kwargs: Any,
 ) -> str:
-    """Like `render_prompt`, up to words of the assistant that are not its last ones.
+    """Render messages up to words of the assistant that are not its last ones.
 
     Raises:
         UserError, TemplateRefuses: as `render_messages`.

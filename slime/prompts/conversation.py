@@ -56,14 +56,8 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 LOSS_KEYS = ("step_loss_mask", "weight", "loss", "loss_mask", "train", "trainable")
 #: Keys of a message in the one form.
 _KEYS = (
-    "role",
-    "content",
-    "reasoning_content",
-    "tool_calls",
-    "tool_call_id",
-    "name",
-    "step_loss_mask",
-)
+    "role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "step_loss_mask"
+)  # fmt: skip
 #: Keys of wire forms that carry no meaning of their own once the message is read.
 _CONSUMED = ("from", "value", "parts", "function_call", *REASONING_KEYS, *LOSS_KEYS)
 _TEXT_PARTS = ("text", "input_text", "output_text", "summary_text")
@@ -481,7 +475,7 @@ class _MessageReader:
 
 @dataclass
 class _Content:
-    """What the parts of a message's content say."""
+    """Text, reasoning and calls in the parts of a message's content."""
 
     text: str = ""
     has_text: bool = False

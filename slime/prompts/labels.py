@@ -137,7 +137,7 @@ def label_text(label: Any) -> Any:
 
 
 def _holdable(value: Any) -> Any:
-    """What JSON can hold of it, numbers left alone."""
+    """Convert a value to one that JSON can hold; numbers are left alone."""
     if isinstance(value, Decimal):
         return format(value, "f") if value.is_finite() else str(value)
     if isinstance(value, _DATES):

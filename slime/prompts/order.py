@@ -1,4 +1,4 @@
-"""In which order prompts are drawn. An order is a pure function of data, seed and epoch, so a
+"""The order in which prompts are drawn. It is a pure function of data, seed and epoch, so a
 position is enough to resume: ``seek(epoch, offset)``, then ``take()`` one prompt after another,
 from epoch to epoch."""
 

@@ -55,13 +55,13 @@ class RowJudge(Protocol):
     """Further checks of rows whose prompts were read; picklable."""
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[list[RowProblem]]:
-        """What is wrong with each of ``prompts``."""
+        """Problems of each of ``prompts``."""
         ...
 
 
 @dataclass
 class Scan:
-    """What the check found in some rows.
+    """Findings of the check of some rows.
 
     Attributes:
         looked_at: how many rows were checked.
@@ -115,7 +115,7 @@ class Scan:
         )
 
     def warnings(self, path: str, checker: Checker, *, has_more: bool = False) -> list[str]:
-        """What the user should know of rows that can be used, and of prompts that are left out."""
+        """Warnings about rows that can be used, and about prompts that are left out."""
         found = self.problems.tolerated(self.looked_at).warnings(
             path, self.looked_at, has_more=has_more
         )
@@ -131,7 +131,7 @@ class Scan:
         return found
 
     def notes(self, path: str) -> list[str]:
-        """What is usual, and may still explain something: columns that nothing reads."""
+        """Notes on columns that nothing reads, which is usual and may still explain something."""
         return (
             [self.unread.warning(path, self.looked_at)]
             if self.unread.columns and not self.unread.keys
@@ -308,7 +308,7 @@ def positions_to_check(num_rows: int) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class CheckedRows:
-    """Which rows of a data set were kept, and what must be the same for that to hold.
+    """The rows of a data set that were kept, and the conditions under which that still holds.
 
     Attributes:
         stamp: size and time of the files.

@@ -1,5 +1,5 @@
-"""What is wrong with rows of data: collected over all of them, reported once, with a count and the
-first place."""
+"""Problems with rows of data: collected over all of them, reported once, with a count and the first
+place."""
 
 from __future__ import annotations
 

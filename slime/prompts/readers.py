@@ -53,7 +53,7 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, position: int) -> Row: ...
     def where(self, position: int) -> str:
-        """Where the row comes from, for messages: "train.jsonl:17"."""
+        """The place of the row, for messages: "train.jsonl:17"."""
         ...
 
 
@@ -109,8 +109,8 @@ def iter_rows(
 
 
 def _stream_of(file: str) -> Callable[[str], Iterator[tuple[str, Row]]] | None:
-    """What reads a file from its beginning without an index; None for files that are read as a
-    whole."""
+    """The function that reads a file from its beginning without an index; None for files that are
+    read as a whole."""
     suffix = row_suffix(file)
     if suffix in CSV_DELIMITERS:
         return _iter_csv
@@ -274,7 +274,7 @@ def _mapped(file: str) -> np.ndarray:
 
 
 def _positions(content: np.ndarray, byte: bytes) -> np.ndarray:
-    """Where a byte stands, in order; int64."""
+    """Positions of a byte, in order; int64."""
     block = 1 << 24
     found: list[np.ndarray] = [
         np.flatnonzero(content[at : at + block] == byte[0]) + at
@@ -395,7 +395,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def _array_items(text: str) -> list[tuple[int, int]]:
-    """Where each item of a JSON array begins and ends.
+    """The range of each item of a JSON array.
 
     Raises:
         ValueError: the text is no JSON array.

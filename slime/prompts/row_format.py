@@ -60,7 +60,7 @@ class RowFormat:
 
     @staticmethod
     def of(config: Config) -> RowFormat:
-        """For the training prompts of ``config``.
+        """The format of the training prompts of ``config``.
 
         Raises:
             UserError: the reward compares with a label, and no column of labels is named.

@@ -450,7 +450,8 @@ class SftEncoding:
     def _marked(
         self, renderer: _Renderer, ours: TrainedSequence, found: Encoded
     ) -> TrainedSequence:
-        """What a template with ``{% generation %}`` marks, which is compared with what we find."""
+        """Read the mask that a template with ``{% generation %}`` marks, and compare it with the
+        mask found by rendering."""
         tokens, mask = renderer.marked()
         size = len(ours.tokens)
         marked = self._without_blanks_after_ends(tokens, mask)
@@ -565,8 +566,7 @@ class _Renderer:
         )
 
     def prompt(self, number: int) -> str | None:
-        """What the model is given before message ``number``; None where the template takes no such
-        prompt."""
+        """The prompt of message ``number``; None if the template takes no such prompt."""
         try:
             return self._render(self._shown[:number], ask=True) if number else None
         except TemplateRefuses:
@@ -598,7 +598,7 @@ class _Renderer:
         return str(self._messages[number - 1]["content"]).strip() if number else ""
 
     def without_reasoning(self, number: int, thought: ReasonedAnswer) -> str:
-        """What is rendered of message ``number`` behind its head when it has no reasoning."""
+        """Render message ``number`` without its reasoning; the text behind its head."""
         message = {
             key: value
             for key, value in self._messages[number].items()
@@ -609,8 +609,8 @@ class _Renderer:
         return answered[len(self.head(number, answered)) :]
 
     def following(self, number: int, text: str) -> str:
-        """What the template writes behind ``text``, which ends with message ``number``, when the
-        next message comes; "" where it writes something else before it."""
+        """The text that the template writes behind ``text``, which ends with message ``number``,
+        when the next message comes; "" if it writes something else before it."""
         calls = self._shown[number].get("tool_calls")
         after: dict[str, Any] = {"role": "user", "content": "hello"}
         if calls:
@@ -705,7 +705,7 @@ def _undetermined(number: int, why: str) -> UserError:
 
 @dataclass
 class SftTotals:
-    """What encoding found in many rows.
+    """Counts over the rows that were encoded.
 
     Attributes:
         rows: that were encoded; split: those that became several sequences; sequences: of all rows.
@@ -730,16 +730,6 @@ class SftTotals:
         self.control_tokens += encoded.control_tokens > 0
         self.reasoning_fix = self.reasoning_fix or encoded.reasoning_fix
         self.unended = self.unended or encoded.unended
-
-    def merge(self, other: SftTotals) -> None:
-        self.rows += other.rows
-        self.split += other.split
-        self.sequences += other.sequences
-        self.lost_reasoning += other.lost_reasoning
-        self.without_reasoning += other.without_reasoning
-        self.control_tokens += other.control_tokens
-        self.reasoning_fix = self.reasoning_fix or other.reasoning_fix
-        self.unended = self.unended or other.unended
 
     def tell(self, tokenizer: Any) -> None:
         """Say once in this process what users are to know."""

@@ -112,7 +112,7 @@ BUILT_FROM: contextvars.ContextVar[tuple[Config, Any]] = contextvars.ContextVar(
 
 
 def save_source(source: DataSource, config: Config, rollout_id: int) -> dict[str, Any]:
-    """What the checkpoint of ``rollout_id`` keeps of ``source``. Its own `save` is called where
+    """State of ``source`` for the checkpoint of ``rollout_id``. Its own `save` is called where
     checkpoints of training are written (--save); an export alone (--save-hf) is nothing to resume
     from.
 
@@ -426,7 +426,7 @@ def _open_order(config: Config, tokenizer: Any, judge: RowJudge | None) -> Promp
 
 
 def prompt_checker(config: Config, tokenizer: Any) -> Checker:
-    """What is checked of each row of --prompt-data when it is read and measured.
+    """The check of each row of --prompt-data, made when the row is read and measured.
 
     Raises:
         UserError: as `RowFormat.of`.

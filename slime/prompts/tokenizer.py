@@ -20,13 +20,9 @@ if TYPE_CHECKING:
 #: Any of these makes a directory one with a tokenizer. transformers builds an empty one from
 #: config.json alone.
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tiktoken.model",
-)
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "tiktoken.model"
+)  # fmt: skip
 
 
 def load_tokenizer(
@@ -95,9 +91,9 @@ def _brings_code(folder: Path) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def opening_tokens(tokenizer: Any) -> tuple[int, ...]:
-    """What the tokenizer puts before a text by itself, as where an engine is sent text:
-    ``<|begin_of_text|>`` of Llama 3, nothing of Qwen. What it may put behind one ends nothing and
-    is left out."""
+    """Tokens that the tokenizer puts before a text by itself, as in an engine that is sent text:
+    ``<|begin_of_text|>`` of Llama 3, nothing of Qwen. Tokens that it may put behind one end nothing
+    and are left out."""
     whole = tokenizer.encode("a")
     bare = tokenizer.encode("a", add_special_tokens=False)
     starts = range(len(whole) - len(bare) + 1)
@@ -168,7 +164,8 @@ def end_token_ids(tokenizer: Any, path: str) -> frozenset[int]:
 
 
 def end_token_conflicts(tokenizer: Any, path: str) -> list[str]:
-    """What the model's files say differently of the tokens that end an answer, and what follows.
+    """Explain how the model's files disagree on the tokens that end an answer, and the
+    consequences.
 
     Engines stop at any of them. Training adds none: supervised texts end with the tokenizer's
     token.

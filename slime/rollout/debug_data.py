@@ -17,9 +17,8 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.files import replacing
 from slime.paths import Evaluation, fill, found, literal
-from slime.samples.groups import groups_from_nested
 from slime.samples.sample_fields import unpicklable
-from slime.samples.types import Group, Sample
+from slime.samples.types import Group, Sample, groups_from_nested
 
 
 def save_rollout(pattern: str, rollout_id: int | Evaluation, samples: list[Sample]) -> Path:

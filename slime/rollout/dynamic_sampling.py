@@ -20,22 +20,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from slime import deadlines
 from slime.errors import UserError
 from slime.log import get_logger
-from slime.rollout.failed_groups import too_many_failed, why_failed
 from slime.rollout.filters import call_dynamic_filter, should_drop_dynamic_filter_output
-from slime.rollout.group_run import Activity, GroupRun, key_left_with
 from slime.rollout.journal import Journal, RecordKind, drawn_as, is_prompt
-from slime.rollout.trajectory import GroupRunner
-from slime.rollout.validate_generate_output import identity_of, wrong_group
+from slime.rollout.trajectory import Activity, GroupRun, GroupRunner, too_many_failed, why_failed
 from slime.rollout.watchdog import RolloutStalled, Watchdog
+from slime.samples.sample_fields import kind_problem
 from slime.samples.types import ANY_VERSION, Sample, VersionWindow
 from slime.user_code.hooks import DataSource, DynamicFilter
-from slime.user_code.loading import FunctionFailed, named
+from slime.user_code.loading import FunctionFailed, named, shown
 
 logger = get_logger(__name__)
 
@@ -134,7 +134,7 @@ class DynamicSampler:
         self.abort_timeout = abort_timeout
         self.watchdog = Watchdog(self.client, runner, stall_timeout)
         self.drawn: list[GroupRun] = []
-        self._identities: set[tuple[str, int | None]] = set()  # `identity_of` all that were drawn
+        self._identities: set[tuple[str, int | None]] = set()  # `_identity_of` all that were drawn
         path = getattr(runner.state.args, "data_source_path", None)
         self._source_name = named(path, "--data-source-path") if path else "the data source"
         self.verdicts: dict[int, Decision] = {}  # by GroupRun.order
@@ -223,11 +223,11 @@ class DynamicSampler:
             )
         for samples in groups:
             if (
-                wrong := wrong_group(samples, self.group_size, self._identities, self._source_name)
+                wrong := _wrong_group(samples, self.group_size, self._identities, self._source_name)
             ) is not None:
                 self._draw_failed(wrong)
                 continue
-            self._identities |= identity_of(samples)
+            self._identities |= _identity_of(samples)
             run = self._taken_up(samples)
             self.drawn.append(run)
             if self._is_stale(run) and not self._takes_stale(run):
@@ -248,7 +248,7 @@ class DynamicSampler:
         """A drawn group, as far as it has come before."""
         run = GroupRun.of(drawn, order=len(self.drawn))
         if self._journal is not None and drawn:
-            key = key_left_with(drawn) or drawn_as(drawn)
+            key = drawn[0].drawn_as or drawn_as(drawn)
             found, is_noted = self._journal.restore(self._rollout_id, drawn, key, self._restorable)
             if found is not drawn:
                 run = run.restored(found)
@@ -303,7 +303,7 @@ class DynamicSampler:
         return True
 
     def _note(self, kind: RecordKind, run: GroupRun) -> None:
-        """What has become of a group, for those who go on after a crash."""
+        """Write the outcome of a group into the journal, for a run that resumes after a crash."""
         if self._journal is not None and not (kind is RecordKind.FINISHED and run.is_noted):
             self._journal.note(kind, self._rollout_id, run.drawn_as, run.samples)
 
@@ -459,7 +459,7 @@ class DynamicSampler:
             self.source.add_samples([run.for_later() for run in sorted(back, key=_sample_index)])
 
     def _rewind(self, run: GroupRun) -> None:
-        """Into the state in which the next rollout can take it up."""
+        """Bring a group into the state in which the next rollout can take it up."""
         if run.is_generated and not self.deterministic:
             if (
                 run.order not in self.verdicts
@@ -499,3 +499,50 @@ def _sample_index(run: GroupRun) -> int:
 
 def _is_generating(run: GroupRun) -> bool:
     return any(trajectory.activity is Activity.GENERATING for trajectory in run.trajectories)
+
+
+def _wrong_group(
+    samples: Any, group_size: int, taken: Collection[tuple[str, int | None]], source: str
+) -> FunctionFailed | None:
+    """The problem of a group that a data source gave; None if there is none.
+
+    Args:
+        group_size: trajectories that it must have.
+        taken: `_identity_of` the groups that this rollout has drawn already.
+        source: the data source in messages.
+    """
+    what = ""
+    if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
+        what = f"that is {shown(samples)}"
+    elif odd := next((problem for problem in map(kind_problem, samples) if problem), None):
+        what = f"with {odd[0]}, which is not {odd[1].removeprefix('give ')}"
+    elif any(sample.index is None for sample in samples):
+        what = "whose samples have no index"
+    elif (count := len(GroupRun.of(samples).trajectories)) != group_size:
+        what = f"of {count} samples"
+    elif len({sample.group_index for sample in samples}) > 1:
+        what = f"with different group_index: {shown([sample.group_index for sample in samples])}"
+    elif len({each.prompt.index for each in GroupRun.of(samples).trajectories}) < group_size:
+        what = f"with samples of the same index: {shown([sample.index for sample in samples])}"
+    elif again := _identity_of(samples) & set(taken):
+        what = f"whose {' '.join(map(str, min(again)))} another group of this rollout has"
+    why = (
+        f"a group has {group_size} samples (--n-samples-per-prompt), each with an index of its own"
+    )
+    fix = "count group_index and index on in get_samples, from draw to draw"
+    if what:
+        return FunctionFailed(f"{source} gave a group {what}", why, fix)
+    try:
+        for sample in samples:
+            sample.validate(source)
+    except UserError as error:
+        return FunctionFailed.of(error)
+    return None
+
+
+def _identity_of(samples: Sequence[Sample]) -> set[tuple[str, int | None]]:
+    """Indices that no other group of a rollout may have: the group's, and those of its samples."""
+    of_group = (
+        {("group_index", samples[0].group_index)} if samples[0].group_index is not None else set()
+    )
+    return of_group | {("index", sample.index) for sample in samples}

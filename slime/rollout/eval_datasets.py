@@ -1,4 +1,4 @@
-"""Which data sets are evaluated and how: ``--eval-prompt-data name path …`` or the YAML file of
+"""Data sets to evaluate, and how: ``--eval-prompt-data name path …`` or the YAML file of
 ``--eval-config``.
 
     eval:                            # this level may be left out
@@ -83,7 +83,7 @@ class EvalDataset:
 
     @property
     def cache_key(self) -> tuple[Any, ...]:
-        """What tells its prompts from those of other sets."""
+        """Values that tell its prompts from those of other sets."""
         keys = self.input_key, self.label_key, self.tool_key, self.metadata_key
         template = self.apply_chat_template, repr(sorted(self.apply_chat_template_kwargs.items()))
         return (self.name, self.path, *keys, *template)

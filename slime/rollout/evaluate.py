@@ -17,11 +17,9 @@ from slime.prompts.prepare import Checker, read_samples
 from slime.prompts.row_format import RowFormat, keeps_raw_labels
 from slime.prompts.source import model_context
 from slime.rollout.eval_datasets import EvalDataset
-from slime.rollout.failed_groups import too_many_failed
 from slime.rollout.generate import context_limit
-from slime.rollout.group_run import GroupRun
 from slime.rollout.metrics import pass_at_k_metrics, reward_parts, sample_metrics, trajectory_scores
-from slime.rollout.trajectory import GroupRunner
+from slime.rollout.trajectory import GroupRun, GroupRunner, too_many_failed
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import Sample, SampleStatus
 from slime.user_code.hooks import RolloutFnEvalOutput
@@ -66,7 +64,7 @@ def read_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any) -> l
 
 
 def eval_checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checker:
-    """What is checked of each row of an evaluation set when it is read and measured."""
+    """The check of each row of an evaluation set, made when the row is read and measured."""
     form = RowFormat(
         input_key=dataset.input_key,
         label_key=dataset.label_key,
@@ -80,25 +78,16 @@ def eval_checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checke
         input_flag="--eval-input-key",
         label_flag="--eval-label-key",
     )
-    longest = context_limit(
-        config.eval.eval_max_prompt_len, _less_one(config.eval.eval_max_context_len)
-    )
+    whole = config.eval.eval_max_context_len
+    longest = context_limit(config.eval.eval_max_prompt_len, None if whole is None else whole - 1)
     limit_flags = "--eval-max-prompt-len or --eval-max-context-len"
-    context = (
-        model_context(config)
-        if longest is None and not dataset.custom_generate_function_path
-        else None
-    )
-    if context is not None:
+    is_ours = longest is None and not dataset.custom_generate_function_path
+    if is_ours and (context := model_context(config)) is not None:
         longest = context - 1
         limit_flags = (
             f"the model's context of {context} tokens; --eval-max-prompt-len sets another limit"
         )
     return Checker(form, tokenizer, longest, limit_flags)
-
-
-def _less_one(context: int | None) -> int | None:
-    return None if context is None else context - 1
 
 
 #: Each prompt that is evaluated, under way or done.
@@ -157,7 +146,8 @@ def progress_of(tasks: Tasks) -> dict[str, float]:
 
 
 async def _wait(tasks: Tasks, watchdogs: list[Watchdog]) -> None:
-    """Until all are done; the first exception ends it. It stands still only when every set does."""
+    """Wait until all are done; the first exception ends it. The evaluation stands still only when
+    every set does."""
     pending = set(tasks)
     while pending:
         done, pending = await asyncio.wait(
@@ -213,7 +203,7 @@ def _as_output(runs: list[GroupRun], args: Any) -> dict[str, list[Any]]:
 
 
 def eval_metrics(name: str, runs: list[GroupRun], args: Any) -> dict[str, float]:
-    """Of one set: ``eval/<name>`` (mean reward), ``-truncated_ratio``, ``-pass@k``,
+    """Metrics of one set: ``eval/<name>`` (mean reward), ``-truncated_ratio``, ``-pass@k``,
     ``/response_len/…`` and ``/reward_part/…``.
 
     pass@k uses the number of trajectories that this set has per prompt.

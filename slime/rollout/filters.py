@@ -64,7 +64,7 @@ async def call_dynamic_filter(
 
 
 def verdict_of(verdict: Any, what: str = "the filter") -> DynamicFilterOutput:
-    """What a filter returned as its verdict; a bare bool is wrapped.
+    """Convert the return value of a filter to its verdict; a bare bool is wrapped.
 
     Raises:
         FunctionFailed: it is none.

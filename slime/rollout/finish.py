@@ -4,9 +4,8 @@ function, metrics."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from slime.config.config import Config
@@ -15,8 +14,7 @@ from slime.rollout.debug_data import save_rollout
 from slime.rollout.generate import current_state, is_in_run
 from slime.rollout.user_rollouts import checked_metrics
 from slime.samples.frozen_fields import frozen
-from slime.samples.reward_values import reward_number
-from slime.samples.sample_fields import as_list
+from slime.samples.sample_fields import as_list, reward_number
 from slime.samples.types import Sample
 from slime.user_code.hooks import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.user_code.loading import FunctionFailed, call_user_function, described, named
@@ -37,14 +35,35 @@ def logged_metrics() -> Metrics | None:
     return current_state().logged if found is None and is_in_run() else found
 
 
-@contextlib.contextmanager
-def _collecting() -> Iterator[Metrics]:
-    logged = logged_metrics()
-    token = _LOGGED.set({} if logged is None else logged)
+async def _log(
+    config: Config,
+    path: str | None,
+    flag: str,
+    samples: list[Sample],
+    metrics: Metrics,
+    given: tuple[Any, ...],
+) -> tuple[bool, Metrics, Metrics]:
+    """Call the user's log function, if there is one.
+
+    Args:
+        metrics: one of the arguments that it is ``given``; it may change them.
+    Returns:
+        Whether it takes over, the metrics, and those that it has added by `logged_metrics`.
+    """
+    known = logged_metrics()
+    logged: Metrics = {} if known is None else known
+    if not path:
+        return False, metrics, logged
+    origin = named(path, flag)
+    token = _LOGGED.set(logged)
     try:
-        yield _LOGGED.get()
+        with frozen(samples, origin):
+            limit = config.rollout.rollout_stall_timeout
+            takes_over = await call_user_function(path, *given, flag=flag, limit=limit)
     finally:
         _LOGGED.reset(token)
+    checked = [checked_metrics(values, origin) or {} for values in (metrics, logged)]
+    return is_true(takes_over, origin), *checked
 
 
 async def finish_rollout(
@@ -66,17 +85,10 @@ async def finish_rollout(
     await _dump(config, rollout_id, samples)
     metrics = dict(output.metrics or {})
     path = config.rollout.custom_rollout_log_function_path
-    limit = config.rollout.rollout_stall_timeout
-    with _collecting() as logged:
-        if path:
-            origin = named(path, ROLLOUT_LOG)
-            with frozen(samples, origin):
-                given = (rollout_id, args, samples[:], metrics, seconds)
-                takes_over = await call_user_function(path, *given, flag=ROLLOUT_LOG, limit=limit)
-            logged = checked_metrics(logged, origin) or {}
-            metrics = checked_metrics(metrics, origin) or {}
-            if is_true(takes_over, origin):
-                return RolloutFnTrainOutput(output.samples, logged)
+    given = (rollout_id, args, samples[:], metrics, seconds)
+    takes_over, metrics, logged = await _log(config, path, ROLLOUT_LOG, samples, metrics, given)
+    if takes_over:
+        return RolloutFnTrainOutput(output.samples, logged)
     measured = measure(samples) if measure is not None else {}
     return RolloutFnTrainOutput(output.samples, measured | metrics | logged)
 
@@ -111,17 +123,10 @@ async def finish_evaluation(
     samples = [sample for values in output.data.values() for sample in values.get("samples") or ()]
     await _dump(config, Evaluation(None if before_training else rollout_id), samples)
     path = config.rollout.custom_eval_rollout_log_function_path
-    limit = config.rollout.rollout_stall_timeout
-    with _collecting() as logged:
-        if path:
-            origin = named(path, EVAL_LOG)
-            with frozen(samples, origin):
-                given = (rollout_id, args, output.data, metrics)
-                takes_over = await call_user_function(path, *given, flag=EVAL_LOG, limit=limit)
-            logged = checked_metrics(logged, origin) or {}
-            metrics = checked_metrics(metrics, origin) or {}
-            if is_true(takes_over, origin):
-                return RolloutFnEvalOutput(output.data, logged)
+    given = (rollout_id, args, output.data, metrics)
+    takes_over, metrics, logged = await _log(config, path, EVAL_LOG, samples, metrics, given)
+    if takes_over:
+        return RolloutFnEvalOutput(output.data, logged)
     return RolloutFnEvalOutput(output.data, metrics | {"perf/eval_time": seconds} | logged)
 
 
@@ -157,7 +162,7 @@ def _check_evaluation(data: Any, origin: str) -> None:
 
 
 def is_true(value: Any, origin: str) -> bool:
-    """What a log function returned, as a truth.
+    """Convert the return value of a log function to a bool.
 
     Raises:
         FunctionFailed: it has none, as an array of several numbers has not.

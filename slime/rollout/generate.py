@@ -53,7 +53,7 @@ _NO_ROOM = ("context length", "the context holds")
 
 @dataclass
 class GenerateState:
-    """What generate functions of one rollout or evaluation share.
+    """State that the generate functions of one rollout or evaluation share.
 
     Attributes:
         args: the flat view of the configuration; the same object in every hook of a run.
@@ -426,7 +426,7 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
 
 
 def _template_kwargs(sample: Sample) -> dict[str, Any]:
-    """Of the chat template: the sample's own, or the run's."""
+    """Keyword arguments of the chat template: the sample's own, or the run's."""
     args = current_state().args if is_in_run() else None
     return (
         sample.apply_chat_template_kwargs or getattr(args, "apply_chat_template_kwargs", None) or {}

@@ -63,20 +63,14 @@ _FORM = 2
 MAKERS = ("custom_generate_function_path", "rollout_sample_hook_path", "custom_rm_path")
 #: Flags of these groups that say how long a run is or how it waits; samples are the same with
 #: others.
-_WITHOUT_MEANING = frozenset(
-    (
-        "num_rollout",
-        "num_epoch",
-        "start_rollout_id",
-        "rollout_stall_timeout",
-        "num_data_workers",
-        "rm_num_workers",
-    )
-)
+_WITHOUT_MEANING = frozenset((
+    "num_rollout", "num_epoch", "start_rollout_id", "rollout_stall_timeout", "num_data_workers",
+    "rm_num_workers"
+))  # fmt: skip
 
 
 class RecordKind(enum.StrEnum):
-    """What a record says of a group."""
+    """The kind of a record of a group."""
 
     FINISHED = "finished"
     BEGUN = "begun"  # put back as far as it was generated
@@ -94,9 +88,9 @@ class _RecordPlace:
 
 
 class Journal:
-    """Of one run (or stage). Whatever fails in writing it is said, and the run goes on without it:
-    where the disk is at fault until the next rollout, which has a file of its own, where the
-    samples are for good.
+    """The journal of one run (or stage). A failure to write is logged, and the run goes on without
+    it: after a disk error until the next rollout, which has a file of its own; for good if the
+    samples cannot be pickled.
 
     Args:
         folder: of its files; made when something is written.
@@ -186,8 +180,7 @@ class Journal:
         key: int,
         versions: VersionWindow = ANY_VERSION,
     ) -> tuple[list[Sample], bool]:
-        """What the journal has of a drawn group in the place of it, or ``drawn`` where it has
-        nothing.
+        """Return the journal's state of a drawn group, or ``drawn`` if it has none.
 
         Args:
             rollout_id: that draws; what later rollouts have made of the group does not count yet.
@@ -286,8 +279,8 @@ class Journal:
         self.newest_version = max(self.newest_version, newest)
 
     def forget(self, rollout_id: int, group_indices: Iterable[int] | None) -> None:
-        """What these groups of a rollout hold is not to be trained on, in this run or one that goes
-        on from it. None: all that the rollout has noted."""
+        """Exclude these groups of a rollout from training, in this run or one that resumes it.
+        None: all groups that the rollout has noted."""
         if group_indices is None:
             noted = self._places.items()
             group_indices = [
@@ -303,8 +296,8 @@ class Journal:
                 )
 
     def forget_newer(self, rollout_id: int, version: int) -> None:
-        """What a rollout has noted with tokens of newer weights than these, or of nobody knows
-        which, is not to be trained on."""
+        """Exclude groups that a rollout has noted with tokens of weights newer than ``version``, or
+        of unknown weights."""
         newer = []
         for index, places in self._places.items():
             of_it = [
@@ -360,8 +353,8 @@ class Journal:
             )  # fmt: skip
 
     def _remove_files_with(self, index: int) -> None:
-        """What cannot be revoked must not be found: rather are the other groups of these files
-        generated again."""
+        """Remove the files with records that cannot be revoked: their other groups are generated
+        again."""
         spoilt = {place.rollout_id for place in self._places.get(index, ())}
         for rollout_id in spoilt:
             self._unwritable.add(rollout_id)
@@ -409,7 +402,7 @@ class Journal:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Of a rollout: the groups that were not generated again."""
+        """The number of groups of a rollout that were not generated again."""
         count = self.num_restored
         self.num_restored = 0
         return {"rollout/num_restored_groups": float(count)} if count else {}
@@ -445,7 +438,7 @@ def _is_of(samples: Sequence[Sample], unreachable: frozenset[int]) -> bool:
 
 
 def _versions_in(samples: Sequence[Sample]) -> set[int]:
-    """Of the weights that have generated tokens of a group, as far as they are known."""
+    """Weight versions of the tokens of a group, as far as they are known."""
     return {version for sample in samples for version in sample.token_versions()}
 
 
@@ -462,7 +455,7 @@ def open_journal(config: Config, folder: Path) -> Journal | None:
 
 
 def _made_with(config: Config) -> str:
-    """What the samples of a run depend on, as far as one can see: flags of data, generation and
+    """Fingerprint of everything that determines a run's samples: flags of data, generation and
     reward, and the files of the user's own functions."""
     groups = (config.data, config.rollout, config.reward)
     values = {name: json_safe(value) for group in groups for name, value in vars(group).items()}
@@ -499,7 +492,7 @@ def _path(folder: Path, rollout_id: int) -> Path:
 
 
 def _files_in(folder: Path) -> dict[int, Path]:
-    """By rollout."""
+    """The files by rollout."""
     named = ((_FILE.fullmatch(path.name), path) for path in entries_of(folder))
     return {int(match.group(1)): path for match, path in named if match}
 

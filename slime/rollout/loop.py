@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from slime import deadlines
 from slime.config.config import Config
-from slime.engines.api import EngineClient
+from slime.engines.api import EngineClient, EngineError
 from slime.engines.client import RolloutClient
 from slime.engines.keys import key_of
 from slime.engines.router import wants_routing_key
@@ -32,8 +32,7 @@ from slime.errors import UserError
 from slime.log import get_logger
 from slime.models import vocab_size_of
 from slime.prompts.tokenizer import end_token_ids
-from slime.rollout.counters import counts_of, load_snapshots
-from slime.rollout.dynamic_sampling import DynamicSampler
+from slime.rollout.dynamic_sampling import Collected, DynamicSampler
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import EvalSet, Tasks, evaluate, progress_of, read_eval_prompts
 from slime.rollout.finish import finish_evaluation, finish_rollout
@@ -45,11 +44,10 @@ from slime.rollout.generate import (
     forget_states,
     rollout_sampling_params,
 )
-from slime.rollout.group_run import Trajectory
 from slime.rollout.journal import Journal
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
 from slime.rollout.rewards.pool import RewardPool
-from slime.rollout.trajectory import GroupRunner
+from slime.rollout.trajectory import GroupRunner, Trajectory
 from slime.rollout.user_rollouts import (
     call_rollout_fn,
     call_with_groups,
@@ -60,7 +58,7 @@ from slime.rollout.user_rollouts import (
 )
 from slime.rollout.watchdog import Watchdog
 from slime.samples.types import ANY_VERSION, Sample, VersionWindow
-from slime.user_code.calls import WatchedLoop, watch_loop
+from slime.user_code.calls import WatchedLoop, hung_threads, watch_loop
 from slime.user_code.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, check_hooks
 from slime.user_code.loading import load_function, named
 from slime.user_code.overrides import override_of
@@ -344,7 +342,7 @@ class RolloutLoop:
         state.progress = collector.progress
         state.waits = lambda: collector.watchdog.words
         state.client.counters.take()
-        async with load_snapshots(state.client) as loads:
+        async with _load_snapshots(state.client) as loads:
             collected = await collector.collect()
         limit = rollout.rollout_stall_timeout
         if rollout.rollout_sample_filter_path:
@@ -357,7 +355,7 @@ class RolloutLoop:
             )
         groups = [run.to_group() for run in collected.chosen]
         restored = self._journal.metrics() if self._journal is not None else {}
-        counted = counts_of(collected, runner) | load_metrics(loads) | rewards.metrics()
+        counted = _counts_of(collected, runner) | load_metrics(loads) | rewards.metrics()
         return RolloutFnTrainOutput(groups, counted | restored)
 
     def progress(self, evaluation: bool = False) -> dict[str, float]:
@@ -376,7 +374,7 @@ class RolloutLoop:
         )
 
     def waits(self, evaluation: bool = False) -> str:
-        """Who waits for whom, where nothing has moved for a while; else ""."""
+        """A sentence that says who waits for whom, if nothing has moved for a while; else ""."""
         return shown.waits() if (shown := self._shown(evaluation)) else ""
 
     def _shown(self, evaluation: bool) -> GenerateState | None:
@@ -464,6 +462,49 @@ class RolloutLoop:
         return RolloutFnEvalOutput(output.data, {**(output.metrics or {}), **late})
 
 
+def _counts_of(collected: Collected, runner: GroupRunner) -> dict[str, float]:
+    """Counters of the collector, the runner and the client."""
+    state = runner.state
+    counts = state.client.counters.take()
+    metrics: dict[str, float] = {
+        "rollout/num_failed_samples": runner.num_failures,
+        "rollout/num_hung_samples": runner.num_hung,
+        "rollout/hung_threads": hung_threads(),
+        "rollout/num_failed_groups": collected.num_failed,
+        "rollout/num_surplus_groups": collected.num_surplus,
+        "rollout/num_aborted_groups": collected.num_aborted,
+        "rollout/prompt_too_long": state.counts["prompt_too_long"],
+        "rollout/continued_requests": state.counts["continued"],
+        "rollout/requests": counts["requests"],
+        "rollout/retries": counts["retries"],
+        "perf/data_wait_time": collected.data_seconds,
+    }
+    metrics |= collected.stale
+    return metrics | {
+        f"rollout/dynamic_filter/drop_{reason}": n for reason, n in collected.drops.items()
+    }
+
+
+@contextlib.asynccontextmanager
+async def _load_snapshots(client: RolloutClient) -> AsyncIterator[list[dict[str, int]]]:
+    """Requests on each engine, every few seconds while the block runs; for
+    `slime.rollout.metrics.load_metrics`."""
+    snapshots: list[dict[str, int]] = []
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(deadlines.LOOP_LOAD_INTERVAL)
+            with contextlib.suppress(EngineError):  # a metric is not worth a run
+                loads = await client.worker_loads()
+                snapshots.append({url: max(0, requests) for url, (requests, _) in loads.items()})
+
+    task = asyncio.create_task(watch())
+    try:
+        yield snapshots
+    finally:
+        task.cancel()
+
+
 # -- for rollout functions of users
 # ------------------------------------------------------------------------
 
@@ -506,8 +547,8 @@ async def generate_rollout_async(
 def generate_rollout(
     args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The same for sync rollout functions; it is also the name of the default in existing launch
-    scripts."""
+    """The built-in rollout for sync rollout functions; also the name of the default in existing
+    launch scripts."""
     return run(generate_rollout_async(args, rollout_id, data_source, evaluation))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from slime.config.estimators import those_where
-from slime.samples.reward_values import is_finite, is_number
+from slime.samples.sample_fields import is_finite, is_number
 from slime.samples.types import Group, Sample, SampleStatus
 
 _REPETITION_WINDOW = 10_000
@@ -147,8 +147,8 @@ def unsampled_trained_ratio(samples: Iterable[Sample]) -> float:
 def _optional_metrics(
     groups: Sequence[Group], samples: Sequence[Sample], args: Any
 ) -> dict[str, float]:
-    """What --log-multi-turn, --log-passrate, --log-reward-category and --log-correct-samples ask
-    for."""
+    """Metrics of --log-multi-turn, --log-passrate, --log-reward-category and
+    --log-correct-samples."""
     metrics: dict[str, float] = {}
     if args.log_multi_turn:
         told = [sample.metadata.get("round_number") for sample in samples]

@@ -1,4 +1,4 @@
-"""What users' functions call of the rollout they run in: HTTP, rewards, the supervised rollout.
+"""Functions of the rollout that users' functions may call: HTTP, rewards, the supervised rollout.
 
 These are functions behind `slime.compat.import_paths`; new code may call them as well. ``post``
 goes through the rollout's client, so it is counted as in flight and retried; while a rollout ends,
@@ -21,11 +21,11 @@ from slime.engines.api import EngineClient
 from slime.engines.client import RolloutClient
 from slime.errors import UserError
 from slime.rollout.generate import current_state, is_in_run
-from slime.rollout.group_run import GroupRun
 from slime.rollout.loop import current_loop
 from slime.rollout.resumed_requests import answered
 from slime.rollout.rewards.pool import RewardPool
 from slime.rollout.sft import generate_sft
+from slime.rollout.trajectory import GroupRun
 from slime.samples.types import Sample
 from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
 
@@ -114,7 +114,7 @@ async def get(url: str) -> dict[str, Any]:
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
-    """Where a model of --sglang-config answers; the policy alone is called "policy" without such a
+    """The URL of a model of --sglang-config; the policy alone is called "policy" without such a
     file.
 
     Raises:

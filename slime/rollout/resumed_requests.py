@@ -264,8 +264,7 @@ def keeps_text(params: Body) -> bool:
 
 
 def text_of(tokenizer: Any, tokens: list[int], params: Body) -> str:
-    """Of sampled tokens, as an engine would give it for a request with these sampling
-    parameters."""
+    """Decode sampled tokens as an engine would for a request with these sampling parameters."""
     names = ("skip_special_tokens", "spaces_between_special_tokens")
     return str(tokenizer.decode(tokens, **{name: bool(params.get(name, True)) for name in names}))
 

@@ -19,9 +19,11 @@ import copy
 import inspect
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeVar
 
 from slime.engines.api import EngineError
 from slime.engines.client import RequestRefused
@@ -36,8 +38,7 @@ from slime.rollout.generate import (
     note_too_long,
     prompt_token_ids,
 )
-from slime.rollout.group_run import Activity, GroupRun, Trajectory
-from slime.rollout.sample_steps import apply_sample_hook, copy_of_prompt, set_rewards, truncated
+from slime.rollout.rewards.pool import RewardPool
 from slime.rollout.validate_generate_output import (
     check_values,
     finish_samples,
@@ -46,18 +47,20 @@ from slime.rollout.validate_generate_output import (
     tell_of_other_prompt,
     tell_of_text_alone,
 )
-from slime.samples.types import Sample, SampleStatus
+from slime.samples.types import Group, Sample, SampleStatus
 from slime.user_code.calls import run_isolated
 from slime.user_code.hooks import GenerateFunction, SampleHook
 from slime.user_code.loading import (
     FunctionFailed,
     FunctionHangs,
     accepted,
+    call_hook,
     check_signature,
     is_async,
     load_function,
     named,
     user_frames,
+    where_to_mend,
     with_user_frames,
 )
 from slime.user_code.overrides import override_of
@@ -74,13 +77,181 @@ _OF_SAMPLE = "generate_function_path of the sample"
 _MOST_SAID = 20
 
 
-class Rewards(Protocol):
-    """What the loop needs of `slime.rollout.rewards.pool`: scores for one sample, or for several
-    scored together."""
+_FINAL = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
-    async def score(self, sample: Sample) -> float | dict[str, Any]: ...
 
-    async def score_group(self, samples: list[Sample]) -> list[float | dict[str, Any]]: ...
+class Activity(StrEnum):
+    """The stage of a trajectory; the watchdog's words."""
+
+    QUEUED = "queued"
+    GENERATING = "generating"
+    HOOKS = "sample hooks"
+    REWARD = "reward"
+    FILTER = "filter"
+    DONE = "done"
+
+
+@dataclass
+class Trajectory:
+    """One run of the generate function.
+
+    Attributes:
+        prompt: the sample as this rollout took it up, kept when user code might change it beyond
+            repair; else ``samples[0]``.
+        drawn: `Sample.to_dict` of it as it was first drawn, where it was taken up as more than
+            that; None where ``prompt`` without its response is the same.
+        samples: what it is now; several after a fan-out.
+        failure: what stopped it for good.
+        function: of the user's, that is called now; "" for our own.
+        num_failures: how often the user's code has failed on it.
+        hung_seconds: how long nothing had moved when it was given up; 0: it was not.
+    """
+
+    prompt: Sample
+    samples: list[Sample]
+    drawn: dict[str, Any] | None = None
+    fanned_out: bool = False
+    activity: Activity = Activity.QUEUED
+    since: float = field(default_factory=time.monotonic)
+    failure: Exception | None = None
+    function: str = ""
+    num_failures: int = 0
+    hung_seconds: float = 0.0
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_generated(self) -> bool:
+        return bool(self.samples) and all(sample.status in _FINAL for sample in self.samples)
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether an abort has cut it short."""
+        return any(sample.status is SampleStatus.ABORTED for sample in self.samples)
+
+    def enter(self, activity: Activity) -> None:
+        self.activity, self.since = activity, time.monotonic()
+
+    def rewind(self) -> None:
+        """Back to what it was when this rollout took it up."""
+        self.samples = [self.prompt]
+        self.fanned_out = False
+        self.enter(Activity.QUEUED)
+
+    def restart(self) -> None:
+        """Back to the prompt alone, without what users' code has made of it in this rollout or an
+        earlier one."""
+        if self.drawn is not None:
+            self.prompt = copy_of_prompt(Sample.from_dict(self.drawn))
+        self.rewind()
+        self.prompt.reset_response()
+
+
+@dataclass
+class GroupRun:
+    """A drawn group on its way through the loop.
+
+    Attributes:
+        order: counts the draws of this rollout.
+        drawn_as: see `slime.rollout.journal.drawn_as`; is_noted: the journal has it as it is.
+        is_restored: it came out of the journal.
+        was_prompt: it was drawn as a prompt: all that it has came out of the journal.
+    """
+
+    trajectories: list[Trajectory]
+    order: int = 0
+    drawn_as: int = 0
+    is_noted: bool = False
+    is_restored: bool = False
+    was_prompt: bool = False
+
+    @staticmethod
+    def of(drawn: Sequence[Sample], order: int = 0) -> GroupRun:
+        """Make a group of samples from a data source: one trajectory per sample, except that
+        samples that fanned out in an earlier rollout come back with one ``rollout_id``."""
+        trajectories: dict[Any, Trajectory] = {}
+        for sample in drawn:
+            key = ("of", id(sample)) if sample.rollout_id is None else sample.rollout_id
+            if key in trajectories:
+                trajectories[key].samples.append(sample)
+                trajectories[key].fanned_out = True
+            else:
+                trajectories[key] = Trajectory(sample, [sample], sample.as_drawn)
+        return GroupRun(list(trajectories.values()), order)
+
+    def restored(self, found: Sequence[Sample]) -> GroupRun:
+        """This group, as it was drawn just now, as far as it ``found`` itself in the journal."""
+        run = GroupRun.of(found, self.order)
+        for trajectory, ours in zip(run.trajectories, self.trajectories):
+            is_prompt = not ours.prompt.response_length
+            trajectory.drawn = ours.drawn or (ours.prompt.to_dict() if is_prompt else None)
+        run.is_restored = True
+        return run
+
+    @property
+    def index(self) -> int:
+        index = self.trajectories[0].prompt.group_index
+        return self.order if index is None else index
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for trajectory in self.trajectories for sample in trajectory.samples]
+
+    @property
+    def is_generated(self) -> bool:
+        return all(trajectory.is_generated for trajectory in self.trajectories)
+
+    @property
+    def is_scored(self) -> bool:
+        return self.is_generated and all(sample.reward is not None for sample in self.samples)
+
+    @property
+    def failure(self) -> Exception | None:
+        return next((e.failure for e in self.trajectories if e.failure is not None), None)
+
+    def to_group(self) -> Group:
+        return Group(self.index, [trajectory.samples for trajectory in self.trajectories])
+
+    def restart(self) -> None:
+        for trajectory in self.trajectories:
+            trajectory.restart()
+
+    def for_later(self) -> list[Sample]:
+        """The samples, to be put back. The first of each trajectory tells the next rollout how it
+        was drawn."""
+        for trajectory in self.trajectories:
+            first = trajectory.samples[0]
+            prompt = trajectory.prompt
+            first.drawn_as = self.drawn_as
+            if trajectory.drawn is not None:
+                first.as_drawn = trajectory.drawn
+            elif prompt is not first and not prompt.response_length:
+                first.as_drawn = prompt.to_dict()
+        return self.samples
+
+    def for_training(self) -> GroupRun:
+        """This group; its samples no longer say how they were drawn."""
+        for sample in self.samples:
+            sample.drawn_as = sample.as_drawn = None
+        return self
+
+
+def copy_of_prompt(sample: Sample) -> Sample:
+    """A copy that shares nothing mutable that generation touches."""
+    twin = copy.copy(sample)
+    twin.tokens, twin.metadata = list(sample.tokens), copy.deepcopy(sample.metadata)
+    twin.loss_mask = None if sample.loss_mask is None else list(sample.loss_mask)
+    twin.rollout_log_probs = (
+        None if sample.rollout_log_probs is None else list(sample.rollout_log_probs)
+    )
+    twin.token_spans = [copy.copy(token_span) for token_span in sample.token_spans]
+    twin.weight_versions = list(sample.weight_versions)
+    twin.spec_info, twin.prefix_cache_info = (
+        copy.copy(sample.spec_info),
+        copy.copy(sample.prefix_cache_info),
+    )
+    if sample.trace is not None:  # whose events stay as they are
+        twin.trace = {**sample.trace, "events": list(sample.trace.get("events", ()))}
+    return twin
 
 
 class GroupRunner:
@@ -104,7 +275,7 @@ class GroupRunner:
     def __init__(
         self,
         state: GenerateState,
-        rewards: Rewards | None,
+        rewards: RewardPool | None,
         *,
         rollout_id: int | None,
         evaluation: bool = False,
@@ -217,7 +388,7 @@ class GroupRunner:
             self._fail(trajectory, error)
 
     def _end_of_hanging(self, trajectory: Trajectory) -> None:
-        """To be called where a cancellation was caught; raises it again where nobody has given the
+        """Handle a cancellation that was caught; raise it again unless the watchdog has given the
         trajectory up."""
         if not trajectory.hung_seconds or self.state.client.aborting:
             raise
@@ -253,8 +424,8 @@ class GroupRunner:
         return True
 
     def _is_tried_again(self, trajectory: Trajectory, error: Exception) -> bool:
-        """Once, from where users' code has failed, so that the group need not go for a sandbox that
-        did not come up."""
+        """Whether to try again, once, from where users' code has failed, so that a sandbox that did
+        not come up does not cost the group."""
         is_ours = isinstance(error, UserError) and not isinstance(error, FunctionFailed)
         trajectory.num_failures += 1
         if (
@@ -277,7 +448,7 @@ class GroupRunner:
             trajectory.task.cancel()
 
     def fail_group(self, group: GroupRun, error: Exception) -> None:
-        """What judges a whole group has failed on it."""
+        """Fail a whole group because its filter failed on it."""
         for trajectory in group.trajectories:
             trajectory.enter(Activity.FILTER)
             trajectory.failure = error
@@ -306,8 +477,8 @@ class GroupRunner:
         self.on_failure(trajectory, error)
 
     def _abort(self, trajectory: Trajectory, error: Exception) -> None:
-        """What failed while generating is to be put back as it was; what is generated only lacks
-        its score."""
+        """Undo a failure during an abort: a sample that was generating is put back as it was; one
+        that was generated only lacks its score."""
         logger.debug(
             "sample %s was aborted while %s: %r",
             trajectory.prompt.index,
@@ -360,8 +531,8 @@ class GroupRunner:
     async def _call_generate(
         self, trajectory: Trajectory, sample: Sample, whole: Any
     ) -> tuple[Any, str]:
-        """What the generate function returned (``whole``: a plugin's, which scores as well), and
-        its name."""
+        """Call the generate function (``whole``: a plugin's, which scores as well); return its
+        result and its name."""
         params = self.state.params_for(sample)
         path = sample.generate_function_path or self._default_path
         if getattr(self.state.args, "rollout_sample_hook_path", None):
@@ -541,6 +712,74 @@ class GroupRunner:
                 task.uncancel()
 
 
+async def apply_sample_hook(
+    hook: Any,
+    origin: str,
+    args: Any,
+    sample: Sample,
+    optional: dict[str, Any],
+    limit: float | None = None,
+) -> Sample:
+    """Apply a sample hook and return the sample that it makes.
+
+    Args:
+        origin: the hook in messages (`slime.user_code.loading.named`).
+        limit: seconds that it may take.
+    Raises:
+        FunctionFailed: it hung, or returned something else than a sample, or one whose lengths do
+            not fit.
+    """
+    own = await call_hook(
+        hook,
+        args,
+        sample,
+        optional=optional,
+        what=f"{origin} on sample {sample.index}",
+        limit=limit,
+    )
+    own = sample if own is None else own
+    if not isinstance(own, Sample):
+        what = f"{origin} returned a {type(own).__name__}"
+        raise FunctionFailed(what, fix="return a sample, or None to keep it")
+    try:
+        own.validate(origin)
+    except UserError as error:
+        raise FunctionFailed.of(error) from error
+    return own
+
+
+def truncated(sample: Sample, prompt: Sample, prompt_ids: list[int]) -> Sample:
+    """The sample as far as users' code has built it when there was no more room; as it was given to
+    that code, where it is half-built (its prompt is another, or its lengths do not fit)."""
+    try:
+        sample.validate()
+        whole = sample.tokens[: sample.prompt_length] == prompt_ids
+    except UserError:
+        whole = False
+    if not whole:
+        sample = copy_of_prompt(prompt)
+        sample.tokens = sample.tokens or prompt_ids
+    sample.status = SampleStatus.TRUNCATED
+    return sample
+
+
+def set_rewards(samples: list[Sample], scores: list[Any] | None) -> None:
+    """
+    Raises:
+        UserError: other than one score for each sample. None for all of them leaves the samples
+            without.
+    """
+    if scores is None:
+        return
+    if len(scores) != len(samples):
+        raise UserError(
+            f"the reward function returned {len(scores)} rewards for {len(samples)} samples",
+            fix="return one reward per sample, in their order",
+        )
+    for sample, score in zip(samples, scores):
+        sample.reward = score
+
+
 def _said(trajectory: Trajectory, error: Exception) -> str:
     frames = user_frames(error)
     notes = "".join(
@@ -559,3 +798,47 @@ def _hung(trajectory: Trajectory) -> FunctionHangs:
         "(--rollout-stall-timeout)",
         fix="give what it waits for a deadline",
     )
+
+
+# -- failed groups ---------------------------------------------------------------------------------
+
+
+def why_failed(run: GroupRun) -> str:
+    """Say in one line which sample failed, while doing what, and why."""
+    for trajectory in run.trajectories:
+        if trajectory.failure is not None:
+            error = trajectory.failure
+            told = f"{type(error).__name__}: {error}"
+            if isinstance(error, UserError):
+                told = f"{error.what} ({error.why})" if error.why else error.what
+            where = f" in {trajectory.function}" if trajectory.function else ""
+            return (
+                f"sample {trajectory.prompt.index} while {trajectory.activity.value}{where}: {told}"
+            )
+    statuses = sorted(
+        {
+            sample.status.value
+            for sample in run.samples
+            if sample.status is not SampleStatus.COMPLETED
+        }
+    )
+    return f"the generate function returned samples with status {', '.join(statuses)}"
+
+
+def too_many_failed(what: str, which: str, run: GroupRun, file: str) -> UserError:
+    """The error that stops the run, with the remedy and the lines of what failed in ``run``; raise
+    it from that.
+
+    Args:
+        which: of the failed groups ``run`` is ("the last one").
+        file: of ``samples/`` in the run folder, which has all failures.
+    """
+    cause = run.failure
+    fix = "mend what it names"
+    if isinstance(cause, UserError) and cause.fix:
+        fix = cause.fix
+    elif cause is not None and user_frames(cause):
+        fix = where_to_mend(cause)
+    why = f"{which}: {why_failed(run)}; all of them are in samples/{file} of the run folder"
+    failure = UserError(what, why, fix)
+    return failure if cause is None else with_user_frames(failure, cause)

@@ -11,9 +11,8 @@ from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.rollout.validate_generate_output import check_distinct, check_values
 from slime.samples.frozen_fields import frozen
-from slime.samples.groups import groups_from_nested
-from slime.samples.reward_values import is_finite, is_number
-from slime.samples.types import Group, Sample, VersionWindow
+from slime.samples.sample_fields import is_finite, is_number
+from slime.samples.types import Group, Sample, VersionWindow, groups_from_nested
 from slime.user_code.hooks import (
     DataSource,
     RolloutFnEvalOutput,
@@ -106,8 +105,7 @@ def checked_metrics(metrics: Any, origin: str) -> dict[str, Any] | None:
 
 
 def wrapped(output: Any, evaluation: bool) -> Any:
-    """What a rollout function returned, a bare list (training) or dict (evaluation) as the output
-    it stands for."""
+    """Wrap a bare list (training) or dict (evaluation) that a rollout function returned."""
     if evaluation:
         return RolloutFnEvalOutput(output) if isinstance(output, dict) else output
     return RolloutFnTrainOutput(output) if isinstance(output, list) else output
@@ -152,8 +150,8 @@ def check_groups(groups: list[Group], origin: str, vocab_size: int | None, args:
 
 
 def check_age(groups: list[Group], origin: str, versions: VersionWindow) -> None:
-    """What a rollout function of the user's own returns must be new enough; the built-in one sees
-    to that itself.
+    """Check that groups of a user's rollout function are new enough; the built-in one sees to that
+    itself.
 
     Raises:
         UserError: a sample of weights that are too old.
@@ -170,7 +168,7 @@ def check_age(groups: list[Group], origin: str, versions: VersionWindow) -> None
 
 
 async def overridden_evaluation(args: Any, rollout_id: int) -> RolloutFnEvalOutput | None:
-    """What a plugin's function in place of ``eval_rollout`` returned; None where there is none."""
+    """Call the plugin's function in place of ``eval_rollout``; None if there is none."""
     own = override_of("evaluation")
     if own is None:
         return None

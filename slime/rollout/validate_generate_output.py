@@ -1,4 +1,4 @@
-"""What users' functions return of a sample, checked before anybody else meets it.
+"""Checks of the samples that users' functions return, made before anything else reads them.
 
 A sample whose lengths, tokens or numbers cannot be trained on would fail much later, in the
 trainer, and take the whole batch along; refused here, it costs itself.
@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.prompts.tokenizer import opening_tokens
 from slime.rollout.generate import GenerateState, prompt_token_ids
-from slime.rollout.group_run import GroupRun
 from slime.rollout.resumed_requests import has_ended
-from slime.samples.reward_values import reward_number
-from slime.samples.routed_experts import experts_problem
+from slime.samples.media import PAYLOADS
 from slime.samples.sample_fields import (
     PER_TOKEN,
     kind_problem,
     number_problem,
     packed_ids,
+    reward_number,
     token_problem,
 )
 from slime.samples.types import Group, Sample, SampleStatus
@@ -214,8 +213,9 @@ def check_values(sample: Sample, origin: str, vocab_size: int | None, args: Any)
             f"token_spans {shown(sample.token_spans)}",
             "leave them to sample.append_response_tokens",
         )
-    if problem := experts_problem(sample.rollout_routed_experts, len(sample.tokens)):
-        refuse(f"rollout_routed_experts {problem}", "leave them to sample.append_response_tokens")
+    for payload in PAYLOADS.values():
+        if problem := payload.problem(getattr(sample, payload.field), len(sample.tokens)):
+            refuse(f"{payload.field} {problem}", "leave them to sample.append_response_tokens")
     check_reward(sample, origin, args)
 
 
@@ -288,51 +288,3 @@ def check_distinct(groups: Sequence[Group], origin: str) -> None:
         raise FunctionFailed(
             f"{origin} returned the same sample twice", fix="return copies: copy.deepcopy(sample)"
         )
-
-
-def wrong_group(
-    samples: Any, group_size: int, taken: Collection[tuple[str, int | None]], source: str
-) -> FunctionFailed | None:
-    """What is wrong with a group that a data source gave; None where nothing is.
-
-    Args:
-        group_size: trajectories that it must have.
-        taken: `identity_of` the groups that this rollout has drawn already.
-        source: the data source in messages.
-    """
-    what = ""
-    if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
-        what = f"that is {shown(samples)}"
-    elif odd := next((problem for problem in map(kind_problem, samples) if problem), None):
-        what = f"with {odd[0]}, which is not {odd[1].removeprefix('give ')}"
-    elif any(sample.index is None for sample in samples):
-        what = "whose samples have no index"
-    elif (count := len(GroupRun.of(samples).trajectories)) != group_size:
-        what = f"of {count} samples"
-    elif len({sample.group_index for sample in samples}) > 1:
-        what = f"with different group_index: {shown([sample.group_index for sample in samples])}"
-    elif len({each.prompt.index for each in GroupRun.of(samples).trajectories}) < group_size:
-        what = f"with samples of the same index: {shown([sample.index for sample in samples])}"
-    elif again := identity_of(samples) & set(taken):
-        what = f"whose {' '.join(map(str, min(again)))} another group of this rollout has"
-    why = (
-        f"a group has {group_size} samples (--n-samples-per-prompt), each with an index of its own"
-    )
-    fix = "count group_index and index on in get_samples, from draw to draw"
-    if what:
-        return FunctionFailed(f"{source} gave a group {what}", why, fix)
-    try:
-        for sample in samples:
-            sample.validate(source)
-    except UserError as error:
-        return FunctionFailed.of(error)
-    return None
-
-
-def identity_of(samples: Sequence[Sample]) -> set[tuple[str, int | None]]:
-    """What no other group of a rollout may have: the index of the group, and of each of its
-    samples."""
-    of_group = (
-        {("group_index", samples[0].group_index)} if samples[0].group_index is not None else set()
-    )
-    return of_group | {("index", sample.index) for sample in samples}

@@ -90,7 +90,7 @@ class DataSize:
 
 @dataclass
 class DataReport:
-    """What the check before a launch has found.
+    """Findings of the check before a launch.
 
     Attributes:
         errors: what the run cannot work with.
@@ -275,7 +275,7 @@ class SftJudge:
         )
 
     def _other_mask(self, prompt: Prompt, encoded: Encoded) -> Iterator[RowProblem]:
-        """Where the rule of ``--loss-mask-type`` would train on other text, in the first rows."""
+        """Compare the masks of the first rows with the rule of ``--loss-mask-type``."""
         if self._rule is None or not self._to_compare or not isinstance(prompt.text, list):
             return
         self._to_compare -= 1
@@ -323,7 +323,7 @@ class SftJudge:
 
 
 def _remarks(encoded: Encoded) -> Iterator[RowProblem]:
-    """What is trained otherwise than a user may expect."""
+    """Ways in which a row is trained otherwise than a user may expect."""
     if len(encoded.sequences) > 1:
         kind = (
             "hold conversations whose earlier turns the chat template rewrites, and become "

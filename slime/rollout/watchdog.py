@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from slime import deadlines
 from slime.engines.client import RolloutClient
 from slime.errors import UserError
-from slime.rollout.group_run import Activity, GroupRun
-from slime.rollout.trajectory import GroupRunner
+from slime.rollout.trajectory import Activity, GroupRun, GroupRunner
 
 _WAITS_FOR = {
     Activity.QUEUED: "a free slot (--sglang-server-concurrency)",
@@ -113,7 +112,7 @@ class Watchdog:
     def report(
         self, groups: Iterable[GroupRun], loads: dict[str, tuple[int, int]], seconds: float
     ) -> RolloutStalled:
-        """Who waits for whom: the samples, the oldest requests, and what the engines say."""
+        """Say who waits for whom: the samples, the oldest requests, and the engines' load."""
         waiting = [
             e for group in groups for e in group.trajectories if e.activity is not Activity.DONE
         ]

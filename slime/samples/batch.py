@@ -36,7 +36,7 @@ SampleKey = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """What training knew of each response token of a sample.
+    """Numbers of training for each response token of a sample.
 
     Attributes:
         advantages: float32 [R], as the loss took them.
@@ -69,6 +69,7 @@ class TrainBatch:
         rollout_mask_sums: trained tokens of sample i's whole trajectory, >= 1, or their mean over
             its group's trajectories (CISPO): its denominator in the default loss.
         steps: the optimizer steps, in order.
+        payloads: columns of `slime.samples.media.PAYLOADS`, as far as the samples have them.
         global_stats: numbers over all ranks that every rank logs alike (reward mean, ...).
         recorded: samples, of any rank, whose tokens are recorded: what training knows of them is
             wanted.
@@ -88,20 +89,18 @@ class TrainBatch:
     steps: list[StepPlan]
     rollout_log_probs: list[torch.Tensor] | None = None
     teacher_log_probs: list[torch.Tensor] | None = None
-    routed_experts: list[torch.Tensor] | None = None
     weight_versions: list[tuple[int, ...]] = field(default_factory=list)
     metadata: list[dict[str, Any] | None] = field(default_factory=list)
+    payloads: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     global_stats: dict[str, float] = field(default_factory=dict)
     recorded: frozenset[SampleKey] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
-        """On its way to another process each list of tensors is one array: ten thousand tensors
-        cost a second."""
-        return {name: _joined(value) for name, value in self.__dict__.items()}
+        """Pickle each list of tensors as one array: ten thousand tensors cost a second."""
+        return _joined(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            self.__dict__[name] = value.parts() if isinstance(value, _Joined) else value
+        self.__dict__.update(_split(state))
 
     @property
     def num_samples(self) -> int:
@@ -136,6 +135,8 @@ class _Joined:
 def _joined(value: Any) -> Any:
     import torch
 
+    if isinstance(value, dict):
+        return {name: _joined(part) for name, part in value.items()}
     if (
         not isinstance(value, list)
         or not value
@@ -152,9 +153,15 @@ def _joined(value: Any) -> Any:
     )
 
 
+def _split(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _split(part) for name, part in value.items()}
+    return value.parts() if isinstance(value, _Joined) else value
+
+
 @dataclass(frozen=True)
 class TrainLayout:
-    """What packing must know of the trainer's parallel layout.
+    """The trainer's parallel layout, as far as packing needs it.
 
     Attributes:
         data_parallel_size: shards to make.

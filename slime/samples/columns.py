@@ -1,4 +1,4 @@
-"""Which samples can be trained on, and their columns, which conversion reads off them."""
+"""Selects the samples that can be trained on and reads their columns."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.samples.frozen_fields import frozen
-from slime.samples.reward_values import reward_number
-from slime.samples.sample_fields import as_list
+from slime.samples.media import PAYLOADS
+from slime.samples.sample_fields import PER_TOKEN, as_list, reward_number
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.user_code.loading import FunctionFailed, described, named, user_function
 
@@ -99,7 +99,8 @@ def _why_not(sample: Sample, sft: bool) -> str:
 class Columns:
     """One entry per sample in every list; the optional ones are None when no sample has the field.
 
-    ``loss_masks`` are 0/1 per response token, zeros for removed samples.
+    ``loss_masks`` are 0/1 per response token, zeros for removed samples. ``payloads`` has the
+    columns of `slime.samples.media.PAYLOADS` that samples brought along.
     """
 
     tokens: list[list[int]]
@@ -113,9 +114,9 @@ class Columns:
     truncated: list[bool]
     rollout_log_probs: list[list[float]] | None = None
     teacher_log_probs: list[list[float]] | None = None
-    routed_experts: list[Any] | None = None
     weight_versions: list[tuple[int, ...]] = field(default_factory=list)
     metadata: list[dict[str, Any] | None] = field(default_factory=list)
+    payloads: dict[str, list[Any]] = field(default_factory=dict)
 
     def rollout_mask_sums(self) -> list[float]:
         """Per sample the trained tokens of its whole trajectory, at least 1: the denominator of the
@@ -150,6 +151,9 @@ def columns_from_samples(trainable: Trainable, config: Config, args: Any) -> Col
     raw_rewards, rewards = _rewards(trainable, config, args)
     described = described_columns(trainable)
     masks = described["loss_masks"]
+    payloads = {
+        name: _optional(samples, masks, payload.field) for name, payload in PAYLOADS.items()
+    }
     return Columns(
         tokens=[s.tokens for s in samples],
         response_lengths=[s.response_length for s in samples],
@@ -157,7 +161,7 @@ def columns_from_samples(trainable: Trainable, config: Config, args: Any) -> Col
         raw_rewards=raw_rewards,
         rollout_log_probs=_optional(samples, masks, "rollout_log_probs"),
         teacher_log_probs=_optional(samples, masks, "teacher_log_probs"),
-        routed_experts=_optional(samples, masks, "rollout_routed_experts"),
+        payloads={name: column for name, column in payloads.items() if column is not None},
         **described,
     )
 
@@ -183,8 +187,8 @@ def _mask(sample: Sample) -> list[int]:
 
 
 def _optional(samples: list[Sample], masks: list[list[int]], name: str) -> list[Any] | None:
-    """The field of every sample if any has it. A sample that trains no token may lack per-token
-    numbers: zeros, and no row of experts.
+    """The field of every sample if any has it. A sample that trains no token may lack it: its
+    per-token numbers become zeros, its payload is empty.
 
     Raises:
         UserError: some samples that are trained on have the field and some do not.
@@ -194,9 +198,7 @@ def _optional(samples: list[Sample], masks: list[list[int]], name: str) -> list[
         return None
     for position, (sample, mask) in enumerate(zip(samples, masks)):
         if values[position] is None and not any(mask):
-            values[position] = (
-                [] if name == "rollout_routed_experts" else [0.0] * sample.response_length
-            )
+            values[position] = [0.0] * sample.response_length if name in PER_TOKEN else []
     without = [sample.index for sample, value in zip(samples, values) if value is None]
     if without:
         raise UserError(
@@ -235,8 +237,7 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
 
 
 def _raw_reward(sample: Sample, reward: float) -> float:
-    """What is logged as raw reward: ``metadata["raw_reward"]`` where a user keeps an unshaped
-    one."""
+    """The raw reward to log: ``metadata["raw_reward"]`` if a user keeps an unshaped one."""
     raw = sample.metadata.get("raw_reward")
     role = f'metadata["raw_reward"] of sample {sample.index}'
     return reward if raw is None else reward_number(raw, "a function of yours", role)

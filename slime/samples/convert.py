@@ -1,4 +1,4 @@
-"""From finished groups to one `TrainBatch` per data-parallel rank.
+"""Converts finished groups to one `TrainBatch` per data-parallel rank.
 
 groups ─► trainable samples ─► columns (rewards, masks, denominators) ─► packing ─► shards of
 tensors
@@ -167,7 +167,6 @@ def _shard(
     def floats(column: list[Any] | None) -> list[torch.Tensor] | None:
         return None if column is None else [_tensor(column[i], np.float32) for i in rows]
 
-    experts = columns.routed_experts
     return TrainBatch(
         rollout_id=rollout_id,
         tokens=[_tensor(columns.tokens[i], np.int64) for i in rows],
@@ -183,9 +182,12 @@ def _shard(
         steps=schedule.steps[rank],
         rollout_log_probs=floats(columns.rollout_log_probs),
         teacher_log_probs=floats(columns.teacher_log_probs),
-        routed_experts=None if experts is None else [torch.as_tensor(experts[i]) for i in rows],
         weight_versions=pick(columns.weight_versions),
         metadata=pick(columns.metadata),
+        payloads={
+            name: [torch.as_tensor(column[i]) for i in rows]
+            for name, column in columns.payloads.items()
+        },
         global_stats=dict(stats),
     )
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from slime.documentation import doc_url
 from slime.samples.columns import Columns, Trainable, described_columns
-from slime.samples.reward_values import reward_number
-from slime.samples.routed_experts import experts_problem
-from slime.samples.sample_fields import as_list, number_problem, token_problem
+from slime.samples.media import PAYLOADS
+from slime.samples.sample_fields import as_list, number_problem, reward_number, token_problem
 from slime.user_code.loading import FunctionFailed, described
 
 #: The flag that names a converter, for messages.
@@ -22,7 +21,7 @@ CONVERSION = "--custom-convert-samples-to-train-data-path"
 _HOOK_NAMES = {
     "raw_reward": "raw_rewards",
     "rollout_ids": "trajectory_ids",
-    "rollout_routed_experts": "routed_experts",
+    **{payload.field: name for name, payload in PAYLOADS.items()},
 }
 _OUR_NAMES = {ours: theirs for theirs, ours in _HOOK_NAMES.items()}
 
@@ -78,7 +77,8 @@ def columns_from_hook(
             "weight_versions": [()] * count,
             "metadata": [None] * count,
         }
-    columns = Columns(**({"raw_rewards": data["rewards"]} | defaults | data))
+    payloads = {name: data.pop(name) for name in PAYLOADS if name in data}
+    columns = Columns(**({"raw_rewards": data["rewards"]} | defaults | data), payloads=payloads)
     _check_tokens(columns, data.keys(), origin, vocab_size)
     return columns
 
@@ -104,7 +104,8 @@ def _columns(result: Any, origin: str) -> dict[str, list[Any]]:
         is_array = hasattr(column, "tolist") and getattr(column, "ndim", 0) == 1
         data[_HOOK_NAMES.get(name) or str(name)] = column.tolist() if is_array else list(column)  # type: ignore[attr-defined]
     missing = [name for name in ("tokens", "response_lengths", "rewards") if name not in data]
-    unknown = sorted(data.keys() - {f.name for f in fields(Columns) if f.name != "weight_versions"})
+    known = {f.name for f in fields(Columns)} - {"weight_versions", "payloads"}
+    unknown = sorted(data.keys() - known - PAYLOADS.keys())
     if missing or unknown:
         raise FunctionFailed(
             f"{origin} returned a dict "
@@ -204,9 +205,11 @@ def _check_tokens(
             )
         if "loss_masks" in names:
             columns.loss_masks[position] = [int(value) for value in columns.loss_masks[position]]
-        experts = columns.routed_experts[position] if columns.routed_experts is not None else None
-        if "routed_experts" in returned and (problem := experts_problem(experts, len(tokens))):
-            raise FunctionFailed(f"{origin} returned 'rollout_routed_experts' {where} {problem}")
+        for name, column in columns.payloads.items():
+            if problem := PAYLOADS[name].problem(column[position], len(tokens)):
+                raise FunctionFailed(
+                    f"{origin} returned {PAYLOADS[name].field!r} {where} {problem}"
+                )
 
 
 _PER_TOKEN = {

@@ -8,8 +8,14 @@ import pickle
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from slime.samples.reward_values import reward_number
-from slime.samples.sample_fields import FIELDS, FROZEN, PER_TOKEN, as_list, number_problem
+from slime.samples.sample_fields import (
+    FIELDS,
+    FROZEN,
+    PER_TOKEN,
+    as_list,
+    number_problem,
+    reward_number,
+)
 from slime.user_code.loading import FunctionFailed, shown
 
 #: Fields that such a function may set.
@@ -25,12 +31,12 @@ def frozen(
     is_ordered: bool = True,
     keeps_reward: bool = True,
 ) -> Iterator[None]:
-    """In this block a function of the user's sees ``samples``. Whatever frozen field it changes,
-    and whatever other field it sets to something that cannot be used, is set back, and the function
-    is refused by name.
+    """Guard ``samples`` while a function of the user's runs in this block. A frozen field that it
+    changes, and any other field that it sets to an unusable value, is restored, and the function is
+    refused by name.
 
-    Costs 0.1 ms for a sample of 4,096 tokens, and the memory of references to its tokens and
-    log-probs: these lists are copied, and compared by identity first.
+    Costs 0.1 ms for a sample of 4,096 tokens, and the memory of references to its tokens,
+    masks and log-probs: these lists are copied, and compared by identity first.
 
     Args:
         origin: the function in messages.
@@ -42,7 +48,7 @@ def frozen(
         FunctionFailed: it changed a frozen field or one of the ``lists``, or set another field to
             an odd value.
     """
-    before = [(sample, _copies(sample)) for sample in samples]
+    before = [(sample, [_copy(vars(sample).get(name)) for name in FROZEN]) for sample in samples]
     kinds = [type(sample) for sample in samples]
     notes = [[vars(sample).get(name) for name in _NOTES] for sample in samples]
     entries = [(given, given[:]) for given in lists]
@@ -130,23 +136,13 @@ def _check_notes(sample: Any, before: Sequence[Any], origin: str, keeps_reward: 
             )
 
 
-def _copies(sample: Any) -> list[Any]:
-    """Of each frozen field, what tells a change and brings back the value."""
-    return [_copy(value) for value in map(vars(sample).get, FROZEN)]
-
-
 def _copy(value: Any) -> Any:
+    """A copy that shows whether a frozen field has changed, and restores it."""
     if type(value) is not list:
         return value
     if value and isinstance(value[0], (int, float)):
-        is_ones = type(value[0]) is int and value[0] is value[-1] and value.count(1) == len(value)
-        return _Ones(len(value)) if is_ones else value[:]
+        return value[:]
     return pickle.dumps(value)  # messages, spans: small, with values that change in place
-
-
-class _Ones(int):
-    """The number of entries of a list of ones, as most loss masks are: a copy would take as much
-    memory as tokens."""
 
 
 def _set_back(sample: Any, copies: Sequence[Any]) -> str:
@@ -157,9 +153,9 @@ def _set_back(sample: Any, copies: Sequence[Any]) -> str:
         now = fields.get(name)
         if now is before or (type(now) is list and _is_still(now, before)):
             continue
-        if isinstance(now, (str, int)) and type(before) is not _Ones and now == before:
+        if isinstance(now, (str, int)) and now == before:
             continue
-        before = _original(before)
+        before = pickle.loads(before) if type(before) is bytes else before
         if type(now) is list and now == before:  # pickled otherwise, and equal
             continue
         setattr(sample, name, before)
@@ -168,15 +164,7 @@ def _set_back(sample: Any, copies: Sequence[Any]) -> str:
 
 
 def _is_still(now: list[Any], before: Any) -> bool:
-    if type(before) is _Ones:
-        return len(now) == before == now.count(1)
     return pickle.dumps(now) == before if type(before) is bytes else now == before
-
-
-def _original(before: Any) -> Any:
-    if type(before) is _Ones:
-        return [1] * before
-    return pickle.loads(before) if type(before) is bytes else before
 
 
 def _change(name: str, before: Any, now: Any) -> str:

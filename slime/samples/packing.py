@@ -28,7 +28,7 @@ from slime.samples.batch import StepPlan
 
 @dataclass(frozen=True)
 class PackingRules:
-    """What packing must obey.
+    """The limits that packing must obey.
 
     Attributes:
         global_batch_size: trajectories per optimizer step.

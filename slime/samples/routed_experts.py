@@ -1,4 +1,4 @@
-"""Which experts the engine sent each token to, as it travels from an engine's answer to the
+"""The experts that the engine sent each token to, on their way from an engine's answer to the
 trainer.
 
 One row per token but the last. A row of -1 means that the engine did not compute the token; rows
@@ -23,8 +23,8 @@ UNKNOWN = -1
 
 
 def experts_problem(experts: Any, num_tokens: int) -> str:
-    """What is wrong with the experts that users' code has set for a sample of ``num_tokens``; ""
-    where nothing is."""
+    """The problem of experts that users' code has set for a sample of ``num_tokens``; "" if there
+    is none."""
     import numpy as np
 
     if experts is None:
@@ -53,7 +53,7 @@ def decode_routed_experts(
     before: Any = None,
     shape: tuple[int, int] | None = None,
 ) -> np.ndarray:
-    """From ``meta_info["routed_experts"]`` of SGLang: base64 of int32, row after row.
+    """Decode ``meta_info["routed_experts"]`` of SGLang: base64 of int32, row after row.
 
     Args:
         num_tokens: of prompt and response; the last token is never sent through the model, so it

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 import pickle
 import struct
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.user_code.loading import shown
+from slime.user_code.loading import FunctionFailed, shown
 
 #: Engines round log-probs of tokens that are almost certain to a little above 0.
 LARGEST_LOG_PROB = 1e-3
@@ -111,7 +112,7 @@ FIELDS: dict[str, SampleField] = {
     "label": SampleField("anything", _anything),
     "reward": SampleField(
         "a number, a dict of numbers, or None", _anything
-    ),  # see `slime.samples.reward_values`
+    ),  # `reward_number` checks it
     "loss_mask": SampleField(
         "a list of 0 and 1, or None", _either(list), is_frozen=True, is_per_token=True
     ),
@@ -140,6 +141,8 @@ FIELDS: dict[str, SampleField] = {
     "token_spans": SampleField("a list of TokenSpan", _are_spans, is_frozen=True),
     "trace": SampleField("a dict, or None", _either(dict)),
     "source": SampleField("text, or None", _either(str)),
+    "drawn_as": SampleField("left as it is: a note of the rollout", _either(int)),
+    "as_drawn": SampleField("left as it is: a note of the rollout", _either(dict)),
 }
 PER_TOKEN = tuple(name for name, field in FIELDS.items() if field.is_per_token)
 FROZEN = tuple(name for name, field in FIELDS.items() if field.is_frozen)
@@ -191,7 +194,7 @@ def numbers_in(values: Any) -> np.ndarray | None:
 
 
 def token_problem(tokens: Any, vocab_size: int | None) -> str:
-    """What is wrong with token ids; "" where nothing is.
+    """The problem of token ids; "" if there is none.
 
     Args:
         vocab_size: of the model; None where it is not known.
@@ -222,8 +225,7 @@ def token_problem(tokens: Any, vocab_size: int | None) -> str:
 
 
 def number_problem(name: str, values: Any) -> str:
-    """What is wrong with the numbers of a per-token field; "" where nothing is, or where it is
-    None."""
+    """The problem of the numbers of a per-token field; "" if there is none, or if it is None."""
     if values is None or _are_plain(name, values):
         return ""
     found = numbers_in(values)
@@ -292,8 +294,8 @@ def _are_plain(name: str, values: Any) -> bool:
 
 
 def unpicklable(samples: Iterable[Any]) -> str:
-    """What no file can hold of some samples: the first field, or key of a dict there; "" where
-    there is none."""
+    """The first field of some samples, or key of a dict there, that no file can hold; "" if there
+    is none."""
     for sample in samples:
         for name, value in vars(sample).items():
             parts = (
@@ -310,3 +312,68 @@ def unpicklable(samples: Iterable[Any]) -> str:
                         f"({type(error).__name__}: {error})"
                     )
     return ""
+
+
+# -- rewards --------------------------------------------------------------------------------------
+
+#: The loss is computed in float32, where the square of a larger number is infinite.
+LARGEST_REWARD = 1e18
+
+
+def reward_number(value: Any, origin: str, role: str, why: str = "") -> float:
+    """``value`` as a finite float: Python's, NumPy's and torch's numbers (also an array of one),
+    bools, decimals.
+
+    Args:
+        origin: the function that returned it, in messages (`slime.user_code.loading.named`).
+        role: what it was returned as: "the reward of sample 3".
+        why: more about the sample, where the number is not finite.
+    Raises:
+        FunctionFailed: it is no number, not finite, or beyond 1e18.
+    """
+
+    def refused(why: str) -> FunctionFailed:
+        fix = (
+            "a reward is one finite number between -1e18 and 1e18, or a dict with one under "
+            "--reward-key"
+        )
+        return FunctionFailed(
+            f"{origin} returned {shown(value, 100)} ({type(value).__name__}) as {role}", why, fix
+        )
+
+    is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
+    if isinstance(value, (str, bytes)) or is_complex:
+        raise refused("it is no real number")
+    try:
+        number = float(value.item() if getattr(value, "shape", None) else value)
+    except OverflowError:
+        raise refused("it does not fit a floating-point number") from None
+    except Exception as error:  # whatever the class of the user's raises
+        raise refused(f"{type(error).__name__}: {error}") from error
+    if not math.isfinite(number):
+        raise refused(why)
+    if abs(number) > LARGEST_REWARD:
+        raise refused(
+            f"its square does not fit float32, in which losses are computed; {why}".rstrip("; ")
+        )
+    return number
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is one number of Python, NumPy or torch."""
+    return isinstance(value, numbers.Number) or (
+        hasattr(value, "item") and getattr(value, "shape", None) == ()
+    )
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a number is finite as a float."""
+    try:
+        return math.isfinite(float(value))
+    except (
+        OverflowError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ):  # too large, complex, a signalling NaN
+        return False

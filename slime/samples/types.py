@@ -17,14 +17,13 @@ from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple
 
 from slime.errors import UserError
-from slime.samples.reward_values import reward_number
 from slime.samples.routed_experts import decode_routed_experts
-from slime.samples.sample_fields import as_list, kind_problem, number_problem
-from slime.user_code.loading import shown
+from slime.samples.sample_fields import as_list, kind_problem, number_problem, reward_number
+from slime.user_code.loading import FunctionFailed, described, shown
 
 
 class SampleStatus(StrEnum):
-    """Where a sample stands. PENDING and ABORTED samples may be generated (further); the others are
+    """The state of a sample. PENDING and ABORTED samples may be generated (further); the others are
     final."""
 
     PENDING = "pending"
@@ -184,6 +183,11 @@ class Sample:
     trace: dict[str, Any] | None = None
     """Spans recorded for this sample; see `slime.observe.trace`."""
     source: str | None = None
+    drawn_as: int | None = None
+    """While its group waits to be drawn again: what the journal knows the group by."""
+    as_drawn: dict[str, Any] | None = None
+    """While its group waits to be drawn again: `to_dict` of the prompt, where the rest of the
+    sample does not tell it."""
 
     # -- reading
     # -------------------------------------------------------------------------------------
@@ -453,12 +457,71 @@ class Group:
         return len(self.trajectories)
 
     def weight_versions(self) -> set[int]:
-        """Of all tokens that have one."""
+        """Weight versions of all tokens that have one."""
         return {version for sample in self.samples for version in sample.token_versions()}
 
 
+def groups_from_nested(nested: list[Any], origin: str = "the rollout function") -> list[Group]:
+    """Groups from ``list[group][Sample]`` or, with fan-out, ``list[group][trajectory][Sample]``
+    (Groups pass through).
+
+    Samples of one group that share a ``rollout_id`` are one trajectory; in the three-level form
+    they must have one.
+
+    Example:
+        >>> a, b, c = Sample(index=0), Sample(index=1, rollout_id=7), Sample(index=1, rollout_id=7)
+        >>> groups_from_nested([[a, b, c]])[0].num_trajectories
+        2
+
+    Raises:
+        UserError: an entry that is neither, or siblings of one trajectory without a common
+            ``rollout_id``.
+    """
+    if not isinstance(nested, (list, tuple)):
+        raise FunctionFailed(
+            f"{origin} returned {described(nested)} as its samples", fix="return list[list[Sample]]"
+        )
+    groups = []
+    for position, entry in enumerate(nested):
+        if isinstance(entry, Group):
+            groups.append(entry)
+            continue
+        trajectories: dict[Any, list[Sample]] = {}
+        for item in entry if isinstance(entry, list) else [entry]:
+            samples = item if isinstance(item, list) else [item]
+            if not all(isinstance(sample, Sample) for sample in samples):
+                raise UserError(
+                    f"{origin} returned something other than samples",
+                    fix="return list[list[Sample]]",
+                )
+            for sample in samples:
+                if (problem := kind_problem(sample)) is not None:
+                    what = f"{origin} returned a sample (index {sample.index}) with {problem[0]}"
+                    raise FunctionFailed(what, fix=problem[1])
+            ids = {sample.rollout_id for sample in samples}
+            if isinstance(item, list) and (None in ids or len(ids) > 1):
+                given = ", ".join(sorted(map(str, ids)))
+                raise UserError(
+                    f"{origin} returned a trajectory of {len(samples)} samples with rollout_id "
+                    f"{given}",
+                    why="samples that one trajectory fanned out into are counted and averaged "
+                    "together",
+                    fix="set the same sample.rollout_id on each of them",
+                )
+            for sample in samples:
+                key = id(sample) if sample.rollout_id is None else ("rollout_id", sample.rollout_id)
+                trajectories.setdefault(key, []).append(sample)
+        first = next(
+            (sample for trajectory in trajectories.values() for sample in trajectory), None
+        )
+        if first is not None:
+            index = position if first.group_index is None else first.group_index
+            groups.append(Group(index, list(trajectories.values())))
+    return groups
+
+
 class VersionWindow(NamedTuple):
-    """Of the weights that samples of a rollout may have.
+    """The weight versions that samples of a rollout may have.
 
     Attributes:
         oldest: what older ones have begun is stale.
@@ -481,7 +544,7 @@ class VersionWindow(NamedTuple):
 
     @property
     def allowed(self) -> str:
-        """In words: whose samples are young enough."""
+        """A phrase that says whose samples are young enough."""
         but = (
             f", without {', '.join(map(str, sorted(self.stale)))} of other steps"
             if self.stale

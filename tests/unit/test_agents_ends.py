@@ -19,8 +19,7 @@ from slime.agents.server import close_server
 from slime.engines.api import EngineError, GenerateResult
 from slime.errors import UserError
 from slime.rollout.generate import bind_state
-from slime.rollout.group_run import GroupRun
-from slime.rollout.trajectory import GroupRunner
+from slime.rollout.trajectory import GroupRun, GroupRunner
 from slime.samples.types import Sample, SampleStatus
 from tests.support.agent_clients import anthropic_of, openai_of
 from tests.support.agents import Model, Play

@@ -20,8 +20,7 @@ from slime.engines.client import RolloutClient
 from slime.engines.router import register_workers
 from slime.processes.host import free_port
 from slime.rollout.generate import GenerateState, bind_state
-from slime.rollout.group_run import GroupRun
-from slime.rollout.trajectory import GroupRunner
+from slime.rollout.trajectory import GroupRun, GroupRunner
 from slime.samples.types import Sample, SampleStatus
 from tests.support.agent_clients import vanish
 from tests.support.agents import TEMPLATE

@@ -28,7 +28,6 @@ from slime.rollout.filters import (
     check_reward_nonzero_std_with_fallback,
     should_drop_dynamic_filter_output,
 )
-from slime.rollout.group_run import GroupRun
 from slime.rollout.loop import RolloutLoop
 from slime.rollout.metrics import (
     distribution,
@@ -42,6 +41,7 @@ from slime.rollout.metrics import (
     throughput_metrics,
     unsampled_trained_ratio,
 )
+from slime.rollout.trajectory import GroupRun
 from slime.run.preflight import check_flags
 from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
 from tests.support import rollout_hooks

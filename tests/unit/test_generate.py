@@ -25,9 +25,8 @@ from slime.rollout.generate import (
     sample_seed,
     sampling_params,
 )
-from slime.rollout.group_run import GroupRun
 from slime.rollout.resumed_requests import answered
-from slime.rollout.trajectory import GroupRunner
+from slime.rollout.trajectory import GroupRun, GroupRunner
 from slime.rollout.validate_generate_output import complete_tokens, tell_of_text_alone
 from slime.samples.types import Sample, SampleStatus
 from slime.user_code.loading import FunctionFailed

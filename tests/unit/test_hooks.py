@@ -15,8 +15,7 @@ from slime.config import make_config
 from slime.errors import UserError
 from slime.rollout.filters import call_dynamic_filter
 from slime.rollout.user_rollouts import call_rollout_fn
-from slime.samples.groups import groups_from_nested
-from slime.samples.types import Group, Sample
+from slime.samples.types import Group, Sample, groups_from_nested
 from slime.user_code import hooks
 from slime.user_code.hooks import (
     HOOKS,

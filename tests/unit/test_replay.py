@@ -65,8 +65,9 @@ def engine_batch(seed: int = 5) -> TrainBatch:
         scores = torch.rand(length - 1, LAYERS, EXPERTS, generator=generator)
         return scores.argsort(dim=-1)[..., :TOPK].to(torch.int32)
 
-    batch.routed_experts = [routed(len(tokens)) for tokens in batch.tokens]
-    batch.routed_experts[1][: len(prompt)] = batch.routed_experts[0][: len(prompt)]
+    experts = [routed(len(tokens)) for tokens in batch.tokens]
+    experts[1][: len(prompt)] = experts[0][: len(prompt)]
+    batch.payloads["routed_experts"] = experts
     return batch
 
 
@@ -208,7 +209,6 @@ def test_training_uses_the_experts_of_the_engine(flags: dict[str, Any], model: P
     backend = backend_of(model, use_rollout_routing_replay=True, **flags)
     try:
         batch, watch = engine_batch(), Watch(backend)
-        assert batch.routed_experts is not None
         scores = backend.log_probs(batch)
         passes = {"old policy": watch.take()}
         train_pass(backend, batch)
@@ -217,7 +217,7 @@ def test_training_uses_the_experts_of_the_engine(flags: dict[str, Any], model: P
         for by_layer in passes.values():
             for number, choices in by_layer.items():
                 for micro_batch, used in zip(packed, choices, strict=True):
-                    table = [batch.routed_experts[i] for i in micro_batch.samples]
+                    table = [batch.payloads["routed_experts"][i] for i in micro_batch.samples]
                     table = [
                         row for t in table for row in [*t[:, number - 1], torch.full((TOPK,), -1)]
                     ]
@@ -337,13 +337,12 @@ def test_experts_that_cannot_be_replayed_are_refused(
     experts: Any, said: str, guide: RoutingGuide
 ) -> None:
     batch = engine_batch()
-    assert batch.routed_experts is not None
     if experts is None:
-        batch.routed_experts = None
+        batch.payloads.clear()
     elif isinstance(experts, str):
-        batch.routed_experts[0] = batch.routed_experts[0] + EXPERTS
+        batch.payloads["routed_experts"][0] = batch.payloads["routed_experts"][0] + EXPERTS
     else:
-        batch.routed_experts[0] = experts
+        batch.payloads["routed_experts"][0] = experts
     with pytest.raises(UserError) as caught:
         guide._experts_of(batch, 0)
     assert said in str(caught.value)
@@ -429,10 +428,9 @@ def without_some_experts() -> TrainBatch:
     """`engine_batch`; the third sample ends with two tokens of a tool, the last one's prompt was
     not computed whole."""
     batch = engine_batch()
-    assert batch.routed_experts is not None
     batch.loss_masks[2][-2:] = 0.0
-    batch.routed_experts[2] = batch.routed_experts[2][:-2]
-    batch.routed_experts[5][:2] = -1
+    batch.payloads["routed_experts"][2] = batch.payloads["routed_experts"][2][:-2]
+    batch.payloads["routed_experts"][5][:2] = -1
     return batch
 
 
@@ -441,7 +439,7 @@ def test_tokens_that_the_engine_did_not_compute_are_routed_by_the_trainer(model:
     try:
         batch, watch = without_some_experts(), Watch(backend)
         own: list[Tensor] = []
-        assert backend.routing is not None and batch.routed_experts is not None
+        assert backend.routing is not None
         for layer in backend.routing.layers:
             layer.router.register_forward_hook(
                 lambda router, given, _: own.append(router_choice(router, given[0]))
@@ -463,7 +461,7 @@ def test_tokens_that_the_engine_did_not_compute_are_routed_by_the_trainer(model:
                 for i in micro_batch.samples:
                     rows = [
                         None if int(row.min()) < 0 else row
-                        for row in batch.routed_experts[i][:, number - 1]
+                        for row in batch.payloads["routed_experts"][i][:, number - 1]
                     ]
                     table += rows + [None] * (len(batch.tokens[i]) - 1 - len(rows))
                     table.append(torch.arange(TOPK))
@@ -491,7 +489,6 @@ def test_a_sample_that_trains_nothing_may_lack_experts() -> None:
 
 def test_flat_experts_reach_the_trainer(guide: RoutingGuide) -> None:
     batch = engine_batch()
-    assert batch.routed_experts is not None
-    whole = batch.routed_experts[2]
-    batch.routed_experts[2] = whole.flatten(1)
+    whole = batch.payloads["routed_experts"][2]
+    batch.payloads["routed_experts"][2] = whole.flatten(1)
     assert torch.equal(guide._experts_of(batch, 2), whole)

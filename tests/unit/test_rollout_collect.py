@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 from slime.errors import UserError
 from slime.rollout import dynamic_sampling as collect
 from slime.rollout.dynamic_sampling import Collected, DynamicSampler
-from slime.rollout.failed_groups import too_many_failed
 from slime.rollout.generate import sample_seed
-from slime.rollout.group_run import GroupRun
-from slime.rollout.trajectory import GroupRunner
+from slime.rollout.trajectory import GroupRun, GroupRunner, too_many_failed
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import Sample, SampleStatus, VersionWindow
 from slime.user_code.hooks import DynamicFilterOutput

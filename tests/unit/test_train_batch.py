@@ -41,7 +41,7 @@ def test_tensors_come_out_as_they_went_in(
 ) -> None:
     sent = batch(
         tokens=tensors(shapes, [torch.int64]),
-        routed_experts=tensors(others, dtypes),
+        payloads={"of the engine": tensors(others, dtypes)},
         metadata=[{"a": 1}],
     )
     buffers: list[pickle.PickleBuffer] = []
@@ -50,8 +50,14 @@ def test_tensors_come_out_as_they_went_in(
         content, buffers=[bytes(buffer) for buffer in buffers]
     )  # as from Ray: read-only
     for name, value in vars(sent).items():
-        if name in ("tokens", "routed_experts"):
-            for ours, theirs in zip(getattr(found, name), value, strict=True):
+        if name in ("tokens", "payloads"):
+            columns = value if isinstance(value, dict) else {"": value}
+            got = getattr(found, name)
+            for ours, theirs in (
+                pair
+                for key, column in columns.items()
+                for pair in zip(got[key] if key else got, column, strict=True)
+            ):
                 assert (
                     torch.equal(ours, theirs)
                     and ours.dtype == theirs.dtype

@@ -32,9 +32,8 @@ from slime.rollout.dynamic_sampling import DynamicSampler
 from slime.rollout.filters import call_dynamic_filter, verdict_of
 from slime.rollout.finish import finish_evaluation, finish_rollout
 from slime.rollout.generate import generate
-from slime.rollout.group_run import GroupRun
 from slime.rollout.rewards.pool import RewardPool
-from slime.rollout.trajectory import GroupRunner
+from slime.rollout.trajectory import GroupRun, GroupRunner
 from slime.rollout.user_rollouts import (
     call_rollout_fn,
     call_with_groups,

@@ -39,7 +39,8 @@ class Grade:
 
 
 class GradingPool:
-    """Up to ``num_workers`` processes, started when first needed. Use from one event loop.
+    """A pool of up to ``num_workers`` processes, started when first needed. Use from one event
+    loop.
 
     Args:
         module: what they run (`slime.rollout.rewards.grading_worker.serve`).
@@ -81,7 +82,7 @@ class GradingPool:
             return Grade(grade.score, "timeout") if grade.failure == "stopped" else grade
 
     async def _ask(self, worker: _GradingWorker, request: dict[str, Any], deadline: float) -> Grade:
-        """What this worker says; the failure "stopped" where it could not."""
+        """The grade by this worker; the failure is "stopped" if a signal has stopped it."""
         try:
             answer = await worker.ask(request, deadline + _GRACE)
         except (asyncio.CancelledError, Exception):
@@ -179,7 +180,7 @@ class _GradingWorker:
 
     @property
     def is_stopped(self) -> bool:
-        """By a signal, so that it cannot even hang."""
+        """Whether a signal has stopped it, so that it cannot even hang."""
         try:
             return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
         except psutil.NoSuchProcess:

@@ -165,7 +165,7 @@ def _unfit(name: str, arguments: dict[str, Any], error: Exception) -> UserError:
 
 
 def check_data(names: Iterable[str]) -> None:
-    """What the checkers of these instructions ask of NLTK is here.
+    """Check that the NLTK data that these checkers need is installed.
 
     Raises:
         UserError: names those whose is not, and how to get it.

@@ -96,7 +96,7 @@ def doubt_label(rm_type: str | None, label: Any) -> tuple[str, str] | None:
 
 
 def _answer_of(text: str) -> tuple[str, bool]:
-    r"""What a label for math says is the answer, and whether it stands in a \boxed{}."""
+    r"""The answer in a label for math, and whether it stands in a \boxed{}."""
     answer = text.rsplit("####", 1)[-1].strip()
     boxed = last_boxed(answer)
     return (answer if boxed is None else boxed).strip(), boxed is not None

@@ -242,19 +242,9 @@ _CLOCK = re.compile(
     re.I,
 )
 _MONTHS = [
-    "january",
-    "february",
-    "march",
-    "april",
-    "may",
-    "june",
-    "july",
-    "august",
-    "september",
-    "october",
-    "november",
-    "december",
-]
+    "january", "february", "march", "april", "may", "june", "july", "august", "september",
+    "october", "november", "december"
+]  # fmt: skip
 _DATE = re.compile(
     r"(?:\w+day,? )?(?:(?P<m1>[A-Za-z]{3,9})\.? (?P<d1>\d{1,2})(?:st|nd|rd|th)?(?:,? "
     r"(?P<y1>\d{4}))?|"
@@ -270,40 +260,14 @@ _MULTIPLES = {
 _MULTIPLE = re.compile(
     r"(.*[\d})])\s*(hundred|thousand|million|billion|trillion|dozen)\b(.*)", re.S
 )
-_NUMBER_WORDS = {
-    word: number
-    for number, word in enumerate(
-        [
-            "zero",
-            "one",
-            "two",
-            "three",
-            "four",
-            "five",
-            "six",
-            "seven",
-            "eight",
-            "nine",
-            "ten",
-            "eleven",
-            "twelve",
-            "thirteen",
-            "fourteen",
-            "fifteen",
-            "sixteen",
-            "seventeen",
-            "eighteen",
-            "nineteen",
-            "twenty",
-        ]
-    )
-}
-_TENS = {
-    word: 10 * number
-    for number, word in enumerate(
-        ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2
-    )
-}
+_NUMBER_WORDS = {word: number for number, word in enumerate([
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
+    "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen",
+    "nineteen", "twenty",
+])}  # fmt: skip
+_TENS = {word: 10 * number for number, word in enumerate([
+    "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety",
+], 2)}  # fmt: skip
 _PARTS = {
     "half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7,
     "eighth": 8, "ninth": 9, "tenth": 10,
@@ -667,14 +631,7 @@ def _read_quantity(text: str, depth: int) -> Any:
 def _number(text: str) -> Quantity | None:
     if _NUMBER_IN_WORDS.fullmatch(text) and (number := _number_in_words(text.lower())) is not None:
         return _quantity(text, ("n", number))
-    if _PROPER_NAME.fullmatch(text) and text.lower() not in (
-        "pi",
-        "infinity",
-        "inf",
-        "theta",
-        "alpha",
-        "beta",
-    ):
+    if _PROPER_NAME.fullmatch(text) and text.lower() not in _SYMBOL_NAMES:
         return None  # ABC, a triangle or a word: no product
     if (found := _UNIT_IN_BRACKETS.fullmatch(text)) and (
         unit := read_unit(found[2].strip(), allow_words=False)
@@ -773,6 +730,7 @@ def _number_in_words(text: str) -> Fraction | None:
     return Fraction(total + group)
 
 
+_SYMBOL_NAMES = ("pi", "infinity", "inf", "theta", "alpha", "beta")
 _PROPER_NAME = re.compile(
     r"[A-Z]{2,}|(?!(?:[xyzw]{2,4}|[abc]{2,3}|[mnk]{2,3}|[pqrst]{2,3}|[uvw]{2,3})$)[A-Za-z]{2,}"
 )
@@ -1153,13 +1111,8 @@ def _same_family(family: Family, other: Any) -> bool | None:
 def _same_choice(choice: Choice, other: Any) -> bool | None:
     if isinstance(other, Choice):
         return choice.letter == other.letter
-    if _is_letter(other):
-        return bool(choice.letter == _letter(other))
-    return _same(choice.rest, other)
-
-
-def _is_letter(answer: Any) -> bool:
-    return _letter(answer) is not None
+    letter = _letter(other)
+    return _same(choice.rest, other) if letter is None else choice.letter == letter
 
 
 def _letter(answer: Any) -> str | None:
@@ -1537,10 +1490,10 @@ def _same_relations(g: Relation, a: Relation) -> bool | None:
         ):
             return _same(g.sides[-1], a.sides[-1])
     if _is_ordering(g) and _is_ordering(a):
-        x = _bounds(g)
-        y = _bounds(a)
-        if x is not None and y is not None:
-            return x[0] == y[0] and bool(_same_bounds(x[1], y[1]))
+        wanted = _bounds(g)
+        given = _bounds(a)
+        if wanted is not None and given is not None:
+            return wanted[0] == given[0] and bool(_same_bounds(wanted[1], given[1]))
         return _same_chain(g, a) or _same_inequality(g, a)
     if len(g.signs) != len(a.signs) or g.signs != a.signs:
         if {g.signs, a.signs} == {("=",), (r"\approx",)}:
@@ -1551,20 +1504,12 @@ def _same_relations(g: Relation, a: Relation) -> bool | None:
             and _same(g.sides[0], a.sides[0])
         ):
             return _same(g.sides[-1], a.sides[-1])
-        return _mirror_relation(g, a)
+        x = _intervals(g)
+        y = _intervals(a)
+        return _same_unordered(x, y) if x is not None and y is not None else False
     if _same_chain(g, a):
         return True
-    if g.signs == ("=",):
-        return _same_equation(g, a)
-    if g.signs == (r"\ne",):
-        return _same_equation(g, a)
-    return False
-
-
-def _mirror_relation(g: Relation, a: Relation) -> bool | None:
-    x = _intervals(g)
-    y = _intervals(a)
-    return _same_unordered(x, y) if x is not None and y is not None else False
+    return _same_equation(g, a) if g.signs in (("=",), (r"\ne",)) else False
 
 
 def _short(relation: Relation) -> Relation:
@@ -1602,22 +1547,16 @@ def _same_equation(g: Relation, a: Relation) -> bool | None:
     x = _difference(g)
     y = _difference(a)
     if x is None or y is None:
-        unread = (Opaque,)
-        is_unread = any(isinstance(side, unread) for side in (*g.sides, *a.sides))
         if _is_name(g.sides[0]) and _is_name(a.sides[0]):
-            if not _same_names(g.sides[0], a.sides[0]):
-                return False
-            return _same(g.sides[-1], a.sides[-1])
+            is_same_name = _squeezed(g.sides[0].text) == _squeezed(a.sides[0].text)
+            return _same(g.sides[-1], a.sides[-1]) if is_same_name else False
+        is_unread = any(isinstance(side, Opaque) for side in (*g.sides, *a.sides))
         return None if is_unread else False
     if not symbols_of(x) or not symbols_of(y):
         return None if not symbols_of(x) and not symbols_of(y) else False
     if symbols_of(x) != symbols_of(y):
         return False
     return bool(proportional(x, y))
-
-
-def _same_names(g: Any, a: Any) -> bool:
-    return _squeezed(g.text) == _squeezed(a.text)
 
 
 def _same_inequality(g: Relation, a: Relation) -> bool:
@@ -1628,9 +1567,8 @@ def _same_inequality(g: Relation, a: Relation) -> bool:
     y = _upward(a)
     if x is None or y is None or x[1] != y[1]:
         return False
-    if not proportional(x[0], y[0]):
-        return False
-    return _same_direction(x[0], y[0])
+    ratio = ratio_at(x[0], y[0]) if proportional(x[0], y[0]) else None
+    return ratio is not None and ratio > 0
 
 
 def _upward(relation: Relation) -> tuple[Node, bool] | None:
@@ -1640,11 +1578,6 @@ def _upward(relation: Relation) -> tuple[Node, bool] | None:
         return None
     up = relation.signs[0] in (">", r"\ge")
     return (difference if up else ("-", difference)), relation.signs[0] in "<>"
-
-
-def _same_direction(x: Node, y: Node) -> bool:
-    ratio = ratio_at(x, y)
-    return ratio is not None and ratio > 0
 
 
 def _is_ordering(relation: Relation) -> bool:
@@ -1859,15 +1792,13 @@ def _same_measure(g: Quantity, a: Quantity) -> bool | None:
         return equal(_in_radians(g), _in_radians(a))
     if g.unit.dimension != a.unit.dimension:
         return False
-    return _same_value(_in_base_units(g), _in_base_units(a))
+    return _same_value(_times(g, g.unit.factor), _times(a, a.unit.factor))
 
 
-def _in_base_units(quantity: Quantity) -> Quantity:
-    assert quantity.unit
-    by = quantity.unit.factor
-    return Quantity(
-        quantity.text, ("*", quantity.node, ("n", by)), None, False, _scaled(quantity.decimal, by)
-    )
+def _times(quantity: Quantity, by: Fraction) -> Quantity:
+    """The bare number, multiplied."""
+    node = ("*", quantity.node, ("n", by))
+    return Quantity(quantity.text, node, decimal=_scaled(quantity.decimal, by))
 
 
 def _same_percent(g: Quantity, a: Quantity) -> bool | None:
@@ -1886,12 +1817,7 @@ def _same_percent(g: Quantity, a: Quantity) -> bool | None:
 
 
 def _as_share(quantity: Quantity) -> Quantity:
-    if not quantity.percent:
-        return quantity
-    by = Fraction(1, 100)
-    return Quantity(
-        quantity.text, ("*", quantity.node, ("n", by)), None, False, _scaled(quantity.decimal, by)
-    )
+    return _times(quantity, Fraction(1, 100)) if quantity.percent else quantity
 
 
 def _same_value(g: Quantity, a: Quantity) -> bool | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.rollout.rewards.grading_worker import serve
 from slime.rollout.rewards.math_answers import Opaque, Words, read_answer, same_answer
-from slime.rollout.rewards.text import after_thinking, boxed_spans, final_text, last_boxed
+from slime.rollout.rewards.text import after_thinking, boxed_spans, final_text, unboxed
 
 #: Answers stand at the end; searching more text for expressions only costs time.
 _TAIL = 2000
@@ -61,9 +61,7 @@ def grade_deepscaler(response: str, label: Any) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def _answer_of(label: str) -> str:
-    gold = label.rsplit("####", 1)[-1].strip()
-    boxed = last_boxed(gold)
-    return gold if boxed is None else boxed.strip()
+    return unboxed(label.rsplit("####", 1)[-1].strip()).strip()
 
 
 def label_answer(label: Any) -> str:

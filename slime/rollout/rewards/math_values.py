@@ -11,7 +11,6 @@ import functools
 import math
 import re
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
@@ -53,79 +52,18 @@ class Undefined(ArithmeticError):
 
 # -- reading ---------------------------------------------------------------------------------------
 
-_FUNCTIONS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "arccot",
-        "sinh",
-        "cosh",
-        "tanh",
-        "cis",
-        "log",
-        "ln",
-        "lg",
-        "exp",
-        "sqrt",
-        "abs",
-        "max",
-        "min",
-        "gcd",
-        "lcm",
-    ]
-)
+_FUNCTIONS = frozenset([
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "sinh",
+    "cosh", "tanh", "cis", "log", "ln", "lg", "exp", "sqrt", "abs", "max", "min", "gcd", "lcm"
+])  # fmt: skip
 _ALIASES = {
-    "asin": "arcsin",
-    "acos": "arccos",
-    "atan": "arctan",
-    "cosec": "csc",
-    "tg": "tan",
-    "ctg": "cot",
-}
-_GREEK = frozenset(
-    [
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "epsilon",
-        "zeta",
-        "eta",
-        "theta",
-        "iota",
-        "kappa",
-        "lambda",
-        "mu",
-        "nu",
-        "xi",
-        "rho",
-        "sigma",
-        "tau",
-        "upsilon",
-        "phi",
-        "chi",
-        "psi",
-        "omega",
-        "Gamma",
-        "Delta",
-        "Theta",
-        "Lambda",
-        "Xi",
-        "Sigma",
-        "Phi",
-        "Psi",
-        "Omega",
-        "ell",
-        "hbar",
-    ]
-)
+    "asin": "arcsin", "acos": "arccos", "atan": "arctan", "cosec": "csc", "tg": "tan", "ctg": "cot",
+}  # fmt: skip
+_GREEK = frozenset([
+    "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa",
+    "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "chi", "psi", "omega",
+    "Gamma", "Delta", "Theta", "Lambda", "Xi", "Sigma", "Phi", "Psi", "Omega", "ell", "hbar"
+])  # fmt: skip
 _WORDS = {"pi": ("x", "pi"), "infinity": ("x", "oo"), "inf": ("x", "oo")}
 #: Letters that stand side by side as a product; other runs of letters are words.
 _PRODUCTS = re.compile(
@@ -206,11 +144,8 @@ class _ExpressionReader:
         for option in options:
             if self.text.startswith(option, self.at):
                 end = self.at + len(option)
-                if (
-                    option[0] == "\\"
-                    and option[-1].isalpha()
-                    and self.text[end : end + 1].isalpha()
-                ):
+                is_command = option[0] == "\\" and option[-1].isalpha()
+                if is_command and self.text[end : end + 1].isalpha():
                     continue
                 self.at = end
                 return option
@@ -347,10 +282,7 @@ class _ExpressionReader:
         if found := self.match(_REPEATING):
             return ("n", _repeating(found))
         if found := self.match(_ELLIPSIS):
-            whole = found[1]
-            fixed = found[2]
-            period = found[3] or found[4]
-            return ("n", _periodic(whole, fixed, period))
+            return ("n", _periodic(found[1], found[2], found[3] or found[4]))
         if found := self.match(_MIXED):
             whole = found[1] or found[4]
             top = found[2] or found[5] or found[6]
@@ -378,7 +310,7 @@ class _ExpressionReader:
         return node
 
     def argument(self) -> Node:
-        r"""Of \frac and the like: a group or one digit or letter."""
+        r"""Read an argument of \frac and the like: a group or one digit or letter."""
         self.blanks()
         if self.text[self.at : self.at + 1].isdigit():
             self.at += 1
@@ -493,12 +425,8 @@ class _ExpressionReader:
             if found := self.match(_COUNT_CALLED):
                 return _count(letter, *(read_expression(found[n].strip()) for n in (1, 2)))
             if letter == "C" and (found := self.match(_COUNT_BEHIND)):
-                return _count(
-                    letter,
-                    *sorted(
-                        (_atom(found[1] or found[2]), _atom(found[3] or found[4])), reverse=True
-                    ),
-                )
+                ends = (_atom(found[1] or found[2]), _atom(found[3] or found[4]))
+                return _count(letter, *sorted(ends, reverse=True))
         if letter in "fgh" and self.text.startswith("(", self.at):
             return ("f", f"unknown:{letter}", self.group("("))
         return self.subscripted(letter)
@@ -525,7 +453,7 @@ class _ExpressionReader:
         bracket = self.text[self.at : self.at + 1]
         if name == "sqrt" or bracket in ("(", "{", "["):
             argument = self.group(bracket) if bracket else self.primary()
-            argument = self.raised(argument) if bracket == "{" else argument
+            argument = self.postfix(argument) if bracket == "{" else argument
         else:
             argument = self.open_argument()
         node: Node = ("f", name, argument) if base is None else ("f", "log", argument, base)
@@ -533,11 +461,9 @@ class _ExpressionReader:
             return ("f", f"arc{name}", argument)
         return node if power is None else ("^", node, power)
 
-    def raised(self, node: Node) -> Node:
-        return self.postfix(node)
-
     def open_argument(self) -> Node:
-        r"""What \sin takes without brackets: factors side by side, up to the next function."""
+        r"""Read the argument of \sin without brackets: factors side by side, up to the next
+        function."""
         node = self.factor()
         while self.starts_factor() and not self.starts_function():
             if self.text[self.at] == "(":
@@ -567,40 +493,11 @@ class _ExpressionReader:
         return nodes
 
 
-_NO_FACTOR = frozenset(
-    [
-        "times",
-        "cdot",
-        "div",
-        "mod",
-        "pm",
-        "mp",
-        "le",
-        "ge",
-        "ne",
-        "in",
-        "approx",
-        "equiv",
-        "to",
-        "cup",
-        "cap",
-        "setminus",
-        "ldots",
-        "circ",
-        "rfloor",
-        "rceil",
-        "rangle",
-        "langle",
-        "end",
-        "begin",
-        "R",
-        "Z",
-        "N",
-        "Q",
-        "C",
-        "quad",
-    ]
-)
+_NO_FACTOR = frozenset([
+    "times", "cdot", "div", "mod", "pm", "mp", "le", "ge", "ne", "in", "approx", "equiv", "to",
+    "cup", "cap", "setminus", "ldots", "circ", "rfloor", "rceil", "rangle", "langle", "end",
+    "begin", "R", "Z", "N", "Q", "C", "quad"
+])  # fmt: skip
 
 
 def _signed(sign: str | None, node: Node) -> Node:
@@ -911,13 +808,10 @@ def _apply(name: str, values: list[Number], scope: _Scope) -> Number:
         return _binomial(values[0], values[1], scope)
     if name in ("log", "ln", "lg"):
         return _logarithm(name, values, scope)
-    value = _guard(
-        values[0],
-        scope,
-        512 if name in ("sin", "cos", "tan", "cot", "sec", "csc") else _MAX_EXPONENT_BITS,
-    )
+    is_periodic = name in ("sin", "cos", "tan", "cot", "sec", "csc")
+    value = _guard(values[0], scope, 512 if is_periodic else _MAX_EXPONENT_BITS)
     try:
-        return _bounded(_ANALYTIC[name](mp, value), scope)
+        return _bounded(getattr(mp, _ANALYTIC[name])(value), scope)
     except (ZeroDivisionError, ValueError) as error:
         raise Undefined(name) from error
 
@@ -947,37 +841,22 @@ def _logarithm(name: str, values: list[Number], scope: _Scope) -> Number:
     if values[0] == 0:
         raise Undefined("the logarithm of zero")
     logarithm = mp.log(_float(values[0], scope))
-    base = (
-        values[1]
-        if len(values) > 1
-        else Fraction(10)
-        if name == "lg" or (name == "log" and scope.log_base)
-        else None
-    )
-    if base is None:
+    is_decimal = name == "lg" or (name == "log" and scope.log_base)
+    if len(values) == 1 and not is_decimal:
         return logarithm
+    base = values[1] if len(values) > 1 else Fraction(10)
     if base in (0, 1):
         raise Undefined("the base of a logarithm")
     return logarithm / mp.log(_float(base, scope))
 
 
-_ANALYTIC: dict[str, Callable[[Any, Any], Any]] = {
-    "sin": lambda mp, x: mp.sin(x),
-    "cos": lambda mp, x: mp.cos(x),
-    "tan": lambda mp, x: mp.tan(x),
-    "cot": lambda mp, x: mp.cot(x),
-    "sec": lambda mp, x: mp.sec(x),
-    "csc": lambda mp, x: mp.csc(x),
-    "arcsin": lambda mp, x: mp.asin(x),
-    "arccos": lambda mp, x: mp.acos(x),
-    "arctan": lambda mp, x: mp.atan(x),
-    "arccot": lambda mp, x: mp.acot(x),
-    "sinh": lambda mp, x: mp.sinh(x),
-    "cosh": lambda mp, x: mp.cosh(x),
-    "tanh": lambda mp, x: mp.tanh(x),
-    "exp": lambda mp, x: mp.exp(x),
-    "cis": lambda mp, x: mp.expj(x),
-}
+#: Function → its name in mpmath.
+_ANALYTIC = {
+    "arcsin": "asin", "arccos": "acos", "arctan": "atan", "arccot": "acot", "cis": "expj",
+    **{name: name for name in (
+        "sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp"
+    )},
+}  # fmt: skip
 
 
 # -- comparing -------------------------------------------------------------------------------------
@@ -987,11 +866,8 @@ _ANALYTIC: dict[str, Callable[[Any, Any], Any]] = {
 def symbols_of(node: Node) -> frozenset[str]:
     """Names of the variables; ``pi``, ``e``, ``i`` and ``oo`` are none."""
     if node[0] == "x":
-        return (
-            frozenset()
-            if node[1] in ("pi", "e", "i", "oo") or node[1][0] == "#"
-            else frozenset({node[1]})
-        )
+        is_constant = node[1] in ("pi", "e", "i", "oo") or node[1][0] == "#"
+        return frozenset() if is_constant else frozenset({node[1]})
     found: frozenset[str] = frozenset()
     for item in node[1:]:
         if isinstance(item, tuple):
@@ -1149,11 +1025,8 @@ def proportional(a: Node, b: Node) -> bool | None:
             if (x == 0) != (y == 0):
                 return False
             continue
-        here = (
-            x / y
-            if isinstance(x, Fraction) and isinstance(y, Fraction)
-            else _float(x, scope) / _float(y, scope)
-        )
+        is_exact = isinstance(x, Fraction) and isinstance(y, Fraction)
+        here = x / y if is_exact else _float(x, scope) / _float(y, scope)
         if ratio is not None and not _close(ratio, here, scope):
             return False
         ratio = here

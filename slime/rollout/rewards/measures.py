@@ -12,7 +12,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Unit:
-    """What stands behind a number.
+    """The unit of a number.
 
     Attributes:
         dimension: exponents of base units, as ``(("m", 1), ("s", -1))``; () of "units" and the
@@ -156,30 +156,10 @@ _FRACTION = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _PREFIXES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _SUFFIXES = {"squared": 2, "cubed": 3}
 #: Words that make a phrase something else than a number of things.
-_NO_UNIT = frozenset(
-    [
-        "or",
-        "and",
-        "if",
-        "to",
-        "is",
-        "are",
-        "not",
-        "but",
-        "plus",
-        "minus",
-        "times",
-        "mod",
-        "over",
-        "where",
-        "when",
-        "for",
-        "with",
-        "than",
-        "then",
-        "because",
-    ]
-)
+_NO_UNIT = frozenset([
+    "or", "and", "if", "to", "is", "are", "not", "but", "plus", "minus", "times", "mod", "over",
+    "where", "when", "for", "with", "than", "then", "because"
+])  # fmt: skip
 
 
 @functools.lru_cache(maxsize=2048)

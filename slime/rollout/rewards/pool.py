@@ -23,7 +23,7 @@ from slime.rollout.rewards.grading_pool import GradingPool
 from slime.rollout.rewards.remote import RemoteReward
 from slime.rollout.rewards.text import grade_dapo, grade_f1, grade_gpqa, last_boxed
 from slime.samples.frozen_fields import frozen
-from slime.samples.reward_values import is_finite, is_number, reward_number
+from slime.samples.sample_fields import is_finite, is_number, reward_number
 from slime.samples.types import Sample
 from slime.user_code.hooks import RewardFunction
 from slime.user_code.loading import (
@@ -133,20 +133,18 @@ class RewardPool:
             check_rm_type(self._rm_type)
 
     def fork(self) -> RewardPool:
-        """The same pool for another rollout or evaluation at the same time: with counts of its
-        own."""
+        """Return the same pool with counts of its own, for another rollout or evaluation at the
+        same time."""
         twin = copy.copy(self)
         twin._counts = Counter()
         return twin
 
     def reading(self, args: Any) -> RewardPool:
-        """The same pool for other ``args``: what they have of the reward's flags counts."""
+        """Return the same pool for other ``args``, whose flags of the reward count."""
         twin = copy.copy(self)
         twin._args = args
-        twin._rm_type, twin._path = (
-            getattr(args, "rm_type", self._rm_type),
-            getattr(args, "custom_rm_path", self._path),
-        )
+        twin._rm_type = getattr(args, "rm_type", self._rm_type)
+        twin._path = getattr(args, "custom_rm_path", self._path)
         if getattr(args, "rm_url", self._url) != self._url:
             twin._url = args.rm_url
             twin._remote = RemoteReward(args.rm_url, self._timeout)
@@ -166,8 +164,9 @@ class RewardPool:
         if (own := override_of("reward")) is None:
             return await self.score_by_flags(sample)
         name = "the plugin's async_rm"
-        value = await self._call(name, own, [sample], self._args, sample)
-        return self._zero() if value is _TIMED_OUT else self._checked(value, name, sample)
+        return self._checked(
+            await self._call(name, own, [sample], self._args, sample), name, sample
+        )
 
     async def score_by_flags(self, sample: Sample) -> Reward:
         """The reward of one sample: a finite number, or a dict that has one under ``--reward-key``.
@@ -179,11 +178,7 @@ class RewardPool:
         path = sample.custom_rm_path or self._path
         if path:
             value = await self._call(path, self._load(path), [sample], self._args, sample)
-            return (
-                self._zero()
-                if value is _TIMED_OUT
-                else self._checked(value, self._named(path), sample)
-            )
+            return self._checked(value, self._named(path), sample)
         rm_type = sample.metadata.get("rm_type") or self._rm_type
         if not rm_type:
             raise UserError(
@@ -194,11 +189,7 @@ class RewardPool:
         check_rm_type(rm_type)
         value = await self._built_in(rm_type, sample)
         try:
-            return (
-                self._zero()
-                if value is _TIMED_OUT
-                else self._checked(value, f"--rm-type {rm_type}", sample)
-            )
+            return self._checked(value, f"--rm-type {rm_type}", sample)
         except FunctionFailed as error:  # no function of the user's: it would fail on each sample
             raise UserError(error.what, error.why, error.fix) from None
 
@@ -233,12 +224,9 @@ class RewardPool:
     def _one_each(self, values: Any, path: str, samples: list[Sample]) -> list[Reward]:
         if values is _TIMED_OUT:
             return [self._zero() for _ in samples]
-        if not isinstance(values, (list, tuple)) or len(values) != len(samples):
-            got = (
-                f"{len(values)} rewards"
-                if isinstance(values, (list, tuple))
-                else f"a {type(values).__name__}"
-            )
+        is_list = isinstance(values, (list, tuple))
+        if not is_list or len(values) != len(samples):
+            got = f"{len(values)} rewards" if is_list else f"a {type(values).__name__}"
             raise FunctionFailed(
                 f"{self._named(path)} returned {got} for a list of {len(samples)} samples",
                 why="with --group-rm, and for samples that one trajectory fanned out into, it is "
@@ -312,7 +300,7 @@ class RewardPool:
     async def _call(
         self, path: str, fn: Any, samples: list[Sample], *arguments: Any, **more: Any
     ) -> Any:
-        """What a user's function returned; `_TIMED_OUT` when it took too long.
+        """Call a user's function; `_TIMED_OUT` if it took too long.
 
         Args:
             path: for messages; names ``fn``.
@@ -361,7 +349,7 @@ class RewardPool:
         return f"{mend}; to try it on its own: {shlex.join(words)}"
 
     def _named(self, path: str) -> str:
-        """In messages; functions without a flag are those of plugins."""
+        """The function's name in messages; functions without a flag are those of plugins."""
         if path.startswith("the plugin's "):
             return path
         return named(
@@ -374,11 +362,13 @@ class RewardPool:
         return fn
 
     def _checked(self, value: Any, origin: str, sample: Sample) -> Reward:
-        """``value`` as a finite float, or as a dict that has one.
+        """``value`` as a finite float, or as a dict that has one; zero if the function timed out.
 
         Raises:
             UserError: names function, sample and value.
         """
+        if value is _TIMED_OUT:
+            return self._zero()
         role = f"the reward of sample {sample.index}"
         why = f"response: {shown(sample.response[:80])}"
         why += f", label: {shown(sample.label, 80)}"

@@ -64,7 +64,7 @@ class RewardJudge:
 
     @staticmethod
     def of_evaluation(dataset: EvalDataset, config: Config) -> RewardJudge | None:
-        """The same of an evaluation set."""
+        """The check of an evaluation set; None as for `of_training`."""
         own = dataset.custom_rm_path or dataset.custom_generate_function_path
         if own or _makes_samples(config):
             return None

@@ -25,12 +25,18 @@ def last_boxed(text: str) -> str | None:
     return text[boxes[-1][1] : boxes[-1][2]] if boxes else None
 
 
+def unboxed(text: str) -> str:
+    r"""The content of the last ``\boxed{…}``; the whole text without one."""
+    boxed = last_boxed(text)
+    return text if boxed is None else boxed
+
+
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 
 
 def boxed_spans(text: str) -> list[tuple[int, int, int]]:
-    r"""Where each closed ``\boxed{…}`` begins, and where its content begins and ends, in order.
-    Takes linear time."""
+    r"""Find each closed ``\boxed{…}``: where it begins, and where its content begins and ends, in
+    order. Takes linear time."""
     first = re.search(r"\\(?:boxed|fbox)\s*\{", text)
     if not first:
         return []
@@ -45,7 +51,7 @@ def boxed_spans(text: str) -> list[tuple[int, int, int]]:
 
 
 def after_thinking(text: str) -> str | None:
-    """What follows the reasoning (``</think>`` or ``###Response``); None when it was never
+    """The text after the reasoning (``</think>`` or ``###Response``); None if it was never
     closed."""
     for marker in ("</think>", "###Response"):
         if marker in text:
@@ -54,7 +60,7 @@ def after_thinking(text: str) -> str | None:
 
 
 def final_text(text: str) -> str | None:
-    """What a response says after its reasoning; None where it never stops thinking.
+    """The text of a response after its reasoning; None if it never stops thinking.
 
     Without ``<think>`` and ``</think>`` the whole response counts.
     """
@@ -135,18 +141,10 @@ _DAPO_DROPPED = re.compile(
 _END_TOKENS = re.compile(
     r"(?:\s*(?:<\|[^<>|]{1,40}\|>|<[｜|][^<>]{1,40}[｜|]>|</s>|<eos>|<end_of_turn>))+\s*$"
 )
-_DAPO_LOOKALIKES = str.maketrans(
-    {
-        "−": "-",
-        "–": "-",
-        "°": "",
-        "×": r"\times",
-        "·": r"\cdot",
-        "π": r"\pi",
-        "√": r"\sqrt",
-        "∞": r"\infty",
-    }
-)
+_DAPO_LOOKALIKES = str.maketrans({
+    "−": "-", "–": "-", "°": "", "×": r"\times", "·": r"\cdot", "π": r"\pi", "√": r"\sqrt",
+    "∞": r"\infty",
+})  # fmt: skip
 
 
 def normalise_final_answer(answer: str) -> str:
@@ -160,14 +158,8 @@ def normalise_final_answer(answer: str) -> str:
         >>> normalise_final_answer(r"20\text{ cm}^3"), normalise_final_answer(r"\sqrt 3")
         ('20', '\\sqrt{3}')
     """
-    text = (
-        _END_TOKENS.sub("", answer)
-        .split("=")[-1]
-        .translate(_DAPO_LOOKALIKES)
-        .replace("mbox", "text")
-    )
-    boxed = last_boxed(text)
-    text = text if boxed is None else boxed
+    text = _END_TOKENS.sub("", answer).split("=")[-1].translate(_DAPO_LOOKALIKES)
+    text = unboxed(text.replace("mbox", "text"))
     text = re.sub(r"(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3})", "", text)
     text = re.sub(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])", r"\\frac", text)
     text = re.sub(r"\b(?:an?|the)\s+(?=\S)", "", text, flags=re.I)
@@ -234,15 +226,10 @@ def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple
     wanted = normalise_final_answer(str(label))
     if not predicted or not wanted:
         return False, predicted or "[INVALID]"
-    verdict = same_answer(_unboxed(str(label)), _unboxed(given))
-    if verdict is None or (not verdict and is_text(_unboxed(str(label)))):
+    verdict = same_answer(unboxed(str(label)), unboxed(given))
+    if verdict is None or (not verdict and is_text(unboxed(str(label)))):
         return predicted == wanted, predicted
     return verdict, predicted
-
-
-def _unboxed(text: str) -> str:
-    boxed = last_boxed(text)
-    return text if boxed is None else boxed
 
 
 # -- multiple choice
@@ -336,9 +323,7 @@ def label_letter(label: Any, letters: list[str], texts: dict[str, Any]) -> str |
     text."""
     if isinstance(label, int) and not isinstance(label, bool):
         return letters[label] if 0 <= label < len(letters) else None
-    text = str(label).strip()
-    boxed = last_boxed(text)
-    return _letter_of(text if boxed is None else boxed, letters, texts)
+    return _letter_of(unboxed(str(label).strip()), letters, texts)
 
 
 def _unfonted(text: str) -> str:
@@ -403,7 +388,8 @@ def _stated_letters(
 ) -> Iterator[tuple[int, str | None]]:
     """Position and letter of each statement of a choice; None for a statement of several
     letters."""
-    for position, inner in _boxes(text):
+    for position, start, end in boxed_spans(text):
+        inner = text[start:end]
         letter = _letter_of(inner, letters, texts)
         several = re.search(
             rf"\b[{''.join(letters)}]\W+(?:and|or)?\W*[{''.join(letters)}]\b", _unfonted(inner)
@@ -437,25 +423,9 @@ def _stated_letters(
             yield found.start(1), None
 
 
-_WEAK = frozenset(
-    {
-        "therefore",
-        "thus",
-        "hence",
-        "so",
-        "it is",
-        "it's",
-        "that is",
-        "which is",
-        "one is",
-        "matches",
-    }
-)
-
-
-def _boxes(text: str) -> Iterator[tuple[int, str]]:
-    for position, start, end in boxed_spans(text):
-        yield position, text[start:end]
+_WEAK = frozenset({
+    "therefore", "thus", "hence", "so", "it is", "it's", "that is", "which is", "one is", "matches"
+})  # fmt: skip
 
 
 def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, bool] | None:
@@ -498,26 +468,10 @@ def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, b
     return at, letter.upper(), is_marked or bool(follows)
 
 
-_AFTER_A = frozenset(
-    [
-        "because",
-        "since",
-        "as",
-        "is",
-        "and",
-        "or",
-        "for",
-        "with",
-        "which",
-        "where",
-        "while",
-        "so",
-        "due",
-        "given",
-        "but,",
-        "by",
-    ]
-)
+_AFTER_A = frozenset([
+    "because", "since", "as", "is", "and", "or", "for", "with", "which", "where", "while", "so",
+    "due", "given", "but,", "by"
+])  # fmt: skip
 
 
 def _text_after(text: str, start: int, texts: dict[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ others (arXiv:2507.18071, section 5.3, and arXiv:2510.11370); their weights stil
 current router, so that it learns.
 
     --use-routing-replay           old-policy pass ─ records ─► training (recompute included)
-    --use-rollout-routing-replay   engine ─ TrainBatch.routed_experts ─► old-policy pass, training
+    --use-rollout-routing-replay   engine ─ TrainBatch.payloads ─► old-policy pass, training
 
 The reference pass routes by itself: it has a router of its own. So does every pass for tokens that
 the engine did not compute, such as the answer of a tool at a sample's end.
@@ -202,7 +202,8 @@ class RoutingGuide:
         """[L - 1, layers, k] of one sample: the engine never sees a sample's last token. Rows of
         -1: nor these."""
         name = f"sample {batch.sample_indices[sample]}"
-        if batch.routed_experts is None:
+        column = batch.payloads.get("routed_experts")
+        if column is None:
             raise UserError(
                 "--use-rollout-routing-replay needs the experts that the engine chose",
                 why="the samples of this rollout carry none",
@@ -210,7 +211,7 @@ class RoutingGuide:
                 "one does where the "
                 "engine returns them), or use --use-routing-replay",
             )
-        given = batch.routed_experts[sample]
+        given = column[sample]
         expected = batch.tokens[sample].numel() - 1
         experts = given
         is_flat = given.dim() == 2 and given.shape[1] == self.num_layers * self.topk

@@ -1,0 +1,33 @@
+"""Payloads: values of a sample that only the trainer reads.
+
+    Sample.<field> ─► Columns.payloads ─► TrainBatch.payloads ─► micro-batch, by index of the sample
+
+Conversion, packing, journal and dumps carry a payload without knowing what it is. A new kind needs
+a field of `Sample` (with its row in `slime.samples.sample_fields.FIELDS`), a row here, code that
+sets the field, and code in the trainer that reads the column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slime.samples.routed_experts import experts_problem
+
+
+@dataclass(frozen=True)
+class Payload:
+    """One kind of payload.
+
+    Attributes:
+        field: the field of `Sample` that holds it; also its name in a converter's dict.
+        problem: (value, number of tokens) → what is wrong with the value; "" if nothing is.
+    """
+
+    field: str
+    problem: Callable[[Any, int], str]
+
+
+#: Name of the column → payload. A sample that trains no token may lack it: its entry is empty.
+PAYLOADS = {"routed_experts": Payload("rollout_routed_experts", experts_problem)}
