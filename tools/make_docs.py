@@ -4,7 +4,7 @@ python tools/make_docs.py            docs/flags.md from the flag tables, docs/ho
 slime/user_code/hooks.py,
                                      docs/troubles.md from slime/diagnosis/, docs/import-paths.md
                                      from slime/compat/import_paths.py, the tables of
-                                     docs/coming-from.md from slime/config/other_systems.py and the
+                                     docs/coming-from.md from slime/config/data/other_systems.toml and the
                                      flag tables
 """
 
@@ -174,11 +174,14 @@ _FLAGS_END = "<!-- end of the generated table -->"
 
 def coming_from_page(page: str) -> str:
     """docs/coming-from.md with its tables made anew: the names of other systems from
-    `slime.config.other_systems`, and the reference system's flags from the flag tables."""
-    from slime.config.other_systems import TRL, VERL, table
+    slime/config/data/other_systems.toml, and the reference system's flags from the flag tables."""
+    from slime.config.other_systems import other_names
 
-    for system, rows in (("TRL", TRL), ("verl", VERL)):
-        whole = table(rows, system)
+    for system, rows in other_names().items():
+        lines = [f"| {system} | here |", "|---|---|"]
+        for row in rows:
+            lines.append(f"| {', '.join(f'`{name}`' for name in row.names)} | {row.answer} |")
+        whole = "\n".join(lines)
         page = re.sub(
             rf"^\| {system} \| here \|\n(\|.*\n)*",
             lambda _, text=whole: f"{text}\n",

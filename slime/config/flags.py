@@ -92,7 +92,8 @@ def spellings() -> dict[str, Spelling]:
         for option in spec.options:
             table.setdefault(option[2:], Spelling(spec))
     for name, shorthand in SHORTHANDS.items():
-        table.setdefault(name.replace("_", "-"), Spelling(None, sets=tuple(shorthand.sets.items())))
+        sets = tuple(shorthand["sets"].items())
+        table.setdefault(name.replace("_", "-"), Spelling(None, sets=sets))
     for spec in all_flags().values():
         if spec.off:
             table.setdefault(spec.off[2:], Spelling(spec, negated=True))
