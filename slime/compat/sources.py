@@ -13,26 +13,25 @@ from slime.prompts.source import BUILT_FROM, PromptSource, max_prompt_tokens
 from slime.prompts.tokenizer import load_tokenizer
 from slime.samples.types import Sample
 
-#: That matter to a source where there is no run.
-_FLAGS = (
-    *(
-        "prompt_data",
-        "input_key",
-        "label_key",
-        "metadata_key",
-        "tool_key",
-        "rollout_global_dataset",
-        "hf_checkpoint",
-    ),
-    *(
-        "apply_chat_template",
-        "apply_chat_template_kwargs",
-        "rollout_shuffle",
-        "rollout_seed",
-        "rollout_max_prompt_len",
-    ),
-    *("n_samples_per_prompt", "buffer_filter_path", "streaming_data", "num_data_workers"),
-)
+#: Flags that matter to a source where there is no run.
+_FLAGS = [
+    "prompt_data",
+    "input_key",
+    "label_key",
+    "metadata_key",
+    "tool_key",
+    "rollout_global_dataset",
+    "hf_checkpoint",
+    "apply_chat_template",
+    "apply_chat_template_kwargs",
+    "rollout_shuffle",
+    "rollout_seed",
+    "rollout_max_prompt_len",
+    "n_samples_per_prompt",
+    "buffer_filter_path",
+    "streaming_data",
+    "num_data_workers",
+]
 
 
 class RolloutDataSource(PromptSource):
