@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib
-import importlib.metadata
 import os
 import platform
 import signal
@@ -225,9 +224,6 @@ def _not_installed(error: ModuleNotFoundError) -> UserError | None:
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     package = Path(__file__).parent
     name = (error.name or "").partition(".")[0]
-    if isinstance(error, importlib.metadata.PackageNotFoundError):
-        # asked for its version, from within the library
-        files = [file for file in files if "importlib" not in file.parts]
     if name in ("", package.name) or not files or package not in files[-1].parents:
         return None
     environment = package.parent / ".venv"
