@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib
-import importlib.metadata
 import os
 import platform
 import signal
@@ -18,7 +17,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -45,83 +43,29 @@ _OF_THE_DISK = {
 }
 
 
-@dataclass(frozen=True)
-class Subcommand:
-    """A subcommand: ``function(argv)`` in ``module`` may return an exit status; ``entry`` marks a
-    training loop."""
-
-    module: str
-    function: str
-    summary: str
-    entry: str = ""
-
-
-COMMANDS: dict[str, Subcommand] = {
-    "init": Subcommand("slime.cli.init", "main", "copy the recipes and examples into a folder"),
-    "train": Subcommand(
-        "slime.cli.train", "main", "generate, train, push the weights, in lock step", "train"
-    ),
-    "train-async": Subcommand(
-        "slime.cli.train",
-        "main_async",
-        "the same with rollouts generated ahead of training",
-        "train_async",
-    ),
-    "doctor": Subcommand(
-        "slime.cli.doctor",
-        "main",
-        "look at a run's flags, machine, model and data before it starts",
-    ),
-    "align": Subcommand(
-        "slime.cli.align",
-        "main",
-        "where trainer and engine part, when log-probs differ, and why: ranked",
-    ),
-    "resume": Subcommand(
-        "slime.cli.resume", "main", "go on with a run that was stopped, failed or lost its host"
-    ),
-    "chat": Subcommand(
-        "slime.cli.chat",
-        "main",
-        "talk to a model in the terminal: a run's newest, or any directory",
-    ),
-    "serve": Subcommand("slime.cli.serve", "main", "a model behind OpenAI's API"),
-    "engines": Subcommand(
-        "slime.cli.engines", "main", "the engines of a running run; let one join or leave"
-    ),
-    "export": Subcommand(
-        "slime.cli.export", "main", "a model as a GGUF file, for llama.cpp and Ollama"
-    ),
-    "push": Subcommand(
-        "slime.cli.push",
-        "main",
-        "upload a model to the hub, with a card that says how it was trained",
-    ),
-    "flags": Subcommand(
-        "slime.cli.flags",
-        "main",
-        "look a flag up: what it is, needs and serves, and its value in a run",
-    ),
-    "reward": Subcommand(
-        "slime.cli.reward", "main", "run a reward function on data, without training"
-    ),
-    "report": Subcommand(
-        "slime.cli.report", "main", "write report.html of a run folder, or compare several"
-    ),
-    "watch": Subcommand(
-        "slime.cli.watch", "main", "runs as a live page: curves, timelines, every sample"
-    ),
-    "explain": Subcommand(
-        "slime.cli.explain",
-        "main",
-        "why a run ended, or goes wrong: cause and remedies, from its folder",
-    ),
-    "bundle": Subcommand(
-        "slime.cli.bundle", "main", "pack what an issue needs of a run, without secrets and weights"
-    ),
-    "convert": Subcommand(
-        "slime.cli.convert", "main", "convert checkpoints between Hugging Face and Megatron"
-    ),
+#: Commands that train → the loop that they enter.
+ENTRIES = {"train": "train", "train-async": "train_async"}
+#: Commands and what they are for. Each is ``main(argv)`` in the module of `slime.cli` that has its
+#: name, and may return an exit status.
+COMMANDS = {
+    "init": "copy the recipes and examples into a folder",
+    "train": "generate, train, push the weights, in lock step",
+    "train-async": "the same with rollouts generated ahead of training",
+    "doctor": "look at a run's flags, machine, model and data before it starts",
+    "align": "where trainer and engine part, when log-probs differ, and why: ranked",
+    "resume": "go on with a run that was stopped, failed or lost its host",
+    "chat": "talk to a model in the terminal: a run's newest, or any directory",
+    "serve": "a model behind OpenAI's API",
+    "engines": "the engines of a running run; let one join or leave",
+    "export": "a model as a GGUF file, for llama.cpp and Ollama",
+    "push": "upload a model to the hub, with a card that says how it was trained",
+    "flags": "look a flag up: what it is, needs and serves, and its value in a run",
+    "reward": "run a reward function on data, without training",
+    "report": "write report.html of a run folder, or compare several",
+    "watch": "runs as a live page: curves, timelines, every sample",
+    "explain": "why a run ended, or goes wrong: cause and remedies, from its folder",
+    "bundle": "pack what an issue needs of a run, without secrets and weights",
+    "convert": "convert checkpoints between Hugging Face and Megatron",
 }
 
 _VERSION = "version"
@@ -151,23 +95,24 @@ def _dispatch(words: list[str]) -> int:
         print(f"slime {__version__}, Python {platform.python_version()}")
         print(", ".join(f"{name} {version}" for name, version in package_versions().items()))
         return 0
-    name = words[0]
+    name = words[0] if words[0] in COMMANDS else words[0].replace("_", "-")
     rest = words[1:]
-    command = COMMANDS.get(name) or COMMANDS.get(name.replace("_", "-"))
-    if command is None:
-        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(words[0], COMMANDS, n=1, cutoff=0.5)
         raise UserError(
-            f"there is no command {name!r}",
+            f"there is no command {words[0]!r}",
             why=f"the commands are: {', '.join([*COMMANDS, _VERSION])}",
             fix=f"did you mean `slime {near[0]}`?" if near else "",
         )
-    if command.entry and any(word in ("--help", "-h") for word in rest):
+    entry = ENTRIES.get(name)
+    if entry and any(word in ("--help", "-h") for word in rest):
         from slime.config.help import print_help
 
-        print_help(command.entry, rest)
+        print_help(entry, rest)
         return 0
-    with _interruptible() if command.entry or name == "resume" else nullcontext():
-        function = getattr(importlib.import_module(command.module), command.function)
+    with _interruptible() if entry or name == "resume" else nullcontext():
+        command = importlib.import_module(f"slime.cli.{'train' if entry else name}")
+        function = command.main_async if name == "train-async" else command.main
         return int(function(rest) or 0)
 
 
@@ -199,7 +144,7 @@ def _interruptible() -> Iterator[None]:
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     lines = ["usage: slime COMMAND [arguments]      (slime COMMAND --help tells more)", ""]
-    lines += [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
     lines += [f"  {_VERSION:<{width}}  the versions of slime, Python and what slime stands on"]
     return "\n".join(lines)
 
@@ -250,9 +195,8 @@ def _status_of(action: Callable[[], int]) -> int:
         )
         return error.exit_status
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # so that the flush at exit is quiet too
+        # so that the flush at exit is quiet too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno not in _OF_THE_DISK or os.environ.get("SLIME_DEBUG") == "1":
@@ -280,10 +224,6 @@ def _not_installed(error: ModuleNotFoundError) -> UserError | None:
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     package = Path(__file__).parent
     name = (error.name or "").partition(".")[0]
-    if isinstance(
-        error, importlib.metadata.PackageNotFoundError
-    ):  # asked for its version, from within the library
-        files = [file for file in files if "importlib" not in file.parts]
     if name in ("", package.name) or not files or package not in files[-1].parents:
         return None
     environment = package.parent / ".venv"

@@ -101,45 +101,13 @@ def foreign(headers: Mapping[str, str], *, on_loopback: bool) -> str:
 
 #: What `slime serve` answers unless its control routes are asked for: generation, and what tells of
 #: the model.
-_INFERENCE = frozenset(
-    (
-        *(
-            "/",
-            "/health",
-            "/health_generate",
-            "/ping",
-            "/metrics",
-            "/generate",
-            "/tokenize",
-            "/detokenize",
-            "/get_load",
-        ),
-        *(
-            "/encode",
-            "/classify",
-            "/model_info",
-            "/get_model_info",
-            "/server_info",
-            "/get_server_info",
-            "/invocations",
-        ),
-        *(
-            "/v1/chat/completions",
-            "/v1/completions",
-            "/v1/embeddings",
-            "/v1/rerank",
-            "/v1/score",
-            "/v1/responses",
-        ),
-        *(
-            "/v1/classify",
-            "/v1/messages",
-            "/v1/messages/count_tokens",
-            "/v1/tokenize",
-            "/v1/detokenize",
-            "/v1/loads",
-        ),
-    )
+_INFERENCE = (
+    *("/", "/health", "/health_generate", "/ping", "/metrics", "/get_load", "/v1/loads"),
+    *("/generate", "/encode", "/classify", "/tokenize", "/detokenize", "/invocations"),
+    *("/model_info", "/get_model_info", "/server_info", "/get_server_info"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score"),
+    *("/v1/responses", "/v1/classify", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/tokenize", "/v1/detokenize"),
 )
 
 

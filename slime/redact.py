@@ -26,252 +26,60 @@ HIDDEN = "•••"
 # --------------------------------------------------------------------------------------------------
 
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 #: Last words of names whose values are secret, whatever they look like.
-_STRONG = (
-    *(
-        "password",
-        "passwd",
-        "passphrase",
-        "passcode",
-        "secret",
-        "secrets",
-        "credential",
-        "credentials",
-        "pwd",
-    ),
-    *(
-        "apikey",
-        "apikeys",
-        "authtoken",
-        "accesstoken",
-        "secretkey",
-        "accesskey",
-        "privatekey",
-        "sshpass",
-    ),
-    *("authorization", "bearer", "cookie", "cookies"),
+_STRONG = _words(
+    """
+    password passwd passphrase passcode secret secrets credential credentials pwd apikey apikeys
+    authtoken accesstoken secretkey accesskey privatekey sshpass authorization bearer cookie
+    cookies
+    """
 )
 _STRONG_ENDS = ("password", "passwd", "apikey", "secret")
 #: Before "key" and "keys": what locks or signs something. Other lower-case names of keys are judged
 #: by `_COLUMNS`.
-_LOCKS = (
-    *(
-        "api",
-        "access",
-        "secret",
-        "private",
-        "auth",
-        "signing",
-        "encryption",
-        "ssh",
-        "license",
-        "account",
-        "shared",
-    ),
-    *(
-        "wandb",
-        "hf",
-        "openai",
-        "anthropic",
-        "subscription",
-        "master",
-        "admin",
-        "service",
-        "deploy",
-        "storage",
-    ),
+_LOCKS = _words(
+    """
+    api access secret private auth signing encryption ssh license account shared wandb hf openai
+    anthropic subscription master admin service deploy storage
+    """
 )
 #: Before "key": what names a column, a field or a place.
-_COLUMNS = (
-    *(
-        "input",
-        "label",
-        "metadata",
-        "tool",
-        "tools",
-        "reward",
-        "multimodal",
-        "eval",
-        "prompt",
-        "answer",
-        "question",
-    ),
-    *(
-        "response",
-        "target",
-        "output",
-        "solution",
-        "truth",
-        "text",
-        "image",
-        "video",
-        "audio",
-        "message",
-        "messages",
-    ),
-    *(
-        "content",
-        "role",
-        "group",
-        "sort",
-        "order",
-        "index",
-        "id",
-        "primary",
-        "foreign",
-        "partition",
-        "unique",
-        "row",
-    ),
-    *(
-        "column",
-        "field",
-        "lookup",
-        "cache",
-        "dict",
-        "json",
-        "data",
-        "dataset",
-        "map",
-        "hash",
-        "shard",
-        "route",
-        "task",
-    ),
-    *(
-        "routing",
-        "run",
-        "sample",
-        "score",
-        "metric",
-        "feature",
-        "name",
-        "join",
-        "query",
-        "value",
-        "source",
-        "category",
-    ),
-    *(
-        "domain",
-        "difficulty",
-        "rubric",
-        "filter",
-        "split",
-        "log",
-        "state",
-        "step",
-        "time",
-        "date",
-        "test",
-        "weight",
-    ),
-    *(
-        "by",
-        "config",
-        "env",
-        "attention",
-        "head",
-        "kv",
-        "qk",
-        "public",
-        "hot",
-        "problem",
-        "completion",
-        "chosen",
-    ),
-    *(
-        "rejected",
-        "solution",
-        "reference",
-        "system",
-        "user",
-        "assistant",
-        "session",
-        "batch",
-        "rollout",
-        "turn",
-    ),
+_COLUMNS = _words(
+    """
+    input label metadata tool tools reward multimodal eval prompt answer question response target
+    output solution truth text image video audio message messages content role group sort order
+    index id primary foreign partition unique row column field lookup cache dict json data dataset
+    map hash shard route task routing run sample score metric feature name join query value source
+    category domain difficulty rubric filter split log state step time date test weight by config
+    env attention head kv qk public hot problem completion chosen rejected reference system user
+    assistant session batch rollout turn
+    """
 )
 #: Before "token": those of a vocabulary, and counts of them.
-_VOCABULARY = (
-    *(
-        "bos",
-        "eos",
-        "pad",
-        "unk",
-        "sep",
-        "cls",
-        "mask",
-        "image",
-        "video",
-        "audio",
-        "stop",
-        "start",
-        "end",
-        "begin",
-    ),
-    *(
-        "first",
-        "last",
-        "next",
-        "new",
-        "per",
-        "special",
-        "cached",
-        "think",
-        "prefix",
-        "suffix",
-        "middle",
-        "fim",
-    ),
-    *(
-        "decoder",
-        "draft",
-        "eot",
-        "eom",
-        "eod",
-        "newline",
-        "every",
-        "each",
-        "by",
-        "single",
-        "one",
-        "added",
-        "input",
-    ),
-    *("output", "time", "cost", "tool", "turn", "prompt", "response", "extra", "nul", "null"),
+_VOCABULARY = _words(
+    """
+    bos eos pad unk sep cls mask image video audio stop start end begin first last next new per
+    special cached think prefix suffix middle fim decoder draft eot eom eod newline every each by
+    single one added input output time cost tool turn prompt response extra nul null
+    """
 )
 #: Before "token" and "tokens": what lets someone in.
-_TICKETS = (
-    "access",
-    "auth",
-    "api",
-    "refresh",
-    "bearer",
-    "session",
-    "security",
-    "hf",
-    "github",
-    "gitlab",
-    "slack",
-    "id",
+_TICKETS = _words(
+    """
+    access auth api refresh bearer session security hf github gitlab slack id
+    """
 )
 #: Before "pass", which is also a pass over data.
-_LOGINS = (
-    "db",
-    "database",
-    "smtp",
-    "mail",
-    "mysql",
-    "pg",
-    "redis",
-    "ftp",
-    "proxy",
-    "http",
-    "login",
-    "admin",
-    "user",
+_LOGINS = _words(
+    """
+    db database smtp mail mysql pg redis ftp proxy http login admin user
+    """
 )
 _DIRECTORIES = ("PWD", "OLDPWD")
 #: The grade of "key" alone, which may be anything.

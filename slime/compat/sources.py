@@ -13,25 +13,12 @@ from slime.prompts.source import BUILT_FROM, PromptSource, max_prompt_tokens
 from slime.prompts.tokenizer import load_tokenizer
 from slime.samples.types import Sample
 
-#: That matter to a source where there is no run.
+#: Flags that matter to a source where there is no run.
 _FLAGS = (
-    *(
-        "prompt_data",
-        "input_key",
-        "label_key",
-        "metadata_key",
-        "tool_key",
-        "rollout_global_dataset",
-        "hf_checkpoint",
-    ),
-    *(
-        "apply_chat_template",
-        "apply_chat_template_kwargs",
-        "rollout_shuffle",
-        "rollout_seed",
-        "rollout_max_prompt_len",
-    ),
-    *("n_samples_per_prompt", "buffer_filter_path", "streaming_data", "num_data_workers"),
+    *("prompt_data", "input_key", "label_key", "metadata_key", "tool_key", "hf_checkpoint"),
+    *("rollout_global_dataset", "apply_chat_template", "apply_chat_template_kwargs"),
+    *("rollout_shuffle", "rollout_seed", "rollout_max_prompt_len", "n_samples_per_prompt"),
+    *("buffer_filter_path", "streaming_data", "num_data_workers"),
 )
 
 

@@ -125,11 +125,10 @@ class Config:
         for dest in self.origins:
             spec = specs[dest]
             group = getattr(self, spec.group)
-            found[dest] = (
-                getattr(group, spec.sections[0])[spec.attribute]
-                if spec.sections
-                else getattr(group, spec.attribute)
-            )
+            if spec.sections:
+                found[dest] = getattr(group, spec.sections[0])[spec.attribute]
+            else:
+                found[dest] = getattr(group, spec.attribute) if spec.attribute else spec.default
         return found
 
     def flat(self) -> FlatArgs:
@@ -252,7 +251,7 @@ def build(
     specs = all_flags()
     for dest, value in values.items():
         spec = specs[dest]
-        if not spec.sections:
+        if spec.attribute and not spec.sections:
             groups[spec.group][spec.attribute] = value
         for section in spec.sections:
             groups[spec.group].setdefault(section, {})[spec.attribute] = value

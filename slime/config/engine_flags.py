@@ -1,9 +1,8 @@
 """``--sglang-…`` and ``--router-…``: the command lines of SGLang's server and of sglang-router,
 behind a prefix.
 
-SGLang's table is stored (`sglang_flags.json`, made by `tools/make_sglang_flag_table.py`) for hosts
-where SGLang is not installed; where another version is installed, its own source is read instead.
-The router is always installed.
+Their options are generated tables (`tools/make_flag_tables.py`): those of the newest SGLang, with
+what the other supported releases have in their place, and those of the pinned router.
 """
 
 from __future__ import annotations
@@ -11,17 +10,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from slime.config.flag import FlagMeta, FlagSpec, Kind
-from slime.config.foreign import ForeignArg, SourceReader
-from slime.documentation import doc_url
-
-TABLE = Path(__file__).with_name("sglang_flags.json")
-
-_PER_ENGINE = "it is chosen for each engine"
+from slime.config.data import read_table
+from slime.config.flag import FlagMeta, FlagSpec
+from slime.documentation import with_doc_urls
 
 
 @dataclass(frozen=True)
@@ -47,62 +42,16 @@ ENGINE_OPTIONS = {
     "sglang": EngineFlags("sglang", spans_nodes=True, splits_prefill=True),
 }
 
-_PORTS = "ports are reserved for each engine"
-_OWN_KEY = (
-    f"each run makes its own key, which its engines and routers require: {doc_url('security.md')}"
-)
-_PAST_KEY = "a gRPC listener would answer without the run's key"
-_NO_TLS = "the clients of engines and router speak plain HTTP"
-_NO_QUANTISED = (
-    "pushes bring what --hf-checkpoint has, plain or quantised; one into weights that SGLang "
-    "quantised was not tried"
-)
 
-#: SGLang's arguments that this system sets itself. name -> reason
-SGLANG_RESERVED: dict[str, str] = {
-    "model_path": "it is --hf-checkpoint",
-    "config": (
-        "give SGLang's options as --sglang-<name>; --sglang-config is the YAML file of server "
-        "groups"
-    ),
-    "trust_remote_code": "it is --trust-remote-code",
-    "random_seed": "it is --rollout-seed, different for each engine",
-    "enable_memory_saver": "it follows --offload-rollout",
-    "tp_size": "it is --rollout-num-gpus-per-engine divided by --sglang-pp-size",
-    "host": "engines are reached at the address of their node",
-    "port": _PORTS,
-    "nccl_port": _PORTS,
-    "dist_init_addr": _PORTS,
-    "nnodes": _PER_ENGINE,
-    "node_rank": _PER_ENGINE,
-    "gpu_id_step": _PER_ENGINE,
-    "base_gpu_id": _PER_ENGINE,
-    "skip_server_warmup": "the first weight push warms the engine up",
-    "enable_return_routed_experts": "it follows --use-rollout-routing-replay",
-    **dict.fromkeys(("api_key", "admin_api_key"), _OWN_KEY),
-    **dict.fromkeys(("grpc_port", "grpc_mode", "smg_grpc_mode"), _PAST_KEY),
-    **dict.fromkeys(
-        (
-            "ssl_keyfile",
-            "ssl_certfile",
-            "ssl_ca_certs",
-            "ssl_keyfile_password",
-            "enable_ssl_refresh",
-        ),
-        _NO_TLS,
-    ),
-    **dict.fromkeys(
-        (
-            "quantization",
-            "quantization_param_path",
-            "modelopt_quant",
-            "quantize_and_serve",
-            "rl_quant_profile",
-            "torchao_config",
-        ),
-        _NO_QUANTISED,
-    ),
-}
+def _reserved(table: list[dict[str, Any]]) -> dict[str, str]:
+    return {option: with_doc_urls(row["reason"]) for row in table for option in row["options"]}
+
+
+_RESERVED = read_table("reserved_engine_options.toml")
+#: Options of SGLang's server that this system sets itself. name → reason
+SGLANG_RESERVED: dict[str, str] = _reserved(_RESERVED["sglang"])
+#: The same of the router.
+ROUTER_RESERVED: dict[str, str] = _reserved(_RESERVED["router"])
 
 #: Single values of SGLang's arguments that ask for speed alone. name -> value -> (what is taken,
 #: reason)
@@ -116,81 +65,70 @@ SGLANG_INSTEAD: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 
-_OWN_ROUTER = "the router is started here, with the engines of this run"
 
-#: The router's arguments that this system sets itself. name -> reason
-ROUTER_RESERVED: dict[str, str] = {
-    "host": _OWN_ROUTER,
-    "port": _OWN_ROUTER,
-    "worker_urls": _OWN_ROUTER,
-    "model_path": "the client sends token ids; the router needs no tokenizer",
-    "tokenizer_path": "the client sends token ids; the router needs no tokenizer",
-    "request_timeout_secs": "use --sglang-router-request-timeout-secs",
-    "mini_lb": "prefill and decode servers are groups of --sglang-config",
-    "pd_disaggregation": "prefill and decode servers are groups of --sglang-config",
-    "prefill": "prefill and decode servers are groups of --sglang-config",
-    "decode": "prefill and decode servers are groups of --sglang-config",
-    "prefill_policy": "prefill and decode servers are groups of --sglang-config",
-    "decode_policy": "prefill and decode servers are groups of --sglang-config",
-    "service_discovery": _OWN_ROUTER,
-    "selector": _OWN_ROUTER,
-    "prefill_selector": _OWN_ROUTER,
-    "decode_selector": _OWN_ROUTER,
-    "service_discovery_port": _OWN_ROUTER,
-    "service_discovery_namespace": _OWN_ROUTER,
-    **dict.fromkeys(
-        (
-            "api_key",
-            "control_plane_api_keys",
-            "control_plane_audit_enabled",
-            "jwt_issuer",
-            "jwt_audience",
-            "jwt_jwks_uri",
-            "jwt_role_mapping",
-        ),
-        _OWN_KEY,
-    ),
-    **dict.fromkeys(
-        ("tls_cert_path", "tls_key_path", "client_cert_path", "client_key_path", "ca_cert_paths"),
-        _NO_TLS,
-    ),
-    "disable_retries": "the router's retries are always off: the client owns retries",
-    "disable_circuit_breaker": (
-        "the router's circuit breaker is always off: the client owns retries"
-    ),
-}
+@dataclass(frozen=True)
+class ForeignArg:
+    """One argument of another program's command line.
+
+    Attributes:
+        name: its first long option without dashes, with underscores.
+        kind: "bool" (no value), "int", "float", "str" or "json".
+        many: takes one or more values.
+        value_optional: may be given without a value.
+        negatable: has a ``--no-`` form.
+        choices: allowed values, empty when open.
+    """
+
+    name: str
+    kind: str = "str"
+    default: Any = None
+    many: bool = False
+    value_optional: bool = False
+    negatable: bool = False
+    choices: tuple[Any, ...] = ()
+    aliases: tuple[str, ...] = ()
+    help: str = ""
+
+    @staticmethod
+    def from_json(row: dict[str, Any]) -> ForeignArg:
+        tuples = {key: tuple(row[key]) for key in ("choices", "aliases") if key in row}
+        return ForeignArg(**{**row, **tuples})
 
 
-def sglang_args_of(server_args_source: str) -> list[ForeignArg]:
-    """What ``python -m sglang.launch_server`` accepts, read from the text of its
-    ``server_args.py``."""
-    reader = SourceReader(server_args_source)
-    found: dict[str, ForeignArg] = {}
-    for arg in (*reader.annotated_fields("ServerArgs"), *reader.added_arguments()):
-        found.setdefault(arg.name, arg)
-    return list(found.values())
+@functools.cache
+def _sglang_table() -> dict[str, Any]:
+    return read_table("sglang.json")
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def stored_sglang_args() -> tuple[str, list[ForeignArg]]:
-    """(version, arguments) of the stored table."""
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    """(version, arguments) of the newest SGLang that is supported."""
+    table = _sglang_table()
     return table["version"], [ForeignArg.from_json(row) for row in table["arguments"]]
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def sglang_args() -> tuple[str, list[ForeignArg]]:
-    """(version, arguments) of the installed SGLang, or of the stored table where none is
-    installed."""
-    stored = stored_sglang_args()
+    """(version, arguments) of the installed SGLang: those of the release of its number, or of the
+    one before it where there is no table of that. Without SGLang those of the newest one."""
+    newest, arguments = stored_sglang_args()
     try:
-        distribution = importlib.metadata.distribution("sglang")
+        installed = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
-        return stored
-    if distribution.version == stored[0]:
-        return stored
-    source = Path(str(distribution.locate_file("sglang/srt/server_args.py")))
-    return distribution.version, sglang_args_of(source.read_text(encoding="utf-8"))
+        return newest, arguments
+    others = _sglang_table()["other_versions"]
+    versions = [*others, newest]
+    older = [version for version in versions if _numbers(version) <= _numbers(installed)]
+    version = older[-1] if older else versions[0]
+    if version == newest:
+        return installed, arguments
+    changed = {row["name"]: ForeignArg.from_json(row) for row in others[version]["arguments"]}
+    kept = [arg for arg in arguments if arg.name not in {*others[version]["without"], *changed}]
+    return installed, [*kept, *changed.values()]
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def sglang_that_has(option: str) -> tuple[str, str] | None:
@@ -209,26 +147,22 @@ def sglang_that_has(option: str) -> tuple[str, str] | None:
     return (version, stored_version) if name in there - here else None
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def sglang_flags() -> dict[str, FlagSpec]:
     """``--sglang-<name>`` for everything SGLang's server accepts, by dest."""
     version, arguments = sglang_args()
     return with_prefix("sglang", arguments, SGLANG_RESERVED, f"sglang {version}")
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def router_flags() -> dict[str, FlagSpec]:
     """``--router-<name>`` for everything sglang-router accepts, by dest."""
-    distribution = importlib.metadata.distribution("sglang-router")
-    path = Path(str(distribution.locate_file("sglang_router/router_args.py")))
-    reader = SourceReader(path.read_text(encoding="utf-8"))
-    arguments = reader.added_arguments(reader.class_defaults("RouterArgs"))
-    flags = with_prefix(
-        "router", arguments, ROUTER_RESERVED, f"sglang-router {distribution.version}"
-    )
-    policy = flags[
-        "router_policy"
-    ]  # also under the names that launch scripts of the reference system use
+    table = read_table("sglang_router.json")
+    arguments = [ForeignArg.from_json(row) for row in table["arguments"]]
+    origin = f"sglang-router {table['version']}"
+    flags = with_prefix("router", arguments, ROUTER_RESERVED, origin)
+    policy = flags["router_policy"]
+    # launch scripts of the reference system use its other names
     flags["router_policy"] = replace(
         policy,
         choices=(*policy.choices, "consistent_hashing"),
@@ -245,7 +179,6 @@ def with_prefix(
     specs = {}
     for arg in arguments:
         reason = reserved.get(arg.name, "")
-        kind: Kind = arg.kind  # type: ignore[assignment]
         dest = f"{prefix}_{arg.name}"
         meta = FlagMeta(
             aliases=tuple(f"{prefix}-{alias}".replace("_", "-") for alias in arg.aliases),
@@ -259,7 +192,7 @@ def with_prefix(
             dest=dest,
             group="engine",
             attribute=arg.name,
-            kind=kind,
+            kind=arg.kind,  # type: ignore[arg-type]
             default=arg.default,
             sections=(prefix,),
             many=arg.many,
@@ -273,10 +206,33 @@ def with_prefix(
     return specs
 
 
-def table_as_json(version: str, arguments: list[ForeignArg]) -> dict[str, Any]:
-    """What `sglang_flags.json` holds: names, types, choices and defaults; SGLang's own `--help` has
-    the texts."""
-    rows = [
-        {key: value for key, value in arg.to_json().items() if key != "help"} for arg in arguments
-    ]
-    return {"version": version, "arguments": rows}
+def to_argv(settings: dict[str, Any]) -> list[str]:
+    """The command line of another program for settings as `Config.engine.sglang` and `.router` hold
+    them.
+
+    Example:
+        >>> to_argv({
+        ...     "mem_fraction_static": 0.8, "disable_cuda_graph": True, "cuda_graph_bs": (1, 2)})
+        ['--mem-fraction-static', '0.8', '--disable-cuda-graph', '--cuda-graph-bs', '1', '2']
+    """
+    argv: list[str] = []
+    for name, value in settings.items():
+        option = "--" + name.replace("_", "-")
+        if value is True:
+            argv.append(option)
+        elif value is False:
+            argv.append("--no-" + option[2:])
+        elif isinstance(value, (tuple, list)):
+            argv += [
+                option,
+                *(json.dumps(item) if isinstance(item, dict) else str(item) for item in value),
+            ]
+        elif isinstance(value, dict):
+            argv += [option, json.dumps(value)]
+        elif value is None:
+            argv.append(option)
+        elif str(value).startswith("-"):
+            argv.append(f"{option}={value}")
+        else:
+            argv += [option, str(value)]
+    return argv

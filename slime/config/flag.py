@@ -30,6 +30,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slime.documentation import with_doc_urls
+
 _KEY = "slime_flag"
 
 Kind = Literal["bool", "int", "float", "str", "json", "int_or_list"]
@@ -291,7 +293,8 @@ class FlagSpec:
 
     Attributes:
         dest: name in YAML files, `make_config` and `args`: the flag with underscores.
-        group, attribute: where `Config` keeps the value: ``config.<group>.<attribute>``.
+        group, attribute: where `Config` keeps the value: ``config.<group>.<attribute>``. A
+            flag that is always refused has no place there, and no attribute.
         sections: for flags of Megatron and SGLang, the dicts of the group that get the value, if
             the user set it, under the key ``attribute``:
             ``config.megatron.transformer["moe_router_topk"]``.
@@ -361,6 +364,21 @@ def specs_of(group: str, cls: Any) -> list[FlagSpec]:
             )
         )  # fmt: skip
     return specs
+
+
+def refused_spec(group: str, cls: Any, row: dict[str, Any]) -> FlagSpec:
+    """A flag of `data/refused_flags.toml`: `Config` has no place for it, as it cannot be set."""
+    many = row.get("many", False)
+    default = row.get("default", () if many else None)
+    return FlagSpec(
+        row["name"], group, "", row["kind"], tuple(default) if many else default, many=many,
+        optional=row.get("optional", False), choices=tuple(row.get("choices", ())),
+        help=row["help"],
+        meta=FlagMeta(
+            refused=with_doc_urls(row["refused"]), append=row.get("append", False),
+            read_by=cls.SERVES,
+        ),
+    )  # fmt: skip
 
 
 def _kind_of(annotation: Any) -> tuple[Kind, bool, bool, tuple[Any, ...]]:

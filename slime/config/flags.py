@@ -21,8 +21,9 @@ from slime.config import (
     groups_run,
     groups_train,
 )
+from slime.config.data import read_table
 from slime.config.engine_flags import router_flags, sglang_flags, sglang_that_has
-from slime.config.flag import FlagSpec, specs_of
+from slime.config.flag import FlagSpec, refused_spec, specs_of
 from slime.config.megatron_flags import SHORTHANDS, lm_flags, native_flags
 from slime.config.other_systems import other_name
 from slime.errors import UserError
@@ -49,9 +50,11 @@ GROUPS: dict[str, type] = {
 @functools.lru_cache(maxsize=1)
 def own_flags() -> dict[str, FlagSpec]:
     """Every flag of the groups by its dest, in the order of the groups."""
+    refused = read_table("refused_flags.toml")
     specs: dict[str, FlagSpec] = {}
     for group, cls in GROUPS.items():
-        for spec in specs_of(group, cls):
+        rows = refused.get(group, ())
+        for spec in (*specs_of(group, cls), *(refused_spec(group, cls, row) for row in rows)):
             assert spec.dest not in specs, spec.dest
             specs[spec.dest] = spec
     return specs
@@ -92,7 +95,8 @@ def spellings() -> dict[str, Spelling]:
         for option in spec.options:
             table.setdefault(option[2:], Spelling(spec))
     for name, shorthand in SHORTHANDS.items():
-        table.setdefault(name.replace("_", "-"), Spelling(None, sets=tuple(shorthand.sets.items())))
+        sets = tuple(shorthand["sets"].items())
+        table.setdefault(name.replace("_", "-"), Spelling(None, sets=sets))
     for spec in all_flags().values():
         if spec.off:
             table.setdefault(spec.off[2:], Spelling(spec, negated=True))

@@ -22,7 +22,6 @@ from slime.config.flag import (
 )
 
 NO_CRITIC = "the PPO critic is not in this version"
-_NO_OPD = "on-policy distillation is not in this version"
 
 _PENALTY = finite(0, "a penalty; below 0 it would reward leaving the reference model")
 _CLIP = at_least(0, "a distance from the ratio 1")
@@ -86,8 +85,6 @@ class AlgorithmConfig:
         ),
     )
     """Bound of dual-clip PPO, > 1."""
-    value_clip: float = flag(0.2, refused=NO_CRITIC)
-    """Clip range of the value loss."""
     kl_coef: float = flag(
         0.0,
         range=_PENALTY,
@@ -133,8 +130,6 @@ class AlgorithmConfig:
         ),
     )
     """Discount per trained token (REINFORCE++); the answer of a tool is no time step."""
-    lambd: float = flag(1.0, refused=NO_CRITIC)
-    """Lambda of generalised advantage estimation."""
     normalize_advantages: bool = flag(
         False, needs=SAMPLES & unless("disable_compute_advantages_and_returns")
     )
@@ -164,12 +159,6 @@ class AlgorithmConfig:
     """Use raw rewards, without the group mean."""
     rewards_normalization: bool = derived("not disable_rewards_normalization", read_by="samples")
     """The opposite of --disable-rewards-normalization, as hooks read it."""
-    use_rollout_entropy: bool = flag(
-        False,
-        refused="there is no metric rollout/entropy; train/entropy_loss is the entropy of the same "
-        "tokens",
-    )
-    """Log the entropy of the rollout tokens."""
     use_rollout_logprobs: bool = flag(False, needs=SAMPLES)
     """Take the engine's log-probs as the old policy's, instead of recomputing them."""
     use_tis: bool = flag(False, needs=POLICY_LOSS)
@@ -207,18 +196,6 @@ class AlgorithmConfig:
     """Off-policy sequence masking."""
     opsm_delta: float = flag(1e-4, range=at_least(0, "a KL divergence"), needs=on("use_opsm"))
     """Sequence KL above which a sample of negative advantage is masked."""
-    use_opd: bool = flag(False, refused=_NO_OPD)
-    """On-policy distillation."""
-    opd_type: Literal["sglang", "megatron"] | None = flag(None, refused=_NO_OPD)
-    """Where the teacher runs."""
-    opd_kl_coef: float = flag(1.0, refused=_NO_OPD)
-    """Coefficient of the distillation term."""
-    opd_teacher_load: str | None = flag(None, refused=_NO_OPD)
-    """Checkpoint of the teacher."""
-    opd_teacher_ckpt_step: int | None = flag(None, refused=_NO_OPD)
-    """Iteration of the teacher's checkpoint."""
-    num_critic_only_steps: int = flag(0, refused=NO_CRITIC)
-    """Steps that train the critic alone."""
 
     @property
     def needs_reference(self) -> bool:

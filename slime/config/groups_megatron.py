@@ -169,10 +169,6 @@ class MegatronConfig:
     override_opt_param_scheduler: bool = flag(False, read_by=("config", "training"))
     """On resume, take the schedule's settings from the flags; they are unless the checkpoint is
     asked for."""
-    padded_vocab_size: int | None = flag(
-        None, refused="the vocabulary is padded to a multiple of --tensor-model-parallel-size"
-    )
-    """Vocabulary size after padding."""
     transformer: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)

@@ -29,12 +29,8 @@ from slime.config.flag import (
     unless,
 )
 
-_OWN_ROUTER = (
-    "the router is started here, with the engines of this run, on a port that is reserved for it"
-)
 _HAS_ENGINES = unless("debug_train_only", why="no engine is started that could answer", warns=True)
 _PORT = Interval(0, 65535, what="0 is a free one")
-_NO_AGENTS = "the rollout buffer service is not in this version"
 #: What supervised fine-tuning does anyway, as launch scripts of the reference system ask for it.
 _SFT_PATH = "slime.rollout.sft_rollout.generate_rollout"
 
@@ -61,10 +57,6 @@ class DataConfig:
     """Column of a dict that becomes sample.metadata."""
     tool_key: str = flag("tools")
     """Column of the tool schemas for the chat template."""
-    multimodal_keys: dict[str, Any] | None = flag(
-        None, refused="vision-language models are not in this version"
-    )
-    """Columns of images and other media, as JSON."""
     apply_chat_template: bool = flag(False, read_by=("collection", "generation"))
     """Render chat messages with the chat template; else text begins with the BOS that the tokenizer
     puts before it."""
@@ -247,14 +239,6 @@ class RolloutConfig:
         read_by="config",
     )
     """How training data gets from rollout to trainer."""
-    rollout_buffer_url: str | None = flag(None, refused=_NO_AGENTS)
-    """Address of a rollout buffer service."""
-    fetch_trajectory_retry_times: int = flag(-1, refused=_NO_AGENTS)
-    """Retries when fetching from the buffer service."""
-    min_batch_collection_ratio: float = flag(1.0, refused=_NO_AGENTS)
-    """Fraction of a batch that the buffer service must have."""
-    rollout_task_type: str = flag("math", refused=_NO_AGENTS)
-    """Task type for the buffer service."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,10 +387,6 @@ class EngineConfig:
     are never started or ended here; beside those of --rollout-num-gpus, or instead of them."""
     sglang_server_concurrency: int = flag(512, range=SOME, needs=GENERATES, read_by="generation")
     """Most requests in flight per engine."""
-    sglang_router_ip: str | None = flag(None, refused=_OWN_ROUTER)
-    """Address of the router, as hooks read it."""
-    sglang_router_port: int | None = flag(None, refused=_OWN_ROUTER)
-    """Port of the router, as hooks read it."""
     sglang_router_request_timeout_secs: int = flag(
         14400, range=SOME, needs=GENERATES, read_by=("generation", "router")
     )
@@ -423,9 +403,5 @@ class EngineConfig:
     )
     """Engines that only prefill; the others only decode. The same as two server groups in
     --sglang-config."""
-    sglang_custom_pull_weights_pre_read_hook: str | None = flag(
-        None, refused="needs a patched SGLang"
-    )
-    """Engine-side hook before weights are read from disk."""
     sglang: dict[str, Any] = field(default_factory=dict)
     router: dict[str, Any] = field(default_factory=dict)

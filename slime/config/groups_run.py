@@ -22,10 +22,6 @@ from slime.config.flag import (
     unless,
 )
 
-_NO_PROFILER = (
-    "profiling and memory recording are not in this version; py-spy works on every process"
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
@@ -112,20 +108,6 @@ class ClusterConfig:
     ray_address: str | None = flag(None)
     """Ray cluster to join ("auto", "host:port"). Unset: RAY_ADDRESS if set, else a local Ray is
     started."""
-    http_proxy: str | None = flag(None, refused="requests to engines never go through a proxy")
-    """HTTP proxy for requests to engines."""
-    use_distributed_post: bool = flag(
-        False, refused="one HTTP client drives all engines; it is not the bottleneck"
-    )
-    """Send requests to engines from several nodes."""
-    release_train: bool = flag(
-        False,
-        refused=(
-            "ending trainer processes in a rollout is not in this version; --offload-train frees "
-            "their GPU memory"
-        ),
-    )
-    """End the trainer's processes during rollout and start them again from a checkpoint."""
     train_backend: Literal["megatron"] = flag("megatron", read_by="config")
     """Training backend."""
 
@@ -214,10 +196,6 @@ class ObserveConfig:
     """Resume this W&B run."""
     disable_wandb_random_suffix: bool = flag(False, needs=on("wandb_group"))
     """Leave the group name as given, without a random suffix."""
-    wandb_always_use_train_step: bool = flag(
-        False, refused="all metrics share one axis, the rollouts trained on"
-    )
-    """Use the count of optimizer steps as the x axis of rollout and eval metrics too."""
     log_multi_turn: bool = flag(False, needs=GENERATES, read_by="collection")
     """Log the number of turns and their lengths."""
     log_passrate: bool = flag(False, needs=GENERATES, read_by="collection")
@@ -267,10 +245,6 @@ class DebugConfig:
         read_by="samples",
     )
     """Fraction of the loaded samples to keep."""
-    load_forge_rollout_data: str | None = flag(
-        None, refused="replaying dumps beside live engines is not in this version"
-    )
-    """Replay dumps while the engines stay live."""
     save_debug_train_data: str | None = derived(
         "<dump_details>/train_data/{rollout_id}.pt with --dump-details", read_by="training"
     )
@@ -279,25 +253,6 @@ class DebugConfig:
     it, is 0."""
     dump_details: str | None = flag(None, read_by=("config", "samples"))
     """Directory for the samples and training tensors of all rollouts, and the tokenizer."""
-    memory_snapshot_dir: str = flag(".", refused=_NO_PROFILER)
-    """Directory of GPU memory snapshots."""
-    memory_snapshot_num_steps: int | None = flag(None, refused=_NO_PROFILER)
-    """Steps after which the GPU memory snapshot is written."""
-    record_memory_history: bool = flag(False, refused=_NO_PROFILER)
-    """Record GPU memory allocations for a snapshot."""
-    memory_recorder: Literal["torch", "memray"] = flag("torch", refused=_NO_PROFILER)
-    """What records memory."""
-    use_pytorch_profiler: bool = flag(False, refused=_NO_PROFILER)
-    """Profile with torch.profiler; see --profile-step-start, --profile-step-end,
-    --profile-target."""
-    profile_step_start: int = flag(10, refused=_NO_PROFILER)
-    """First step that is profiled."""
-    profile_step_end: int = flag(12, refused=_NO_PROFILER)
-    """Step after the last that is profiled."""
-    profile_target: tuple[Literal["train_overall", "train_actor", "train_log_probs"], ...] = flag(
-        ("train_overall",), append=True, refused=_NO_PROFILER
-    )
-    """What the profiler covers."""
     check_weight_update_equal: bool = flag(False, needs=GENERATES, read_by="push")
     """Verify every weight on the engines after the first sync."""
     check_canary: bool = flag(True, read_by="push")

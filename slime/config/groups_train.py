@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from slime.config.flag import (
     GENERATES,
-    NO_MTP,
     NONE_OR_SOME,
     SAMPLES,
     SEED,
@@ -21,15 +20,8 @@ from slime.config.flag import (
     on,
     unless,
 )
-from slime.config.groups_algorithm import NO_CRITIC
 
 _NO_DELTA = "delta weight updates are not in this version; leave --update-weight-mode at full"
-_NO_DEEPGEMM = "the DeepGEMM alignment kernels are not in this version"
-_NO_TEACHER_SERVER = "the Megatron teacher server is not in this version"
-_NO_OLD_ACTOR = (
-    "a lagged copy of the policy is not in this version; the old log-probs are those of the "
-    "trained weights"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +71,6 @@ class TrainConfig:
         "--max-tokens-per-gpu",
     )
     """Samples per micro-batch of the reference policy's pass."""
-    log_probs_max_tokens_per_gpu: int | None = flag(
-        None, refused="one packing serves all passes over a batch; use --max-tokens-per-gpu"
-    )
-    """The same for passes that only compute log-probs."""
     balance_data: bool = derived("balance_by_flops", read_by="samples")
     """Spread samples over data-parallel ranks so that each has the same work."""
     balance_by_flops: bool = flag(False, needs=on("use_dynamic_batch_size"), read_by="samples")
@@ -96,12 +84,6 @@ class TrainConfig:
         read_by="trainer",
     )
     """Rows of logits computed at a time for log-probs; -1: chosen from the vocabulary size."""
-    recompute_loss_function: bool = flag(
-        False,
-        refused="log-probs are always computed in chunks that keep no logits; see "
-        "--log-probs-chunk-size",
-    )
-    """Recompute the loss in the backward pass instead of keeping its intermediates."""
     seq_length: int | None = flag(
         None,
         range=at_least(2, "a prompt token and a response token"),
@@ -112,8 +94,6 @@ class TrainConfig:
     """Regular expressions (re.search) of the parameters to train; all others are frozen."""
     freeze_params_name_list: tuple[str, ...] = flag((), read_by="trainer")
     """Regular expressions (re.search) of the parameters to freeze."""
-    keep_old_actor: bool = flag(False, refused=_NO_OLD_ACTOR)
-    """Take the old policy from a lagged copy of the weights."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = flag(
         "auto", read_by="trainer"
     )
@@ -144,42 +124,6 @@ class TrainConfig:
     )
     """Experts that the engine chose (rollout_routed_experts of the samples) are used in the
     old-policy pass and in training; implies --use-routing-replay."""
-    enable_mtp_training: bool = flag(False, refused=NO_MTP)
-    """Train the multi-token-prediction layers."""
-    qwen_gdn_backend: Literal["fla", "flashqla"] = flag(
-        "fla", refused="Qwen3-Next layers are not in this version"
-    )
-    """Kernels of Gated DeltaNet layers."""
-    freeze_indexer: bool = flag(False, refused="DeepSeek sparse attention is not in this version")
-    """Freeze the indexer of DeepSeek sparse attention."""
-    allgather_cp: bool = flag(False, refused="DeepSeek sparse attention is not in this version")
-    """Contiguous context parallelism for DeepSeek sparse attention."""
-    megatron_config_path: str | None = flag(None, refused=NO_CRITIC)
-    """YAML file of settings per role."""
-    megatron_deepgemm_forward_layers: tuple[int, ...] = flag((), refused=_NO_DEEPGEMM)
-    """Layers that use DeepGEMM in the forward pass."""
-    megatron_deepgemm_forward_modules: tuple[str, ...] = flag((), refused=_NO_DEEPGEMM)
-    """Modules that use DeepGEMM in the forward pass."""
-    megatron_deepgemm_moe_forward_layers: tuple[int, ...] = flag((), refused=_NO_DEEPGEMM)
-    """MoE layers that use DeepGEMM in the forward pass."""
-    megatron_deepgemm_moe_forward_modules: tuple[str, ...] = flag((), refused=_NO_DEEPGEMM)
-    """MoE modules that use DeepGEMM in the forward pass."""
-    teacher_port: int = flag(7999, refused=_NO_TEACHER_SERVER)
-    """Port of the Megatron teacher server."""
-    teacher_warmup_port: int | None = flag(None, refused=_NO_TEACHER_SERVER)
-    """Port of the teacher server while it warms up."""
-    teacher_warmup_timeout_s: int = flag(3000, refused=_NO_TEACHER_SERVER)
-    """Deadline of the teacher server's warm-up."""
-    teacher_sample_reduction_chunk_size: int = flag(4096, refused=_NO_TEACHER_SERVER)
-    """Chunk size of the teacher server."""
-    teacher_label_reduction_chunk_size: int = flag(4096, refused=_NO_TEACHER_SERVER)
-    """Chunk size of the teacher server."""
-    megatron_server_max_length: int = flag(0, refused=_NO_TEACHER_SERVER)
-    """Longest input of the teacher server."""
-    megatron_server_update_timeout_s: int = flag(3600, refused=_NO_TEACHER_SERVER)
-    """Deadline of the teacher server's weight update."""
-    megatron_server_warmup: bool = flag(True, refused=_NO_TEACHER_SERVER)
-    """Warm the teacher server up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,8 +221,6 @@ class CheckpointConfig:
     """Copy the trained weights into the reference model every so many rollouts."""
     reset_optimizer_states: bool = flag(False, read_by="training")
     """Reset Adam's moments at each rollout."""
-    use_stateless_adam: bool = flag(False, refused="stateless Adam is not in this version")
-    """Adam without kept moments."""
 
 
 _TRAINS = unless("debug_rollout_only", why="nothing is trained", warns=True)
@@ -378,16 +320,3 @@ class SyncConfig:
     """Directory for --update-weight-transport disk."""
     update_weight_disk_keep_files: bool = flag(False, needs=on("update_weight_transport", "disk"))
     """Keep the directories of earlier weight versions."""
-    update_weight_delta_encoding: Literal["xor", "overwrite"] = flag("xor", refused=_NO_DELTA)
-    """Encoding of deltas."""
-    update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = flag(
-        "xxh3-128", refused=_NO_DELTA
-    )
-    """Checksum of deltas."""
-    update_weight_local_checkpoint_dir: str | None = flag(None, refused=_NO_DELTA)
-    """Local directory on engine hosts to which deltas are applied."""
-    custom_update_weight_post_write_path: str | None = flag(
-        None, refused="a hook behind the files of a push is not in this version"
-    )
-    """Function (args, version_dir, rollout_engines) run on every rank after a disk push is
-    written."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime.config.data import read_table
 from slime.config.draft import UserFlags
 from slime.documentation import doc_url
 from slime.errors import UserError
@@ -31,56 +32,12 @@ class MissingFamily:
     flags: frozenset[str] = frozenset()
 
 
-_GATED = frozenset({"attention_output_gate", "use_gated_attention", "apply_layernorm_1p"})
-_DELTA_NET = frozenset(
-    {
-        "qwen_gdn_backend",
-        *(
-            f"linear_{name}"
-            for name in ("attention_freq", "conv_kernel_dim", "key_head_dim", "value_head_dim")
-        ),
-        *("linear_num_key_heads", "linear_num_value_heads"),
-    }
-)
-_SPARSE = frozenset(
-    {
-        *(
-            "allgather_cp",
-            "freeze_indexer",
-            "enable_experimental",
-            "experimental_attention_variant",
-        ),
-        *(
-            f"dsa_indexer_{name}"
-            for name in ("n_heads", "head_dim", "topk", "loss_coeff", "use_sparse_loss")
-        ),
-    }
-)
-
 #: The first one that a line names is told.
-MISSING_FAMILIES: tuple[MissingFamily, ...] = (
-    MissingFamily("Qwen3.5 and Qwen3.6", "Gated DeltaNet layers", ("qwen3_5",)),
-    MissingFamily("Qwen3-Next", "Gated DeltaNet layers", ("qwen3_next",)),
-    MissingFamily("GLM-5", "DeepSeek sparse attention", ("glm5",)),
-    MissingFamily("MiniMax-M2", "its attention and router", ("minimax_m2",)),
-    MissingFamily("gpt-oss", "attention sinks and sliding windows", ("gptoss", "gpt_oss")),
+MISSING_FAMILIES = tuple(
     MissingFamily(
-        "Gemma",
-        "sliding windows and per-layer rotary embeddings",
-        ("gemma3", "gemma4", "gemma4_provider"),
-    ),
-    MissingFamily(
-        "Qwen3.5, Qwen3.6 and Qwen3-Next",
-        "Gated DeltaNet layers and gated attention",
-        ("gated_delta_net",),
-        _GATED | _DELTA_NET | {"moe_shared_expert_gate"},
-    ),
-    MissingFamily("GLM-5 and DeepSeek-V3.2", "DeepSeek sparse attention", flags=_SPARSE),
-    MissingFamily(
-        "gpt-oss",
-        "attention sinks and sliding windows",
-        flags=frozenset({"softmax_type", "window_size"}),
-    ),
+        row["name"], row["lacks"], tuple(row.get("modules", ())), frozenset(row.get("flags", ()))
+    )
+    for row in read_table("missing_families.toml")["family"]
 )
 
 #: Modules of the reference system → the family here whose table takes their place.

@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from slime import deadlines
-from slime.config.foreign import to_argv
+from slime.config.engine_flags import to_argv
 from slime.engines import keys
 from slime.engines.api import EngineClient, EngineError
 from slime.engines.launch import LaunchSpec

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from slime.errors import UserError
-from slime.user_code.loading import load_function
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -74,6 +73,7 @@ def old_plugin(config: Config) -> str | None:
     """The path of the first hook whose file imports a path of the reference system; None where
     there is none. A hook that cannot be loaded is refused elsewhere."""
     from slime.user_code.hooks import HOOKS
+    from slime.user_code.loading import load_function  # needs installed packages
 
     given = config.flat()
     for flag in (*HOOKS, "data_source_path"):

@@ -13,7 +13,7 @@ from typing import Any
 from slime.config import Config, parse_args
 from slime.config.flag import FlagSpec, Part
 from slime.config.flags import all_flags
-from slime.config.foreign import to_argv
+from slime.config.engine_flags import to_argv
 from slime.config.parts import absent
 from slime.errors import UserError
 from slime.samples.types import Sample

@@ -51,8 +51,8 @@ FLOORS = (
 #: Library → the only modules that import it.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "ray": ("cluster",),
-    "megatron": ("trainer.megatron", "checkpoints", "weights", "config.native"),
-    "sglang": ("engines.sglang", "weights", "config.native"),
+    "megatron": ("trainer.megatron", "checkpoints", "weights", "config.megatron_flags"),
+    "sglang": ("engines.sglang", "weights", "config.megatron_flags"),
     "wandb": ("observe.wandb_sink",),
     "compressed_tensors": ("engines.wire.quantised",),
     "tensorboard": ("observe.tensorboard_sink",),

@@ -202,22 +202,6 @@ def test_a_python_without_the_requirements_is_told_what_to_install(words: list[s
     )
 
 
-def test_a_missing_distribution_is_a_missing_package(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """megatron-core is not imported for its flags: its version and its files are asked for."""
-    from slime.config import native
-
-    native.megatron_version.cache_clear()
-    monkeypatch.setattr(sys, "meta_path", [])
-    try:
-        assert guarded(lambda: len(native.megatron_version())) == UserError.exit_status
-    finally:
-        monkeypatch.undo()
-        native.megatron_version.cache_clear()
-    assert "the module megatron-core is not installed" in capsys.readouterr().err
-
-
 def test_what_to_do_about_a_missing_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

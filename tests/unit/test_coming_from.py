@@ -10,10 +10,11 @@ import pytest
 
 from slime.cli import flags as flags_command
 from slime.config.flags import spellings
-from slime.config.other_systems import TRL, VERL, OtherName
+from slime.config.other_systems import OtherName, other_names
 from slime.config.parse import read_argv, read_config_file
 from slime.errors import UserError
 
+ROWS = [row for rows in other_names().values() for row in rows]
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 
 
@@ -25,7 +26,7 @@ def test_every_flag_of_the_page_exists() -> None:
 
 NAMES = [
     pytest.param(name, row, id=name)
-    for row in (*TRL, *VERL)
+    for row in ROWS
     for name in row.names
     if name.replace("_", "-") not in spellings()
 ]
@@ -42,7 +43,7 @@ def test_a_name_of_another_system_is_answered_from_the_table(
         with pytest.raises(UserError) as caught:
             read_argv(words)
         assert caught.value.fix in {
-            one.text for one in (*TRL, *VERL) if name in one.names
+            one.text for one in ROWS if name in one.names
         } and "did you mean" not in str(caught.value)
     file = tmp_path / "run.yaml"
     file.write_text(f"{name}: 1\n")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from slime.config import Config, make_config
+from slime.config.engine_flags import to_argv
 from slime.config.flag import FlagSpec, Part, Requirement, option_of
 from slime.config.flags import all_flags, own_flags
-from slime.config.foreign import to_argv
 from slime.config.parse import given_by_name
 from slime.config.parts import left_out
 from slime.config.resolve import resolve

@@ -4,7 +4,7 @@ documented."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
+import importlib.util
 import json
 import subprocess
 import sys
@@ -12,29 +12,25 @@ from pathlib import Path
 
 import pytest
 
+from slime.config.data import read_table
 from slime.config.engine_flags import (
     ROUTER_RESERVED,
     SGLANG_RESERVED,
     router_flags,
-    sglang_args_of,
     sglang_flags,
     stored_sglang_args,
+    to_argv,
 )
 from slime.config.flag import docs_of
 from slime.config.flags import GROUPS, all_flags, own_flags, spellings
-from slime.config.foreign import to_argv
 from slime.config.help import flags_page, print_help
-from slime.config.megatron_flags import (
-    ALWAYS,
-    FIELDS,
-    NAMES,
-    REFUSED_NAMES,
-    SHORTHANDS,
-    SKIPPED_FIELDS,
-)
-from slime.config.native import native_fields
+from slime.config.megatron_flags import FIELDS, NAMES, SHORTHANDS, lm_flags, megatron_core
 
 ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("tables", ROOT / "tools" / "make_flag_tables.py")
+assert _spec is not None and _spec.loader is not None
+make_tables = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(make_tables)
 LISTED = (Path(__file__).parents[1] / "support" / "reference_flags.txt").read_text().splitlines()
 REFERENCE = [line for line in LISTED if not line.startswith("#")]
 OF_GUIDES = LISTED[LISTED.index("# Flags of its troubleshooting guides") + 1 :]
@@ -76,6 +72,11 @@ def test_docs_have_every_flag_with_a_status() -> None:
 # --------------------------------------------------------------------------------------------
 
 
+def test_tables_are_those_of_the_installed_packages() -> None:
+    installed = json.loads(json.dumps([make_tables.megatron_table(), make_tables.router_table()]))
+    assert installed == [megatron_core(), read_table("sglang_router.json")]
+
+
 def test_native_fields_are_those_of_the_installed_classes() -> None:
     """What `ast` reads is what importing the classes shows."""
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -89,23 +90,27 @@ def test_native_fields_are_those_of_the_installed_classes() -> None:
     }
     scalars = (bool, int, float, str)
     for section, cls in classes.items():
-        read = {
-            name: native for (where, name), native in native_fields().items() if where == section
-        }
+        read = {row["name"]: row for row in megatron_core()["fields"] if row["section"] == section}
         fields = {field.name: field for field in dataclasses.fields(cls)}
         assert set(read) <= set(fields)
         for name, field in fields.items():
             if type(field.default) in scalars and "argparse_meta" not in str(field.metadata):
                 assert name in read or name.startswith("_") or name == "activation_func", name
-                assert read[name].default == field.default, name
+                assert read[name]["default"] == field.default, name
 
 
 def test_tables_name_only_fields_that_exist() -> None:
-    fields = {name for _, name in native_fields()}
-    assert set(NAMES) <= fields and set(FIELDS) <= fields and fields >= SKIPPED_FIELDS
+    fields = {row["name"] for row in megatron_core()["fields"]}
+    table = read_table("megatron.toml")
+    assert fields >= {*NAMES, *FIELDS, *table["skipped_fields"]}
     for shorthand in SHORTHANDS.values():
-        assert set(shorthand.sets) <= set(all_flags())
-    assert not set(REFUSED_NAMES) & set(ALWAYS)
+        assert set(shorthand["sets"]) <= set(all_flags())
+    named = [
+        *table["refused_arguments"],
+        *table["always"],
+        *(row["name"] for row in table["model"]),
+    ]
+    assert sorted(named) == sorted(lm_flags())
 
 
 # -- SGLang and the router
@@ -152,7 +157,7 @@ new_flag="--sizes")
 
 
 def test_reading_server_args_from_source() -> None:
-    args = {arg.name: arg for arg in sglang_args_of(SERVER_ARGS)}
+    args = {arg.name: arg for arg in make_tables.sglang_arguments(SERVER_ARGS)}
     assert set(args) == {
         "model_path",
         "fraction",
@@ -180,21 +185,32 @@ def test_reading_server_args_from_source() -> None:
     assert args["lora"].negatable and args["maybe"].value_optional
 
 
-def test_an_installed_sglang_wins_over_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_table_tells_how_other_releases_differ() -> None:
+    newer = SERVER_ARGS.replace("switch: A", "knob: A").replace('= "x"', '= "y"')
+    table = make_tables.sglang_table({"1.0": SERVER_ARGS, "1.1": newer})
+    other = table["other_versions"]["1.0"]
+    assert table["version"] == "1.1" and other["without"] == ["knob"]
+    assert {row["name"] for row in other["arguments"]} == {"mode", "switch"}
+
+
+@pytest.mark.parametrize(
+    ("installed", "has", "lacks"),
+    [
+        ("0.5.15", "mem_fraction_static", "retraction_policy"),
+        ("0.5.15.post1", "mem_fraction_static", "retraction_policy"),
+        ("0.5.17", "retraction_policy", "no_such"),
+        ("0.5.9", "tensor_parallel_size", "tp_size"),
+    ],
+)
+def test_an_installed_sglang_wins_over_the_newest(
+    installed: str, has: str, lacks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slime.config import engine_flags
 
-    source = tmp_path / "sglang" / "srt" / "server_args.py"
-    source.parent.mkdir(parents=True)
-    source.write_text(SERVER_ARGS)
-    info = tmp_path / "sglang-9.9.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: installed)
     version, arguments = engine_flags.sglang_args.__wrapped__()
-    assert version == "9.9" and "the_backend" in {arg.name for arg in arguments}
+    names = {arg.name for arg in arguments}
+    assert version == installed and has in names and lacks not in names
 
 
 def test_router_table_is_what_the_router_accepts() -> None:

@@ -172,8 +172,7 @@ def main(words):
         pass
     print("went on")
 
-sys.modules["run"] = sys.modules["__main__"]
-command.COMMANDS["train"] = command.Subcommand("run", "main", "", "train")
+sys.modules["slime.cli.train"] = sys.modules["__main__"]
 sys.exit(command.main(["train"]))
 """
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.constants import HF_HOME
 
 from slime import deadlines
-from slime.config.engine_flags import SGLANG_INSTEAD, SGLANG_RESERVED, sglang_args
-from slime.config.foreign import to_argv
+from slime.config.engine_flags import SGLANG_INSTEAD, SGLANG_RESERVED, sglang_args, to_argv
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
 from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSpec
 from slime.engines.model_groups import GroupRules
