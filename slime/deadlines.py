@@ -1,8 +1,7 @@
-"""How long each part waits before it gives up or looks again, in seconds: the defaults of every
-wait that no flag sets.
+"""Default timeouts and polling intervals, in seconds, of every wait that no flag sets.
 
-docs/deadlines.md says who waits for whom and what happens then. A module reads its constants by
-name; the name begins with the module's.
+docs/deadlines.md lists who waits for whom and what happens when a timeout expires. A constant's
+name begins with the name of the module that reads it.
 """
 
 # -- agents/programs.py
@@ -260,13 +259,6 @@ PINNED_MEMORY_LOCK = 300.0
 
 # -- processes/stacks.py
 STACKS_WRITTEN = 0.5
-
-# -- processes/tree.py
-TREE_END = 5.0
-TREE_LOOK = 0.2
-#: Ray kills the raylet a second after it has asked it to end.
-TREE_GRACE = 0.8
-TREE_LAST_COMMAND = 30.0
 
 # -- rollout/counters.py
 COUNTERS_LOAD_INTERVAL = 2.0

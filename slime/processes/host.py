@@ -205,7 +205,7 @@ def python_module(name: str) -> list[str]:
     ``-P`` keeps the working directory off the import path: a user's ``random.py`` there would
     replace Python's own. A clone that is not installed is found only through that directory.
     """
-    is_in_clone = os.getcwd() == str(Path(__file__).resolve().parents[1])
+    is_in_clone = os.getcwd() == str(Path(__file__).resolve().parents[2])
     return [sys.executable, "-m" if is_in_clone else "-Pm", name]
 
 

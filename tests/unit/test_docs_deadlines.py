@@ -32,7 +32,11 @@ def constants() -> dict[str, float]:
 
 def test_only_a_program_that_imports_nothing_has_a_constant_of_its_own() -> None:
     assert [name for name in constants() if ".py" in name] == [
-        "`sandbox/supervisor.py` `_LOOK_SECONDS`"
+        "`processes/tree.py` `_END_SECONDS`",
+        "`processes/tree.py` `_LOOK_SECONDS`",
+        "`processes/tree.py` `_GRACE_SECONDS`",
+        "`processes/tree.py` `_LAST_COMMAND_SECONDS`",
+        "`sandbox/supervisor.py` `_LOOK_SECONDS`",
     ]
 
 
