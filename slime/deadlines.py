@@ -1,8 +1,7 @@
-"""How long each part waits before it gives up or looks again, in seconds: the defaults of every
-wait that no flag sets.
+"""Default timeouts and polling intervals, in seconds, of every wait that no flag sets.
 
-docs/deadlines.md says who waits for whom and what happens then. A module reads its constants by
-name; the name begins with the module's.
+docs/deadlines.md lists who waits for whom and what happens when a timeout expires. A constant's
+name begins with the name of the module that reads it.
 """
 
 # -- agents/programs.py

@@ -27,7 +27,7 @@ _SIGNAL = signal.SIGUSR2
 _SERVERS = "slime.engines."
 _MOST_FRAMES = 12
 #: Its frames call users' code, and are not where that hangs.
-_CALLER = f"{os.sep}slime{os.sep}user_calls.py"
+_CALLER = f"{os.sep}slime{os.sep}user_code{os.sep}calls.py"
 
 
 def answer() -> None:

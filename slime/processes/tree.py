@@ -1,15 +1,15 @@
-"""A tree of processes that ends as a whole. Who leaves it, by a new session or a double fork, is
-adopted and found.
+"""End a tree of processes as a whole. A process that leaves it, by a new session or a double fork,
+is adopted and found.
 
     driver ─► this file as a script, twice ─► raylet ─► agents, workers, engines, and whatever
-    users' functions start
+                                                        users' functions start
 
-The script starts one command and ends all that came of it when the command ends, when it is told to
-(SIGTERM), or when the driver is gone, however that came. The kernel gives it every process of the
-tree that loses its parent (PR_SET_CHILD_SUBREAPER), so that it needs no list of them.
+The script starts one command. It ends everything the command started when the command ends, when
+SIGTERM asks for it, or when the driver is gone for any reason. The kernel hands it every process of
+the tree that loses its parent (PR_SET_CHILD_SUBREAPER), so it needs no list of them.
 
-Standard library only, and nothing of slime's: scripts that start in a few milliseconds import this
-file.
+Only the standard library is imported, and nothing of slime: this file runs as a script without
+site-packages, and scripts that must start in a few milliseconds import it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ _LOOK_SECONDS = 0.2
 #: Ray kills the raylet a second after it has asked it to end.
 _GRACE_SECONDS = 0.8
 _LAST_COMMAND_SECONDS = 30.0
-
-
 _PDEATHSIG = 1
 _SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
@@ -42,8 +40,10 @@ def adopt_orphans() -> None:
 
 
 def descendants() -> list[int]:
-    """Return the processes that came of this one. Each names its children; kernels that are built
-    without that are searched."""
+    """Return the ids of all descendants of this process.
+
+    Where the kernel does not list the children of a process, all of /proc is searched.
+    """
     children = _children_by_parent() if _SEARCHED else None
     found = []
     asked = [os.getpid()]
@@ -62,7 +62,7 @@ def _children_of(pid: int) -> list[int]:
             with open(f"/proc/{pid}/task/{task}/children") as children:
                 found += map(int, children.read().split())
     except OSError:
-        pass  # it ended while we looked
+        pass  # it ended meanwhile
     return found
 
 
@@ -79,8 +79,10 @@ def _children_by_parent() -> dict[int, list[int]]:
 
 
 def has_ended(child: int) -> bool:
-    """Whether a child has ended. It stays a zombie, so that its number is nobody else's; others
-    that have ended are reaped."""
+    """Return whether a child has ended; reap all other children that have.
+
+    The child itself stays a zombie, so that its process id is not reused.
+    """
     while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         if found.si_pid == child:
             return True
@@ -89,8 +91,7 @@ def has_ended(child: int) -> bool:
 
 
 def end_all() -> None:
-    """Kill all descendants: stopped first, so that none starts another while the others are
-    killed."""
+    """Kill all descendants. They are stopped first, so that none forks while others are killed."""
     deadline = time.monotonic() + _END_SECONDS
     while time.monotonic() < deadline:
         for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -112,26 +113,24 @@ def end_all() -> None:
 
 
 def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int:
-    """Run ``command`` until it ends, SIGTERM asks for its end, or process ``owner``, our parent, is
-    gone; then end all that came of it.
+    """Run ``command`` until it ends, SIGTERM arrives, or process ``owner``, our parent, is gone;
+    then end everything it started.
 
-    Two processes do so, one below the other: when one of them is killed, the other one ends what is
-    left.
+    Two processes do this, one below the other. If one of them is killed, the other one cleans up.
 
     Args:
-        last_command: run when the owner is gone, for what the tree leaves besides processes.
+        last_command: run when the owner is gone, to remove what is left besides processes.
     Returns:
-        The exit status of ``command``; 1 where it did not end by itself.
+        The exit status of ``command``; 1 if it did not end by itself.
     """
     import subprocess
 
     adopt_orphans()
-    _LIBC.prctl(
-        _PDEATHSIG, 0
-    )  # Ray sets it for its daemons; this one has work to do when the driver dies
+    # Ray sets this signal for its daemons; this one has work to do when the driver dies.
+    _LIBC.prctl(_PDEATHSIG, 0)
     if os.getppid() != owner:
         return 1
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # they are waited for
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # sigtimedwait takes them
     outer = os.getpid()
     inner = os.fork()
     if inner:
@@ -144,7 +143,7 @@ def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int
                 check=False,
             )
         return status
-    adopt_orphans()  # which a fork does not inherit
+    adopt_orphans()  # a fork does not inherit this
     own = os.getpid()
 
     def in_child() -> None:
@@ -158,13 +157,13 @@ def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int
 
 
 def _watch(owner: int, child: int, grace: float) -> int:
-    """Wait for an end, and end all; returns the exit status of ``child``."""
+    """Wait for the child, the owner or a signal, end everything, and return the child's status."""
     limit = float("inf")
     while not (ended := has_ended(child)) and os.getppid() == owner and time.monotonic() < limit:
         came = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
         if came is not None and came.si_signo == signal.SIGTERM:
             if limit < float("inf"):
-                break  # told twice: at once
+                break  # asked twice: end at once
             limit = time.monotonic() + grace
             os.kill(child, signal.SIGTERM)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if ended else 1
