@@ -19,7 +19,6 @@ from typing import Any
 
 from slime import deadlines
 from slime.config.config import Config
-from slime.diagnosis import troubles as known
 from slime.diagnosis.look import CheckedRun, LeftOut, Look
 from slime.errors import UserError
 from slime.prompts.prepare import remember
@@ -63,9 +62,9 @@ def data(case: CheckedRun, look: Look) -> None:
     for error in report.errors:
         look.refused(error)
     for line in report.warnings:
-        look.found(known.DATA_ROWS, line, is_fatal=False)
+        look.found("data-rows", line, is_fatal=False)
     for line in report.templated:
-        look.found(known.TEMPLATE_TWICE, line, is_fatal=False)
+        look.found("template-twice", line, is_fatal=False)
     for line in report.notes:
         look.note(line)
         look.told.append(line)
@@ -75,7 +74,7 @@ def data(case: CheckedRun, look: Look) -> None:
 
 def hooks(case: CheckedRun, look: Look) -> None:
     """Every function of the user's can be imported and called."""
-    look.attempt(preflight.check_functions, case.run.flat(), trouble=known.HOOK)
+    look.attempt(preflight.check_functions, case.run.flat(), trouble="hook")
     look.attempt(preflight.warn_of_old_plugins, case.run)
 
 
@@ -123,10 +122,10 @@ def reward(case: CheckedRun, look: Look) -> None:
             config.rollout
         )  # functions that make samples of their own may give rewards what is not there here
         makes_samples = rollout.custom_generate_function_path or rollout.rollout_function_path
-        look.refused(error, known.REWARD_FAILS, is_fatal=not makes_samples)
+        look.refused(error, "reward-fails", is_fatal=not makes_samples)
     else:
         if failure is not None:
-            look.refused(failure, known.REWARD_FAILS, is_fatal=False)
+            look.refused(failure, "reward-fails", is_fatal=False)
         elif scores is not None:
             _judge(scores, look)
 
@@ -330,7 +329,7 @@ def _judge(scores: Scores, look: Look) -> None:
             look.note(said)
         else:
             look.found(
-                known.REWARD_INVERTED,
+                "reward-inverted",
                 f"{said} (means of the form that scores best)",
                 is_fatal=False,
             )
@@ -339,6 +338,6 @@ def _judge(scores: Scores, look: Look) -> None:
             f"{said} (in {len(_FORMS)} forms); where it wants yet another form, or reads no "
             "label, that is fine"
         )
-        look.found(known.REWARD_FLAT, detail, is_fatal=False)
+        look.found("reward-flat", detail, is_fatal=False)
     else:
         look.note("it does not depend on the label")

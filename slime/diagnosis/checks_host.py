@@ -18,7 +18,6 @@ import psutil
 
 from slime import deadlines
 from slime.config.config import Config
-from slime.diagnosis import troubles as known
 from slime.diagnosis.look import CheckedRun, LeftOut, Look
 from slime.errors import UserError
 from slime.memory.trainer import rank_parameters
@@ -61,11 +60,11 @@ def host(case: CheckedRun, look: Look) -> None:
         try:
             folder_of_sockets()
         except UserError as error:
-            look.found(known.TEMPORARY_FOLDER, f"{error}: {error.why}", source="RAY_TMPDIR")
+            look.found("temporary-folder", f"{error}: {error.why}", source="RAY_TMPDIR")
     if os.environ.get("PYTHONDONTWRITEBYTECODE") and (names := _not_compiled()):
         folder = " ".join(sorted({str(path.parents[1]) for path in names.values()}))
         look.found(
-            known.BYTECODE,
+            "bytecode",
             f"PYTHONDONTWRITEBYTECODE is set, and {', '.join(names)} are not compiled",
             f"unset PYTHONDONTWRITEBYTECODE, or once: python -m compileall -q -j 0 {folder}",
             is_fatal=False,
@@ -79,7 +78,7 @@ def host(case: CheckedRun, look: Look) -> None:
             f"a process may open {hard} files, and about {wanted} are wanted for the requests "
             "under way"
         )
-        look.found(known.OPEN_FILES, detail, is_fatal=hard < FEWEST_FILES)
+        look.found("open-files", detail, is_fatal=hard < FEWEST_FILES)
 
 
 def _not_compiled() -> dict[str, Path]:
@@ -119,7 +118,7 @@ def shared_memory(case: CheckedRun, look: Look) -> None:
     ):
         raise LeftOut("no weights go through it")
     if not SHARED_MEMORY.is_dir():
-        return look.found(known.SHARED_MEMORY, f"there is no {SHARED_MEMORY}", is_fatal=False)
+        return look.found("shared-memory", f"there is no {SHARED_MEMORY}", is_fatal=False)
     free = shutil.disk_usage(SHARED_MEMORY).free
     bucket = config.sync.update_weight_buffer_size
     whole = _weights(config) * (4 if config.megatron.fp32 else 2)
@@ -131,7 +130,7 @@ def shared_memory(case: CheckedRun, look: Look) -> None:
             f"{wanted / 1e6:,.0f} MB"
         )
         fits = f"--update-weight-buffer-size {max(1, int(free // (2 * _BUCKETS)))}"
-        look.found(known.SHARED_MEMORY, detail, fits, is_fatal=False)
+        look.found("shared-memory", detail, fits, is_fatal=False)
 
 
 def _weights(config: Config) -> int:
@@ -164,7 +163,7 @@ def disk(case: CheckedRun, look: Look) -> None:
                 f"{flag} {folder}: {free / 1e9:,.2f} GB are free there, one takes "
                 f"{nbytes / 1e9:,.2f} GB"
             )
-            look.found(known.DISK_ROOM, detail, source=flag)
+            look.found("disk-room", detail, source=flag)
     if not look.notes:
         raise LeftOut("nothing is saved, or the model's size is not known")
 
@@ -190,7 +189,7 @@ def device(case: CheckedRun, look: Look) -> None:
             f"this host has {here} GPUs, and torch, built for CUDA {cuda or 'unknown'}, says: "
             f"{told or 'nothing'}"
         )
-        look.found(known.TORCH_WITHOUT_GPU, detail)
+        look.found("torch-without-gpu", detail)
 
 
 def ask_torch() -> str:
@@ -217,7 +216,7 @@ def network(case: CheckedRun, look: Look) -> None:
         if missing := absent_interfaces(os.environ.get(name, ""), psutil.net_if_addrs()):
             there = ", ".join(sorted(psutil.net_if_addrs()))
             detail = f"{name} names {', '.join(missing)}, and this host has {there}"
-            look.found(known.NCCL_INTERFACE, detail, source=name)
+            look.found("nccl-interface", detail, source=name)
     config = case.config
     if config is None:
         return
@@ -252,18 +251,18 @@ def _between_nodes(nodes: int, look: Look) -> None:
         detail = (
             f"NCCL_IB_DISABLE={os.environ['NCCL_IB_DISABLE']}, and the trainer has {nodes} nodes"
         )
-        look.found(known.INFINIBAND, detail, source="NCCL_IB_DISABLE", is_fatal=False)
+        look.found("infiniband", detail, source="NCCL_IB_DISABLE", is_fatal=False)
     elif not shutil.which("ibstat") and not _INFINIBAND.is_dir():
         detail = (
             f"the trainer has {nodes} nodes, and this host has neither ibstat nor {_INFINIBAND}"
         )
-        look.found(known.INFINIBAND, detail, is_fatal=False)
+        look.found("infiniband", detail, is_fatal=False)
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
     except OSError as error:
         look.found(
-            known.HOSTNAME,
+            "hostname",
             f"this host is called {name}, which has no address: {error}",
             is_fatal=False,
         )
@@ -278,9 +277,7 @@ def _proxy(config: Config, look: Look) -> None:
     proxy = urllib.request.getproxies().get(parts.scheme)
     if asked and parts.hostname and proxy and not urllib.request.proxy_bypass(parts.hostname):
         detail = f"--rm-url {url} would be asked through {_without_password(proxy)}"
-        look.found(
-            known.PROXY, detail, f"no_proxy={parts.hostname}", source="--rm-url", is_fatal=False
-        )
+        look.found("proxy", detail, f"no_proxy={parts.hostname}", source="--rm-url", is_fatal=False)
 
 
 def _without_password(url: str) -> str:
@@ -289,6 +286,6 @@ def _without_password(url: str) -> str:
 
 def ports(case: CheckedRun, look: Look) -> None:
     """Engines and router find ports."""
-    reserved = look.attempt(reserve_port, trouble=known.PORTS)
+    reserved = look.attempt(reserve_port, trouble="ports")
     if reserved is not None:
         reserved.release()

@@ -8,7 +8,6 @@ from typing import Any
 
 from slime.checkpoints.load_plan import resolve_load, resolve_reference
 from slime.config.config import Config
-from slime.diagnosis import troubles as known
 from slime.diagnosis.look import CheckedRun, LeftOut, Look
 from slime.errors import UserError
 from slime.models import family_of, read_hf_config
@@ -44,7 +43,7 @@ def hub(case: CheckedRun, look: Look) -> None:
     if not named:
         raise LeftOut("no flag names anything of the hub")
     for name, kind in named.items():
-        is_here = look.attempt(is_there, name, kind, trouble=known.HUB)
+        is_here = look.attempt(is_there, name, kind, trouble="hub")
         if is_here:
             look.note(f"{name} is here")
         elif is_here is False:
@@ -123,9 +122,9 @@ def tokenizer(case: CheckedRun, look: Look) -> None:
     look.note(f"{ids} tokens, vocab_size {rows}")
     if isinstance(rows, int) and ids > rows:
         detail = f"the tokenizer has ids up to {ids - 1}, and config.json a vocab_size of {rows}"
-        look.found(known.VOCABULARY, detail, source=str(case.model), is_fatal=False)
+        look.found("vocabulary", detail, source=str(case.model), is_fatal=False)
     for line in end_token_conflicts(found, str(case.model)):
-        look.found(known.END_TOKENS, line, is_fatal=False)
+        look.found("end-tokens-differ", line, is_fatal=False)
     try:
         in_turns = is_chat(case.run, found)
     except UserError:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from slime.diagnosis import troubles as known
-from slime.diagnosis import troubles_flags
 from slime.diagnosis.look import CheckedRun, LeftOut, Look
 from slime.memory.check import judge
 from slime.memory.hardware import device_memory
@@ -23,7 +21,7 @@ def flags(case: CheckedRun, look: Look) -> None:
         look.refused(error)
     if case.config is not None:
         for warning in case.config.warnings:
-            look.found(troubles_flags.FLAG_WITHOUT_EFFECT, warning, is_fatal=False)
+            look.found("flag-without-effect", warning, is_fatal=False)
         train = case.config.train
         rollout = case.config.rollout
         look.note(
@@ -46,7 +44,7 @@ def engines(case: CheckedRun, look: Look) -> None:
         raise LeftOut("the run has no engines")
     look.attempt(preflight.check_engine_flags, config)
     look.attempt(preflight.check_engine, config)
-    look.attempt(preflight.check_external_engines, config, trouble=known.EXTERNAL_ENGINE)
+    look.attempt(preflight.check_external_engines, config, trouble="external-engine")
     look.note(config.engine.rollout_engine)
 
 
@@ -67,7 +65,7 @@ def memory(case: CheckedRun, look: Look) -> None:
         return
     config = with_token_limit(config, device)
     plan = MemoryPlan.of(config, device)
-    look.trouble = known.MEMORY_COLOCATED if config.cluster.colocate else known.MEMORY_TRAINING
+    look.trouble = "memory-colocated" if config.cluster.colocate else "memory-training"
     look.attempt(judge, config, plan)
     if not plan.phases:
         raise LeftOut("neither a trainer nor an engine is started")
@@ -94,7 +92,7 @@ def age(case: CheckedRun, look: Look) -> None:
             f" {sync.async_buffer_size} + --update-weights-interval "
             f"{sync.update_weights_interval} − 1"
         )
-        look.found(troubles_flags.STALE_WEIGHTS, detail, is_fatal=False)
+        look.found("stale-weights", detail, is_fatal=False)
     look.note(f"{most} rollouts at most")
 
 
@@ -104,4 +102,4 @@ def credentials(case: CheckedRun, look: Look) -> None:
         raise LeftOut("no service is used")
     from slime.observe.wandb_sink import check_key
 
-    look.attempt(check_key, case.run, trouble=known.WANDB_KEY)
+    look.attempt(check_key, case.run, trouble="wandb-key")

@@ -15,11 +15,10 @@ from typing import Literal, cast
 from slime.checkpoints.load_plan import LoadPlan, resolve_load
 from slime.config.config import Config
 from slime.config.make import options_in
-from slime.diagnosis import troubles
-from slime.diagnosis.checks import AT_LAUNCH, AT_START, CHECKS
+from slime.diagnosis import checks_data, checks_host, checks_model, checks_plan
 from slime.diagnosis.look import Check, CheckedRun, LeftOut, Look
 from slime.diagnosis.one_round import ROUND
-from slime.diagnosis.record import Finding
+from slime.diagnosis.troubles import Finding
 from slime.errors import UserError, several
 from slime.files import json_safe
 from slime.log import get_logger
@@ -27,6 +26,42 @@ from slime.processes.host import folder_of_sockets, raise_open_files
 from slime.run.preflight import joins_cluster
 
 logger = get_logger(__name__)
+
+#: In the order of the report.
+CHECKS: tuple[Check, ...] = (
+    Check("flags", checks_plan.flags, "flags-contradict", without_flags=True),
+    Check("host", checks_host.host, "open-files", without_flags=True),
+    Check("device", checks_host.device, "torch-without-gpu", without_flags=True),
+    Check("network", checks_host.network, "nccl-interface", without_flags=True),
+    Check("ports", checks_host.ports, "ports", without_flags=True),
+    Check("hub", checks_model.hub, "hub"),
+    Check("model", checks_model.directory, "model-directory"),
+    Check("quantisation", checks_model.quantisation, "quantised-weights", after=("model",)),
+    Check("architecture", checks_model.architecture, "model-flags", after=("model",)),
+    Check("checkpoint", checks_model.checkpoint, "checkpoint", after=("model",)),
+    Check("weights", checks_model.weights, "missing-shards", after=("quantisation",)),
+    Check("tokenizer", checks_model.tokenizer, "tokenizer", after=("model",)),
+    Check("data", checks_data.data, "data-rows", after=("tokenizer",)),
+    Check("hooks", checks_data.hooks, "hook"),
+    Check("reward", checks_data.reward, "reward-missing", after=("tokenizer",)),
+    Check("outputs", checks_model.outputs, "folder"),
+    Check("disk", checks_host.disk, "disk-room", after=("model",)),
+    Check("shared memory", checks_host.shared_memory, "shared-memory", after=("model",)),
+    Check("GPUs", checks_plan.slots, "gpus-missing"),
+    Check("engines", checks_plan.engines, "engine-flags"),
+    Check("trainer", checks_plan.trainer, "transformer-engine"),
+    Check("memory", checks_plan.memory, "memory-training", after=("architecture",)),
+    Check("age of samples", checks_plan.age, "stale-weights"),
+    Check("credentials", checks_plan.credentials, "wandb-key"),
+)
+
+#: Every launch makes these and logs what they find; they take milliseconds.
+_AT_START = ("host", "network", "disk", "shared memory")
+#: A launch refuses a run by these before anything starts.
+_AT_LAUNCH = (
+    "hub", "model", "quantisation", "architecture", "checkpoint", "weights", "tokenizer",
+    "data", "hooks", "reward", "outputs", "GPUs", "engines", "trainer", "credentials",
+)  # fmt: skip
 
 State = Literal["ok", "warning", "FAIL", "left out"]
 
@@ -116,7 +151,7 @@ def preflight(config: Config, errors: Sequence[UserError] = ()) -> LoadPlan:
     if not joins_cluster(config):
         folder_of_sockets()
     case = CheckedRun(config, list(errors), is_launch=True)
-    outcomes = outcomes_of(case, AT_LAUNCH)
+    outcomes = outcomes_of(case, [check for check in CHECKS if check.name in _AT_LAUNCH])
     findings = list(dict.fromkeys(one for outcome in outcomes for one in outcome.findings))
     wrong = [*errors, *(as_error(one) for one in findings if one.is_fatal)]
     if wrong:
@@ -141,8 +176,9 @@ def at_start(config: Config) -> list[Finding]:
     """What a launch looks at beyond what it refuses: what only takes a look at the host. A check
     that fails itself says nothing here: no run is to end of being looked at."""
     case = CheckedRun(config)
-    found = [finding for check in AT_START for finding in _made(check, case, {}).findings]
-    return [finding for finding in found if finding.trouble is not troubles.CHECK_BROKEN]
+    checks = [check for check in CHECKS if check.name in _AT_START]
+    found = [finding for check in checks for finding in _made(check, case, {}).findings]
+    return [finding for finding in found if finding.trouble.name != "check-broken"]
 
 
 def _made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> CheckOutcome:
@@ -167,7 +203,7 @@ def _made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> C
             )
         detail = f"{type(error).__name__}: {error} ({_place(error)})"
         look.found(
-            troubles.CHECK_BROKEN,
+            "check-broken",
             detail,
             source=check.name,
             is_fatal=not _place(error).startswith(_OURS),

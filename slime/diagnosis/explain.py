@@ -18,10 +18,10 @@ from typing import Any
 import orjson
 
 from slime.checkpoints.directory import newest_whole
-from slime.diagnosis import known_memory, known_processes, known_run
 from slime.diagnosis.reading import TextLine, TextSource, logs_of, read_ends, read_log
-from slime.diagnosis.record import Finding, Trouble
-from slime.diagnosis.signatures import Flags, Form, Level, Seen, Signature, look
+from slime.diagnosis.remedies import Flags
+from slime.diagnosis.signatures import Level, Seen, look
+from slime.diagnosis.troubles import TROUBLES, Finding, Trouble
 from slime.documentation import doc_url
 from slime.errors import UserError
 from slime.observe.alarms import Alarm, find_alarms
@@ -29,7 +29,6 @@ from slime.observe.run_data import flags_with_origins, merge_rows
 from slime.observe.run_folder import RunFolder, is_held
 from slime.processes.host import slime_command
 
-SIGNATURES: tuple[Signature, ...] = (*known_memory.ALL, *known_processes.ALL, *known_run.ALL)
 #: Of metrics.jsonl: the newest rows are at its end.
 _METRICS_BYTES = 4 << 20
 _OBJECT_BYTES = 16 << 20
@@ -38,56 +37,6 @@ _MOST = 1e11
 #: Errors of these names say themselves why, and what to do.
 _SAYS_WHY = ("UserError", "OutOfMemory", "NonFiniteTraining", "WeightMismatch")
 _MOST_TRUNCATED = 0.9
-
-ENDLESS = Trouble(
-    "endless-generation",
-    "responses do not end: nearly all are cut at the length limit",
-    "The model's stop tokens are not those that end a turn of its chat template, or the limit is "
-    "shorter than"
-    " what the model"
-    " has to say.",
-    (
-        "--rollout-stop-token-ids or --rollout-stop with the token that ends a turn",
-        "a larger --rollout-max-response-len",
-        "--apply-chat-template, for a model that was taught to chat",
-    ),
-    "a model directory whose generation_config.json names another token",
-)
-OWN_WORDS = Trouble(
-    "run-error",
-    "the run failed",
-    "The error itself says why.",
-    ("what the error says; every process's log is in logs/",),
-    "any mistake in flags or data",
-)
-DEFECT = Trouble(
-    "unknown-error",
-    "the run failed of something that is not known here",
-    "An exception that nobody expected; the traceback in the crash folder says where.",
-    (
-        "the traceback in crash/, and the last lines of each log",
-        "SLIME_DEBUG=1 and the same command tell more",
-        "slime bundle packs what an issue needs",
-    ),
-    "a defect",
-)
-VANISHED = Trouble(
-    "killed",
-    "the driver process died without logging an error",
-    "It was killed (SIGKILL: a scheduler, or the kernel for lack of memory), or its host went "
-    "down.",
-    (
-        "dmesg, or the scheduler's log: who killed it?",
-        "slime resume goes on from the newest checkpoint and the journal",
-    ),
-    "kill -9 of the driver",
-)
-
-#: Whatever may be found of a run, each once.
-TROUBLES: tuple[Trouble, ...] = (
-    *dict.fromkeys(signature.trouble for signature in SIGNATURES),
-    *(ENDLESS, VANISHED, OWN_WORDS, DEFECT),
-)
 
 
 @dataclass(frozen=True)
@@ -315,7 +264,7 @@ def _of_sources(
     ended = state not in ("running", "finished", "stopped")
     by_trouble: dict[str, list[Seen]] = {}
     for source in sources:
-        for seen in look(source, SIGNATURES, since):
+        for seen in look(source, since):
             if ended or not seen.signature.is_survived:
                 by_trouble.setdefault(seen.signature.trouble.name, []).append(seen)
     found = []
@@ -325,10 +274,10 @@ def _of_sources(
         own = _own_remedies(sources, best)
         remedies = (
             *own,
-            *(way for way in best.signature.exact(flags, best.match) if not _is_told(way, own)),
+            *(way for way in best.signature.exact(flags) if not _is_told(way, own)),
         )
         detail = f"{best.line.text.strip()[:400]}{_why(sources, best)}{more}"
-        is_error = best.signature.form is Form.ERROR and best.source.kind == "crash"
+        is_error = best.signature.form == "error" and best.source.kind == "crash"
         rank = 10 * best.signature.level + (0 if is_error else 1)
         place = (
             best.source.name
@@ -346,14 +295,14 @@ def _is_told(remedy: str, own: tuple[str, ...]) -> bool:
 
 
 def _worth(seen: Seen) -> tuple[int, int]:
-    order = {"crash": 3 if seen.signature.form is Form.ERROR else 1, "traceback": 0}
+    order = {"crash": 3 if seen.signature.form == "error" else 1, "traceback": 0}
     is_crash_folder = seen.source.name.startswith("crash")
     return (order.get(seen.source.kind, 1 if is_crash_folder else 2), 0)
 
 
 def _own_remedies(sources: list[TextSource], seen: Seen) -> tuple[str, ...]:
     """Of an error of ours, which names them with values that are nowhere else (batches, peaks)."""
-    if seen.source.kind != "crash" or seen.signature.form is not Form.ERROR:
+    if seen.source.kind != "crash" or seen.signature.form != "error":
         return ()
     rest = next((source.lines for source in sources if source.name == seen.source.name), [])
     return _fix_of([line.text for line in rest])
@@ -361,7 +310,7 @@ def _own_remedies(sources: list[TextSource], seen: Seen) -> tuple[str, ...]:
 
 def _why(sources: list[TextSource], seen: Seen) -> str:
     """What the error itself tells of its cause, and the line of the user's own code."""
-    if seen.source.kind != "crash" or seen.signature.form is not Form.ERROR:
+    if seen.source.kind != "crash" or seen.signature.form != "error":
         return ""
     rest = next((source.lines for source in sources if source.name == seen.source.name), [])
     texts = [line.text for line in rest]
@@ -408,14 +357,14 @@ def _of_end(
             f"run.json says that it runs, and nobody holds the folder any more (it was pid {pid} "
             f"on {host})"
         )
-        return [(10 * Level.RUN, Finding(VANISHED, detail, source="run.json"))]
+        return [(10 * Level.RUN, Finding(TROUBLES["killed"], detail, source="run.json"))]
     if state != "failed" or any(
         finding.source.startswith("crash") and rank < 10 * Level.RUN for rank, finding in findings
     ):
         return []
     if crash is None:
         detail = "run.json says that it failed, and there is no crash folder of that"
-        return [(10 * Level.RUN, Finding(DEFECT, detail, source="run.json"))]
+        return [(10 * Level.RUN, Finding(TROUBLES["unknown-error"], detail, source="run.json"))]
     folder, said = crash
     source = str((folder / "crash.json").relative_to(folder.parent.parent))
     lines = [line.strip() for line in str(said.get("message") or "").split("\n")]
@@ -423,9 +372,14 @@ def _of_end(
     fix = _fix_of(lines)
     if fix or said.get("error") in _SAYS_WHY:
         what = [line for line in lines if line not in fix and not line.startswith("fix: ")][:6]
-        return [(10 * Level.CAUSE, Finding(OWN_WORDS, "; ".join(what)[:800] + note, fix, source))]
+        return [
+            (
+                10 * Level.CAUSE,
+                Finding(TROUBLES["run-error"], "; ".join(what)[:800] + note, fix, source),
+            )
+        ]
     detail = f"{said.get('error')}: {lines[0][:400]}{note}"
-    return [(10 * Level.RUN, Finding(DEFECT, detail, source=source))]
+    return [(10 * Level.RUN, Finding(TROUBLES["unknown-error"], detail, source=source))]
 
 
 def _of_metrics(rows: list[dict[str, Any]], flags: Flags, *, ended: bool) -> list[Finding]:
@@ -458,7 +412,9 @@ def _of_alarm(alarm: Alarm, rows: list[dict[str, Any]], flags: Flags) -> Finding
                 else ("--apply-chat-template, for a model that was taught to chat",)
             ),
         )
-        return Finding(ENDLESS, alarm.detail, remedies, "metrics.jsonl", False)
+        return Finding(
+            TROUBLES["endless-generation"], alarm.detail, remedies, "metrics.jsonl", False
+        )
     trouble = Trouble(
         alarm.name.replace("_", "-"),
         alarm.title,

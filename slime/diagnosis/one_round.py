@@ -22,7 +22,6 @@ import yaml
 from slime import deadlines
 from slime.checkpoints.directory import read_tracker
 from slime.config.config import Config
-from slime.diagnosis import troubles as known
 from slime.diagnosis.look import Check, CheckedRun, LeftOut, Look
 from slime.observe.first_step import large_gradient
 from slime.placement import needs_engines
@@ -81,17 +80,17 @@ def one_round(case: CheckedRun, look: Look) -> None:
     status, said = launch(config, folder)
     row = _last_row(folder)
     if status != 0:
-        return look.found(known.ROUND_FAILED, how_it_failed(status, said, folder))
+        return look.found("round-failed", how_it_failed(status, said, folder))
     difference = row.get(_METRIC, math.nan)
     if not difference <= _DIFFERENCE:
         detail = (
             f"the mean difference is {difference:.3f}; below 0.01 is usual in float32, below 0.05 "
             "in bfloat16"
         )
-        look.found(known.LOG_PROBS_DIFFER, f"{detail}; the folder of the round is {folder}")
+        look.found("log-probs-differ", f"{detail}; the folder of the round is {folder}")
     gradient = large_gradient([row], {})
     if gradient is not None:
-        look.found(known.LARGE_GRADIENT, f"{gradient[0]}; the folder of the round is {folder}")
+        look.found("large-gradient", f"{gradient[0]}; the folder of the round is {folder}")
     elif difference <= _DIFFERENCE:
         shutil.rmtree(folder, ignore_errors=True)
     look.note(f"all weights arrived; log-probs differ by {difference:.4f}")
@@ -210,4 +209,4 @@ def _last_row(folder: Path) -> dict[str, float]:
     return next((row for row in reversed(rows) if _METRIC in row), {})
 
 
-ROUND = Check("round", one_round, known.ROUND_FAILED)
+ROUND = Check("round", one_round, "round-failed")

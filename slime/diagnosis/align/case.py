@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slime.diagnosis.align.evidence import Differences, Scored, explained, size
 from slime.diagnosis.align.reference import Reference, Sampling
-from slime.diagnosis.record import Finding, Trouble
+from slime.diagnosis.troubles import Finding, Trouble
 from slime.engines.wire.quantised import quantise
 from slime.models.ignore_list import examine, matrices
 from slime.models.quantised import Quantisation
@@ -228,18 +228,16 @@ class Cause:
     """A cause of differences.
 
     Attributes:
-        trouble: name, the evidence that it leaves (symptom), what it is (cause), what to do, how to
-            see it happen.
-        test: the measurement that tells it from others.
-        measure: makes it; each `Tried` is a form that the cause can take. Raises `Untested`.
+        trouble: with the evidence that it leaves as its symptom, and the test that tells it from
+            others.
+        measure: makes that test; each `Tried` is a form that the cause can take. Raises `Untested`.
     """
 
     trouble: Trouble
-    test: str
     measure: Callable[[Discrepancy], Iterable[Tried]]
 
     def finding(self, tried: Tried) -> Finding:
-        """In the words of this run."""
+        """Report one form of the cause with this run's values."""
         who = f"the {tried.side}: " if tried.side else ""
         detail = (
             f"{who}{tried.what}; explains {tried.share:.0%}, {tried.left:.3g} nats per token are "

@@ -3,15 +3,17 @@ explains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.diagnosis.align.case import ALIKE, Cause, Discrepancy, Tried, Untested
-from slime.diagnosis.align.causes import CAUSES
+from torch import Tensor
+
+from slime.diagnosis.align import held, inside, outside
+from slime.diagnosis.align.case import ALIKE, Cause, Discrepancy, Side, Tried, Untested
+from slime.diagnosis.align.evidence import explained, size
 from slime.diagnosis.align.layers import PartByPart
-from slime.diagnosis.align.together import Together, together
-from slime.diagnosis.record import Finding
+from slime.diagnosis.troubles import TROUBLES, Finding
 
 #: Share from which on a cause is worth telling; and shares that are less apart than this rank by
 #: the table's order.
@@ -22,6 +24,86 @@ _SYSTEMATIC = 0.5
 #: Where the best explains less, several are put together.
 _NEARLY_ALL = 0.9
 _FORMS = 2
+
+
+#: Causes that are put together at most, and what each must add to the share.
+_MOST_TOGETHER = 3
+_ADDS = 0.1
+
+#: Causes that explain equally much rank in this order: the more special before the more general.
+CAUSES: tuple[Cause, ...] = tuple(
+    Cause(TROUBLES[name], measure)
+    for name, measure in {
+        "align-tokens": outside.other_tokens,
+        "align-shift": outside.shift,
+        "align-temperature": outside.temperature,
+        "align-filters": outside.filters,
+        "align-template": outside.template,
+        "align-routing": inside.routing,
+        "align-position": inside.position,
+        "align-quantisation": inside.quantisation,
+        "align-precision": inside.precision,
+        "align-weights": held.weights,
+        "align-batch": held.batch,
+    }.items()
+)
+
+
+@dataclass(frozen=True)
+class Together:
+    """Causes that explain more with each other than the best alone.
+
+    Attributes:
+        share: of the difference that is gone with all of them.
+    """
+
+    parts: tuple[tuple[Cause, Tried, Side], ...]
+    share: float
+
+    def lines(self) -> list[str]:
+        said = [
+            f"   {cause.trouble.name}, the {side}: {tried.what}"
+            for cause, tried, side in self.parts
+        ]
+        return [f"together they explain {self.share:.0%}:", *said]
+
+    def as_json(self) -> dict[str, object]:
+        parts = [
+            {"name": cause.trouble.name, "what": tried.what, "side": side}
+            for cause, tried, side in self.parts
+        ]
+        return {"share": self.share, "causes": parts}
+
+
+def together(differences: Tensor, tries: Sequence[tuple[Cause, Tried]]) -> Together | None:
+    """One cause after the other, each the one that explains most of what is left; None where one
+    alone does as well.
+
+    Args:
+        differences: trainer minus engine, [N].
+        tries: of all causes, in all their forms.
+    """
+    chosen: list[tuple[Cause, Tried, Side]] = []
+    left = differences
+    shares = [0.0]
+    while len(chosen) < _MOST_TOGETHER:
+        used = {cause.trouble.name for cause, _, _ in chosen}
+        offers = [
+            (cause, tried, side, predicted)
+            for cause, tried in tries
+            if cause.trouble.name not in used
+            for side, predicted in tried.predicted.items()
+        ]
+        if not offers:
+            break
+        cause, tried, side, predicted = min(offers, key=lambda offer: size(left - offer[3]))
+        share = explained(differences, differences - left + predicted)
+        if share < shares[-1] + _ADDS:
+            break
+        chosen.append((cause, tried, side))
+        left = left - predicted
+        shares = [*shares, share]
+    return Together(tuple(chosen), shares[-1]) if len(chosen) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -166,7 +248,7 @@ def _cause_json(ranked: Ranked, result: Result) -> dict[str, Any]:
     return {
         **ranked.finding.as_json(),
         "fatal": ranked in result.told,
-        "test": ranked.cause.test,
+        "test": ranked.cause.trouble.test,
         "tries": [
             {
                 "what": t.what,

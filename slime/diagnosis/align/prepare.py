@@ -12,7 +12,6 @@ import torch
 
 from slime.config.config import Config
 from slime.diagnosis.align import dumps
-from slime.diagnosis.align.arbiter import by_transformers
 from slime.diagnosis.align.case import ALIKE, AskableEngine, Discrepancy
 from slime.diagnosis.align.engines import EngineHere
 from slime.diagnosis.align.evidence import Scored, size
@@ -209,10 +208,35 @@ def _facts(config: Config, model: Path | None) -> dict[str, Any]:
     return facts
 
 
+@torch.inference_mode()
+def _by_transformers(case: Discrepancy) -> float:
+    """How far the reference is from transformers, on the first sample: mean over its response, nats
+    per token.
+
+    Raises:
+        OSError, ValueError, KeyError, ImportError: transformers cannot read the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = case.model()
+    sample = case.samples[0]
+    device = model.store.device
+    theirs = AutoModelForCausalLM.from_pretrained(
+        model.directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
+    theirs = theirs.eval().to(device)
+    for parameter in theirs.parameters():
+        parameter.copy_(parameter.to(model.dtype))
+    rows = theirs(sample.tokens[None, :-1].to(device)).logits[0, sample.prompt_length - 1 :].float()
+    log_probs = torch.log_softmax(rows / model.setting.sampling.temperature, dim=-1)
+    targets = sample.tokens[sample.prompt_length :, None].to(device)
+    return size(log_probs.gather(1, targets)[:, 0].double().cpu() - case.base[0])
+
+
 def _ask_transformers(case: Discrepancy, result: Result) -> None:
     """Whether the reference is what it is taken for."""
     try:
-        apart = by_transformers(case)
+        apart = _by_transformers(case)
     except (OSError, ValueError, KeyError, ImportError, torch.OutOfMemoryError) as error:
         result.notes.append(
             f"transformers was not asked about the reference: {type(error).__name__}: {error}"
