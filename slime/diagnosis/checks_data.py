@@ -261,8 +261,8 @@ async def _scored(
         if any(pool.metrics().values()):  # it timed out, or a grader died
             if patience > config.reward.rm_timeout:
                 raise LeftOut(
-                    f"it takes more than {deadlines.CHECKS_DATA:g} s, which "
-                    f"--rm-timeout {patience:g} allows"
+                    f"it takes more than {deadlines.CHECKS_DATA:g} s, which --rm-timeout "
+                    f"{patience:g} allows"
                 )
             raise UserError(
                 f"a reward did not come within {config.reward.rm_timeout:g} s",
@@ -335,8 +335,8 @@ def _judge(scores: Scores, look: Look) -> None:
             )
     elif scores.gold == scores.noise == scores.other:
         detail = (
-            f"{said} (in {len(_FORMS)} forms); where it wants yet another form, or reads no "
-            "label, that is fine"
+            f"{said} (in {len(_FORMS)} forms); where it wants yet another form, or reads no label, "
+            "that is fine"
         )
         look.found("reward-flat", detail, is_fatal=False)
     else:

@@ -25,8 +25,8 @@ def flags(case: CheckedRun, look: Look) -> None:
         train = case.config.train
         rollout = case.config.rollout
         look.note(
-            f"{rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} samples ="
-            f" {train.global_batch_size} × {train.num_steps_per_rollout} steps"
+            f"{rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} samples = "
+            f"{train.global_batch_size} × {train.num_steps_per_rollout} steps"
         )
 
 
@@ -88,8 +88,7 @@ def age(case: CheckedRun, look: Look) -> None:
     if most >= _STALE and not config.algorithm.use_tis:
         detail = (
             f"samples are trained on up to {most} rollouts after the weights that made them: "
-            "--async-buffer-size"
-            f" {sync.async_buffer_size} + --update-weights-interval "
+            f"--async-buffer-size {sync.async_buffer_size} + --update-weights-interval "
             f"{sync.update_weights_interval} − 1"
         )
         look.found("stale-weights", detail, is_fatal=False)

@@ -209,9 +209,8 @@ def _minority(row: Mapping[str, Any]) -> float | None:
 
 
 _REWARD_FIX = (
-    "read responses and labels in samples/, and try the reward on its own with slime reward; if "
-    "it is right, take"
-    " prompts that the model sometimes gets right, and sometimes not"
+    "read responses and labels in samples/, and try the reward on its own with slime reward; if it "
+    "is right, take prompts that the model sometimes gets right, and sometimes not"
 )
 
 
@@ -264,8 +263,7 @@ def zero_gradient(rows: Rows, flags: Flags) -> list[Alarm]:
     )
     fix = (
         "look for one sample per prompt (--n-samples-per-prompt), loss masks of zeros "
-        "(trained_tokens in samples/),"
-        " frozen parameters, rewards that a hook evens out"
+        "(trained_tokens in samples/), frozen parameters, rewards that a hook evens out"
     )
     return [
         Alarm("The gradient is exactly 0", f"{detail}train/grad_norm is 0: no weight changes", fix)
@@ -289,14 +287,14 @@ def late_rewards(rows: Rows, flags: Flags) -> list[Alarm]:
         f"at step {newest[0]['step']}" if len(newest) == 1 else f"in the last {len(newest)} steps"
     )
     detail = (
-        f"{when}, {late:.0f} calls ran into --rm-timeout and {died:.0f} ended their process, for"
-        f" {samples:.0f} samples; these count as 0"
+        f"{when}, {late:.0f} calls ran into --rm-timeout and {died:.0f} ended their process, for "
+        f"{samples:.0f} samples; these count as 0"
     )
     timeout = flags.get("rm_timeout")
     raised = f"raise --rm-timeout (it is {timeout:g} s)" if timeout else "raise --rm-timeout"
     fix = (
-        f"{raised}, or make the reward faster (async, a server of its own); logs/rollout.log "
-        "names it"
+        f"{raised}, or make the reward faster (async, a server of its own); logs/rollout.log names "
+        "it"
     )
     return [Alarm(title, detail, fix)]
 
@@ -439,8 +437,8 @@ def tool_text_trained(rows: Rows, flags: Flags) -> list[Alarm]:
         "answered, say"
     )
     fix = (
-        "set their loss_mask to 0: slime.rollout.generate.append_message, or"
-        " Sample.append_response_tokens(tokens=…, trainable=False), do so"
+        "set their loss_mask to 0: slime.rollout.generate.append_message, or "
+        "Sample.append_response_tokens(tokens=…, trainable=False), do so"
     )
     return [Alarm("Text that the model did not write is trained on", detail, fix)]
 
@@ -452,8 +450,8 @@ def stale_samples(rows: Rows, flags: Flags) -> list[Alarm]:
         return []
     detail = (
         f"{values[-1]:.0f} samples of the last step are older than --max-staleness allows for, or "
-        "without it"
-        " --async-buffer-size and --update-weights-interval: earlier rollouts have put them back"
+        "without it --async-buffer-size and --update-weights-interval: earlier rollouts have put "
+        "them back"
     )
     weighing = "" if flags.get("use_tis") else "pass --use-tis, which weighs their tokens; "
     fix = f"{weighing}--max-staleness has such groups generated anew"
@@ -474,8 +472,8 @@ def truncation(rows: Rows, flags: Flags) -> list[Alarm]:
     ):
         return []
     detail = (
-        f"{statistics.fmean(shares):.0%} of the responses of the last {len(shares)} steps were "
-        "cut at the length limit"
+        f"{statistics.fmean(shares):.0%} of the responses of the last {len(shares)} steps were cut "
+        "at the length limit"
     )
     return [
         Alarm(
@@ -514,8 +512,8 @@ def gradient_spike(rows: Rows, flags: Flags) -> list[Alarm]:
     if clip is None or 0 < clip <= 1.0:
         clipped = f"it was scaled down to --clip-grad {clip:g}; " if clip else ""
         fix = (
-            f"{clipped}read the samples of that step; {_lower_lr(flags)} if the reward falls "
-            "after it"
+            f"{clipped}read the samples of that step; {_lower_lr(flags)} if the reward falls after "
+            "it"
         )
     else:
         fix = f"set --clip-grad 1.0 (it is {clip:g}), and read the samples of that step"
@@ -603,8 +601,8 @@ _HELD = {
     ),
     "perf/engine_memory_gb": (
         "an engine",
-        "logs/engine-<n>.log and its caches in host memory; with --use-fault-tolerance one that "
-        "is killed comes back",
+        "logs/engine-<n>.log and its caches in host memory; with --use-fault-tolerance one that is "
+        "killed comes back",
     ),
     "perf/trainer_memory_gb": (
         "a trainer rank",

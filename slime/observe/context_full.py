@@ -32,14 +32,12 @@ def no_room(rows: Rows) -> tuple[str, str] | None:
     )
     detail = (
         f"{when} a prompt, or a conversation of several turns, filled the context {count:.0f} "
-        "times;"
-        f" {empty:.0f} samples without an answer left training"
+        f"times; {empty:.0f} samples without an answer left training"
     )
     fix = (
-        "--rollout-max-prompt-len leaves such prompts out when the data is read; the context is"
-        " --rollout-max-context-len, or without it the engine's (--sglang-context-length, by "
-        "default what the model was"
-        " made for)"
+        "--rollout-max-prompt-len leaves such prompts out when the data is read; the context is "
+        "--rollout-max-context-len, or without it the engine's (--sglang-context-length, by "
+        "default what the model was made for)"
     )
     return detail, fix
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 #: What to do without a server.
 _OFFLINE = (
     "pass --wandb-mode offline (`wandb sync` uploads the run later), or leave --use-wandb out: "
-    "metrics.jsonl and "
-    "TensorBoard have the same numbers"
+    "metrics.jsonl and TensorBoard have the same numbers"
 )
 
 

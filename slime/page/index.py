@@ -67,8 +67,7 @@ INSERT INTO progress VALUES (0);
 #: The rewards of a group, or of a sample without one.
 _SUMMARY = (
     "SELECT count(*) AS samples, min(reward) AS least, avg(reward) AS mean, max(reward) AS "
-    "greatest,"
-    " group_concat(reward, ' ') AS rewards FROM rows WHERE "
+    "greatest, group_concat(reward, ' ') AS rewards FROM rows WHERE "
 )
 
 
@@ -156,8 +155,8 @@ class SampleIndex:
                     sqlite3.OperationalError
                 ):  # built without FTS5, or older than trigrams
                     connection.execute(
-                        "CREATE VIRTUAL TABLE texts USING fts5"
-                        " (text, content='', detail=none, tokenize='trigram case_sensitive 1')"
+                        "CREATE VIRTUAL TABLE texts USING fts5 (text, content='', detail=none, "
+                        "tokenize='trigram case_sensitive 1')"
                     )
                 connection.execute(f"PRAGMA user_version = {_VERSION}")
         except BaseException:
@@ -262,9 +261,8 @@ class SampleIndex:
                 (new.inode, new.size, new.mtime, new.tail, file),
             )
             by_group = (
-                "SELECT avg(reward), max(reward) - min(reward), file, grp, dataset FROM rows "
-                "WHERE file = ?"
-                " GROUP BY grp, dataset"
+                "SELECT avg(reward), max(reward) - min(reward), file, grp, dataset FROM rows WHERE "
+                "file = ? GROUP BY grp, dataset"
             )
             groups = self._writer.execute(by_group, (file,)).fetchall()
             self._writer.executemany(
@@ -334,9 +332,8 @@ class SampleIndex:
             with self._reader() as reader:
                 rows = reader.execute(
                     "SELECT kind, step, count(*) AS samples, count(DISTINCT grp) AS groups, "
-                    "avg(reward) AS reward,"
-                    " avg(response_length) AS length FROM rows WHERE stage = ? GROUP BY kind, step"
-                    " ORDER BY step, kind",
+                    "avg(reward) AS reward, avg(response_length) AS length FROM rows WHERE stage = "
+                    "? GROUP BY kind, step ORDER BY step, kind",
                     (stage,),
                 )
                 cached["steps"][stage] = [dict(row) for row in rows]

@@ -164,10 +164,9 @@ def _samples(
     if not is_whole:
         note = (
             f"This file contains {len(rows):,} samples from {len(kept['rollout'])} of "
-            f"{len(there['rollout'])} steps"
-            f" and {len(kept['eval'])} of {len(there['eval'])} evaluations: whole groups, largest "
-            "reward spread first."
-            f" For all recorded samples, run: slime watch {run}"
+            f"{len(there['rollout'])} steps and {len(kept['eval'])} of {len(there['eval'])} "
+            "evaluations: whole groups, largest reward spread first. For all recorded samples, "
+            f"run: slime watch {run}"
         )
     return rows, told, note
 

@@ -215,8 +215,8 @@ def _notes(result: Result) -> Iterable[str]:
         who = ", ".join(f"the {side} by {value:.3g}" for side, value in case.far.items())
         yield (
             f"both sides are far from the reference ({who}): its weights, of "
-            f"{case.model().directory}, are perhaps not"
-            " those of this rollout, and what is recomputed explains less than it could"
+            f"{case.model().directory}, are perhaps not those of this rollout, and what is "
+            "recomputed explains less than it could"
         )
 
 

@@ -152,8 +152,8 @@ def batch(case: Discrepancy) -> Iterator[Tried]:
     again = case.flat(alone) - torch.cat([sample.engine[sample.counted] for sample in case.samples])
     share = explained(case.differences.values, again)
     what = (
-        "asked again, alone, it says other log-probs than when it sampled: of its cache, its "
-        "batch or its decoding"
+        "asked again, alone, it says other log-probs than when it sampled: of its cache, its batch "
+        "or its decoding"
     )
     left = size(case.differences.values - again)
     yield Tried(what, "engine", share * _UNSPECIFIC, left, remedies=remedies)

@@ -49,9 +49,8 @@ def position(case: Discrepancy) -> Iterator[Tried]:
     }
     remedies = (
         f"compare rope_theta ({spec.rotary_base:g}) and rope_scaling ({spec.rotary_scaling}) of "
-        "the engine's"
-        " config.json with the trainer's; --sglang-json-model-override-args changes the engine's "
-        "alone",
+        "the engine's config.json with the trainer's; --sglang-json-model-override-args changes "
+        "the engine's alone",
     )
     for what, positions in moves.items():
         yield case.with_setting(what, positions=positions, details=seen, remedies=remedies)

@@ -63,8 +63,7 @@ class PartByPart:
             largest = max(self.apart, key=lambda name: self.apart[name])
             return [
                 f"part by part: {len(self.apart)} parts are alike, here with the same weights; "
-                f"{named(largest)} differs"
-                f" most, by {self.apart[largest]:.1e}"
+                f"{named(largest)} differs most, by {self.apart[largest]:.1e}"
             ]
         told = f"part by part: {named(part)} is the first that differs, by {self.apart[part]:.1%}"
         if self.side:

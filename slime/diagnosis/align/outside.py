@@ -143,8 +143,8 @@ def template(case: Discrepancy) -> Iterator[Tried]:
         }
     remedies = (
         f"--apply-chat-template is {'on' if case.facts.get('apply_chat_template') else 'off'}: "
-        "both sides must get the"
-        " same ids; let custom generate functions send sample.tokens as input_ids, not text",
+        "both sides must get the same ids; let custom generate functions send sample.tokens as "
+        "input_ids, not text",
     )
     yield from _contexts(case, makers, remedies)
 
@@ -304,8 +304,7 @@ def filters(case: Discrepancy) -> Iterator[Tried]:
         )
     remedies = (
         "both sides must speak of all tokens: an engine's log-probs are taken before its filters; "
-        "with SGLang"
-        " --sglang-sampling-defaults openai leaves generation_config.json out",
+        "with SGLang --sglang-sampling-defaults openai leaves generation_config.json out",
     )
     yield from _made_of_logits(case, list(asked.values()), list(asked), remedies)
 

@@ -37,8 +37,7 @@ _ON_CPU = 1024
 _TOKENS_OF_PARTS = 512
 _NO_HIDDEN_STATES = (
     "SGLang gives no hidden states of single layers; the embedded engine, which computes the same "
-    "model in this"
-    " process, stands in for it"
+    "model in this process, stands in for it"
 )
 
 
@@ -284,8 +283,7 @@ def _compare_parts(config: Config, case: Discrepancy, result: Result) -> None:
             apart = size((here - sample.trainer)[sample.counted])
             if apart > case.tolerance:
                 result.notes.append(
-                    "the trainer in this process, on one rank, says other log-probs than it did "
-                    "in the run, by"
-                    f" {apart:.3g}: {model.directory} does not hold the weights of this rollout, "
-                    "or its layout counts"
+                    "the trainer in this process, on one rank, says other log-probs than it did in "
+                    f"the run, by {apart:.3g}: {model.directory} does not hold the weights of this "
+                    "rollout, or its layout counts"
                 )
