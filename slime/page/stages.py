@@ -13,7 +13,7 @@ import orjson
 from slime import __version__
 from slime.files import read_object
 from slime.observe.alarms import engine_loads, find_alarms
-from slime.observe.catalog import LEARNING, POLICY, SPEED
+from slime.observe.catalog import SECTIONS
 from slime.observe.run_data import Stage, config_value, elapsed, flags_with_origins, is_supervised
 from slime.page.files import is_inside
 from slime.page.rows import SORTS
@@ -47,10 +47,9 @@ def all_runs(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for run in described
     ]
     told.sort(key=lambda run: -(run["started"] or 0.0))
-    sections = {"Learning": LEARNING, "Policy": POLICY, "Speed": SPEED}
     catalog = [
         {"section": name, "charts": [dataclasses.asdict(spec) for spec in specs]}
-        for name, specs in sections.items()
+        for name, specs in SECTIONS.items()
     ]
     return {"runs": told, "catalog": catalog, "sorts": list(SORTS), "version": __version__}
 
