@@ -1,5 +1,4 @@
-"""What is looked at of data and rewards: the first rows through the real template and the real
-reward."""
+"""Check data and rewards: the first rows go through the real template and the real reward."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ from slime.user_code.loading import check_signature, load_function
 
 #: Rows whose labels are tried as answers.
 _ROWS = 6
-#: What an answer of nothing but its label may have to look like: rewards often want more than the
-#: label.
+#: Answers that consist of the label, in forms that rewards look for.
 _FORMS = (
     "{}",
     "\\boxed{{{}}}",
@@ -145,7 +143,7 @@ _CLIENTS = (
 
 
 def _asks_a_server(error: BaseException) -> bool:
-    """Whether a reward failed at a server, or at an engine of the run, which need not be up before
+    """Whether a reward failed at a server or at an engine of the run, which may not be up before
     the launch."""
     found: BaseException | None = error
     while found is not None:
@@ -162,7 +160,7 @@ def _asks_a_server(error: BaseException) -> bool:
 
 
 def _labelled(config: Config, tokenizer: Any) -> list[Sample]:
-    """The first rows with a label and no reward of somebody else's."""
+    """Return the first rows with a label whose reward is computed here."""
     form = RowFormat.of(config)
     found = list[Sample]()
     assert config.data.prompt_data is not None
@@ -305,7 +303,7 @@ async def _scored(
 
 
 def _answered(row: Sample, text: str, tokenizer: Any) -> Sample:
-    """A finished sample, as a reward function sees it in a run."""
+    """Return a finished sample, as a reward function sees it in a run."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return dataclasses.replace(
         row,

@@ -1,5 +1,4 @@
-"""What is looked at of the host: limits, room, GPUs, network. Nothing here takes longer than a
-look."""
+"""Check the host: limits, disk and memory, GPUs, network. Every check is quick."""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ def host(case: CheckedRun, look: Look) -> None:
 
 
 def _not_compiled() -> dict[str, Path]:
-    """Large packages that are here without bytecode, and where each begins."""
+    """Find large packages without bytecode, and where each starts."""
     specs = {name: importlib.util.find_spec(name) for name in _LARGE}
     begin = {
         name: Path(spec.origin) for name, spec in specs.items() if spec is not None and spec.origin
@@ -95,7 +94,7 @@ def _not_compiled() -> dict[str, Path]:
 
 
 def _requests(config: Config) -> int:
-    """Requests that can be under way at once."""
+    """Count the requests that can be in flight at once."""
     rollout = config.rollout
     engine = config.engine
     if not needs_engines(config):
@@ -107,7 +106,8 @@ def _requests(config: Config) -> int:
 
 
 def shared_memory(case: CheckedRun, look: Look) -> None:
-    """Where engines of this host get weights through it, /dev/shm has room for the buckets."""
+    """Check that /dev/shm has room for the buckets, if engines of this host get weights through
+    it."""
     config = case.run
     by_memory = needs_engines(config) and not config.debug.debug_rollout_only
     if (
@@ -134,7 +134,7 @@ def shared_memory(case: CheckedRun, look: Look) -> None:
 
 
 def _weights(config: Config) -> int:
-    """Parameters of the model; 0 where its config.json does not tell."""
+    """Count the model's parameters; 0 if its config.json does not tell."""
     path = Path(config.checkpoint.hf_checkpoint or "")
     if not (path / "config.json").is_file():
         return 0
@@ -143,7 +143,7 @@ def _weights(config: Config) -> int:
 
 
 def disk(case: CheckedRun, look: Look) -> None:
-    """The folders of --save and --save-hf have room for what they keep at the least."""
+    """Check that the folders of --save and --save-hf have room for one checkpoint."""
     config = case.run
     flags = case.run.checkpoint
     parameters = _weights(config)
@@ -169,7 +169,7 @@ def disk(case: CheckedRun, look: Look) -> None:
 
 
 def _nearest(path: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
+    """Return the nearest folder on the path that exists."""
     found = path.absolute()
     while not found.exists():
         found = found.parent
@@ -193,8 +193,7 @@ def device(case: CheckedRun, look: Look) -> None:
 
 
 def ask_torch() -> str:
-    """CUDA version, whether there is a GPU, how many: torch's own words, from a process of its
-    own."""
+    """Ask torch in its own process for its CUDA version, whether there is a GPU, and how many."""
     command = [sys.executable, "-P", "-c", _ASK_TORCH]
     try:
         done = subprocess.run(
@@ -210,8 +209,8 @@ def ask_torch() -> str:
 
 
 def network(case: CheckedRun, look: Look) -> None:
-    """What NCCL and gloo are told, InfiniBand between nodes, the host's own name, proxies on the
-    way to rewards."""
+    """Check the settings of NCCL and gloo, InfiniBand between nodes, the host's name, and proxies
+    in front of remote rewards."""
     for name in _INTERFACES:
         if missing := absent_interfaces(os.environ.get(name, ""), psutil.net_if_addrs()):
             there = ", ".join(sorted(psutil.net_if_addrs()))
@@ -228,8 +227,8 @@ def network(case: CheckedRun, look: Look) -> None:
 
 
 def absent_interfaces(told: str, there: Mapping[str, object]) -> list[str]:
-    """Names in a NCCL_SOCKET_IFNAME that match no interface. They are beginnings of names; after
-    "=" they are whole names, and after "^" those not to use.
+    """Return names in a NCCL_SOCKET_IFNAME that match no interface. They are prefixes; after "="
+    they are whole names, and after "^" interfaces to avoid.
 
     Example:
         >>> (absent_interfaces("eth,ib0", {"eth0": [], "lo": []}),

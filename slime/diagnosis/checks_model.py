@@ -1,5 +1,4 @@
-"""What is looked at of the model: its directory, weights and tokenizer, and the checkpoints of the
-run."""
+"""Check the model: its directory, weights and tokenizer, and the run's checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from slime.weights.quantised_launch import check_route
 
 
 def hub(case: CheckedRun, look: Look) -> None:
-    """Names of the hub have a copy here, or can be had."""
+    """Check that names of the hub have a copy here or can be downloaded."""
     from slime.hub import dataset_name, is_hub_name, is_there
 
     model = case.run.checkpoint.hf_checkpoint
@@ -55,7 +54,7 @@ def hub(case: CheckedRun, look: Look) -> None:
 
 
 def directory(case: CheckedRun, look: Look) -> None:
-    """config.json is there, of a known family."""
+    """Check that there is a config.json of a known family."""
     path = str(case.model)
     name = case.run.checkpoint.model_name
     family = family_of(path, name)
@@ -70,8 +69,8 @@ def architecture(case: CheckedRun, look: Look) -> None:
 
 
 def quantisation(case: CheckedRun, look: Look) -> None:
-    """Engines take weights as config.json says they are; of quantised ones the ignore list fits the
-    model, and what computes them is installed."""
+    """Check that engines can load the weights as config.json describes them, that the ignore list
+    of quantised weights fits the model, and that what computes them is installed."""
     look.attempt(check_route, case.run)
     look.attempt(check_ignore_list, case.run)
     look.attempt(check_quantised_flags, case.run)
@@ -79,7 +78,7 @@ def quantisation(case: CheckedRun, look: Look) -> None:
 
 
 def checkpoint(case: CheckedRun, look: Look) -> None:
-    """--load, --save and --ref-load hold what they should; something will be kept of the run."""
+    """Check --load, --save and --ref-load, and that the run will keep something."""
     config = case.run
     plan = look.attempt(resolve_load, config)
     if plan is not None:
@@ -90,7 +89,7 @@ def checkpoint(case: CheckedRun, look: Look) -> None:
 
 
 def weights(case: CheckedRun, look: Look) -> None:
-    """Every Hugging Face directory that is read is whole, layer by layer."""
+    """Check that every Hugging Face directory that is read is complete, layer by layer."""
     config = case.run
     try:
         plan = resolve_load(config)
@@ -114,8 +113,8 @@ def outputs(case: CheckedRun, look: Look) -> None:
 
 
 def tokenizer(case: CheckedRun, look: Look) -> None:
-    """It can be read, its ids have rows in the embedding, and something ends a turn, with and
-    without the template."""
+    """Check that the tokenizer can be read, its ids have rows in the embedding, and something ends
+    a turn, with and without the template."""
     found = case.tokenizer
     rows = read_hf_config(str(case.model)).get("vocab_size")
     ids = max(found.get_vocab().values(), default=-1) + 1

@@ -1,4 +1,4 @@
-"""What is looked at of the plan: flags, GPUs, engines, memory, age of samples, credentials."""
+"""Check the plan: flags, GPUs, engines, memory, staleness, credentials."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STALE = 4
 
 
 def flags(case: CheckedRun, look: Look) -> None:
-    """Everything that a launch refuses of the flags, and warns of."""
+    """Report every error and warning about the flags."""
     for error in case.errors:
         look.refused(error)
     if case.config is not None:
@@ -31,14 +31,14 @@ def flags(case: CheckedRun, look: Look) -> None:
 
 
 def slots(case: CheckedRun, look: Look) -> None:
-    """There are as many GPUs (or process slots) as the run asks for, here or in the cluster that it
-    joins."""
+    """Check that there are as many GPUs (or process slots) as the run asks for, here or in the
+    cluster that it joins."""
     look.attempt(preflight.check_slots, case.run)
     look.note(PlacementPlan.of(case.run).formula)
 
 
 def engines(case: CheckedRun, look: Look) -> None:
-    """The engines can be started, and follow the trainer's weights."""
+    """Check that the engines can be started and follow the trainer's weights."""
     config = case.run
     if not needs_engines(config):
         raise LeftOut("the run has no engines")
@@ -49,12 +49,12 @@ def engines(case: CheckedRun, look: Look) -> None:
 
 
 def trainer(case: CheckedRun, look: Look) -> None:
-    """What the trainer's flags ask for is installed."""
+    """Check that the libraries that the trainer's flags need are installed."""
     look.attempt(preflight.check_transformer_engine, case.run)
 
 
 def memory(case: CheckedRun, look: Look) -> None:
-    """The memory plan fits, phase by phase."""
+    """Check that the memory plan fits, phase by phase."""
     config = case.run
     if preflight.joins_cluster(config) and config.cluster.gpu_memory_gb is None:
         raise LeftOut(
@@ -79,7 +79,7 @@ def memory(case: CheckedRun, look: Look) -> None:
 
 
 def age(case: CheckedRun, look: Look) -> None:
-    """How old samples may be."""
+    """Check how old samples may be."""
     config = case.run
     if not needs_engines(config) or config.debug.debug_rollout_only:
         raise LeftOut("no weights are pushed")
@@ -96,7 +96,7 @@ def age(case: CheckedRun, look: Look) -> None:
 
 
 def credentials(case: CheckedRun, look: Look) -> None:
-    """Keys of services that the run talks to."""
+    """Check the keys of services that the run uses."""
     if not case.run.observe.use_wandb:
         raise LeftOut("no service is used")
     from slime.observe.wandb_sink import check_key

@@ -1,7 +1,6 @@
-"""Everything that `slime doctor` and a launch look at, one after the other, and what they say of
-it.
+"""Make the checks of `slime doctor` and of a launch, and report what they find.
 
-A trouble does not end the examination: the next check is made, unless it needs what is broken.
+A trouble does not end the examination: the next check is made unless it needs what is broken.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ State = Literal["ok", "warning", "FAIL", "left out"]
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """How a check ended.
+    """The outcome of one check.
 
     Attributes:
         said: what is worth knowing of it, or why it was left out.
@@ -93,7 +92,7 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        """Each once, those that a run cannot work with first."""
+        """Each finding once, the fatal ones first."""
         found = list(
             dict.fromkeys(finding for outcome in self.outcomes for finding in outcome.findings)
         )
@@ -129,7 +128,7 @@ def examine(
 
 
 def outcomes_of(case: CheckedRun, checks: Iterable[Check]) -> list[CheckOutcome]:
-    """Make the checks in order; one that stands on another is left out where that one failed."""
+    """Make the checks in order; leave out one whose prerequisite failed."""
     outcomes = dict[str, CheckOutcome]()
     for check in checks:
         outcomes[check.name] = _made(check, case, outcomes)
@@ -165,7 +164,7 @@ def preflight(config: Config, errors: Sequence[UserError] = ()) -> LoadPlan:
 
 
 def as_error(finding: Finding) -> UserError:
-    """The error that a finding is made of, or one with its words."""
+    """Return the error behind a finding, or one with its words."""
     if finding.error is not None:
         return finding.error
     what, *why = finding.detail.splitlines()
@@ -173,8 +172,8 @@ def as_error(finding: Finding) -> UserError:
 
 
 def at_start(config: Config) -> list[Finding]:
-    """What a launch looks at beyond what it refuses: what only takes a look at the host. A check
-    that fails itself says nothing here: no run is to end of being looked at."""
+    """Make the quick checks of the host at launch. A check that fails itself reports nothing, so
+    that it ends no run."""
     case = CheckedRun(config)
     checks = [check for check in CHECKS if check.name in _AT_START]
     found = [finding for check in checks for finding in _made(check, case, {}).findings]
@@ -219,7 +218,7 @@ def _made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> C
 
 
 def _follows(finding: Finding, case: CheckedRun) -> bool:
-    """Whether it is about a flag that is wrong itself, which may be why."""
+    """Whether a finding may follow from a flag that is wrong itself."""
     return bool(options_in(finding.detail) & case.doubtful)
 
 
@@ -239,7 +238,7 @@ _OURS = "slime.diagnosis."
 
 
 def _place(error: BaseException) -> str:
-    """The line of slime's that is nearest to an error: "slime.prompts.readers:141"."""
+    """Return the line of slime's that is nearest to an error: "slime.prompts.readers:141"."""
     lines = [
         (str(frame.f_globals.get("__name__")), line) for frame, line in walk_tb(error.__traceback__)
     ]
@@ -253,7 +252,7 @@ def _place(error: BaseException) -> str:
 
 
 def text(report: Report) -> str:
-    """A line for each check, then each finding with cause and remedies."""
+    """Format a line for each check, then each finding with cause and remedies."""
     width = max(len(outcome.check.name) for outcome in report.outcomes)
     lines = [f"{o.check.name:<{width}}  {o.state:<8}  {_line(o)}".rstrip() for o in report.outcomes]
     for finding in report.findings:
@@ -286,7 +285,7 @@ def _told(finding: Finding) -> list[str]:
 
 
 def as_json(report: Report) -> dict[str, object]:
-    """What ``--json`` prints."""
+    """Return what ``--json`` prints."""
     shown = {
         "ok": not report.findings,
         "fatal": report.is_fatal,

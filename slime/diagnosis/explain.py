@@ -1,7 +1,6 @@
-"""What a run folder tells about its run: how it ended, the likeliest cause first, and what to do
-next.
+"""Explain from a run folder how the run ended: the likeliest cause first, and what to do next.
 
-Reads the folder alone, whatever state it is in, and of large files only their ends
+Only the folder is read, whatever state it is in, and of large files only their ends
 (`slime.diagnosis.reading`).
 """
 
@@ -29,19 +28,19 @@ from slime.observe.run_data import flags_with_origins, merge_rows
 from slime.observe.run_folder import RunFolder, is_held
 from slime.processes.host import slime_command
 
-#: Of metrics.jsonl: the newest rows are at its end.
+#: Bytes read from the end of metrics.jsonl, where the newest rows are.
 _METRICS_BYTES = 4 << 20
 _OBJECT_BYTES = 16 << 20
-#: Of steps and seconds: a number beyond it is damage, and no calendar has it.
+#: Larger steps and seconds are damage.
 _MOST = 1e11
-#: Errors of these names say themselves why, and what to do.
+#: Errors with these names state cause and remedy themselves.
 _SAYS_WHY = ("UserError", "OutOfMemory", "NonFiniteTraining", "WeightMismatch")
 _MOST_TRUNCATED = 0.9
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is known of a run.
+    """The state of a run and what was found.
 
     Attributes:
         state: "running", "finished", "stopped", "failed", "killed" or "unknown".
@@ -63,7 +62,7 @@ class Explanation:
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """What `slime explain --json` prints."""
+        """Return what `slime explain --json` prints."""
         return {
             "run": str(self.folder),
             "state": self.state,
@@ -77,7 +76,7 @@ class Explanation:
 
 
 def explain(folder: Path) -> Explanation:
-    """Look at the newest stage of a run, whatever state its folder is in.
+    """Examine the newest stage of a run, whatever state its folder is in.
 
     Raises:
         UserError: it is no run folder.
@@ -192,7 +191,7 @@ def _written(folder: Path) -> float:
 
 
 def _since(entry: dict[str, Any]) -> str:
-    """When this launch began, as its logs write it; "" where their clock is not ours."""
+    """Return when this launch began, as its logs write it; "" if their clock is another host's."""
     started = _number(entry.get("started"))
     if not started or entry.get("host") != platform.node():
         return ""
@@ -202,7 +201,7 @@ def _since(entry: dict[str, Any]) -> str:
 def _crash(
     run: RunFolder, stage: str, entry: dict[str, Any], state: str
 ) -> tuple[Path, dict[str, Any]] | None:
-    """The newest crash of this launch: what an earlier one failed of has been dealt with."""
+    """Find the newest crash of this launch; earlier ones were dealt with."""
     if state not in ("failed", "unknown") or not run.crash.is_dir():
         return None
     for folder in sorted(run.crash.iterdir(), reverse=True):
@@ -216,8 +215,8 @@ def _crash(
 
 
 def _of_crash(crash: tuple[Path, dict[str, Any]] | None) -> list[TextSource]:
-    """The error that ended the run as texts: its own words, those of an engine's log in it, and the
-    traceback."""
+    """Return the error that ended the run as texts: its own words, those of an engine's log in it,
+    and the traceback."""
     if crash is None:
         return []
     folder, said = crash
@@ -259,8 +258,8 @@ def _of_crash(crash: tuple[Path, dict[str, Any]] | None) -> list[TextSource]:
 def _of_sources(
     sources: list[TextSource], flags: Flags, state: str, since: str
 ) -> list[tuple[int, Finding]]:
-    """A finding per trouble, from where it shows best: the error for words of ours, else the newest
-    line of a log."""
+    """Return a finding per trouble from where it shows best: the error for words of ours, else the
+    newest line of a log."""
     ended = state not in ("running", "finished", "stopped")
     by_trouble: dict[str, list[Seen]] = {}
     for source in sources:
@@ -289,7 +288,7 @@ def _of_sources(
 
 
 def _is_told(remedy: str, own: tuple[str, ...]) -> bool:
-    """The error names its flag, too."""
+    """Whether the error's own fixes name the same flag."""
     flag = re.search(r"--[a-z-]+", remedy)
     return flag is not None and any(flag[0] in way for way in own)
 
@@ -301,7 +300,8 @@ def _worth(seen: Seen) -> tuple[int, int]:
 
 
 def _own_remedies(sources: list[TextSource], seen: Seen) -> tuple[str, ...]:
-    """Of an error of ours, which names them with values that are nowhere else (batches, peaks)."""
+    """Return the fixes that an error of ours names with values that exist nowhere else (batches,
+    peaks)."""
     if seen.source.kind != "crash" or seen.signature.form != "error":
         return ()
     rest = next((source.lines for source in sources if source.name == seen.source.name), [])
@@ -309,7 +309,7 @@ def _own_remedies(sources: list[TextSource], seen: Seen) -> tuple[str, ...]:
 
 
 def _why(sources: list[TextSource], seen: Seen) -> str:
-    """What the error itself tells of its cause, and the line of the user's own code."""
+    """Return the error's own account of its cause, and the line of the user's code."""
     if seen.source.kind != "crash" or seen.signature.form != "error":
         return ""
     rest = next((source.lines for source in sources if source.name == seen.source.name), [])
@@ -349,7 +349,7 @@ def _of_end(
     state: str,
     entry: dict[str, Any],
 ) -> list[tuple[int, Finding]]:
-    """The end itself, where no signature has the words of its error."""
+    """Describe the end itself if no signature has the words of its error."""
     if state == "killed":
         pid = entry.get("pid")
         host = entry.get("host")
@@ -383,7 +383,7 @@ def _of_end(
 
 
 def _of_metrics(rows: list[dict[str, Any]], flags: Flags, *, ended: bool) -> list[Finding]:
-    """What is wrong with the curves: it ended no run, and may have made it worthless."""
+    """Find alarms in the metrics: they end no run, and may make it worthless."""
     try:
         alarms = find_alarms(rows, ended=ended, flags=flags)
     except (TypeError, KeyError, ValueError):  # rows of another version

@@ -1,4 +1,4 @@
-"""What a check of `slime doctor` looks at, and how it reports what it finds.
+"""The run that a check of `slime doctor` examines, and how the check reports what it finds.
 
 The functions that a launch calls raise `UserError` or log warnings; both become findings in the
 same words, so that each check exists once.

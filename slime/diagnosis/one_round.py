@@ -1,7 +1,6 @@
-"""One round of a run: generate, train, push, as small as it gets, in a folder of its own.
+"""Run one round as small as possible, in its own folder: generate, train, push.
 
-The command is the real one, with the run's own flags: what they do not give here is only how much
-there is of it.
+The command and the flags are the run's own, except those for how much there is of it.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ _KEPT = ("debug_train_only",)
 
 
 def one_round(case: CheckedRun, look: Look) -> None:
-    """Weights arrive as they are, and trainer and engine say the same of the same tokens."""
+    """Check that weights arrive unchanged, and that trainer and engine agree on log-probs."""
     config = case.run
     if not goes_round(config):
         raise LeftOut("the run does not generate, train and push")
@@ -103,7 +102,7 @@ def goes_round(config: Config) -> bool:
 
 
 def how_it_failed(status: int, said: Sequence[str], folder: Path) -> str:
-    """Exit status and last lines of a round."""
+    """Format the exit status and the last lines of a round."""
     lines = "\n".join(said[-_LAST_LINES:])
     return f"it ended with status {status}; its folder is {folder}:\n{lines}"
 
@@ -111,7 +110,7 @@ def how_it_failed(status: int, said: Sequence[str], folder: Path) -> str:
 def flags_of_a_round(
     config: Config, folder: Path, more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The run's flags, cut small, with ``more`` on top, for a configuration file."""
+    """Return the run's flags cut down, overridden by ``more``, for a configuration file."""
     values = config.values()
     given = {
         dest: values[dest]
@@ -203,7 +202,7 @@ def launch(
 
 
 def _last_row(folder: Path) -> dict[str, float]:
-    """Metrics of the step; {} where there was none."""
+    """Return the metrics of the step; {} if there are none."""
     file = folder / "round" / "metrics.jsonl"
     rows = [orjson.loads(line) for line in file.read_bytes().splitlines()] if file.is_file() else []
     return next((row for row in reversed(rows) if _METRIC in row), {})

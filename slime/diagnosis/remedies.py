@@ -187,7 +187,7 @@ def _engine_died(flags: Flags) -> list[str]:
     return ways + [way for way in engine.to_find_the_cause if not flags.get(_flag_in(way))]
 
 
-#: By the name that a signature has them under.
+#: Name in a signature → remedies.
 REMEDIES: dict[str, Callable[[Flags], list[str]]] = {
     "smaller-engine": _smaller_engine,
     "larger-cache": _larger_cache,

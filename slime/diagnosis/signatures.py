@@ -35,7 +35,7 @@ _PREFIX = (
     r"(?:WARNING|ERROR|CRITICAL) +"
     r"\S+(?: \d+)?  [\w.]+: |error: |ERROR: +|what\(\): +|Uncaught exception: |\w+\.cc:\d+: )*"
 )
-#: What may stand before the words of a signature: form → regular expression.
+#: Form of a signature → regular expression of the text before its words.
 _BEFORE = {
     "raised": r"(?:\[[^\]]{1,80}\]:? ?)*(?:why: )?(?:[A-Za-z_]\w*\.)*",
     "said": rf"\s*{_PREFIX}",

@@ -1,5 +1,4 @@
-"""The charts of the page: one row per chart, plain names and units of metrics, and curves short
-enough to send."""
+"""Charts of the page, plain names and units of metrics, and curves short enough to send."""
 
 from __future__ import annotations
 
@@ -111,7 +110,7 @@ _WORDS = (
 
 @functools.cache
 def plain_name(metric: str) -> tuple[str, str]:
-    """Title and unit of a metric for people; the unit is "" where the name does not tell it.
+    """Return title and unit of a metric for people; the unit is "" if the name does not tell it.
 
     Example:
         >>> plain_name("perf/save_model_time"), plain_name("rollout/response_len/max")
@@ -142,7 +141,7 @@ def _worded(part: str) -> str:
 
 
 def thin(points: Sequence[Point], limit: int = MOST_POINTS) -> list[Point]:
-    """Reduce a curve to about `limit` points; the extremes of each stretch stay, so spikes
+    """Reduce a curve to about ``limit`` points; keep the extremes of each stretch, so that spikes
     survive."""
     if len(points) <= limit:
         return list(points)
@@ -163,7 +162,7 @@ def thin(points: Sequence[Point], limit: int = MOST_POINTS) -> list[Point]:
 
 
 def phases(stage: Stage) -> list[dict[str, Any]]:
-    """Seconds per phase and step, longest phase first: ``{"name", "color", "points": [[step,
+    """Return seconds per phase and step, longest phase first: ``{"name", "color", "points": [[step,
     seconds]]}``.
 
     The phases add up to the step; launch and evaluations belong to no step. "other" comes last.

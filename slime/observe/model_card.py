@@ -131,7 +131,7 @@ def _file(path: str | None) -> str | None:
 
 
 def _versions(run: RunData) -> str:
-    """Of the packages that the last stage ran with."""
+    """Return the package versions of the last stage."""
     packages: dict[str, str] = run.stages[-1].summary.get("packages", {}) if run.stages else {}
     return ", ".join(
         f"{name} {version}" for name, version in packages.items() if version != "not installed"

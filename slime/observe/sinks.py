@@ -1,4 +1,4 @@
-"""Where metrics go: console, ``metrics.jsonl``, TensorBoard, W&B. The driver holds one `Sinks` per
+"""Send metrics to console, ``metrics.jsonl``, TensorBoard and W&B. The driver holds one `Sinks` per
 run.
 
 ``step`` is the number of rollouts trained on so far: an evaluation before training is step 0, and
@@ -138,8 +138,8 @@ class Sinks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What the driver does in this block: ``perf/{name}_time``, its lane in the trace, the live
-        display."""
+        """Time what the driver does in this block: ``perf/{name}_time``, its lane in the trace, the
+        live display."""
         try:
             with self._timer.phase(name):
                 yield
@@ -149,7 +149,7 @@ class Sinks:
 
     @property
     def open_phase(self) -> str | None:
-        """What the driver is doing now, or was doing when it failed; for messages and crash
+        """The phase that the driver is in, or was in when it failed; for messages and crash
         reports."""
         return self._timer.open_phase or self._failed_phase
 
@@ -208,7 +208,7 @@ class Sinks:
             sink.log(step, dict(metrics))
 
     def closing_lines(self, most: int) -> list[str]:
-        """What is wrong with the run if it ends here, the gravest first, for the last lines on the
+        """Return the alarms of the run if it ends here, the gravest first, as its last lines on the
         console."""
         return self._console.closing_lines(self._alarms.at_the_end()[:most])
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slime.config.config import Config
 
 
-#: What to do without a server.
+#: Advice if there is no server.
 _OFFLINE = (
     "pass --wandb-mode offline (`wandb sync` uploads the run later), or leave --use-wandb out: "
     "metrics.jsonl and TensorBoard have the same numbers"

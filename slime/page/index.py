@@ -1,12 +1,11 @@
-"""An index of the samples of one run folder: which there are, where they stand, and which hold a
-text.
+"""An index of the samples of one run folder: their numbers, the places of their lines, and a search
+for words.
 
-A small SQLite database beside the samples' own files, which stay the only home of the texts: rows
-have numbers to sort by and the place of their line. A search narrows the samples down by their
-trigrams (FTS5) and then looks at the lines themselves, so that what it finds is what a look at
-every line would. What many samples have is met soon on a walk through the lines in the order asked
-for; words of one or two characters that are not are looked up among the beginnings of trigrams.
-Without FTS5 it looks at all lines. Texts are compared without regard to case.
+It is a small SQLite database; the texts stay in the samples' own files. A search narrows the
+samples down by their trigrams (FTS5) and then reads the lines themselves, so that it finds exactly
+what reading every line would. Words that many samples have are met soon on a walk through the lines
+in the order asked for. Words of one or two characters are looked up as prefixes of trigrams.
+Without FTS5 every line is read. Case does not matter.
 """
 
 from __future__ import annotations
@@ -72,21 +71,21 @@ _SUMMARY = (
 
 
 def cache_folder() -> Path:
-    """Where indexes are kept from one call to the next."""
+    """Return the folder in which indexes are kept between calls."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "slime" / "watch"
 
 
 def path_key(run: Path) -> str:
-    """Names a folder where its path does not belong."""
+    """Return a name for a folder that does not reveal its path."""
     return hashlib.blake2b(
         str(run.resolve()).encode("utf-8", "surrogateescape"), digest_size=12
     ).hexdigest()
 
 
 class SampleIndex:
-    """The index of one run folder. `update` is for one thread; the rest may be asked from others at
-    the same time.
+    """The index of one run folder. One thread calls `update`; other threads may query at the same
+    time.
 
     Args:
         run: the run folder.
@@ -172,7 +171,7 @@ class SampleIndex:
     # ----------------------------------------------------------------------------------------------
 
     def update(self, stages: Iterable[Stage], goes_on: Callable[[], bool] = lambda: True) -> bool:
-        """Read what was written since the last time: first the numbers of all samples, then their
+        """Read what was written since the last call: first the numbers of all samples, then their
         texts.
 
         Args:
@@ -296,7 +295,7 @@ class SampleIndex:
         return added
 
     def progress(self) -> dict[str, int]:
-        """``{"samples", "texts"}``: how many samples there are, and of how many the texts are
+        """Return ``{"samples", "texts"}``: the number of samples, and of those whose texts are
         indexed."""
         cached = self._cached
         if "progress" not in cached:
@@ -325,7 +324,7 @@ class SampleIndex:
             yield connection
 
     def steps(self, stage: str) -> list[dict[str, Any]]:
-        """One entry per step with samples and per evaluation: ``{"kind", "step", "samples",
+        """Return an entry per step with samples and per evaluation: ``{"kind", "step", "samples",
         "groups", "reward", "length"}``; reward and length are means."""
         cached = self._cached
         if stage not in cached.setdefault("steps", {}):
@@ -342,8 +341,8 @@ class SampleIndex:
     def groups(
         self, query: Query, offset: int = 0, limit: int = 50
     ) -> tuple[list[dict[str, Any]], bool]:
-        """A page of the groups that have a sample which `query` finds, in the order of these
-        samples.
+        """Return a page of the groups that have a sample which ``query`` finds, in the order of
+        these samples.
 
         Returns:
             (``{"step", "dataset", "group", "samples", "least", "mean", "greatest", "rewards"}`` of
@@ -379,7 +378,7 @@ class SampleIndex:
     def find(
         self, query: Query, offset: int = 0, limit: int = 50
     ) -> tuple[list[dict[str, Any]], bool]:
-        """A page of samples.
+        """Return a page of samples.
 
         Returns:
             (rows with their numbers and ``record``, the line itself; whether there are more).
@@ -393,7 +392,7 @@ class SampleIndex:
         return found, len(ids) > limit
 
     def _found(self, reader: sqlite3.Connection, query: Query) -> Iterator[sqlite3.Row]:
-        """The rows that a query means, words included, in its order."""
+        """Yield the rows that a query finds, words included, in its order."""
         words = tuple(word.casefold() for word in query.words)
         if not words:
             condition, values = condition_of(query)
@@ -408,8 +407,8 @@ class SampleIndex:
                 yield row
 
     def sample(self, number: int) -> dict[str, Any] | None:
-        """One sample as `find` gives it, by its ``id``, with what training knew of its tokens; None
-        when it is no longer there."""
+        """Return one sample by its ``id`` as `find` does, with what training knew of its tokens;
+        None if it no longer exists."""
         with self._reader() as reader:
             for row, record in self._rows(reader, iter([number])):
                 named = reader.execute(
@@ -424,8 +423,8 @@ class SampleIndex:
     def _likely(
         self, reader: sqlite3.Connection, query: Query, words: Sequence[str]
     ) -> Iterator[int]:
-        """Rows that may have the words, in the order asked for: all that have them, and few
-        others."""
+        """Yield the rows that may have the words, in the order asked for: all that have them, and
+        few others."""
         grams = _grams(words)
         few = self._matches(reader, words, _FEW) if grams else None
         if few is not None and len(few) < _FEW:
@@ -449,8 +448,8 @@ class SampleIndex:
     def _matches(
         self, reader: sqlite3.Connection, words: Sequence[str], most: int = -1
     ) -> set[int] | None:
-        """All rows that may have the words, or the first of them; None where that cannot be
-        told."""
+        """Return all rows that may have the words, or ``most`` of them; None if the trigrams cannot
+        tell."""
         if not self.has_trigrams or any("\0" in word for word in words):
             return None
         if grams := _grams(words):
@@ -474,7 +473,7 @@ class SampleIndex:
     def _rows(
         self, connection: sqlite3.Connection, ids: Iterator[int]
     ) -> Iterator[tuple[sqlite3.Row, dict[str, Any]]]:
-        """Rows and their lines, in the order of their ids."""
+        """Yield rows and their lines, in the order of their ids."""
         while chunk := list(itertools.islice(ids, _CHUNK)):
             rows = connection.execute(
                 f"SELECT * FROM rows WHERE id IN ({', '.join(map(str, chunk))})"
@@ -487,7 +486,7 @@ class SampleIndex:
     def _records(
         self, connection: sqlite3.Connection, rows: Sequence[sqlite3.Row]
     ) -> Iterator[tuple[sqlite3.Row, dict[str, Any]]]:
-        """The lines of rows; {} for one whose file was written anew since."""
+        """Yield the lines of rows; {} if the file was rewritten since."""
         files_of_rows = ", ".join({str(row["file"]) for row in rows})
         told = connection.execute(f"SELECT id, name FROM files WHERE id IN ({files_of_rows})")
         names = {row["id"]: row["name"] for row in told}
@@ -521,7 +520,7 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
 def _ids(
     reader: sqlite3.Connection, query: Query, among: Iterable[int] | None = None
 ) -> Iterator[int]:
-    """The rows that a query means by their numbers, in its order; its words do not count."""
+    """Yield the ids of the rows that a query finds, in its order; its words are ignored."""
     condition, values = condition_of(query)
     if among is not None:
         condition += " AND id IN (SELECT value FROM json_each(?))"
@@ -533,7 +532,7 @@ def _ids(
 
 
 def _grams(words: Sequence[str]) -> list[str]:
-    """Trigrams of the words, a few of them where there are many."""
+    """Return trigrams of the words, at most `_MOST_GRAMS`."""
     grams = sorted(
         {word[i : i + _TRIGRAM] for word in words for i in range(len(word) - _TRIGRAM + 1)}
     )

@@ -1,5 +1,4 @@
-"""What of a run goes into its report: all its numbers, and of what is large a part that says what
-it is a part of."""
+"""Choose what goes into the report of a run: all numbers, and a stated part of what is large."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from slime.page.trained import training_of, with_training
 #: this costs little.
 SAMPLE_BYTES = 5 << 20
 _PASSING_BYTES = 1 << 20
-#: Of how many files samples are when not all of them fit.
+#: Files with samples in a report that cannot hold all of them.
 _MOST_ROLLOUTS = 8
 _MOST_EVALUATIONS = 2
 #: Rollouts with a timeline, and digits of a metric that are kept.
@@ -172,7 +171,7 @@ def _samples(
 
 
 def _sizes(paths: dict[str, Path]) -> dict[Path, int]:
-    """Of those that are still there, with what training knew of them."""
+    """Return the sizes of the files that still exist, with what training knew of them."""
     sizes = {}
     for path in paths.values():
         with contextlib.suppress(FileNotFoundError):
@@ -208,7 +207,7 @@ def _add_training(rows: Sequence[Row], path: Path, run: Path) -> None:
 
 
 def _groups(rows: Iterable[Row]) -> list[list[Row]]:
-    """The rows by data set and group, with their rewards against the mean of their group."""
+    """Group the rows by data set and group, and add each reward minus the mean of its group."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault((row["dataset"], row["grp"]), []).append(row)
@@ -222,7 +221,7 @@ def _groups(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def _summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the page's list of steps says about a file, over all its samples."""
+    """Return the entry of a file in the page's list of steps, over all its samples."""
     first = rows[0]
     return {
         "kind": first["kind"],
@@ -239,8 +238,8 @@ def _mean(rows: Sequence[Row]) -> float | None:
 
 
 def _chosen(groups: Sequence[list[Row]], most_bytes: int) -> list[list[Row]]:
-    """Whole groups that fit, of all data sets alike. Where none does: best and worst of one,
-    without their tokens."""
+    """Choose whole groups that fit, from all data sets in turn. If none fits: best and worst of
+    one, without tokens."""
     by_dataset: dict[Any, list[list[Row]]] = {}
     for group in groups:
         by_dataset.setdefault(group[0]["dataset"], []).append(group)
@@ -270,8 +269,8 @@ def _or_least(value: float | None) -> float:
 
 
 def most_telling_first(groups: Iterable[list[Row]]) -> Iterator[list[Row]]:
-    """Groups whose rewards differ most first; of those that differ alike, the best and the worst in
-    turns."""
+    """Yield groups with the largest reward spread first; of equal ones, the best and the worst in
+    turn."""
     by_spread: dict[float, list[list[Row]]] = {}
     for group in groups:
         rewards = [row["reward"] for row in group if row["reward"] is not None]

@@ -1,5 +1,4 @@
-"""What the page is told of a stage of a run, by the server of a live page or by the file of a
-frozen one."""
+"""Everything that the live page and the frozen page show of a stage, as JSON."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ _ENGINES = (
 
 
 def all_runs(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the page asks first: the stages that there are, the newest first, and which charts it
-    draws of them.
+    """Return the list of stages, the newest first, and the charts to draw.
 
     Args:
         described: of each what `describe` says; runs of one name are called by their folders.
@@ -57,7 +55,7 @@ def all_runs(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def describe(
     run: Path, stage: Stage, key: str, alarms: list[dict[str, str]], index: dict[str, int]
 ) -> dict[str, Any]:
-    """What the list of runs says of a stage.
+    """Return the entry of a stage in the list of runs.
 
     Args:
         key: what the page calls it.
@@ -84,15 +82,14 @@ def describe(
 
 
 def alarms_of(stage: Stage) -> list[dict[str, str]]:
-    """What `find_alarms` says of the stage, the gravest first: ``{"name", "title", "detail",
-    "fix"}``."""
+    """Return the alarms of a stage, the gravest first: ``{"name", "title", "detail", "fix"}``."""
     flags = {flag: value for flag, value, _ in flags_with_origins(stage.config)}
     found = find_alarms(stage.rows, ended=stage.summary.get("ended") is not None, flags=flags)
     return [{"name": a.name, "title": a.title, "detail": a.detail, "fix": a.fix} for a in found]
 
 
 def crash(run: Path) -> dict[str, Any] | None:
-    """The newest crash: ``{"error", "message", "notes", "note", "folder"}``."""
+    """Return the newest crash: ``{"error", "message", "notes", "note", "folder"}``."""
     files = [path for path in sorted(run.glob("crash/*/crash.json")) if is_inside(path, run)]
     if not files:
         return None
@@ -106,7 +103,7 @@ def crash(run: Path) -> dict[str, Any] | None:
 
 
 def facts(stage: Stage) -> list[str]:
-    """Model, method, batch and host in a few words."""
+    """Return model, method, batch and host in a few words."""
     model = str(config_value(stage.config, "hf_checkpoint") or "").rstrip("/").rsplit("/", 1)[-1]
     loss = config_value(stage.config, "loss_type")
     method = (
@@ -126,7 +123,7 @@ def facts(stage: Stage) -> list[str]:
 
 
 def settings(stage: Stage) -> list[dict[str, str]]:
-    """Every setting: ``{"flag", "value", "origin"}``, without secrets."""
+    """Return every setting as ``{"flag", "value", "origin"}``, without secrets."""
     return [
         {"flag": name, "value": _text(name, value), "origin": origin}
         for name, value, origin in flags_with_origins(stage.config)
@@ -134,8 +131,8 @@ def settings(stage: Stage) -> list[dict[str, str]]:
 
 
 def settings_that_differ(stages: Sequence[Stage]) -> list[dict[str, Any]]:
-    """``{"flag", "values": [its value in each stage, as text]}`` of the flags that are not the same
-    in all; where a run is does not count."""
+    """Return ``{"flag", "values": [its value in each stage, as text]}`` for the flags that differ;
+    paths of the runs do not count."""
     known = [
         {flag: value for flag, value, _ in flags_with_origins(stage.config)} for stage in stages
     ]
@@ -150,8 +147,8 @@ def _text(flag: str, value: Any) -> str:
 
 
 def engines(stage: Stage) -> dict[str, Any]:
-    """Mean load of each engine, and the metrics that tell of engines: ``{"loads": {engine:
-    requests}, "names"}``."""
+    """Return the mean load of each engine and the names of metrics about engines: ``{"loads":
+    {engine: requests}, "names"}``."""
     loads = dict(sorted(engine_loads(stage.rows).items(), key=lambda item: int(item[0])))
     keys = stage.keys()
     return {"loads": loads, "names": [name for name in keys if name.startswith(_ENGINES)]}

@@ -1,5 +1,5 @@
-"""What training knew of the tokens of recorded samples: read beside them, when one is looked at or
-a run is frozen."""
+"""Add what training knew of the tokens of recorded samples, when one is shown or a run is
+frozen."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slime.files import read_lines
 from slime.observe.recorder import trained_name
 from slime.page.files import is_inside
 
-#: By what a sample is known again; as text, since lines may hold anything.
+#: Key of a sample → its line; the key is text, because lines may hold anything.
 _Training = dict[bytes, dict[str, Any]]
 
 
 def training_of(file: Path, rollout: int, run: Path) -> _Training:
-    """What training knew of the samples of a file; nothing where it is trained on later, or never.
+    """Read what training knew of the samples of a file; {} if it was not trained on.
 
     Args:
         run: the run folder, outside of which nothing is read.
@@ -36,8 +36,8 @@ def training_of(file: Path, rollout: int, run: Path) -> _Training:
 
 
 def with_training(record: dict[str, Any], known: _Training) -> dict[str, Any]:
-    """The line of a sample, with ``advantages`` and ``log_prob_diffs`` among its ``tokens``: an
-    entry per token, or null.
+    """Add ``advantages`` and ``log_prob_diffs`` to the ``tokens`` of a sample's line: an entry per
+    token, or null.
 
     Args:
         known: as `training_of` gives it.
@@ -66,7 +66,7 @@ def _key(index: Any, total_length: Any, response_length: Any) -> bytes:
 
 
 def _per_token(values: Any, length: int) -> list[Any] | None:
-    """One number stands for all tokens."""
+    """Expand one number to all tokens; None if the length does not fit."""
     if isinstance(values, (int, float)):
         return [values] * length
     return values if isinstance(values, list) and len(values) == length else None

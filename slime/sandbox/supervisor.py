@@ -176,8 +176,8 @@ class Keeper:
         return "memory" if memory > self.limits["memory"] + _OURS_BYTES else ""
 
     def _read(self, heard: int, last: bool = False) -> bool:
-        """What the program has written; False at the end. At the last, all that the pipe still
-        holds."""
+        """Read what the program has written; False at the end. The last call reads all that the
+        pipe still holds."""
         while True:
             try:
                 piece = os.read(heard, 1 << 16)

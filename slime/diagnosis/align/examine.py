@@ -1,4 +1,4 @@
-"""All causes, measured one after the other and ranked by the share of the difference that each
+"""Measure all causes one after the other, and rank them by the share of the difference that each
 explains."""
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from slime.diagnosis.align.evidence import explained, size
 from slime.diagnosis.align.layers import PartByPart
 from slime.diagnosis.troubles import TROUBLES, Finding
 
-#: Share from which on a cause is worth telling; and shares that are less apart than this rank by
-#: the table's order.
+#: A cause is reported from this share on. Shares that differ by less than the second rank in the
+#: order of the table.
 TOLD = 0.1
 EQUAL = 0.02
 #: Share that rounding never explains token by token, however small the difference.
 _SYSTEMATIC = 0.5
-#: Where the best explains less, several are put together.
+#: If the best cause explains less, causes are combined.
 _NEARLY_ALL = 0.9
 _FORMS = 2
 
 
-#: Causes that are put together at most, and what each must add to the share.
+#: At most so many causes are combined, and each must add this much to the share.
 _MOST_TOGETHER = 3
 _ADDS = 0.1
 
@@ -76,8 +76,8 @@ class Together:
 
 
 def together(differences: Tensor, tries: Sequence[tuple[Cause, Tried]]) -> Together | None:
-    """One cause after the other, each the one that explains most of what is left; None where one
-    alone does as well.
+    """Add up causes, each time the one that explains most of what is left; None if one alone does
+    as well.
 
     Args:
         differences: trainer minus engine, [N].
@@ -124,7 +124,7 @@ class Ranked:
 
 @dataclass
 class Result:
-    """What the examination found.
+    """The result of an examination.
 
     Attributes:
         ranked: all causes that were tested, best first.
@@ -149,8 +149,7 @@ class Result:
 
     @property
     def is_systematic(self) -> bool:
-        """Whether a cause predicts the differences, though they are no larger than rounding makes
-        them."""
+        """Whether a cause predicts the differences although they are no larger than rounding."""
         is_seen = self.case.differences.mean > ALIKE
         return is_seen and any(
             one.best.side and one.best.share >= _SYSTEMATIC for one in self.ranked
@@ -158,7 +157,7 @@ class Result:
 
     @property
     def told(self) -> list[Ranked]:
-        """Causes that explain something."""
+        """The causes that explain something."""
         return [one for one in self.ranked if one.best.share >= TOLD] if self.parts_ways else []
 
     @property
@@ -167,7 +166,7 @@ class Result:
 
 
 def examine(case: Discrepancy, causes: Iterable[Cause] = CAUSES, *, always: bool = False) -> Result:
-    """Measure every cause that can be.
+    """Measure every cause that can be measured.
 
     Args:
         always: also where the sides do not differ at all; where they differ by no more than
@@ -221,7 +220,7 @@ def _notes(result: Result) -> Iterable[str]:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """Return what ``--json`` prints."""
     case = result.case
     differences = case.differences
     return {
@@ -263,7 +262,7 @@ def _cause_json(ranked: Ranked, result: Result) -> dict[str, Any]:
 
 
 def text(result: Result) -> str:
-    """For people: the difference, the causes in their order, what was not tested."""
+    """Describe the difference, the ranked causes, and what was not tested, for people."""
     case = result.case
     differences = case.differences
     count = f"{differences.values.numel()} tokens of {len(case.samples)} samples"

@@ -1,4 +1,4 @@
-"""Causes inside of the model: positions, rounding of weights and of single operators, experts."""
+"""Causes inside the model: positions, rounding of weights and of single operators, experts."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def _as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def integers(weight: Tensor, bits: int, group: int | None) -> Tensor:
-    """A matrix as whole numbers of ``bits`` bits times a scale for each ``group`` columns of a row
-    (None: the row).
+    """Round a matrix to whole numbers of ``bits`` bits times a scale for each ``group`` columns of
+    a row (None: the row).
 
     Example:
         >>> integers(torch.tensor([[7.0, 3.4]]), 4, None).tolist()
@@ -138,7 +138,8 @@ def integers(weight: Tensor, bits: int, group: int | None) -> Tensor:
 
 
 def _float8(weight: Tensor, block: int | None) -> Tensor:
-    """e4m3 with one scale for the tensor, or for each block of ``block`` rows and columns."""
+    """Round to e4m3 with one scale for the tensor, or for each block of ``block`` rows and
+    columns."""
     largest = torch.finfo(torch.float8_e4m3fn).max
     if block is None:
         scale = weight.abs().amax().clamp(min=1e-12) / largest

@@ -1,4 +1,4 @@
-"""From a run's flags and samples to a case; and the whole way, from there to a result."""
+"""Build a case from a run's flags and samples, and examine it."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _NO_HIDDEN_STATES = (
 
 
 class RoundFailed(Exception):
-    """The round that was to be compared did not come to its end; says how."""
+    """Raised if the fresh round ends with an error, with its last lines."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Wish:
-    """What is asked of an examination.
+    """Options of an examination.
 
     Attributes:
         model: the Hugging Face directory with the weights that scored the samples; None: there is
@@ -68,7 +68,7 @@ class Wish:
 
 
 def fresh_round(config: Config, folder: Path) -> list[Scored]:
-    """Generate, train and push once, with the run's own flags, and take what both sides said.
+    """Generate, train and push once with the run's own flags, and read the log-probs of both sides.
 
     Raises:
         LeftOut: the run does not generate and train.
@@ -93,7 +93,7 @@ def fresh_round(config: Config, folder: Path) -> list[Scored]:
 def examined(
     config: Config, samples: Sequence[Scored], wish: Wish, engine: AskableEngine | None = None
 ) -> Result:
-    """The result for samples of a run with these flags.
+    """Examine samples of a run with these flags.
 
     Args:
         engine: that generated them, where it can still be asked.
@@ -172,7 +172,7 @@ def case_of(
 
 
 def _stored(config: Config) -> Quantisation | None:
-    """How engines store weights, by --hf-checkpoint; its config.json may be gone since."""
+    """Read how engines store weights from --hf-checkpoint; its config.json may be gone by now."""
     given = config.checkpoint.hf_checkpoint
     path = Path(given) / "config.json" if given else None
     return Quantisation.read(read_hf_config(path)) if path is not None and path.is_file() else None
@@ -209,8 +209,9 @@ def _facts(config: Config, model: Path | None) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _by_transformers(case: Discrepancy) -> float:
-    """How far the reference is from transformers, on the first sample: mean over its response, nats
-    per token.
+    """Measure how far the reference is from transformers on the first sample: mean over its
+    response, nats per token. Reference and embedded engine share their code, so a mistake in it
+    would look like one of the trainer's.
 
     Raises:
         OSError, ValueError, KeyError, ImportError: transformers cannot read the model.
@@ -233,7 +234,7 @@ def _by_transformers(case: Discrepancy) -> float:
 
 
 def _ask_transformers(case: Discrepancy, result: Result) -> None:
-    """Whether the reference is what it is taken for."""
+    """Note whether transformers agrees with the reference."""
     try:
         apart = _by_transformers(case)
     except (OSError, ValueError, KeyError, ImportError, torch.OutOfMemoryError) as error:
@@ -251,8 +252,8 @@ def _ask_transformers(case: Discrepancy, result: Result) -> None:
 
 
 def _compare_parts(config: Config, case: Discrepancy, result: Result) -> None:
-    """The hidden states of the trainer's model, the embedded engine's and the reference, of one
-    sample."""
+    """Compare the hidden states of the trainer's model, the embedded engine and the reference for
+    one sample."""
     model = case.model()
     sample = dumps.cut(case.samples[0], _TOKENS_OF_PARTS)
     with ExitStack() as stack:

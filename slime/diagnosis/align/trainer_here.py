@@ -1,5 +1,5 @@
-"""The trainer's model in this process, on one rank, without an optimizer: its log-probs, and what
-its parts give."""
+"""The trainer's model in this process on one rank, without an optimizer: its log-probs and the
+outputs of its parts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TrainerHere:
         parallel.shut_down()
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies, by their Hugging Face names."""
+        """Return copies by their Hugging Face names."""
         return {
             name: tensor.detach().clone()
             for name, tensor in iter_hf_tensors(self.chunks, self.hf_config)
@@ -89,7 +89,7 @@ class TrainerHere:
         return [self._run(sample, temperature)[1].double().cpu() for sample in samples]
 
     def parts(self, sample: Scored) -> dict[str, Tensor]:
-        """The outputs of all parts for all tokens but the last, by the names of
+        """Return the outputs of all parts for all tokens but the last, by the names of
         `slime.embedded.model.Observer`."""
         seen: dict[str, Tensor] = {}
         (model,) = self.chunks
@@ -134,7 +134,7 @@ class TrainerHere:
 
 
 def in_one_piece(config: Config) -> Config:
-    """The same run's trainer on one rank."""
+    """Return the configuration of the same trainer on one rank."""
     megatron = dataclasses.replace(
         config.megatron,
         tensor_model_parallel_size=1,
@@ -154,7 +154,7 @@ def in_one_piece(config: Config) -> Config:
 
 
 def batch_of(sample: Scored) -> TrainBatch:
-    """One sample as a batch for a forward pass."""
+    """Build a batch of one sample for a forward pass."""
     batch = forward.canary_batch(sample.tokens.tolist(), 1)
     count = sample.response_length
     mask = torch.ones(count)
@@ -168,8 +168,8 @@ def batch_of(sample: Scored) -> TrainBatch:
 
 
 def _computes(module: Any) -> bool:
-    """Whether it is more than a place holder: Transformer Engine's layers have their norm
-    inside."""
+    """Whether a module is more than a placeholder: Transformer Engine's layers contain their
+    norm."""
     return type(module).__name__ != "IdentityOp"
 
 
