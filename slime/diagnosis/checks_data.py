@@ -105,9 +105,8 @@ def reward(case: CheckedRun, look: Look) -> None:
     if len({str(row.label) for row in rows}) < 2:
         raise LeftOut("fewer than two different labels in the first rows (--label-key)")
     try:
-        printed = (
-            io.StringIO() if case.is_launch else sys.stdout
-        )  # a run has it in logs/rollout.log
+        # a run has it in logs/rollout.log
+        printed = io.StringIO() if case.is_launch else sys.stdout
         with (
             Look(look.trouble).warnings(),
             contextlib.redirect_stdout(printed),
@@ -116,9 +115,8 @@ def reward(case: CheckedRun, look: Look) -> None:
     except UserError as error:
         if _asks_a_server(error):
             raise LeftOut("it asks a server, which may not be up yet") from error
-        rollout = (
-            config.rollout
-        )  # functions that make samples of their own may give rewards what is not there here
+        # functions that make samples of their own may give rewards what is not there here
+        rollout = config.rollout
         makes_samples = rollout.custom_generate_function_path or rollout.rollout_function_path
         look.refused(error, "reward-fails", is_fatal=not makes_samples)
     else:
@@ -130,16 +128,9 @@ def reward(case: CheckedRun, look: Look) -> None:
 
 #: Packages whose errors are about a server.
 _CLIENTS = (
-    "httpx",
-    "httpcore",
-    "aiohttp",
-    "requests",
-    "urllib",
-    "urllib3",
-    "openai",
-    "anthropic",
+    "httpx", "httpcore", "aiohttp", "requests", "urllib", "urllib3", "openai", "anthropic",
     "grpc",
-)
+)  # fmt: skip
 
 
 def _asks_a_server(error: BaseException) -> bool:

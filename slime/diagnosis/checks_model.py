@@ -93,9 +93,8 @@ def weights(case: CheckedRun, look: Look) -> None:
     config = case.run
     try:
         plan = resolve_load(config)
-    except (
-        UserError
-    ):  # told where the checkpoint is looked at: what engines serve is looked at all the same
+    except UserError:
+        # told where the checkpoint is looked at: what engines serve is looked at all the same
         config = replace(
             config, checkpoint=replace(config.checkpoint, load=None, save=None, ckpt_step=None)
         )

@@ -296,6 +296,5 @@ def as_json(report: Report) -> dict[str, object]:
             for o in report.outcomes
         ],
     }
-    return cast(
-        dict[str, object], json_safe(shown)
-    )  # errors of users' code quote whatever it was given
+    # errors of users' code quote whatever it was given
+    return cast(dict[str, object], json_safe(shown))

@@ -155,9 +155,8 @@ def _rows(run: RunFolder, stage: str) -> list[dict[str, Any]]:
     for line in (whole + tail).split(b"\n"):
         try:
             row = orjson.loads(line) if line.strip() else None
-        except (
-            orjson.JSONDecodeError
-        ):  # being written, cut by a crash, or by where we begin to read
+        except orjson.JSONDecodeError:
+            # being written, cut by a crash, or by where we begin to read
             continue
         if isinstance(row, dict) and (row.get("stage") or "") == stage:
             rows.append(row)
@@ -173,9 +172,8 @@ def _state(folder: Path, entry: dict[str, Any]) -> str:
         if not (folder / ".lock").is_symlink() and (folder / ".lock").is_file()
         else False
     )
-    elsewhere = (
-        entry.get("host") != platform.node() and time.time() - _written(folder) < 600
-    )  # locks may not reach there
+    # locks may not reach there
+    elsewhere = entry.get("host") != platform.node() and time.time() - _written(folder) < 600
     return "running" if held or elsewhere else "killed"
 
 

@@ -15,16 +15,8 @@ from slime.redact import redacted
 _CHOSEN = ("flag", "yaml")
 #: Flags that say where files of this machine are: no part of the recipe.
 _PLACES = (
-    "output_dir",
-    "run_name",
-    "stage",
-    "save",
-    "save_hf",
-    "load",
-    "ref_load",
-    "config",
-    "resume",
-)
+    "output_dir", "run_name", "stage", "save", "save_hf", "load", "ref_load", "config", "resume",
+)  # fmt: skip
 UNKNOWN = "unknown"
 
 

@@ -73,9 +73,8 @@ def tolerant_output() -> Iterator[None]:
     """Within this block a failed write to stdout or stderr raises nothing; it is logged once."""
     before = sys.stdout, sys.stderr
     for name, stream in zip(("stdout", "stderr"), before):
-        with suppress(
-            AttributeError, OSError, ValueError
-        ):  # no stream, or one without a descriptor
+        # no stream, or one without a descriptor
+        with suppress(AttributeError, OSError, ValueError):
             stream.fileno()
             setattr(sys, name, _Tolerant(stream, name))
     try:

@@ -276,9 +276,8 @@ class Recorder:
     def record_rollout(self, rollout_id: int, groups: Sequence[Group]) -> None:
         """Write what rollout `rollout_id` generated, and its timeline."""
         self.has_rollouts = True
-        (self._run.samples / trained_name(rollout_id)).unlink(
-            missing_ok=True
-        )  # of a rollout that is done again
+        # of a rollout that is done again
+        (self._run.samples / trained_name(rollout_id)).unlink(missing_ok=True)
         kept = spread(groups, self._max_samples) if self._max_samples else []
         self._write(
             f"rollout_{rollout_id:06d}",
@@ -376,9 +375,8 @@ class Recorder:
             for sample in samples:
                 record = {**extra, **sample_record(sample, self._decode)}
                 if self._texts is not None and sample.response_length <= left:
-                    record["tokens"] = token_record(
-                        sample, self._texts
-                    )  # of JSON as it is: there are many
+                    # of JSON as it is: there are many
+                    record["tokens"] = token_record(sample, self._texts)
                     left -= sample.response_length
                 lines.append(dump_line(record))
         if lines:

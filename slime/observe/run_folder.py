@@ -58,28 +58,14 @@ _MOST = 1e11
 #: Files and folders of a run folder.
 _FILES = ("run.json", "metrics.jsonl", "report.html", ".lock", "config.json")
 _FOLDERS = (
-    "logs",
-    "samples",
-    "journal",
-    "trace",
-    "tensorboard",
-    "crash",
-    "history",
-    "engines",
-    "model",
-)
+    "logs", "samples", "journal", "trace", "tensorboard", "crash", "history", "engines", "model",
+)  # fmt: skip
 _SUFFIXES_INSIDE = (".jsonl", ".json", ".log")
 #: Files of file managers; a folder with nothing else counts as empty.
 _OF_NOBODY = frozenset((".lock", ".DS_Store", "Thumbs.db", "desktop.ini"))
 _REPORTED_PACKAGES = (
-    "slime-rl",
-    "torch",
-    "megatron-core",
-    "sglang",
-    "ray",
-    "transformers",
-    "sglang-router",
-)
+    "slime-rl", "torch", "megatron-core", "sglang", "ray", "transformers", "sglang-router",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -398,9 +384,8 @@ class RunFolder:
     def _keep_ends_of_logs(self, folder: Path) -> None:
         newest = sorted(self.logs.glob("*.log"), key=_written, reverse=True)[:_MOST_LOGS]
         for path in newest:
-            if (
-                not path.is_file()
-            ):  # gone meanwhile, a broken link, or a pipe, which nobody may ever write to
+            # gone meanwhile, a broken link, or a pipe, which nobody may ever write to
+            if not path.is_file():
                 continue
             folder.mkdir(exist_ok=True)
             said = redact_text(_end_of(path).decode("utf-8", "surrogateescape"))

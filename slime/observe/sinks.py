@@ -178,9 +178,8 @@ class Sinks:
             waited = sum(merged.get(f"perf/{phase}_time", 0.0) for phase in _TRAINER_WAITS)
             merged |= {"perf/trainer_wait_ratio": waited / seconds} if seconds > 0 else {}
         merged = {**waited_for, **metrics}
-        if (
-            is_step
-        ):  # what the driver waited for a part of the run beyond what that part says it has worked
+        # what the driver waited for a part of the run beyond what that part says it has worked
+        if is_step:
             merged["perf/handover_time"] = max(
                 0.0, _named_seconds(waited_for) - _named_seconds(merged)
             )
@@ -193,9 +192,8 @@ class Sinks:
             self._console.alarm(alarm)
         if is_step:
             phases = self._timer.pop_events()
-            if (
-                self._tracing
-            ):  # the rollout has ended, so the file of its samples is there (or ours to make)
+            # the rollout has ended, so the file of its samples is there (or ours to make)
+            if self._tracing:
                 add_phases(self._run.trace / f"rollout_{step - 1:06d}.json", phases)
         self._log_seconds += now() - end
 
@@ -228,9 +226,8 @@ class Sinks:
         self._sinks = []
         ends: list[Callable[[], None]] = [sink.close for sink in sinks]
         if self._run.state() != "failed":  # `RunFolder.write_crash` has said so already
-            ends.insert(
-                0, lambda: self._run.set_state(state)
-            )  # W&B may upload for long, and be killed over it
+            # W&B may upload for long, and be killed over it
+            ends.insert(0, lambda: self._run.set_state(state))
         for end in ends:
             try:
                 end()

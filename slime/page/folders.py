@@ -34,14 +34,12 @@ class RunWatch:
         self.path = path
         self.index = SampleIndex(path, cache)
         self.key = path_key(path)
-        self.generation = (
-            time.time_ns() // 1000
-        )  # a page that knows an earlier server's asks for everything
+        # a page that knows an earlier server's asks for everything
+        self.generation = time.time_ns() // 1000
         self._lock = threading.RLock()
         self._place = ReadPosition()
-        self._changed: list[
-            tuple[str, float]
-        ] = []  # stage and step of each line, in the order of the lines
+        # stage and step of each line, in the order of the lines
+        self._changed: list[tuple[str, float]] = []
         self._rows: dict[str, dict[float, dict[str, Any]]] = {}
         self._stages: list[Stage] = []
         self._alarms: dict[str, tuple[Any, list[dict[str, str]]]] = {}

@@ -25,26 +25,33 @@ import orjson
 from slime.log import get_logger
 from slime.observe.run_data import Stage, config_value
 from slime.page.files import ReadPosition, is_inside, is_unchanged, new_lines
-from slime.page.rows import COLUMNS, Query, condition_of, order_of, row_of, searched_text
-from slime.page.trained import training_of, with_training
+from slime.page.rows import (
+    COLUMNS,
+    Query,
+    condition_of,
+    order_of,
+    row_of,
+    searched_text,
+    training_of,
+    with_training,
+)
 
 logger = get_logger(__name__)
 
-#: The version changes with the tables: a database of another one is made anew.
+#: A database of another version of the tables is built anew.
 _VERSION = 4
 _BATCH = 1000
 _CHUNK = 100
-#: Matches of a search up to which they are sorted by themselves: at once, and after a walk that did
-#: not meet enough; lines of a walk in the order asked for, after which the rest is narrowed down.
+#: Matches are sorted if there are fewer: at once, or after a walk that did not meet enough. The
+#: walk in the order asked for ends after so many lines, and the rest is narrowed down.
 _FEW = 3000
 _LATE = 25_000
 _PATIENCE = 500
-#: Characters of a gram, and grams of a search that are looked up: a few hold for few others.
+#: Characters of a gram, and grams of a search that are looked up: a few exclude most samples.
 _TRIGRAM = 3
 _MOST_GRAMS = 16
-#: The first stands behind each text, so that each of its characters begins a gram; it ends lines,
-#: and no word of a search has it. The second, behind a beginning of one or two characters: no gram
-#: that begins so comes later.
+#: The first is appended to each text, so that each character begins a gram; no word of a search
+#: contains it. The second is appended to a prefix and sorts after all grams that begin with it.
 _PADDING = "\n\n"
 _LAST = "\U0010ffff" * 2
 _BUSY_MS = 10_000
@@ -97,17 +104,14 @@ class SampleIndex:
         self._own: tempfile.TemporaryDirectory[str] | None = None
         try:
             self._open(cache or self._own_folder())
-        except (
-            sqlite3.OperationalError
-        ) as problem:  # a full or odd disk, an index that is held: it is only an index
+        except sqlite3.OperationalError as problem:  # a full disk, or an index that is held
             if cache is None:
                 raise
             logger.warning("%s: %s; the index of %s goes with this process", cache, problem, run)
             self._open(self._own_folder())
         self._state = 0
-        self._cached: dict[
-            str, Any
-        ] = {}  # what takes a walk over all rows, until something changes
+        #: Answers that take a walk over all rows, until something changes.
+        self._cached: dict[str, Any] = {}
         self.has_trigrams = bool(
             self._writer.execute("SELECT 1 FROM sqlite_master WHERE name = 'texts'").fetchone()
         )
@@ -121,9 +125,9 @@ class SampleIndex:
         self._path = folder / f"{path_key(self.run)}.sqlite"
         try:
             self._writer = self._opened()
-        except sqlite3.OperationalError:  # another process may be at it: no reason to take it away
+        except sqlite3.OperationalError:  # another process may be using it
             raise
-        except sqlite3.DatabaseError:  # damaged, or of another version: it is only an index
+        except sqlite3.DatabaseError:  # damaged, or of another version
             self._remove()
             self._writer = self._opened()
 
@@ -150,9 +154,8 @@ class SampleIndex:
                     raise sqlite3.DatabaseError("of another version")
                 for statement in _TABLES.split(";"):
                     connection.execute(statement)
-                with contextlib.suppress(
-                    sqlite3.OperationalError
-                ):  # built without FTS5, or older than trigrams
+                # SQLite may be built without FTS5, or be older than trigrams
+                with contextlib.suppress(sqlite3.OperationalError):
                     connection.execute(
                         "CREATE VIRTUAL TABLE texts USING fts5 (text, content='', detail=none, "
                         "tokenize='trigram case_sensitive 1')"
@@ -181,9 +184,8 @@ class SampleIndex:
             Whether anything changed.
         """
         changed = self._update(stages, goes_on)
-        state = self._writer.execute("PRAGMA data_version").fetchone()[
-            0
-        ]  # another process may keep the same index
+        # another process may keep the same index
+        state = self._writer.execute("PRAGMA data_version").fetchone()[0]
         if changed or state != self._state:
             self._state = state
             self._cached = {}
@@ -206,15 +208,10 @@ class SampleIndex:
             if not goes_on():
                 return changed
             row = known.get(name)
-            place = (
-                ReadPosition(row["inode"], row["size"], row["mtime"], row["tail"])
-                if row
-                else ReadPosition()
-            )
+            place = _position(row)
             if not is_unchanged(path, place) and is_inside(path, self.run):
-                with contextlib.suppress(
-                    OSError
-                ):  # a resumed run moved it away, or it is not ours to read
+                # a resumed run moved it away, or it is not ours to read
+                with contextlib.suppress(OSError):
                     self._read(name, path, stage, kind)
                     self._cached = {}
                     changed = True
@@ -230,11 +227,7 @@ class SampleIndex:
         )
         with _transaction(self._writer):  # what another process has read meanwhile is seen here
             row = self._writer.execute("SELECT * FROM files WHERE name = ?", (name,)).fetchone()
-            place = (
-                ReadPosition(row["inode"], row["size"], row["mtime"], row["tail"])
-                if row
-                else ReadPosition()
-            )
+            place = _position(row)
             is_other, lines, after = new_lines(path, place)
             if is_other and row:
                 self._forget(row["id"])
@@ -245,10 +238,9 @@ class SampleIndex:
                 ).lastrowid
             else:
                 file = row["id"]
-            marks = ", ".join("?" * (3 + len(COLUMNS)))
-            statement = (
-                f"INSERT INTO rows (file, offset, length, {', '.join(COLUMNS)}) VALUES ({marks})"
-            )
+            columns = ("file", "offset", "length", *COLUMNS)
+            marks = ", ".join("?" * len(columns))
+            statement = f"INSERT INTO rows ({', '.join(columns)}) VALUES ({marks})"
             values = (
                 row_of(file or 0, line, stage.name, kind, path.stem, reward_key) for line in lines
             )
@@ -302,13 +294,9 @@ class SampleIndex:
             with self._reader() as reader:
                 upto = self._texts_upto(reader)
                 samples = reader.execute("SELECT count(*) FROM rows").fetchone()[0]
-                left = reader.execute("SELECT count(*) FROM rows WHERE id > ?", (upto,)).fetchone()[
-                    0
-                ]
-            cached["progress"] = {
-                "samples": samples,
-                "texts": samples - (left if self.has_trigrams else 0),
-            }
+                new = reader.execute("SELECT count(*) FROM rows WHERE id > ?", (upto,))
+                left = new.fetchone()[0] if self.has_trigrams else 0
+            cached["progress"] = {"samples": samples, "texts": samples - left}
         return dict(cached["progress"])
 
     @staticmethod
@@ -366,13 +354,8 @@ class SampleIndex:
                     where = "file = ? AND grp IS ? AND dataset IS ?"
                     values = [row["file"], row["grp"], row["dataset"]]
                 summary = dict(reader.execute(_SUMMARY + where, values).fetchone())
-                place = {
-                    "id": row["id"],
-                    "step": row["step"],
-                    "dataset": row["dataset"],
-                    "group": row["grp"],
-                }
-                groups.append(place | summary | {"record": record})
+                place = {name: row[name] for name in ("id", "step", "dataset")}
+                groups.append(place | {"group": row["grp"]} | summary | {"record": record})
         return groups, len(first) > offset + limit
 
     def find(
@@ -515,6 +498,12 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
         if connection.in_transaction:  # on a full disk SQLite has taken it back already
             connection.execute("ROLLBACK")
         raise
+
+
+def _position(row: sqlite3.Row | None) -> ReadPosition:
+    if row is None:
+        return ReadPosition()
+    return ReadPosition(row["inode"], row["size"], row["mtime"], row["tail"])
 
 
 def _ids(

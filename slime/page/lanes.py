@@ -119,9 +119,8 @@ def timeline(events: Sequence[Any]) -> dict[str, Any]:
     named = [
         {"name": titles.get(tid, str(tid)), "spans": spans} for tid, spans in lanes.items() if spans
     ]
-    named.sort(
-        key=lambda lane: -max(span[1] + span[2] for span in lane["spans"])
-    )  # the last to end first
+    # the last to end first
+    named.sort(key=lambda lane: -max(span[1] + span[2] for span in lane["spans"]))
     shown = [span for lane in named for span in lane["spans"]]
     return {
         "length": ms(end - start),

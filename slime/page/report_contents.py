@@ -18,12 +18,10 @@ from slime.observe.catalog import phases, plain_name, thin
 from slime.observe.run_data import RunData, Stage, config_value
 from slime.page.files import ReadPosition, is_inside, new_lines
 from slime.page.lanes import timeline_of, traced_steps
-from slime.page.rows import COLUMNS, SORTS, row_of, short_texts
+from slime.page.rows import COLUMNS, SORTS, row_of, short_texts, training_of, with_training
 from slime.page.stages import alarms_of, all_runs, describe, engines, settings, settings_that_differ
-from slime.page.trained import training_of, with_training
 
-#: Bytes of samples' lines over all stages of a report; of one that is soon written anew, so that
-#: this costs little.
+#: Bytes of samples' lines over all stages of a report; fewer while the run rewrites it.
 SAMPLE_BYTES = 5 << 20
 _PASSING_BYTES = 1 << 20
 #: Files with samples in a report that cannot hold all of them.
@@ -38,7 +36,7 @@ Row = dict[str, Any]
 
 
 def contents_of(runs: Sequence[RunData], *, is_passing: bool = False) -> dict[str, Any]:
-    """The answers to what the page asks (`page/frozen.js`).
+    """Return the answers to what the page asks (`page/frozen.js`).
 
     Args:
         runs: of several, the newest stage of each is shown at first.
@@ -71,7 +69,7 @@ def contents_of(runs: Sequence[RunData], *, is_passing: bool = False) -> dict[st
 
 
 def packed(data: dict[str, Any]) -> bytes:
-    """For `page_files.one_file`."""
+    """Compress the data for `page_files.one_file`."""
     try:
         plain = orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS, default=repr)
     except TypeError:  # a folder whose name is no Unicode
@@ -114,7 +112,7 @@ def _timelines(run: Path, stage: Stage) -> dict[str, Any]:
 
 
 def spread(items: Sequence[Any], count: int) -> list[Any]:
-    """At most `count` of them, evenly spread, with the first and the last.
+    """Choose at most ``count`` items, evenly spread, with the first and the last.
 
     Example:
         >>> spread(range(9), 3), spread("ab", 3)

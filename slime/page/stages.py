@@ -21,12 +21,9 @@ from slime.redact import redact_text, redacted
 #: Settings that say where a run is, not what it does.
 _PLACES = ("run_name", "output_dir", "save", "load", "save_hf", "wandb_group", "wandb_run_id")
 _ENGINES = (
-    "rollout/engine_load/",
-    "rollout/prefix_cache",
-    "rollout/avg_cached",
-    "rollout/spec_",
+    "rollout/engine_load/", "rollout/prefix_cache", "rollout/avg_cached", "rollout/spec_",
     "perf/engines_idle",
-)
+)  # fmt: skip
 
 
 def all_runs(described: Sequence[dict[str, Any]]) -> dict[str, Any]:

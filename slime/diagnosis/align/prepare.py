@@ -155,9 +155,8 @@ def case_of(
     except torch.OutOfMemoryError:
         case.without_reference = f"{wish.model} in float32 does not fit on this GPU"
         return case
-    except (
-        UserError
-    ) as error:  # a model that the embedded engine does not compute: what needs none is measured
+    except UserError as error:
+        # a model that the embedded engine does not compute: what needs none is measured
         case.without_reference = str(error)
         return case
     try:

@@ -117,9 +117,8 @@ class TrainerHere:
                 hook.remove()
         count = int(sample.tokens.numel()) - 1
         order = packed.origins[packed.origins >= 0]
-        assert torch.equal(
-            order, torch.arange(count)
-        )  # one sample, one stripe: its tokens in their order
+        # one sample, one stripe: its tokens in their order
+        assert torch.equal(order, torch.arange(count))
         return {name: value[:count] for name, value in seen.items()}
 
     def _run(self, sample: Scored, temperature: float) -> tuple[PackedMicroBatch, Tensor]:
