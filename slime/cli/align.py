@@ -46,7 +46,7 @@ from slime.paths import fill
 
 if TYPE_CHECKING:
     from slime.diagnosis.align.evidence import Scored
-    from slime.diagnosis.record import Finding
+    from slime.diagnosis.troubles import Finding
 
 _VALUES = ("--model", "--also", "--engine", "--of-rollout", "--max-tokens")
 _SWITCHES = ("--json", "--all")
@@ -91,12 +91,11 @@ def main(argv: list[str]) -> int:
 
 def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
     """Text, JSON and exit status."""
-    from slime.diagnosis import troubles
     from slime.diagnosis.align.engines import EngineThere
     from slime.diagnosis.align.examine import as_json, text
     from slime.diagnosis.align.prepare import RoundFailed, Wish, examined, fresh_round
     from slime.diagnosis.look import LeftOut
-    from slime.diagnosis.record import Finding
+    from slime.diagnosis.troubles import TROUBLES, Finding
 
     options = asked.options
     most = _number(options, "--max-tokens", 0) or None
@@ -128,7 +127,7 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
             folder.rmdir()
         raise UserError(f"there is nothing to compare: {reason}") from reason
     except RoundFailed as failure:
-        finding = Finding(troubles.ROUND_FAILED, str(failure))
+        finding = Finding(TROUBLES["round-failed"], str(failure))
         return _told(finding), {"ok": False, "causes": [finding.as_json()]}, 1
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)

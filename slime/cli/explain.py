@@ -16,7 +16,7 @@ import orjson
 
 from slime.cli.arguments import Arguments
 from slime.diagnosis.explain import Explanation, explain
-from slime.diagnosis.record import Finding
+from slime.diagnosis.troubles import Finding
 from slime.files import json_safe
 from slime.redact import redact_text
 

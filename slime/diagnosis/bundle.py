@@ -1,7 +1,7 @@
-"""What an issue needs of a run as one .tar.gz: without secrets, weights and, unless they are asked
-for, samples.
+"""Pack a run for an issue as one .tar.gz, without secrets and weights, and without samples unless
+they are asked for.
 
-Only files of the folder itself are read, through no link, and of large ones the ends.
+Only files of the run folder itself are read, through no link; of large files only the two ends.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from slime.files import json_safe, read_object, replacing
 from slime.observe.run_folder import package_versions
 from slime.redact import redact_text, redacted, secrets_in
 
-#: Of one file: its beginning and its end.
+#: Bytes of the beginning and the end of one file.
 _HEAD = 64 << 10
 _TAIL = 512 << 10
 _METRICS_TAIL = 2 << 20
 _SAMPLES_HEAD = 4 << 20
-#: Of all files together, before they are packed.
+#: Bytes of all files together, before compression.
 _MOST_BYTES = 64 << 20
 _MOST_CRASHES = 3
 _NAMES_OF_A_CRASH = ("crash.json", "traceback.txt", "last_metrics.jsonl", "step.json")
@@ -39,7 +39,7 @@ _SAMPLES_OF_A_CRASH = "samples.jsonl"
 
 @dataclass
 class Bundle:
-    """What was packed.
+    """An archive and what it contains.
 
     Attributes:
         path: the archive.
@@ -97,7 +97,7 @@ def bundle(
 
 
 class _Adder:
-    """Puts texts into an archive, scrubbed and bounded."""
+    """Adds texts to an archive, redacted and bounded."""
 
     def __init__(
         self, tar: tarfile.TarFile, root: str, packed: Bundle, scrub: Callable[[str], str]
@@ -120,7 +120,7 @@ class _Adder:
         self._packed.sizes[name] = len(content)
 
     def file(self, path: Path, folder: Path, head: int = _HEAD, tail: int = _TAIL) -> None:
-        """The two ends of a file of the run; one that is not there is left out."""
+        """Add the two ends of a file of the run, if it exists."""
         name = str(path.relative_to(folder))
         if not is_within(path, folder):
             if path.is_symlink() or path.exists():
@@ -134,7 +134,7 @@ class _Adder:
         self.text(name, first.decode("utf-8", "replace") + mark + last.decode("utf-8", "replace"))
 
     def setting(self, path: Path, folder: Path) -> None:
-        """A JSON file whose keys say what is secret."""
+        """Add a JSON file whose keys say what is secret."""
         name = str(path.relative_to(folder))
         if not is_within(path, folder):
             self.file(path, folder)
@@ -185,7 +185,7 @@ def _crash_files(folder: Path, with_samples: bool) -> Iterator[Path]:
 
 
 def _newest_samples(folder: Path) -> list[Path]:
-    """The newest rollout of each stage."""
+    """Find the newest rollout of each stage."""
     found: dict[Path, Path] = {}
     for path in sorted((folder / "samples").rglob("rollout_*.jsonl")):
         found[path.parent] = path

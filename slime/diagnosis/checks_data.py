@@ -1,5 +1,4 @@
-"""What is looked at of data and rewards: the first rows through the real template and the real
-reward."""
+"""Check data and rewards: the first rows go through the real template and the real reward."""
 
 from __future__ import annotations
 
@@ -19,7 +18,6 @@ from typing import Any
 
 from slime import deadlines
 from slime.config.config import Config
-from slime.diagnosis import troubles as known
 from slime.diagnosis.look import CheckedRun, LeftOut, Look
 from slime.errors import UserError
 from slime.prompts.prepare import remember
@@ -35,8 +33,7 @@ from slime.user_code.loading import check_signature, load_function
 
 #: Rows whose labels are tried as answers.
 _ROWS = 6
-#: What an answer of nothing but its label may have to look like: rewards often want more than the
-#: label.
+#: Answers that consist of the label, in forms that rewards look for.
 _FORMS = (
     "{}",
     "\\boxed{{{}}}",
@@ -63,9 +60,9 @@ def data(case: CheckedRun, look: Look) -> None:
     for error in report.errors:
         look.refused(error)
     for line in report.warnings:
-        look.found(known.DATA_ROWS, line, is_fatal=False)
+        look.found("data-rows", line, is_fatal=False)
     for line in report.templated:
-        look.found(known.TEMPLATE_TWICE, line, is_fatal=False)
+        look.found("template-twice", line, is_fatal=False)
     for line in report.notes:
         look.note(line)
         look.told.append(line)
@@ -75,7 +72,7 @@ def data(case: CheckedRun, look: Look) -> None:
 
 def hooks(case: CheckedRun, look: Look) -> None:
     """Every function of the user's can be imported and called."""
-    look.attempt(preflight.check_functions, case.run.flat(), trouble=known.HOOK)
+    look.attempt(preflight.check_functions, case.run.flat(), trouble="hook")
     look.attempt(preflight.warn_of_old_plugins, case.run)
 
 
@@ -108,9 +105,8 @@ def reward(case: CheckedRun, look: Look) -> None:
     if len({str(row.label) for row in rows}) < 2:
         raise LeftOut("fewer than two different labels in the first rows (--label-key)")
     try:
-        printed = (
-            io.StringIO() if case.is_launch else sys.stdout
-        )  # a run has it in logs/rollout.log
+        # a run has it in logs/rollout.log
+        printed = io.StringIO() if case.is_launch else sys.stdout
         with (
             Look(look.trouble).warnings(),
             contextlib.redirect_stdout(printed),
@@ -119,34 +115,26 @@ def reward(case: CheckedRun, look: Look) -> None:
     except UserError as error:
         if _asks_a_server(error):
             raise LeftOut("it asks a server, which may not be up yet") from error
-        rollout = (
-            config.rollout
-        )  # functions that make samples of their own may give rewards what is not there here
+        # functions that make samples of their own may give rewards what is not there here
+        rollout = config.rollout
         makes_samples = rollout.custom_generate_function_path or rollout.rollout_function_path
-        look.refused(error, known.REWARD_FAILS, is_fatal=not makes_samples)
+        look.refused(error, "reward-fails", is_fatal=not makes_samples)
     else:
         if failure is not None:
-            look.refused(failure, known.REWARD_FAILS, is_fatal=False)
+            look.refused(failure, "reward-fails", is_fatal=False)
         elif scores is not None:
             _judge(scores, look)
 
 
 #: Packages whose errors are about a server.
 _CLIENTS = (
-    "httpx",
-    "httpcore",
-    "aiohttp",
-    "requests",
-    "urllib",
-    "urllib3",
-    "openai",
-    "anthropic",
+    "httpx", "httpcore", "aiohttp", "requests", "urllib", "urllib3", "openai", "anthropic",
     "grpc",
-)
+)  # fmt: skip
 
 
 def _asks_a_server(error: BaseException) -> bool:
-    """Whether a reward failed at a server, or at an engine of the run, which need not be up before
+    """Whether a reward failed at a server or at an engine of the run, which may not be up before
     the launch."""
     found: BaseException | None = error
     while found is not None:
@@ -163,7 +151,7 @@ def _asks_a_server(error: BaseException) -> bool:
 
 
 def _labelled(config: Config, tokenizer: Any) -> list[Sample]:
-    """The first rows with a label and no reward of somebody else's."""
+    """Return the first rows with a label whose reward is computed here."""
     form = RowFormat.of(config)
     found = list[Sample]()
     assert config.data.prompt_data is not None
@@ -262,8 +250,8 @@ async def _scored(
         if any(pool.metrics().values()):  # it timed out, or a grader died
             if patience > config.reward.rm_timeout:
                 raise LeftOut(
-                    f"it takes more than {deadlines.CHECKS_DATA:g} s, which "
-                    f"--rm-timeout {patience:g} allows"
+                    f"it takes more than {deadlines.CHECKS_DATA:g} s, which --rm-timeout "
+                    f"{patience:g} allows"
                 )
             raise UserError(
                 f"a reward did not come within {config.reward.rm_timeout:g} s",
@@ -306,7 +294,7 @@ async def _scored(
 
 
 def _answered(row: Sample, text: str, tokenizer: Any) -> Sample:
-    """A finished sample, as a reward function sees it in a run."""
+    """Return a finished sample, as a reward function sees it in a run."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return dataclasses.replace(
         row,
@@ -330,15 +318,15 @@ def _judge(scores: Scores, look: Look) -> None:
             look.note(said)
         else:
             look.found(
-                known.REWARD_INVERTED,
+                "reward-inverted",
                 f"{said} (means of the form that scores best)",
                 is_fatal=False,
             )
     elif scores.gold == scores.noise == scores.other:
         detail = (
-            f"{said} (in {len(_FORMS)} forms); where it wants yet another form, or reads no "
-            "label, that is fine"
+            f"{said} (in {len(_FORMS)} forms); where it wants yet another form, or reads no label, "
+            "that is fine"
         )
-        look.found(known.REWARD_FLAT, detail, is_fatal=False)
+        look.found("reward-flat", detail, is_fatal=False)
     else:
         look.note("it does not depend on the label")

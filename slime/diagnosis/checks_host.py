@@ -1,5 +1,4 @@
-"""What is looked at of the host: limits, room, GPUs, network. Nothing here takes longer than a
-look."""
+"""Check the host: limits, disk and memory, GPUs, network. Every check is quick."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ import psutil
 
 from slime import deadlines
 from slime.config.config import Config
-from slime.diagnosis import troubles as known
 from slime.diagnosis.look import CheckedRun, LeftOut, Look
 from slime.errors import UserError
 from slime.memory.trainer import rank_parameters
@@ -61,11 +59,11 @@ def host(case: CheckedRun, look: Look) -> None:
         try:
             folder_of_sockets()
         except UserError as error:
-            look.found(known.TEMPORARY_FOLDER, f"{error}: {error.why}", source="RAY_TMPDIR")
+            look.found("temporary-folder", f"{error}: {error.why}", source="RAY_TMPDIR")
     if os.environ.get("PYTHONDONTWRITEBYTECODE") and (names := _not_compiled()):
         folder = " ".join(sorted({str(path.parents[1]) for path in names.values()}))
         look.found(
-            known.BYTECODE,
+            "bytecode",
             f"PYTHONDONTWRITEBYTECODE is set, and {', '.join(names)} are not compiled",
             f"unset PYTHONDONTWRITEBYTECODE, or once: python -m compileall -q -j 0 {folder}",
             is_fatal=False,
@@ -79,11 +77,11 @@ def host(case: CheckedRun, look: Look) -> None:
             f"a process may open {hard} files, and about {wanted} are wanted for the requests "
             "under way"
         )
-        look.found(known.OPEN_FILES, detail, is_fatal=hard < FEWEST_FILES)
+        look.found("open-files", detail, is_fatal=hard < FEWEST_FILES)
 
 
 def _not_compiled() -> dict[str, Path]:
-    """Large packages that are here without bytecode, and where each begins."""
+    """Find large packages without bytecode, and where each starts."""
     specs = {name: importlib.util.find_spec(name) for name in _LARGE}
     begin = {
         name: Path(spec.origin) for name, spec in specs.items() if spec is not None and spec.origin
@@ -96,7 +94,7 @@ def _not_compiled() -> dict[str, Path]:
 
 
 def _requests(config: Config) -> int:
-    """Requests that can be under way at once."""
+    """Count the requests that can be in flight at once."""
     rollout = config.rollout
     engine = config.engine
     if not needs_engines(config):
@@ -108,7 +106,8 @@ def _requests(config: Config) -> int:
 
 
 def shared_memory(case: CheckedRun, look: Look) -> None:
-    """Where engines of this host get weights through it, /dev/shm has room for the buckets."""
+    """Check that /dev/shm has room for the buckets, if engines of this host get weights through
+    it."""
     config = case.run
     by_memory = needs_engines(config) and not config.debug.debug_rollout_only
     if (
@@ -119,7 +118,7 @@ def shared_memory(case: CheckedRun, look: Look) -> None:
     ):
         raise LeftOut("no weights go through it")
     if not SHARED_MEMORY.is_dir():
-        return look.found(known.SHARED_MEMORY, f"there is no {SHARED_MEMORY}", is_fatal=False)
+        return look.found("shared-memory", f"there is no {SHARED_MEMORY}", is_fatal=False)
     free = shutil.disk_usage(SHARED_MEMORY).free
     bucket = config.sync.update_weight_buffer_size
     whole = _weights(config) * (4 if config.megatron.fp32 else 2)
@@ -131,11 +130,11 @@ def shared_memory(case: CheckedRun, look: Look) -> None:
             f"{wanted / 1e6:,.0f} MB"
         )
         fits = f"--update-weight-buffer-size {max(1, int(free // (2 * _BUCKETS)))}"
-        look.found(known.SHARED_MEMORY, detail, fits, is_fatal=False)
+        look.found("shared-memory", detail, fits, is_fatal=False)
 
 
 def _weights(config: Config) -> int:
-    """Parameters of the model; 0 where its config.json does not tell."""
+    """Count the model's parameters; 0 if its config.json does not tell."""
     path = Path(config.checkpoint.hf_checkpoint or "")
     if not (path / "config.json").is_file():
         return 0
@@ -144,7 +143,7 @@ def _weights(config: Config) -> int:
 
 
 def disk(case: CheckedRun, look: Look) -> None:
-    """The folders of --save and --save-hf have room for what they keep at the least."""
+    """Check that the folders of --save and --save-hf have room for one checkpoint."""
     config = case.run
     flags = case.run.checkpoint
     parameters = _weights(config)
@@ -164,13 +163,13 @@ def disk(case: CheckedRun, look: Look) -> None:
                 f"{flag} {folder}: {free / 1e9:,.2f} GB are free there, one takes "
                 f"{nbytes / 1e9:,.2f} GB"
             )
-            look.found(known.DISK_ROOM, detail, source=flag)
+            look.found("disk-room", detail, source=flag)
     if not look.notes:
         raise LeftOut("nothing is saved, or the model's size is not known")
 
 
 def _nearest(path: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
+    """Return the nearest folder on the path that exists."""
     found = path.absolute()
     while not found.exists():
         found = found.parent
@@ -190,12 +189,11 @@ def device(case: CheckedRun, look: Look) -> None:
             f"this host has {here} GPUs, and torch, built for CUDA {cuda or 'unknown'}, says: "
             f"{told or 'nothing'}"
         )
-        look.found(known.TORCH_WITHOUT_GPU, detail)
+        look.found("torch-without-gpu", detail)
 
 
 def ask_torch() -> str:
-    """CUDA version, whether there is a GPU, how many: torch's own words, from a process of its
-    own."""
+    """Ask torch in its own process for its CUDA version, whether there is a GPU, and how many."""
     command = [sys.executable, "-P", "-c", _ASK_TORCH]
     try:
         done = subprocess.run(
@@ -211,13 +209,13 @@ def ask_torch() -> str:
 
 
 def network(case: CheckedRun, look: Look) -> None:
-    """What NCCL and gloo are told, InfiniBand between nodes, the host's own name, proxies on the
-    way to rewards."""
+    """Check the settings of NCCL and gloo, InfiniBand between nodes, the host's name, and proxies
+    in front of remote rewards."""
     for name in _INTERFACES:
         if missing := absent_interfaces(os.environ.get(name, ""), psutil.net_if_addrs()):
             there = ", ".join(sorted(psutil.net_if_addrs()))
             detail = f"{name} names {', '.join(missing)}, and this host has {there}"
-            look.found(known.NCCL_INTERFACE, detail, source=name)
+            look.found("nccl-interface", detail, source=name)
     config = case.config
     if config is None:
         return
@@ -229,8 +227,8 @@ def network(case: CheckedRun, look: Look) -> None:
 
 
 def absent_interfaces(told: str, there: Mapping[str, object]) -> list[str]:
-    """Names in a NCCL_SOCKET_IFNAME that match no interface. They are beginnings of names; after
-    "=" they are whole names, and after "^" those not to use.
+    """Return names in a NCCL_SOCKET_IFNAME that match no interface. They are prefixes; after "="
+    they are whole names, and after "^" interfaces to avoid.
 
     Example:
         >>> (absent_interfaces("eth,ib0", {"eth0": [], "lo": []}),
@@ -252,18 +250,18 @@ def _between_nodes(nodes: int, look: Look) -> None:
         detail = (
             f"NCCL_IB_DISABLE={os.environ['NCCL_IB_DISABLE']}, and the trainer has {nodes} nodes"
         )
-        look.found(known.INFINIBAND, detail, source="NCCL_IB_DISABLE", is_fatal=False)
+        look.found("infiniband", detail, source="NCCL_IB_DISABLE", is_fatal=False)
     elif not shutil.which("ibstat") and not _INFINIBAND.is_dir():
         detail = (
             f"the trainer has {nodes} nodes, and this host has neither ibstat nor {_INFINIBAND}"
         )
-        look.found(known.INFINIBAND, detail, is_fatal=False)
+        look.found("infiniband", detail, is_fatal=False)
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
     except OSError as error:
         look.found(
-            known.HOSTNAME,
+            "hostname",
             f"this host is called {name}, which has no address: {error}",
             is_fatal=False,
         )
@@ -278,9 +276,7 @@ def _proxy(config: Config, look: Look) -> None:
     proxy = urllib.request.getproxies().get(parts.scheme)
     if asked and parts.hostname and proxy and not urllib.request.proxy_bypass(parts.hostname):
         detail = f"--rm-url {url} would be asked through {_without_password(proxy)}"
-        look.found(
-            known.PROXY, detail, f"no_proxy={parts.hostname}", source="--rm-url", is_fatal=False
-        )
+        look.found("proxy", detail, f"no_proxy={parts.hostname}", source="--rm-url", is_fatal=False)
 
 
 def _without_password(url: str) -> str:
@@ -289,6 +285,6 @@ def _without_password(url: str) -> str:
 
 def ports(case: CheckedRun, look: Look) -> None:
     """Engines and router find ports."""
-    reserved = look.attempt(reserve_port, trouble=known.PORTS)
+    reserved = look.attempt(reserve_port, trouble="ports")
     if reserved is not None:
         reserved.release()

@@ -1,5 +1,4 @@
-"""What is looked at of the model: its directory, weights and tokenizer, and the checkpoints of the
-run."""
+"""Check the model: its directory, weights and tokenizer, and the run's checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from typing import Any
 
 from slime.checkpoints.load_plan import resolve_load, resolve_reference
 from slime.config.config import Config
-from slime.diagnosis import troubles as known
 from slime.diagnosis.look import CheckedRun, LeftOut, Look
 from slime.errors import UserError
 from slime.models import family_of, read_hf_config
@@ -25,7 +23,7 @@ from slime.weights.quantised_launch import check_route
 
 
 def hub(case: CheckedRun, look: Look) -> None:
-    """Names of the hub have a copy here, or can be had."""
+    """Check that names of the hub have a copy here or can be downloaded."""
     from slime.hub import dataset_name, is_hub_name, is_there
 
     model = case.run.checkpoint.hf_checkpoint
@@ -44,7 +42,7 @@ def hub(case: CheckedRun, look: Look) -> None:
     if not named:
         raise LeftOut("no flag names anything of the hub")
     for name, kind in named.items():
-        is_here = look.attempt(is_there, name, kind, trouble=known.HUB)
+        is_here = look.attempt(is_there, name, kind, trouble="hub")
         if is_here:
             look.note(f"{name} is here")
         elif is_here is False:
@@ -56,7 +54,7 @@ def hub(case: CheckedRun, look: Look) -> None:
 
 
 def directory(case: CheckedRun, look: Look) -> None:
-    """config.json is there, of a known family."""
+    """Check that there is a config.json of a known family."""
     path = str(case.model)
     name = case.run.checkpoint.model_name
     family = family_of(path, name)
@@ -71,8 +69,8 @@ def architecture(case: CheckedRun, look: Look) -> None:
 
 
 def quantisation(case: CheckedRun, look: Look) -> None:
-    """Engines take weights as config.json says they are; of quantised ones the ignore list fits the
-    model, and what computes them is installed."""
+    """Check that engines can load the weights as config.json describes them, that the ignore list
+    of quantised weights fits the model, and that what computes them is installed."""
     look.attempt(check_route, case.run)
     look.attempt(check_ignore_list, case.run)
     look.attempt(check_quantised_flags, case.run)
@@ -80,7 +78,7 @@ def quantisation(case: CheckedRun, look: Look) -> None:
 
 
 def checkpoint(case: CheckedRun, look: Look) -> None:
-    """--load, --save and --ref-load hold what they should; something will be kept of the run."""
+    """Check --load, --save and --ref-load, and that the run will keep something."""
     config = case.run
     plan = look.attempt(resolve_load, config)
     if plan is not None:
@@ -91,13 +89,12 @@ def checkpoint(case: CheckedRun, look: Look) -> None:
 
 
 def weights(case: CheckedRun, look: Look) -> None:
-    """Every Hugging Face directory that is read is whole, layer by layer."""
+    """Check that every Hugging Face directory that is read is complete, layer by layer."""
     config = case.run
     try:
         plan = resolve_load(config)
-    except (
-        UserError
-    ):  # told where the checkpoint is looked at: what engines serve is looked at all the same
+    except UserError:
+        # told where the checkpoint is looked at: what engines serve is looked at all the same
         config = replace(
             config, checkpoint=replace(config.checkpoint, load=None, save=None, ckpt_step=None)
         )
@@ -115,17 +112,17 @@ def outputs(case: CheckedRun, look: Look) -> None:
 
 
 def tokenizer(case: CheckedRun, look: Look) -> None:
-    """It can be read, its ids have rows in the embedding, and something ends a turn, with and
-    without the template."""
+    """Check that the tokenizer can be read, its ids have rows in the embedding, and something ends
+    a turn, with and without the template."""
     found = case.tokenizer
     rows = read_hf_config(str(case.model)).get("vocab_size")
     ids = max(found.get_vocab().values(), default=-1) + 1
     look.note(f"{ids} tokens, vocab_size {rows}")
     if isinstance(rows, int) and ids > rows:
         detail = f"the tokenizer has ids up to {ids - 1}, and config.json a vocab_size of {rows}"
-        look.found(known.VOCABULARY, detail, source=str(case.model), is_fatal=False)
+        look.found("vocabulary", detail, source=str(case.model), is_fatal=False)
     for line in end_token_conflicts(found, str(case.model)):
-        look.found(known.END_TOKENS, line, is_fatal=False)
+        look.found("end-tokens-differ", line, is_fatal=False)
     try:
         in_turns = is_chat(case.run, found)
     except UserError:

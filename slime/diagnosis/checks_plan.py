@@ -1,9 +1,7 @@
-"""What is looked at of the plan: flags, GPUs, engines, memory, age of samples, credentials."""
+"""Check the plan: flags, GPUs, engines, memory, staleness, credentials."""
 
 from __future__ import annotations
 
-from slime.diagnosis import troubles as known
-from slime.diagnosis import troubles_flags
 from slime.diagnosis.look import CheckedRun, LeftOut, Look
 from slime.memory.check import judge
 from slime.memory.hardware import device_memory
@@ -18,45 +16,45 @@ _STALE = 4
 
 
 def flags(case: CheckedRun, look: Look) -> None:
-    """Everything that a launch refuses of the flags, and warns of."""
+    """Report every error and warning about the flags."""
     for error in case.errors:
         look.refused(error)
     if case.config is not None:
         for warning in case.config.warnings:
-            look.found(troubles_flags.FLAG_WITHOUT_EFFECT, warning, is_fatal=False)
+            look.found("flag-without-effect", warning, is_fatal=False)
         train = case.config.train
         rollout = case.config.rollout
         look.note(
-            f"{rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} samples ="
-            f" {train.global_batch_size} × {train.num_steps_per_rollout} steps"
+            f"{rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} samples = "
+            f"{train.global_batch_size} × {train.num_steps_per_rollout} steps"
         )
 
 
 def slots(case: CheckedRun, look: Look) -> None:
-    """There are as many GPUs (or process slots) as the run asks for, here or in the cluster that it
-    joins."""
+    """Check that there are as many GPUs (or process slots) as the run asks for, here or in the
+    cluster that it joins."""
     look.attempt(preflight.check_slots, case.run)
     look.note(PlacementPlan.of(case.run).formula)
 
 
 def engines(case: CheckedRun, look: Look) -> None:
-    """The engines can be started, and follow the trainer's weights."""
+    """Check that the engines can be started and follow the trainer's weights."""
     config = case.run
     if not needs_engines(config):
         raise LeftOut("the run has no engines")
     look.attempt(preflight.check_engine_flags, config)
     look.attempt(preflight.check_engine, config)
-    look.attempt(preflight.check_external_engines, config, trouble=known.EXTERNAL_ENGINE)
+    look.attempt(preflight.check_external_engines, config, trouble="external-engine")
     look.note(config.engine.rollout_engine)
 
 
 def trainer(case: CheckedRun, look: Look) -> None:
-    """What the trainer's flags ask for is installed."""
+    """Check that the libraries that the trainer's flags need are installed."""
     look.attempt(preflight.check_transformer_engine, case.run)
 
 
 def memory(case: CheckedRun, look: Look) -> None:
-    """The memory plan fits, phase by phase."""
+    """Check that the memory plan fits, phase by phase."""
     config = case.run
     if preflight.joins_cluster(config) and config.cluster.gpu_memory_gb is None:
         raise LeftOut(
@@ -67,7 +65,7 @@ def memory(case: CheckedRun, look: Look) -> None:
         return
     config = with_token_limit(config, device)
     plan = MemoryPlan.of(config, device)
-    look.trouble = known.MEMORY_COLOCATED if config.cluster.colocate else known.MEMORY_TRAINING
+    look.trouble = "memory-colocated" if config.cluster.colocate else "memory-training"
     look.attempt(judge, config, plan)
     if not plan.phases:
         raise LeftOut("neither a trainer nor an engine is started")
@@ -81,7 +79,7 @@ def memory(case: CheckedRun, look: Look) -> None:
 
 
 def age(case: CheckedRun, look: Look) -> None:
-    """How old samples may be."""
+    """Check how old samples may be."""
     config = case.run
     if not needs_engines(config) or config.debug.debug_rollout_only:
         raise LeftOut("no weights are pushed")
@@ -90,18 +88,17 @@ def age(case: CheckedRun, look: Look) -> None:
     if most >= _STALE and not config.algorithm.use_tis:
         detail = (
             f"samples are trained on up to {most} rollouts after the weights that made them: "
-            "--async-buffer-size"
-            f" {sync.async_buffer_size} + --update-weights-interval "
+            f"--async-buffer-size {sync.async_buffer_size} + --update-weights-interval "
             f"{sync.update_weights_interval} − 1"
         )
-        look.found(troubles_flags.STALE_WEIGHTS, detail, is_fatal=False)
+        look.found("stale-weights", detail, is_fatal=False)
     look.note(f"{most} rollouts at most")
 
 
 def credentials(case: CheckedRun, look: Look) -> None:
-    """Keys of services that the run talks to."""
+    """Check the keys of services that the run uses."""
     if not case.run.observe.use_wandb:
         raise LeftOut("no service is used")
     from slime.observe.wandb_sink import check_key
 
-    look.attempt(check_key, case.run, trouble=known.WANDB_KEY)
+    look.attempt(check_key, case.run, trouble="wandb-key")

@@ -1,7 +1,6 @@
-"""Everything that `slime doctor` and a launch look at, one after the other, and what they say of
-it.
+"""Make the checks of `slime doctor` and of a launch, and report what they find.
 
-A trouble does not end the examination: the next check is made, unless it needs what is broken.
+A trouble does not end the examination: the next check is made unless it needs what is broken.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from typing import Literal, cast
 from slime.checkpoints.load_plan import LoadPlan, resolve_load
 from slime.config.config import Config
 from slime.config.make import options_in
-from slime.diagnosis import troubles
-from slime.diagnosis.checks import AT_LAUNCH, AT_START, CHECKS
+from slime.diagnosis import checks_data, checks_host, checks_model, checks_plan
 from slime.diagnosis.look import Check, CheckedRun, LeftOut, Look
 from slime.diagnosis.one_round import ROUND
-from slime.diagnosis.record import Finding
+from slime.diagnosis.troubles import Finding
 from slime.errors import UserError, several
 from slime.files import json_safe
 from slime.log import get_logger
@@ -28,12 +26,48 @@ from slime.run.preflight import joins_cluster
 
 logger = get_logger(__name__)
 
+#: In the order of the report.
+CHECKS: tuple[Check, ...] = (
+    Check("flags", checks_plan.flags, "flags-contradict", without_flags=True),
+    Check("host", checks_host.host, "open-files", without_flags=True),
+    Check("device", checks_host.device, "torch-without-gpu", without_flags=True),
+    Check("network", checks_host.network, "nccl-interface", without_flags=True),
+    Check("ports", checks_host.ports, "ports", without_flags=True),
+    Check("hub", checks_model.hub, "hub"),
+    Check("model", checks_model.directory, "model-directory"),
+    Check("quantisation", checks_model.quantisation, "quantised-weights", after=("model",)),
+    Check("architecture", checks_model.architecture, "model-flags", after=("model",)),
+    Check("checkpoint", checks_model.checkpoint, "checkpoint", after=("model",)),
+    Check("weights", checks_model.weights, "missing-shards", after=("quantisation",)),
+    Check("tokenizer", checks_model.tokenizer, "tokenizer", after=("model",)),
+    Check("data", checks_data.data, "data-rows", after=("tokenizer",)),
+    Check("hooks", checks_data.hooks, "hook"),
+    Check("reward", checks_data.reward, "reward-missing", after=("tokenizer",)),
+    Check("outputs", checks_model.outputs, "folder"),
+    Check("disk", checks_host.disk, "disk-room", after=("model",)),
+    Check("shared memory", checks_host.shared_memory, "shared-memory", after=("model",)),
+    Check("GPUs", checks_plan.slots, "gpus-missing"),
+    Check("engines", checks_plan.engines, "engine-flags"),
+    Check("trainer", checks_plan.trainer, "transformer-engine"),
+    Check("memory", checks_plan.memory, "memory-training", after=("architecture",)),
+    Check("age of samples", checks_plan.age, "stale-weights"),
+    Check("credentials", checks_plan.credentials, "wandb-key"),
+)
+
+#: Every launch makes these and logs what they find; they take milliseconds.
+_AT_START = ("host", "network", "disk", "shared memory")
+#: A launch refuses a run by these before anything starts.
+_AT_LAUNCH = (
+    "hub", "model", "quantisation", "architecture", "checkpoint", "weights", "tokenizer",
+    "data", "hooks", "reward", "outputs", "GPUs", "engines", "trainer", "credentials",
+)  # fmt: skip
+
 State = Literal["ok", "warning", "FAIL", "left out"]
 
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """How a check ended.
+    """The outcome of one check.
 
     Attributes:
         said: what is worth knowing of it, or why it was left out.
@@ -58,7 +92,7 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        """Each once, those that a run cannot work with first."""
+        """Each finding once, the fatal ones first."""
         found = list(
             dict.fromkeys(finding for outcome in self.outcomes for finding in outcome.findings)
         )
@@ -94,7 +128,7 @@ def examine(
 
 
 def outcomes_of(case: CheckedRun, checks: Iterable[Check]) -> list[CheckOutcome]:
-    """Make the checks in order; one that stands on another is left out where that one failed."""
+    """Make the checks in order; leave out one whose prerequisite failed."""
     outcomes = dict[str, CheckOutcome]()
     for check in checks:
         outcomes[check.name] = _made(check, case, outcomes)
@@ -116,7 +150,7 @@ def preflight(config: Config, errors: Sequence[UserError] = ()) -> LoadPlan:
     if not joins_cluster(config):
         folder_of_sockets()
     case = CheckedRun(config, list(errors), is_launch=True)
-    outcomes = outcomes_of(case, AT_LAUNCH)
+    outcomes = outcomes_of(case, [check for check in CHECKS if check.name in _AT_LAUNCH])
     findings = list(dict.fromkeys(one for outcome in outcomes for one in outcome.findings))
     wrong = [*errors, *(as_error(one) for one in findings if one.is_fatal)]
     if wrong:
@@ -130,7 +164,7 @@ def preflight(config: Config, errors: Sequence[UserError] = ()) -> LoadPlan:
 
 
 def as_error(finding: Finding) -> UserError:
-    """The error that a finding is made of, or one with its words."""
+    """Return the error behind a finding, or one with its words."""
     if finding.error is not None:
         return finding.error
     what, *why = finding.detail.splitlines()
@@ -138,11 +172,12 @@ def as_error(finding: Finding) -> UserError:
 
 
 def at_start(config: Config) -> list[Finding]:
-    """What a launch looks at beyond what it refuses: what only takes a look at the host. A check
-    that fails itself says nothing here: no run is to end of being looked at."""
+    """Make the quick checks of the host at launch. A check that fails itself reports nothing, so
+    that it ends no run."""
     case = CheckedRun(config)
-    found = [finding for check in AT_START for finding in _made(check, case, {}).findings]
-    return [finding for finding in found if finding.trouble is not troubles.CHECK_BROKEN]
+    checks = [check for check in CHECKS if check.name in _AT_START]
+    found = [finding for check in checks for finding in _made(check, case, {}).findings]
+    return [finding for finding in found if finding.trouble.name != "check-broken"]
 
 
 def _made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> CheckOutcome:
@@ -167,7 +202,7 @@ def _made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> C
             )
         detail = f"{type(error).__name__}: {error} ({_place(error)})"
         look.found(
-            troubles.CHECK_BROKEN,
+            "check-broken",
             detail,
             source=check.name,
             is_fatal=not _place(error).startswith(_OURS),
@@ -183,7 +218,7 @@ def _made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> C
 
 
 def _follows(finding: Finding, case: CheckedRun) -> bool:
-    """Whether it is about a flag that is wrong itself, which may be why."""
+    """Whether a finding may follow from a flag that is wrong itself."""
     return bool(options_in(finding.detail) & case.doubtful)
 
 
@@ -203,7 +238,7 @@ _OURS = "slime.diagnosis."
 
 
 def _place(error: BaseException) -> str:
-    """The line of slime's that is nearest to an error: "slime.prompts.readers:141"."""
+    """Return the line of slime's that is nearest to an error: "slime.prompts.readers:141"."""
     lines = [
         (str(frame.f_globals.get("__name__")), line) for frame, line in walk_tb(error.__traceback__)
     ]
@@ -217,7 +252,7 @@ def _place(error: BaseException) -> str:
 
 
 def text(report: Report) -> str:
-    """A line for each check, then each finding with cause and remedies."""
+    """Format a line for each check, then each finding with cause and remedies."""
     width = max(len(outcome.check.name) for outcome in report.outcomes)
     lines = [f"{o.check.name:<{width}}  {o.state:<8}  {_line(o)}".rstrip() for o in report.outcomes]
     for finding in report.findings:
@@ -250,7 +285,7 @@ def _told(finding: Finding) -> list[str]:
 
 
 def as_json(report: Report) -> dict[str, object]:
-    """What ``--json`` prints."""
+    """Return what ``--json`` prints."""
     shown = {
         "ok": not report.findings,
         "fatal": report.is_fatal,
@@ -261,6 +296,5 @@ def as_json(report: Report) -> dict[str, object]:
             for o in report.outcomes
         ],
     }
-    return cast(
-        dict[str, object], json_safe(shown)
-    )  # errors of users' code quote whatever it was given
+    # errors of users' code quote whatever it was given
+    return cast(dict[str, object], json_safe(shown))

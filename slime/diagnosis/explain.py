@@ -1,7 +1,6 @@
-"""What a run folder tells about its run: how it ended, the likeliest cause first, and what to do
-next.
+"""Explain from a run folder how the run ended: the likeliest cause first, and what to do next.
 
-Reads the folder alone, whatever state it is in, and of large files only their ends
+Only the folder is read, whatever state it is in, and of large files only their ends
 (`slime.diagnosis.reading`).
 """
 
@@ -18,10 +17,10 @@ from typing import Any
 import orjson
 
 from slime.checkpoints.directory import newest_whole
-from slime.diagnosis import known_memory, known_processes, known_run
 from slime.diagnosis.reading import TextLine, TextSource, logs_of, read_ends, read_log
-from slime.diagnosis.record import Finding, Trouble
-from slime.diagnosis.signatures import Flags, Form, Level, Seen, Signature, look
+from slime.diagnosis.remedies import Flags
+from slime.diagnosis.signatures import Level, Seen, look
+from slime.diagnosis.troubles import TROUBLES, Finding, Trouble
 from slime.documentation import doc_url
 from slime.errors import UserError
 from slime.observe.alarms import Alarm, find_alarms
@@ -29,70 +28,19 @@ from slime.observe.run_data import flags_with_origins, merge_rows
 from slime.observe.run_folder import RunFolder, is_held
 from slime.processes.host import slime_command
 
-SIGNATURES: tuple[Signature, ...] = (*known_memory.ALL, *known_processes.ALL, *known_run.ALL)
-#: Of metrics.jsonl: the newest rows are at its end.
+#: Bytes read from the end of metrics.jsonl, where the newest rows are.
 _METRICS_BYTES = 4 << 20
 _OBJECT_BYTES = 16 << 20
-#: Of steps and seconds: a number beyond it is damage, and no calendar has it.
+#: Larger steps and seconds are damage.
 _MOST = 1e11
-#: Errors of these names say themselves why, and what to do.
+#: Errors with these names state cause and remedy themselves.
 _SAYS_WHY = ("UserError", "OutOfMemory", "NonFiniteTraining", "WeightMismatch")
 _MOST_TRUNCATED = 0.9
-
-ENDLESS = Trouble(
-    "endless-generation",
-    "responses do not end: nearly all are cut at the length limit",
-    "The model's stop tokens are not those that end a turn of its chat template, or the limit is "
-    "shorter than"
-    " what the model"
-    " has to say.",
-    (
-        "--rollout-stop-token-ids or --rollout-stop with the token that ends a turn",
-        "a larger --rollout-max-response-len",
-        "--apply-chat-template, for a model that was taught to chat",
-    ),
-    "a model directory whose generation_config.json names another token",
-)
-OWN_WORDS = Trouble(
-    "run-error",
-    "the run failed",
-    "The error itself says why.",
-    ("what the error says; every process's log is in logs/",),
-    "any mistake in flags or data",
-)
-DEFECT = Trouble(
-    "unknown-error",
-    "the run failed of something that is not known here",
-    "An exception that nobody expected; the traceback in the crash folder says where.",
-    (
-        "the traceback in crash/, and the last lines of each log",
-        "SLIME_DEBUG=1 and the same command tell more",
-        "slime bundle packs what an issue needs",
-    ),
-    "a defect",
-)
-VANISHED = Trouble(
-    "killed",
-    "the driver process died without logging an error",
-    "It was killed (SIGKILL: a scheduler, or the kernel for lack of memory), or its host went "
-    "down.",
-    (
-        "dmesg, or the scheduler's log: who killed it?",
-        "slime resume goes on from the newest checkpoint and the journal",
-    ),
-    "kill -9 of the driver",
-)
-
-#: Whatever may be found of a run, each once.
-TROUBLES: tuple[Trouble, ...] = (
-    *dict.fromkeys(signature.trouble for signature in SIGNATURES),
-    *(ENDLESS, VANISHED, OWN_WORDS, DEFECT),
-)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is known of a run.
+    """The state of a run and what was found.
 
     Attributes:
         state: "running", "finished", "stopped", "failed", "killed" or "unknown".
@@ -114,7 +62,7 @@ class Explanation:
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """What `slime explain --json` prints."""
+        """Return what `slime explain --json` prints."""
         return {
             "run": str(self.folder),
             "state": self.state,
@@ -128,7 +76,7 @@ class Explanation:
 
 
 def explain(folder: Path) -> Explanation:
-    """Look at the newest stage of a run, whatever state its folder is in.
+    """Examine the newest stage of a run, whatever state its folder is in.
 
     Raises:
         UserError: it is no run folder.
@@ -207,9 +155,8 @@ def _rows(run: RunFolder, stage: str) -> list[dict[str, Any]]:
     for line in (whole + tail).split(b"\n"):
         try:
             row = orjson.loads(line) if line.strip() else None
-        except (
-            orjson.JSONDecodeError
-        ):  # being written, cut by a crash, or by where we begin to read
+        except orjson.JSONDecodeError:
+            # being written, cut by a crash, or by where we begin to read
             continue
         if isinstance(row, dict) and (row.get("stage") or "") == stage:
             rows.append(row)
@@ -225,9 +172,8 @@ def _state(folder: Path, entry: dict[str, Any]) -> str:
         if not (folder / ".lock").is_symlink() and (folder / ".lock").is_file()
         else False
     )
-    elsewhere = (
-        entry.get("host") != platform.node() and time.time() - _written(folder) < 600
-    )  # locks may not reach there
+    # locks may not reach there
+    elsewhere = entry.get("host") != platform.node() and time.time() - _written(folder) < 600
     return "running" if held or elsewhere else "killed"
 
 
@@ -243,7 +189,7 @@ def _written(folder: Path) -> float:
 
 
 def _since(entry: dict[str, Any]) -> str:
-    """When this launch began, as its logs write it; "" where their clock is not ours."""
+    """Return when this launch began, as its logs write it; "" if their clock is another host's."""
     started = _number(entry.get("started"))
     if not started or entry.get("host") != platform.node():
         return ""
@@ -253,7 +199,7 @@ def _since(entry: dict[str, Any]) -> str:
 def _crash(
     run: RunFolder, stage: str, entry: dict[str, Any], state: str
 ) -> tuple[Path, dict[str, Any]] | None:
-    """The newest crash of this launch: what an earlier one failed of has been dealt with."""
+    """Find the newest crash of this launch; earlier ones were dealt with."""
     if state not in ("failed", "unknown") or not run.crash.is_dir():
         return None
     for folder in sorted(run.crash.iterdir(), reverse=True):
@@ -267,8 +213,8 @@ def _crash(
 
 
 def _of_crash(crash: tuple[Path, dict[str, Any]] | None) -> list[TextSource]:
-    """The error that ended the run as texts: its own words, those of an engine's log in it, and the
-    traceback."""
+    """Return the error that ended the run as texts: its own words, those of an engine's log in it,
+    and the traceback."""
     if crash is None:
         return []
     folder, said = crash
@@ -310,12 +256,12 @@ def _of_crash(crash: tuple[Path, dict[str, Any]] | None) -> list[TextSource]:
 def _of_sources(
     sources: list[TextSource], flags: Flags, state: str, since: str
 ) -> list[tuple[int, Finding]]:
-    """A finding per trouble, from where it shows best: the error for words of ours, else the newest
-    line of a log."""
+    """Return a finding per trouble from where it shows best: the error for words of ours, else the
+    newest line of a log."""
     ended = state not in ("running", "finished", "stopped")
     by_trouble: dict[str, list[Seen]] = {}
     for source in sources:
-        for seen in look(source, SIGNATURES, since):
+        for seen in look(source, since):
             if ended or not seen.signature.is_survived:
                 by_trouble.setdefault(seen.signature.trouble.name, []).append(seen)
     found = []
@@ -325,10 +271,10 @@ def _of_sources(
         own = _own_remedies(sources, best)
         remedies = (
             *own,
-            *(way for way in best.signature.exact(flags, best.match) if not _is_told(way, own)),
+            *(way for way in best.signature.exact(flags) if not _is_told(way, own)),
         )
         detail = f"{best.line.text.strip()[:400]}{_why(sources, best)}{more}"
-        is_error = best.signature.form is Form.ERROR and best.source.kind == "crash"
+        is_error = best.signature.form == "error" and best.source.kind == "crash"
         rank = 10 * best.signature.level + (0 if is_error else 1)
         place = (
             best.source.name
@@ -340,28 +286,29 @@ def _of_sources(
 
 
 def _is_told(remedy: str, own: tuple[str, ...]) -> bool:
-    """The error names its flag, too."""
+    """Whether the error's own fixes name the same flag."""
     flag = re.search(r"--[a-z-]+", remedy)
     return flag is not None and any(flag[0] in way for way in own)
 
 
 def _worth(seen: Seen) -> tuple[int, int]:
-    order = {"crash": 3 if seen.signature.form is Form.ERROR else 1, "traceback": 0}
+    order = {"crash": 3 if seen.signature.form == "error" else 1, "traceback": 0}
     is_crash_folder = seen.source.name.startswith("crash")
     return (order.get(seen.source.kind, 1 if is_crash_folder else 2), 0)
 
 
 def _own_remedies(sources: list[TextSource], seen: Seen) -> tuple[str, ...]:
-    """Of an error of ours, which names them with values that are nowhere else (batches, peaks)."""
-    if seen.source.kind != "crash" or seen.signature.form is not Form.ERROR:
+    """Return the fixes that an error of ours names with values that exist nowhere else (batches,
+    peaks)."""
+    if seen.source.kind != "crash" or seen.signature.form != "error":
         return ()
     rest = next((source.lines for source in sources if source.name == seen.source.name), [])
     return _fix_of([line.text for line in rest])
 
 
 def _why(sources: list[TextSource], seen: Seen) -> str:
-    """What the error itself tells of its cause, and the line of the user's own code."""
-    if seen.source.kind != "crash" or seen.signature.form is not Form.ERROR:
+    """Return the error's own account of its cause, and the line of the user's code."""
+    if seen.source.kind != "crash" or seen.signature.form != "error":
         return ""
     rest = next((source.lines for source in sources if source.name == seen.source.name), [])
     texts = [line.text for line in rest]
@@ -400,7 +347,7 @@ def _of_end(
     state: str,
     entry: dict[str, Any],
 ) -> list[tuple[int, Finding]]:
-    """The end itself, where no signature has the words of its error."""
+    """Describe the end itself if no signature has the words of its error."""
     if state == "killed":
         pid = entry.get("pid")
         host = entry.get("host")
@@ -408,14 +355,14 @@ def _of_end(
             f"run.json says that it runs, and nobody holds the folder any more (it was pid {pid} "
             f"on {host})"
         )
-        return [(10 * Level.RUN, Finding(VANISHED, detail, source="run.json"))]
+        return [(10 * Level.RUN, Finding(TROUBLES["killed"], detail, source="run.json"))]
     if state != "failed" or any(
         finding.source.startswith("crash") and rank < 10 * Level.RUN for rank, finding in findings
     ):
         return []
     if crash is None:
         detail = "run.json says that it failed, and there is no crash folder of that"
-        return [(10 * Level.RUN, Finding(DEFECT, detail, source="run.json"))]
+        return [(10 * Level.RUN, Finding(TROUBLES["unknown-error"], detail, source="run.json"))]
     folder, said = crash
     source = str((folder / "crash.json").relative_to(folder.parent.parent))
     lines = [line.strip() for line in str(said.get("message") or "").split("\n")]
@@ -423,13 +370,18 @@ def _of_end(
     fix = _fix_of(lines)
     if fix or said.get("error") in _SAYS_WHY:
         what = [line for line in lines if line not in fix and not line.startswith("fix: ")][:6]
-        return [(10 * Level.CAUSE, Finding(OWN_WORDS, "; ".join(what)[:800] + note, fix, source))]
+        return [
+            (
+                10 * Level.CAUSE,
+                Finding(TROUBLES["run-error"], "; ".join(what)[:800] + note, fix, source),
+            )
+        ]
     detail = f"{said.get('error')}: {lines[0][:400]}{note}"
-    return [(10 * Level.RUN, Finding(DEFECT, detail, source=source))]
+    return [(10 * Level.RUN, Finding(TROUBLES["unknown-error"], detail, source=source))]
 
 
 def _of_metrics(rows: list[dict[str, Any]], flags: Flags, *, ended: bool) -> list[Finding]:
-    """What is wrong with the curves: it ended no run, and may have made it worthless."""
+    """Find alarms in the metrics: they end no run, and may make it worthless."""
     try:
         alarms = find_alarms(rows, ended=ended, flags=flags)
     except (TypeError, KeyError, ValueError):  # rows of another version
@@ -458,7 +410,9 @@ def _of_alarm(alarm: Alarm, rows: list[dict[str, Any]], flags: Flags) -> Finding
                 else ("--apply-chat-template, for a model that was taught to chat",)
             ),
         )
-        return Finding(ENDLESS, alarm.detail, remedies, "metrics.jsonl", False)
+        return Finding(
+            TROUBLES["endless-generation"], alarm.detail, remedies, "metrics.jsonl", False
+        )
     trouble = Trouble(
         alarm.name.replace("_", "-"),
         alarm.title,

@@ -1,7 +1,7 @@
-"""One check under way: what it may look at, and how it tells what it finds.
+"""The run that a check of `slime doctor` examines, and how the check reports what it finds.
 
-What a launch refuses (`UserError`) and warns of (the log) becomes a finding here, in the same
-words, so that a check has one home: the function that the launch calls.
+The functions that a launch calls raise `UserError` or log warnings; both become findings in the
+same words, so that each check exists once.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from typing import Any, TypeVar
 
 from slime.config.config import Config
 from slime.config.make import judge_args, options_in
-from slime.diagnosis.places import trouble_at, trouble_of
-from slime.diagnosis.record import Finding, Trouble
+from slime.diagnosis.troubles import TROUBLES, Finding, trouble_at, trouble_of
 from slime.errors import UserError
 
 T = TypeVar("T")
 
 
 class LeftOut(Exception):
-    """A check cannot be made here; says why."""
+    """Raised by a check that cannot be made here, with the reason."""
 
 
 @dataclass
 class CheckedRun:
-    """The run that is looked at.
+    """The run under examination.
 
     Attributes:
-        config: None where nothing can be derived from the flags. With ``errors`` it is that of the
-            flags without those which they are about, to check the rest.
-        errors: what a launch refuses the flags for.
+        config: None if the flags give no configuration. If there are ``errors``, it leaves out the
+            flags that they are about, so that the rest can be checked.
+        errors: those for which a launch refuses the flags.
         is_launch: checks take as little time as they can.
-        names: models and data that are names of the hub, of which no copy is here.
+        names: models and data sets on the hub that are not downloaded yet.
     """
 
     config: Config | None
@@ -46,18 +45,17 @@ class CheckedRun:
 
     @staticmethod
     def of(argv: list[str], entry: str = "train") -> CheckedRun:
-        """The case of a command line."""
+        """Read a command line."""
         return CheckedRun(*judge_args(argv, entry))
 
     @property
     def doubtful(self) -> frozenset[str]:
-        """Options that an error of the flags is about: what else is found of them may follow from
-        it."""
+        """Options in errors of the flags: other findings about them may follow from those."""
         return frozenset().union(*(options_in(f"{one.what} {one.fix}") for one in self.errors))
 
     @property
     def run(self) -> Config:
-        """The configuration, of which checks that need one can be sure."""
+        """The configuration, for checks that are only made if there is one."""
         assert self.config is not None
         return self.config
 
@@ -77,7 +75,7 @@ class CheckedRun:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's, read once."""
+        """The model's tokenizer, read once."""
         if self._tokenizer is None:
             from slime.prompts.tokenizer import load_tokenizer
 
@@ -91,15 +89,15 @@ class CheckedRun:
 
 @dataclass
 class Look:
-    """What a check has found so far.
+    """Collects what a check finds.
 
     Attributes:
-        trouble: what an error is that nothing else tells.
+        trouble: name of the trouble for errors from a place that has none of its own.
         notes: a few words for the line of a check that found nothing.
-        told: of them, what a launch logs.
+        told: the notes that a launch logs.
     """
 
-    trouble: Trouble
+    trouble: str
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
@@ -109,23 +107,24 @@ class Look:
 
     def found(
         self,
-        trouble: Trouble,
+        name: str,
         detail: str,
         *remedies: str,
         source: str = "",
         is_fatal: bool = True,
         error: UserError | None = None,
     ) -> None:
-        """Add a finding; ``remedies`` with this run's values go before those of the trouble."""
+        """Add a finding of the trouble ``name``; ``remedies`` precede those of the trouble."""
+        trouble = TROUBLES[name]
         advice = (*remedies, *trouble.remedies) if remedies else ()
         finding = Finding(trouble, detail, advice, source, is_fatal, error)
         if finding not in self.findings:
             self.findings.append(finding)
 
     def refused(
-        self, error: UserError, trouble: Trouble | None = None, *, is_fatal: bool = True
+        self, error: UserError, trouble: str | None = None, *, is_fatal: bool = True
     ) -> None:
-        """Add what a launch says of it."""
+        """Add an error as a launch reports it."""
         detail = "\n".join(
             [error.what, *([error.why] if error.why else []), *getattr(error, "__notes__", ())]
         )
@@ -139,12 +138,12 @@ class Look:
         )
 
     def attempt(
-        self, check: Callable[..., T], *arguments: Any, trouble: Trouble | None = None
+        self, check: Callable[..., T], *arguments: Any, trouble: str | None = None
     ) -> T | None:
-        """``check(*arguments)``; what it refuses and warns of are findings.
+        """Call ``check(*arguments)``; its errors and warnings become findings.
 
         Args:
-            trouble: what an error of it is; default: by where it is raised.
+            trouble: the trouble of its errors; default: by where they are raised.
         """
         with self.warnings():
             try:
@@ -155,8 +154,7 @@ class Look:
 
     @contextmanager
     def warnings(self) -> Iterator[None]:
-        """Within the block, what slime's log is warned of are findings that stop nobody, and appear
-        nowhere else."""
+        """Within the block, turn warnings in slime's log into findings that are not fatal."""
         logger = logging.getLogger("slime")
         handler = _Listener(self)
         propagates = logger.propagate
@@ -182,18 +180,17 @@ class _Listener(logging.Handler):
 
 @dataclass(frozen=True)
 class Check:
-    """A row of what `slime doctor` looks at.
+    """One check of `slime doctor`.
 
     Attributes:
-        name: of its line.
-        function: (case, look); raises `LeftOut` where it has nothing to look at.
-        trouble: what an error is that nothing else tells.
-        after: checks that must have found nothing fatal, and must not have been left out.
-        without_flags: can be made where the flags are wrong.
+        function: (case, look); raises `LeftOut` if it has nothing to look at.
+        trouble: name of the trouble for errors from a place that has none of its own.
+        after: checks that must have been made and found nothing fatal.
+        without_flags: the check can be made although the flags are wrong.
     """
 
     name: str
     function: Callable[[CheckedRun, Look], None]
-    trouble: Trouble
+    trouble: str
     after: tuple[str, ...] = ()
     without_flags: bool = False

@@ -1,7 +1,6 @@
-"""One round of a run: generate, train, push, as small as it gets, in a folder of its own.
+"""Run one round as small as possible, in its own folder: generate, train, push.
 
-The command is the real one, with the run's own flags: what they do not give here is only how much
-there is of it.
+The command and the flags are the run's own, except those for how much there is of it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import yaml
 from slime import deadlines
 from slime.checkpoints.directory import read_tracker
 from slime.config.config import Config
-from slime.diagnosis import troubles as known
 from slime.diagnosis.look import Check, CheckedRun, LeftOut, Look
 from slime.observe.first_step import large_gradient
 from slime.placement import needs_engines
@@ -39,41 +37,20 @@ _METRIC = "train/train_rollout_logprob_abs_diff"
 _LAST_LINES = 8
 #: Flags that are not for a round: how long and how much, what is kept and compared, who is told.
 _NOT_GIVEN = (
-    *(
-        "config",
-        "custom_config_path",
-        "dry_run",
-        "num_epoch",
-        "num_rollout",
-        "start_rollout_id",
-        "stage",
-        "run_name",
-        "output_dir",
-    ),
-    *(
-        "global_batch_size",
-        "num_steps_per_rollout",
-        "over_sampling_batch_size",
-        "dynamic_sampling_filter_path",
-    ),
-    *("update_weights_interval", "max_staleness", "ref_update_interval", "rollout_request_tokens"),
-    *("skip_eval_before_train", "n_samples_per_eval_prompt", "log_passrate", "dump_details"),
-)
+    "config", "custom_config_path", "dry_run", "num_epoch", "num_rollout", "start_rollout_id",
+    "stage", "run_name", "output_dir", "global_batch_size", "num_steps_per_rollout",
+    "over_sampling_batch_size", "dynamic_sampling_filter_path", "update_weights_interval",
+    "max_staleness", "ref_update_interval", "rollout_request_tokens", "skip_eval_before_train",
+    "n_samples_per_eval_prompt", "log_passrate", "dump_details",
+)  # fmt: skip
 _NOT_GIVEN_PREFIXES = (
-    "save",
-    "no_save",
-    "eval_",
-    "wandb",
-    "use_wandb",
-    "tb_",
-    "use_tensorboard",
-    "debug_",
-)
+    "save", "no_save", "eval_", "wandb", "use_wandb", "tb_", "use_tensorboard", "debug_",
+)  # fmt: skip
 _KEPT = ("debug_train_only",)
 
 
 def one_round(case: CheckedRun, look: Look) -> None:
-    """Weights arrive as they are, and trainer and engine say the same of the same tokens."""
+    """Check that weights arrive unchanged, and that trainer and engine agree on log-probs."""
     config = case.run
     if not goes_round(config):
         raise LeftOut("the run does not generate, train and push")
@@ -81,17 +58,17 @@ def one_round(case: CheckedRun, look: Look) -> None:
     status, said = launch(config, folder)
     row = _last_row(folder)
     if status != 0:
-        return look.found(known.ROUND_FAILED, how_it_failed(status, said, folder))
+        return look.found("round-failed", how_it_failed(status, said, folder))
     difference = row.get(_METRIC, math.nan)
     if not difference <= _DIFFERENCE:
         detail = (
             f"the mean difference is {difference:.3f}; below 0.01 is usual in float32, below 0.05 "
             "in bfloat16"
         )
-        look.found(known.LOG_PROBS_DIFFER, f"{detail}; the folder of the round is {folder}")
+        look.found("log-probs-differ", f"{detail}; the folder of the round is {folder}")
     gradient = large_gradient([row], {})
     if gradient is not None:
-        look.found(known.LARGE_GRADIENT, f"{gradient[0]}; the folder of the round is {folder}")
+        look.found("large-gradient", f"{gradient[0]}; the folder of the round is {folder}")
     elif difference <= _DIFFERENCE:
         shutil.rmtree(folder, ignore_errors=True)
     look.note(f"all weights arrived; log-probs differ by {difference:.4f}")
@@ -104,7 +81,7 @@ def goes_round(config: Config) -> bool:
 
 
 def how_it_failed(status: int, said: Sequence[str], folder: Path) -> str:
-    """Exit status and last lines of a round."""
+    """Format the exit status and the last lines of a round."""
     lines = "\n".join(said[-_LAST_LINES:])
     return f"it ended with status {status}; its folder is {folder}:\n{lines}"
 
@@ -112,7 +89,7 @@ def how_it_failed(status: int, said: Sequence[str], folder: Path) -> str:
 def flags_of_a_round(
     config: Config, folder: Path, more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The run's flags, cut small, with ``more`` on top, for a configuration file."""
+    """Return the run's flags cut down, overridden by ``more``, for a configuration file."""
     values = config.values()
     given = {
         dest: values[dest]
@@ -204,10 +181,10 @@ def launch(
 
 
 def _last_row(folder: Path) -> dict[str, float]:
-    """Metrics of the step; {} where there was none."""
+    """Return the metrics of the step; {} if there are none."""
     file = folder / "round" / "metrics.jsonl"
     rows = [orjson.loads(line) for line in file.read_bytes().splitlines()] if file.is_file() else []
     return next((row for row in reversed(rows) if _METRIC in row), {})
 
 
-ROUND = Check("round", one_round, known.ROUND_FAILED)
+ROUND = Check("round", one_round, "round-failed")

@@ -1,6 +1,5 @@
-"""Files of a run folder as they are found: huge, half-written, links, pipes. Only regular files
-within the folder are opened, and of each only its two ends are read.
-"""
+"""Read files of a run folder as they are: huge, half-written, links, pipes. Only regular files
+within the folder are opened, and only their two ends are read."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: Of one log: its launch is at the head, its end at the tail. What lies between is not read.
+#: Bytes read of a log: the launch is at its head, the end at its tail.
 HEAD_BYTES = 256 << 10
 TAIL_BYTES = 2 << 20
-#: Of a line; the rest of it is left out.
+#: Longer lines are cut.
 _MOST_CHARACTERS = 2000
-#: Of one run; those that were written last are read.
+#: Logs read of one run, those written last.
 MOST_LOGS = 64
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -40,7 +39,7 @@ class TextLine:
 
 @dataclass(frozen=True)
 class TextSource:
-    """A text in which causes are looked for.
+    """A text that is searched for causes.
 
     Attributes:
         name: for people: "logs/engine-0.log".
@@ -56,7 +55,7 @@ class TextSource:
 
 
 def is_within(path: Path, root: Path) -> bool:
-    """A regular file below ``root`` that is reached through no link."""
+    """Whether a path is a regular file below ``root`` that is reached through no link."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             return False
@@ -97,7 +96,7 @@ def read_ends(
 
 
 def read_log(path: Path, root: Path) -> TextSource:
-    """A log's two ends as lines, without colours."""
+    """Read the two ends of a log as lines, without colours."""
     head, tail, skipped = read_ends(path, root)
     lines = [TextLine(text, number) for number, text in enumerate(_texts(head), 1)]
     if skipped:
@@ -122,7 +121,7 @@ def _texts(content: bytes) -> list[str]:
 
 
 def logs_of(root: Path) -> Iterator[Path]:
-    """The logs of a run, by name; of very many those that were written last."""
+    """Yield the logs of a run by name; of very many, those written last."""
     folder = root / "logs"
     found = (
         [path for path in folder.glob("*.log") if is_within(path, root)] if folder.is_dir() else []

@@ -1,9 +1,9 @@
-"""What a look at the curves should tell: patterns that cost people days when nobody noticed them.
+"""Alarms about the metrics of a run: failures that waste days if nobody notices them.
 
-Pure functions of one stage's rows: the report asks for all of them when it is written, `AlarmWatch`
-at every step. Windows are a tenth of the run, at least five steps; shorter runs raise only the
-alarms that need no window. An alarm about a curve needs evidence beyond noise
-(`slime.observe.evidence`), and what it advises depends on the run's flags.
+Each check is a pure function of the rows of one stage. The report makes all checks when it is
+written, `AlarmWatch` at every step. A window is a tenth of the run, at least five steps; shorter
+runs raise only the alarms that need no window. An alarm about a curve needs evidence beyond noise
+(`slime.observe.evidence`), and its advice depends on the run's flags.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.observe.context_full import cut_shares, no_room
 from slime.observe.evidence import LIKELY, STRICT, chance_of_at_least, change, outlier, surely_above
 from slime.observe.first_step import large_gradient as first_large_gradient
 from slime.observe.leak_detection import Growth, steady_growth, sudden_growth
@@ -25,44 +24,48 @@ from slime.user_code.loading import makers_of_samples
 Rows = Sequence[dict[str, Any]]
 Flags = Mapping[str, Any]
 _MIN_WINDOW = 5
-#: Windows without which a fall of the reward may be noise.
+#: Fewer windows cannot tell a fall of the reward from noise.
 _MIN_WINDOWS_OF_FALL = 4
-#: Steps in a row after which it is no chance that nothing was learnt.
+#: Steps without learning that are not due to chance.
 _FLAT_STEPS = 3
-#: Probability under which something is no chance: at first, and where earlier steps tell what is
-#: usual.
+#: Probability below which something is not due to chance: at first, and once earlier steps show
+#: what is usual.
 _BY_CHANCE_AT_FIRST = 0.02
 _BY_CHANCE = 1e-5
-#: Samples of a group where no flag tells.
+#: Samples of a group if no flag says it.
 _USUAL_GROUP = 8
-#: Steps that tell what is usual.
+#: Steps that show what is usual.
 _BEFORE = 50
-#: Share of the rewards that may be late before it is said, and the chance of more by which it is no
-#: accident.
+#: Share of late rewards that is tolerated, and the probability below which more is no accident.
 _LATE_SHARE = 0.1
 _LATE_BY_CHANCE = 1e-5
-#: Part of the range of rewards that a mean must fall by: after it had risen, and where it had not.
+#: Share of the range of rewards by which the mean must fall: if it had risen before, and if not.
 _LEAST_FALL = 0.2
 _LEAST_FALL_AT_ONCE = 0.3
-#: Share of responses that are cut, and steps for which it is seen: answers may become shorter in
-#: the first ones.
+#: Share of responses that are cut, and for how many steps: answers may become shorter at first.
 _CUT_SHARE = 0.3
 _CUT_STEPS = 15
+#: Rows in which prompts that fill the context are counted, and the share of samples below which
+#: there are too few to mention.
+_ROWS_OF_PROMPTS = 10
+_FEW_TOO_LONG = 0.02
+_NO_ROOM = "rollout/prompt_too_long"
+_EMPTY = "rollout/dropped_empty"
 #: Times the usual gradient norm.
 _SPIKE = 20.0
 #: Times the mean load of the other engines.
 _UNEVEN = 2.0
 #: Rows that are looked at while a run goes on.
 _MOST_ROWS = 4000
-#: What names of slime's own metrics begin with.
+#: Prefixes of slime's own metrics.
 _OURS = ("train/", "rollout/", "eval/", "perf/")
 _ENGINE_KEY = re.compile(r"rollout/engine_load/(\d+)$")
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """`title` says what, `detail` the numbers, `fix` what to try; `name` is that of its check and
-    its metric."""
+    """A problem with its numbers (``detail``) and what to try (``fix``); ``name`` is that of its
+    check and of its metric ``alarm/<name>``."""
 
     title: str
     detail: str
@@ -71,7 +74,7 @@ class Alarm:
 
 
 def _values(rows: Rows, *keys: str) -> list[float]:
-    """Finite values of the first of `keys` that is there."""
+    """Return the finite values of the first of ``keys`` that the rows have."""
     for key in keys:
         values = [row[key] for row in rows if row.get(key) is not None]
         if values:
@@ -80,7 +83,7 @@ def _values(rows: Rows, *keys: str) -> list[float]:
 
 
 def _windows(values: Sequence[float]) -> list[Sequence[float]]:
-    """Consecutive windows of a tenth of the run; empty when there are not two full ones."""
+    """Split into consecutive windows of a tenth of the run; [] if there are not two full ones."""
     size = max(_MIN_WINDOW, len(values) // 10)
     count = len(values) // size
     if count < 2:
@@ -99,39 +102,36 @@ def _has_risen(values: Sequence[float]) -> bool:
     return len(windows) > 1 and change(windows, 0, -1) > LIKELY
 
 
+def _now(flags: Flags, option: str, unit: str = "") -> str:
+    """Name an option with the run's value: "--lr (it is 1e-06)"; alone if it is not set or 0."""
+    value = flags.get(option.removeprefix("--").replace("-", "_"))
+    if not value:
+        return option
+    shown = f"{value:g}" if isinstance(value, float) else value
+    return f"{option} (it is {shown}{unit})"
+
+
 def _lower_lr(flags: Flags) -> str:
-    lr = flags.get("lr")
-    return f"lower --lr (it is {lr:g})" if lr else "lower --lr"
+    return f"lower {_now(flags, '--lr')}"
 
 
 def _closer_to_reference(flags: Flags) -> str:
-    coefficient = flags.get("kl_loss_coef") or 0.0
-    if flags.get("use_kl_loss") and coefficient:
-        return f"raise --kl-loss-coef (it is {coefficient:g})"
     if flags.get("use_kl_loss"):
+        if flags.get("kl_loss_coef"):
+            return f"raise {_now(flags, '--kl-loss-coef')}"
         return "stay near the reference with --kl-loss-coef 0.01 (it is 0)"
     if flags.get("kl_coef"):
-        return f"raise --kl-coef (it is {flags['kl_coef']:g})"
+        return f"raise {_now(flags, '--kl-coef')}"
     return "stay near the reference with --use-kl-loss --kl-loss-coef 0.01"
 
 
-def _longer_answers(flags: Flags) -> str:
-    longest = flags.get("rollout_max_response_len")
-    return (
-        f"raise --rollout-max-response-len (it is {longest})"
-        if longest
-        else "raise --rollout-max-response-len"
-    )
-
-
 def _more_contrast(flags: Flags) -> str:
-    samples = flags.get("n_samples_per_prompt")
     temperature = flags.get("rollout_temperature")
-    ways = ["raise --n-samples-per-prompt" + (f" (it is {samples})" if samples else "")]
-    ways.append(
-        "--rollout-temperature" + (f" (it is {temperature:g})" if temperature is not None else "")
-    )
-    ways.append("take prompts that the model sometimes gets right")
+    ways = [
+        f"raise {_now(flags, '--n-samples-per-prompt')}",
+        "--rollout-temperature" + (f" (it is {temperature:g})" if temperature is not None else ""),
+        "take prompts that the model sometimes gets right",
+    ]
     if not flags.get("dynamic_sampling_filter_path"):
         ways.append("--dynamic-sampling-filter-path slime.rollout.filters.check_reward_nonzero_std")
     return ", or ".join(ways)
@@ -142,12 +142,12 @@ def _more_contrast(flags: Flags) -> str:
 
 
 def _trained(rows: Rows) -> list[dict[str, Any]]:
-    """The rows of steps that tell of groups and rewards."""
+    """Return the rows of steps with groups and rewards."""
     return [row for row in rows if row.get("rollout/zero_std/ratio") is not None]
 
 
 def _flat_rows(rows: Rows) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(the newest steps without any group that had two different rewards, those before)."""
+    """Split into the newest steps in which no group had two different rewards, and the rest."""
     steps = _trained(rows)
     count = next(
         (i for i, row in enumerate(reversed(steps)) if row["rollout/zero_std/ratio"] != 1),
@@ -161,8 +161,8 @@ def _samples(rows: Rows) -> float:
 
 
 def _is_flat(rows: Rows, flags: Flags) -> bool:
-    """No group had two different rewards, in more groups than chance explains: a share of groups
-    like that is usual, half of them where nothing is known of earlier steps."""
+    """Whether more groups without contrast in a row were seen than chance explains. Some are usual:
+    as many as in earlier steps, half of them if there are no earlier steps."""
     newest, earlier = _flat_rows(rows)
     if len(newest) < _FLAT_STEPS:
         return False
@@ -176,8 +176,8 @@ def _is_flat(rows: Rows, flags: Flags) -> bool:
 
 
 def _constant_reward(rows: Rows) -> float | None:
-    """The one reward that all samples had for some steps, if that is no chance: one reward in ten
-    is usually another, or as many as were before."""
+    """Return the reward that all samples of the newest steps had, unless it is due to chance. As
+    many as in earlier steps usually differ, one in ten if there are no earlier steps."""
     newest, earlier = _flat_rows(rows)
     values = {row.get(f"rollout/reward/{end}") for row in newest for end in ("min", "max")}
     value = values.pop() if len(values) == 1 else None
@@ -190,16 +190,15 @@ def _constant_reward(rows: Rows) -> float | None:
 
 
 def _is_mastered(rows: Rows, value: float) -> bool:
-    """All answers have the best reward of a run that was learning: there is nothing left to learn
-    from its prompts."""
+    """Whether the run has learnt to get the best reward for every prompt."""
     _, earlier = _flat_rows(rows)
     best = max((row.get("rollout/reward/max") or 0.0 for row in earlier), default=math.inf)
     return value >= best and _has_risen(_rewards(rows))
 
 
 def _minority(row: Mapping[str, Any]) -> float | None:
-    """About how many of the rewards of a step are not the most frequent one; None where that is not
-    known."""
+    """Estimate the share of a step's rewards that are not the most frequent one; None if
+    unknown."""
     low, high, mean = (row.get(f"rollout/reward/{end}") for end in ("min", "max", "mean"))
     mean = row.get("rollout/raw_reward") if mean is None else mean
     if low is None or high is None or mean is None:
@@ -209,54 +208,53 @@ def _minority(row: Mapping[str, Any]) -> float | None:
 
 
 _REWARD_FIX = (
-    "read responses and labels in samples/, and try the reward on its own with slime reward; if "
-    "it is right, take"
-    " prompts that the model sometimes gets right, and sometimes not"
+    "read responses and labels in samples/, and try the reward on its own with slime reward; if it "
+    "is right, take prompts that the model sometimes gets right, and sometimes not"
 )
 
 
-def constant_reward(rows: Rows, flags: Flags) -> list[Alarm]:
+def constant_reward(rows: Rows, flags: Flags) -> Alarm | None:
     value = _constant_reward(rows)
     if value is None or _is_mastered(rows, value):
-        return []
+        return None
     if late_rewards(rows, flags):
-        return []  # which says why
+        return None  # it says why
     steps = len(_flat_rows(rows)[0])
     detail = f"every reward of the last {steps} steps is {value:g}: there is nothing to learn from"
-    return [Alarm("The reward is constant", detail, _REWARD_FIX)]
+    return Alarm("The reward is constant", detail, _REWARD_FIX)
 
 
-def no_contrast(rows: Rows, flags: Flags) -> list[Alarm]:
+def no_contrast(rows: Rows, flags: Flags) -> Alarm | None:
     if not _is_flat(rows, flags) or _constant_reward(rows) is not None:
-        return []
+        return None
     steps = len(_flat_rows(rows)[0])
     detail = f"in the last {steps} steps no group had two different rewards: its advantages are 0"
-    return [Alarm("No group has any contrast", detail, _more_contrast(flags))]
+    return Alarm("No group has any contrast", detail, _more_contrast(flags))
 
 
-def never_any_contrast(rows: Rows, flags: Flags) -> list[Alarm]:
-    """Tell it of a run that has ended and was too short for `no_contrast` and `constant_reward`."""
+def never_any_contrast(rows: Rows, flags: Flags) -> Alarm | None:
+    """Check a run that ended too early for `no_contrast` and `constant_reward`."""
     steps = _trained(rows)
     if not 0 < len(steps) < _FLAT_STEPS or any(row["rollout/zero_std/ratio"] < 1 for row in steps):
-        return []
+        return None
     if late_rewards(rows, flags):
-        return []  # which says why
+        return None  # it says why
     when = "in the only step" if len(steps) == 1 else f"in all {len(steps)} steps"
     detail = f"{when} every group had the same reward for all of its samples: every advantage was 0"
     all_rewards = {row.get(f"rollout/reward/{end}") for row in steps for end in ("min", "max")}
     fix = _REWARD_FIX if len(all_rewards) == 1 else _more_contrast(flags)
-    return [Alarm("No step had any contrast", detail, fix, "never_any_contrast")]
+    return Alarm("No step had any contrast", detail, fix, "never_any_contrast")
 
 
-def zero_gradient(rows: Rows, flags: Flags) -> list[Alarm]:
+def zero_gradient(rows: Rows, flags: Flags) -> Alarm | None:
     norms = [row for row in rows if row.get("train/grad_norm") is not None]
     if not norms or norms[-1]["train/grad_norm"] != 0 or len(_flat_rows(rows)[0]) >= _FLAT_STEPS:
-        return []
+        return None
     lowest, highest = (norms[-1].get(f"rollout/reward/{end}") for end in ("min", "max"))
     rewarded = norms[-1].get("rollout/zero_std/ratio", 1) < 1 and lowest != highest
     steps = 1 if rewarded else _FLAT_STEPS
     if len(norms) < steps or any(row["train/grad_norm"] != 0 for row in norms[-steps:]):
-        return []
+        return None
     detail = (
         f"rewards go from {lowest:g} to {highest:g}, and yet "
         if rewarded
@@ -264,71 +262,66 @@ def zero_gradient(rows: Rows, flags: Flags) -> list[Alarm]:
     )
     fix = (
         "look for one sample per prompt (--n-samples-per-prompt), loss masks of zeros "
-        "(trained_tokens in samples/),"
-        " frozen parameters, rewards that a hook evens out"
+        "(trained_tokens in samples/), frozen parameters, rewards that a hook evens out"
     )
-    return [
-        Alarm("The gradient is exactly 0", f"{detail}train/grad_norm is 0: no weight changes", fix)
-    ]
+    return Alarm(
+        "The gradient is exactly 0", f"{detail}train/grad_norm is 0: no weight changes", fix
+    )
 
 
-def late_rewards(rows: Rows, flags: Flags) -> list[Alarm]:
+def late_rewards(rows: Rows, flags: Flags) -> Alarm | None:
     newest = [row for row in rows if row.get("rollout/num_samples")][-_FLAT_STEPS:]
     if not newest:
-        return []
+        return None
     samples = _samples(newest)
     late, died = (
         sum(row.get(f"rollout/reward_{kind}") or 0.0 for row in newest)
         for kind in ("timeout", "crash")
     )
     if chance_of_at_least(min(late + died, samples), samples, _LATE_SHARE) > _LATE_BY_CHANCE:
-        return []
+        return None
     is_all = late + died >= samples
     title = "No reward comes" if is_all else "Many rewards do not come"
     when = (
         f"at step {newest[0]['step']}" if len(newest) == 1 else f"in the last {len(newest)} steps"
     )
     detail = (
-        f"{when}, {late:.0f} calls ran into --rm-timeout and {died:.0f} ended their process, for"
-        f" {samples:.0f} samples; these count as 0"
+        f"{when}, {late:.0f} calls ran into --rm-timeout and {died:.0f} ended their process, for "
+        f"{samples:.0f} samples; these count as 0"
     )
-    timeout = flags.get("rm_timeout")
-    raised = f"raise --rm-timeout (it is {timeout:g} s)" if timeout else "raise --rm-timeout"
     fix = (
-        f"{raised}, or make the reward faster (async, a server of its own); logs/rollout.log "
-        "names it"
+        f"raise {_now(flags, '--rm-timeout', ' s')}, or make the reward faster (async, a server of "
+        "its own); logs/rollout.log names it"
     )
-    return [Alarm(title, detail, fix)]
+    return Alarm(title, detail, fix)
 
 
-def failing_samples(rows: Rows, flags: Flags) -> list[Alarm]:
+def failing_samples(rows: Rows, flags: Flags) -> Alarm | None:
     newest = [row for row in rows if row.get("rollout/num_failed_groups") is not None][
         -_FLAT_STEPS:
     ]
     counts = [row["rollout/num_failed_groups"] for row in newest]
     if len(counts) < _FLAT_STEPS or not all(counts):
-        return []
+        return None
     detail = (
         f"in each of the last {_FLAT_STEPS} steps some groups failed and were replaced "
         f"({sum(counts):.0f} in all)"
     )
-    return [
-        Alarm(
-            "Samples keep failing",
-            detail,
-            "logs/rollout.log tells why, with the line of your own code",
-        )
-    ]
+    return Alarm(
+        "Samples keep failing",
+        detail,
+        "logs/rollout.log tells why, with the line of your own code",
+    )
 
 
 # -- learning goes wrong
 # -------------------------------------------------------------------------------------------
 
 
-def nonfinite(rows: Rows, flags: Flags) -> list[Alarm]:
+def nonfinite(rows: Rows, flags: Flags) -> Alarm | None:
     bad = {key: row["step"] for row in reversed(rows) for key in row.get("nonfinite", [])}
     if not bad:
-        return []
+        return None
     names = ", ".join(
         f"{key} (first at step {step})"
         for key, step in sorted(bad.items(), key=lambda item: item[1])[:5]
@@ -341,13 +334,13 @@ def nonfinite(rows: Rows, flags: Flags) -> list[Alarm]:
     fix = ", or ".join([*ways, "look at the samples of that step"])
     if not any(key.startswith(_OURS) for key in bad):
         fix = "look at the function of yours that gives them"
-    return [Alarm("NaN or infinity in the metrics", names, fix)]
+    return Alarm("NaN or infinity in the metrics", names, fix)
 
 
-def reward_collapse(rows: Rows, flags: Flags) -> list[Alarm]:
+def reward_collapse(rows: Rows, flags: Flags) -> Alarm | None:
     windows = _windows(_rewards(rows))
     if len(windows) < _MIN_WINDOWS_OF_FALL:
-        return []
+        return None
     means = [statistics.fmean(window) for window in windows]
     best = max(range(len(means)), key=lambda index: means[index])
     fall = means[best] - means[-1]
@@ -363,24 +356,24 @@ def reward_collapse(rows: Rows, flags: Flags) -> list[Alarm]:
     has_risen = best > 0 and change(windows, 0, best) > STRICT
     least = _LEAST_FALL if has_risen else _LEAST_FALL_AT_ONCE
     if not is_back or fall < least * scale or change(windows, -1, best) < STRICT:
-        return []
+        return None
     detail = (
         f"mean reward fell from {means[best]:.3f} at its best to {means[-1]:.3f}, about where it "
         f"began ({means[0]:.3f})"
     )
     fix = f"read the worst samples; {_lower_lr(flags)}, or {_closer_to_reference(flags)}"
-    return [Alarm("The reward has collapsed", detail, fix)]
+    return Alarm("The reward has collapsed", detail, fix)
 
 
-def entropy_collapse(rows: Rows, flags: Flags) -> list[Alarm]:
+def entropy_collapse(rows: Rows, flags: Flags) -> Alarm | None:
     windows = _windows(_values(rows, "train/entropy_loss", "rollout/entropy"))
     if not windows:
-        return []
+        return None
     first, last = (statistics.fmean(window) for window in (windows[0], windows[-1]))
     if first <= 0 or last > 0.1 * first or change(windows, -1, 0) < STRICT:
-        return []
+        return None
     if _has_risen(_rewards(rows)):
-        return []  # it knows the answers
+        return None  # it knows the answers
     detail = (
         f"entropy fell from {first:.3f} to {last:.4f}, and the reward has not risen: responses "
         "hardly differ any more"
@@ -392,10 +385,10 @@ def entropy_collapse(rows: Rows, flags: Flags) -> list[Alarm]:
         f"raise --entropy-coef (it is {bonus:g})" if bonus else "add --entropy-coef 0.001",
     ]
     ways.append("raise --eps-clip-high" + (f" (it is {high:g})" if high is not None else ""))
-    return [Alarm("The entropy has collapsed", detail, ", or ".join(ways))]
+    return Alarm("The entropy has collapsed", detail, ", or ".join(ways))
 
 
-def train_rollout_mismatch(rows: Rows, flags: Flags) -> list[Alarm]:
+def train_rollout_mismatch(rows: Rows, flags: Flags) -> Alarm | None:
     name = "train/train_rollout_logprob_abs_diff"
     values = _values(rows, name)
     windows = _windows(values)
@@ -404,7 +397,7 @@ def train_rollout_mismatch(rows: Rows, flags: Flags) -> list[Alarm]:
     if last > 0.02 and last > 3 * first and change(windows, 0, -1) > STRICT:
         detail = f"mean |log-prob difference| grew from {first:.4f} to {last:.4f}"
         advice = f"slime align with the run's flags ranks the causes{correct}"
-        return [Alarm("Trainer and engine drift apart", detail, advice)]
+        return Alarm("Trainer and engine drift apart", detail, advice)
     # of samples that older weights made, part of it is what has been learnt since
     of_now = _values([row for row in rows if not row.get("rollout/staleness/max")], name)
     usual = statistics.median(of_now[-_FLAT_STEPS:]) if of_now else 0.0
@@ -426,72 +419,106 @@ def train_rollout_mismatch(rows: Rows, flags: Flags) -> list[Alarm]:
             )
             ways += [] if flags.get("use_tis") else ["--use-tis corrects"]
             advice = "; ".join([*ways, "slime align says what is left"])
-        return [Alarm("Trainer and engine disagree", detail, advice)]
-    return []
+        return Alarm("Trainer and engine disagree", detail, advice)
+    return None
 
 
-def tool_text_trained(rows: Rows, flags: Flags) -> list[Alarm]:
+def tool_text_trained(rows: Rows, flags: Flags) -> Alarm | None:
     values = _values(rows[-_FLAT_STEPS:], "rollout/unsampled_trained_ratio")
     if not values or not all(values):
-        return []
+        return None
     detail = (
         f"{values[-1]:.1%} of the tokens trained on were sampled by no engine: what a tool "
         "answered, say"
     )
     fix = (
-        "set their loss_mask to 0: slime.rollout.generate.append_message, or"
-        " Sample.append_response_tokens(tokens=…, trainable=False), do so"
+        "set their loss_mask to 0: slime.rollout.generate.append_message, or "
+        "Sample.append_response_tokens(tokens=…, trainable=False), do so"
     )
-    return [Alarm("Text that the model did not write is trained on", detail, fix)]
+    return Alarm("Text that the model did not write is trained on", detail, fix)
 
 
-def stale_samples(rows: Rows, flags: Flags) -> list[Alarm]:
+def stale_samples(rows: Rows, flags: Flags) -> Alarm | None:
     values = _values(rows[-_FLAT_STEPS:], "rollout/staleness/num_too_old")
     weighed = _values(rows[-1:], "train/tis")
     if weighed or not values or not all(values):
-        return []
+        return None
     detail = (
         f"{values[-1]:.0f} samples of the last step are older than --max-staleness allows for, or "
-        "without it"
-        " --async-buffer-size and --update-weights-interval: earlier rollouts have put them back"
+        "without it --async-buffer-size and --update-weights-interval: earlier rollouts have put "
+        "them back"
     )
     weighing = "" if flags.get("use_tis") else "pass --use-tis, which weighs their tokens; "
     fix = f"{weighing}--max-staleness has such groups generated anew"
-    return [Alarm("Samples are too old", detail, fix)]
+    return Alarm("Samples are too old", detail, fix)
 
 
-def prompts_too_long(rows: Rows, flags: Flags) -> list[Alarm]:
-    found = no_room(rows)
-    return [Alarm("Prompts leave no room for an answer", *found)] if found else []
+def prompts_too_long(rows: Rows, flags: Flags) -> Alarm | None:
+    newest = [row for row in rows if row.get(_NO_ROOM) is not None][-_ROWS_OF_PROMPTS:]
+    count = sum(row[_NO_ROOM] for row in newest)
+    samples = sum(row.get("rollout/num_samples") or 0.0 for row in newest)
+    if count <= _FEW_TOO_LONG * (samples + count):
+        return None
+    empty = sum(row.get(_EMPTY) or 0.0 for row in newest)
+    last = next(row["step"] for row in reversed(newest) if row[_NO_ROOM])
+    when = (
+        f"in the last {len(newest)} steps (last: step {last})"
+        if len(newest) > 1
+        else f"at step {last}"
+    )
+    detail = (
+        f"{when} a prompt, or a conversation of several turns, filled the context {count:.0f} "
+        f"times; {empty:.0f} samples without an answer left training"
+    )
+    fix = (
+        "--rollout-max-prompt-len leaves such prompts out when the data is read; the context is "
+        "--rollout-max-context-len, or without it the engine's (--sglang-context-length, by "
+        "default what the model was made for)"
+    )
+    return Alarm("Prompts leave no room for an answer", detail, fix)
 
 
-def truncation(rows: Rows, flags: Flags) -> list[Alarm]:
-    shares = cut_shares(rows)[-_CUT_STEPS:]
+def _cut_shares(rows: Rows) -> list[float]:
+    """Return the share of cut responses of each step, without prompts that filled the context:
+    another length limit does not help those."""
+    shares = []
+    for row in rows:
+        share = row.get("rollout/truncated_ratio")
+        if share is None:
+            continue
+        dropped = sum(
+            value or 0.0 for name, value in row.items() if name.startswith("rollout/dropped_")
+        )
+        samples = (row.get("rollout/num_samples") or 0.0) + dropped
+        shares.append(max(0.0, share - (row.get(_NO_ROOM) or 0.0) / samples) if samples else share)
+    return shares
+
+
+def truncation(rows: Rows, flags: Flags) -> Alarm | None:
+    shares = _cut_shares(rows)[-_CUT_STEPS:]
     if (
         len(shares) < _CUT_STEPS
         or not surely_above(shares, _CUT_SHARE)
         or _has_risen(_rewards(rows))
     ):
-        return []
+        return None
     detail = (
-        f"{statistics.fmean(shares):.0%} of the responses of the last {len(shares)} steps were "
-        "cut at the length limit"
+        f"{statistics.fmean(shares):.0%} of the responses of the last {len(shares)} steps were cut "
+        "at the length limit"
     )
-    return [
-        Alarm(
-            "Many responses are truncated",
-            detail,
-            f"{_longer_answers(flags)}, or check the stop tokens",
-        )
-    ]
+    return Alarm(
+        "Many responses are truncated",
+        detail,
+        f"raise {_now(flags, '--rollout-max-response-len')}, or check the stop tokens",
+    )
 
 
-def large_gradient(rows: Rows, flags: Flags) -> list[Alarm]:
+def large_gradient(rows: Rows, flags: Flags) -> Alarm | None:
     found = first_large_gradient(rows, flags)
-    return [Alarm("The gradient is large from the first step on", *found)] if found else []
+    return Alarm("The gradient is large from the first step on", *found) if found else None
 
 
-def gradient_spike(rows: Rows, flags: Flags) -> list[Alarm]:
+def gradient_spike(rows: Rows, flags: Flags) -> Alarm | None:
     points = [(row["step"], row["train/grad_norm"]) for row in rows if row.get("train/grad_norm")]
     step = 0
     peak = 0.0
@@ -508,30 +535,30 @@ def gradient_spike(rows: Rows, flags: Flags) -> list[Alarm]:
             (step, peak) = points[index]
             usual = median
     if not peak:
-        return []
+        return None
     detail = f"grad norm {peak:.2f} at step {step}; the median of the steps before is {usual:.3f}"
     clip = flags.get("clip_grad")
     if clip is None or 0 < clip <= 1.0:
         clipped = f"it was scaled down to --clip-grad {clip:g}; " if clip else ""
         fix = (
-            f"{clipped}read the samples of that step; {_lower_lr(flags)} if the reward falls "
-            "after it"
+            f"{clipped}read the samples of that step; {_lower_lr(flags)} if the reward falls after "
+            "it"
         )
     else:
         fix = f"set --clip-grad 1.0 (it is {clip:g}), and read the samples of that step"
-    return [Alarm("A gradient spike", detail, fix)]
+    return Alarm("A gradient spike", detail, fix)
 
 
-def engine_imbalance(rows: Rows, flags: Flags) -> list[Alarm]:
+def engine_imbalance(rows: Rows, flags: Flags) -> Alarm | None:
     newest = rows[-_BEFORE:]
     loads = engine_loads(newest)
     mean = sum(loads.values()) / max(1, len(loads))
     if len(loads) < 2 or not mean:
-        return []
+        return None
     name, most = max(loads.items(), key=lambda item: item[1])
     shares = [share for row in newest if (share := _load_share(row, name)) is not None]
     if len(shares) < _MIN_WINDOW or not surely_above(shares, _UNEVEN / (len(loads) - 1 + _UNEVEN)):
-        return []
+        return None
     detail = f"engine {name} had {most / mean:.1f}× the mean load"
     policy = flags.get("router_policy")
     fix = (
@@ -539,11 +566,11 @@ def engine_imbalance(rows: Rows, flags: Flags) -> list[Alarm]:
         if policy != "round_robin"
         else "leave --router-policy out"
     )
-    return [Alarm("The engines are not loaded evenly", detail, fix)]
+    return Alarm("The engines are not loaded evenly", detail, fix)
 
 
 def _load_share(row: Mapping[str, Any], name: str) -> float | None:
-    """The part of a step's load that one engine had."""
+    """Return one engine's share of a step's load."""
     loads = {
         match[1]: value
         for key, value in row.items()
@@ -554,7 +581,8 @@ def _load_share(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def engine_loads(rows: Rows) -> dict[str, float]:
-    """Mean of ``rollout/engine_load/<i>`` (requests in flight) over the rows, per engine."""
+    """Return the mean of ``rollout/engine_load/<i>`` (requests in flight) over the rows, per
+    engine."""
     loads: dict[str, list[float]] = {}
     for row in rows:
         for key, value in row.items():
@@ -564,7 +592,7 @@ def engine_loads(rows: Rows) -> dict[str, float]:
     return {name: statistics.fmean(values) for name, values in loads.items()}
 
 
-def slow_data(rows: Rows, flags: Flags) -> list[Alarm]:
+def slow_data(rows: Rows, flags: Flags) -> Alarm | None:
     pairs = [
         (row["perf/data_wait_time"], row["perf/step_time"])
         for row in rows
@@ -573,17 +601,16 @@ def slow_data(rows: Rows, flags: Flags) -> list[Alarm]:
     waited = sum(p[0] for p in pairs)
     total = sum(p[1] for p in pairs)
     shares = [wait / seconds for wait, seconds in pairs]
-    if (
-        len(pairs) < _MIN_WINDOW or waited <= 1.0 or not surely_above(shares, 0.1)
-    ):  # a second is not worth a word
-        return []
+    # a second is not worth a warning
+    if len(pairs) < _MIN_WINDOW or waited <= 1.0 or not surely_above(shares, 0.1):
+        return None
     detail = f"{waited / total:.0%} of the time is spent waiting for prompts"
     workers = flags.get("num_data_workers")
     ways = ["raise --num-data-workers" + (f" (it is {workers})" if workers is not None else "")]
     ways += [] if flags.get("streaming_data") else ["--streaming-data"]
-    return [
-        Alarm("Data loading is slow", detail, ", or ".join([*ways, "tokenise the data beforehand"]))
-    ]
+    return Alarm(
+        "Data loading is slow", detail, ", or ".join([*ways, "tokenise the data beforehand"])
+    )
 
 
 # -- memory
@@ -603,8 +630,8 @@ _HELD = {
     ),
     "perf/engine_memory_gb": (
         "an engine",
-        "logs/engine-<n>.log and its caches in host memory; with --use-fault-tolerance one that "
-        "is killed comes back",
+        "logs/engine-<n>.log and its caches in host memory; with --use-fault-tolerance one that is "
+        "killed comes back",
     ),
     "perf/trainer_memory_gb": (
         "a trainer rank",
@@ -616,37 +643,35 @@ _HELD = {
         "keep .item())",
     ),
 }
-#: Growth of less is none: GB, and the share of what there was.
+#: Smaller growth is ignored: in GB, and as a share of the first value.
 _LEAST_GROWTH = 1.0
 _LEAST_SHARE = 0.1
-#: Times the steps so far within which growth would use up what the host has left: slower growth is
-#: told later, and a cache that fills over hundreds of steps is full by then. And steps within which
-#: what has just begun to grow would.
+#: Growth is reported if it would use up the host's memory within this many times the steps so far.
+#: Slower growth is reported later; a cache that fills over hundreds of steps is full by then. The
+#: second is in steps, for memory that has just begun to grow.
 _TIMES_AHEAD = 5.0
 _STEPS_AHEAD = 36.0
-#: Rows that are left out of a long run at a time, so that windows stay where they are; one to two
-#: of these are seen.
+#: Rows of a long run are dropped in blocks of this size, so that windows stay where they are.
 _BLOCK = 640
 
 
-def memory_growth(rows: Rows, flags: Flags) -> list[Alarm]:
+def memory_growth(rows: Rows, flags: Flags) -> Alarm | None:
     free = next((row[_FREE] for row in reversed(rows) if row.get(_FREE) is not None), math.inf)
     found: list[tuple[float, str, Growth]] = []
     newest = rows[max(0, len(rows) // _BLOCK - 1) * _BLOCK :]
     for name in _HELD:
         values = [row[name] for row in newest if row.get(name) is not None]
         steady = steady_growth(values, _LEAST_GROWTH, _LEAST_SHARE)
-        left = (
-            0.0 if free == math.inf or "gpu" in name else free
-        )  # where nobody tells, any growth is too much
+        # any growth is too much if nobody knows what is left
+        left = 0.0 if free == math.inf or "gpu" in name else free
         if steady is not None and left <= steady.per_step * _TIMES_AHEAD * len(rows):
             found.append((steady.per_step, name, steady))
-        elif left and (sudden := sudden_growth(values, _LEAST_GROWTH, _LEAST_SHARE)) is not None:
-            found += (
-                [(sudden.per_step, name, sudden)] if left <= sudden.per_step * _STEPS_AHEAD else []
-            )
+            continue
+        sudden = sudden_growth(values, _LEAST_GROWTH, _LEAST_SHARE) if left else None
+        if sudden is not None and left <= sudden.per_step * _STEPS_AHEAD:
+            found.append((sudden.per_step, name, sudden))
     if not found:
-        return []
+        return None
     _, name, growth = max(found)
     who, where = _HELD[name]
     others = [_HELD[other][0] for _, other, _ in sorted(found, reverse=True)[1:]]
@@ -658,11 +683,11 @@ def memory_growth(rows: Rows, flags: Flags) -> list[Alarm]:
         )
     detail += f"; so did {', '.join(others)}" if others else ""
     fix = f"look at {where}; with --save, slime resume goes on with fresh memory"
-    return [Alarm("Memory grows and grows", detail, fix)]
+    return Alarm("Memory grows and grows", detail, fix)
 
 
-#: The gravest first. The name of a check is that of its metric, ``alarm/<name>``.
-CHECKS: tuple[Callable[[Rows, Flags], list[Alarm]], ...] = (
+#: The gravest first. The name of a check is that of its metric ``alarm/<name>``.
+CHECKS: tuple[Callable[[Rows, Flags], Alarm | None], ...] = (
     nonfinite,
     memory_growth,
     late_rewards,
@@ -687,18 +712,18 @@ CHECKS: tuple[Callable[[Rows, Flags], list[Alarm]], ...] = (
 def find_alarms(
     rows: Rows, *, ended: bool = False, flags: Mapping[str, Any] | None = None
 ) -> list[Alarm]:
-    """All alarms of one stage, the gravest first.
+    """Return the alarms of one stage, the gravest first.
 
     Args:
-        ended: no row will come any more.
-        flags: of the run: what to try depends on them, and they name functions that an alarm may
-            come from.
+        ended: no more rows will come.
+        flags: of the run. The advice depends on them, and they name users' functions that may be
+            the reason of an alarm.
     """
     checks = (*CHECKS[:1], never_any_contrast, *CHECKS[1:]) if ended else CHECKS
     found = [
         dataclasses.replace(alarm, name=check.__name__)
         for check in checks
-        for alarm in check(rows, flags or {})
+        if (alarm := check(rows, flags or {})) is not None
     ]
     makers = ", ".join(makers_of_samples(flags or {}))
     return [
@@ -708,8 +733,7 @@ def find_alarms(
 
 
 def _naming(makers: str, alarm: Alarm) -> Alarm:
-    """The alarm with the user's functions that made the tokens and log-probs which it is about,
-    where there are any."""
+    """Name the user's functions that made the tokens and log-probs, if there are any."""
     if not makers:
         return alarm
     title = "Log-probs of the samples are not those of the trainer"
@@ -726,14 +750,14 @@ def _naming(makers: str, alarm: Alarm) -> Alarm:
 
 
 class AlarmWatch:
-    """The alarms of a run as it goes on: each is new once, and once more when it has gone and come
-    back.
+    """The alarms of a run in progress. An alarm is reported when it goes on, and again if it goes
+    off and comes back.
 
     Args:
-        rows: of this stage, as an earlier process of the run logged them.
+        rows: those that an earlier process of the run logged for this stage.
         flags: as in `find_alarms`.
     Attributes:
-        on: those of the newest row, the gravest first.
+        on: alarms of the newest row, the gravest first.
     """
 
     def __init__(self, rows: Rows = (), flags: Mapping[str, Any] | None = None) -> None:
@@ -742,16 +766,15 @@ class AlarmWatch:
         self.on = find_alarms(rows, flags=flags)
 
     def add(self, row: dict[str, Any]) -> None:
-        """A row that is looked at with the next one."""
+        """Add a row without checking it."""
         self._rows.append(row)
 
     def look(self, row: dict[str, Any]) -> tuple[list[Alarm], dict[str, float]]:
-        """The alarms that ``row`` sets off, and the metrics of its step: ``alarm/<name>`` is 1
-        while it is on, and 0 in the step in which it goes."""
+        """Return the alarms that ``row`` sets off, and the metrics of its step: ``alarm/<name>`` is
+        1 while the alarm is on, and 0 in the step in which it goes off."""
         self.add(row)
-        if (
-            len(self._rows) > _MOST_ROWS
-        ):  # the older half by every second row: what was said of it has been said
+        # thin out the older half: its alarms have been reported
+        if len(self._rows) > _MOST_ROWS:
             self._rows = [*self._rows[: _MOST_ROWS // 2 : 2], *self._rows[_MOST_ROWS // 2 :]]
         before = {alarm.name for alarm in self.on}
         self.on = find_alarms(self._rows, flags=self._flags)
@@ -760,5 +783,5 @@ class AlarmWatch:
         return [alarm for alarm in self.on if alarm.name not in before], metrics
 
     def at_the_end(self) -> list[Alarm]:
-        """What is wrong with a run of which no row will come any more, the gravest first."""
+        """Return the alarms of a run that has ended, the gravest first."""
         return find_alarms(self._rows, ended=True, flags=self._flags)

@@ -1,11 +1,12 @@
-"""The charts of the page: one row per chart, plain names and units of metrics, and curves short
-enough to send."""
+"""Charts of the page, plain names and units of metrics, and curves short enough to send."""
 
 from __future__ import annotations
 
 import functools
+import importlib.resources
 import math
 import re
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,18 +35,7 @@ _MOST_STEPS = 300
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """A line chart. Of `keys`, the first metric that the run has is drawn.
-
-    Attributes:
-        note: one line below the title.
-        unit: of the vertical axis.
-        may_vanish: the metric is 0 by construction in many runs (one update per rollout, lock
-            step); such a chart is left out.
-        line: legend of the metric where the chart has others beside it.
-        beside: further metrics of the chart with their legends.
-        band: metrics of the lower and upper edge of the shaded band.
-        rewarded: left out of supervised fine-tuning, which has no rewards.
-    """
+    """A line chart; charts.toml describes the fields."""
 
     title: str
     keys: tuple[str, ...]
@@ -58,138 +48,25 @@ class ChartSpec:
     rewarded: bool = False
 
 
-LEARNING = (
-    ChartSpec(
-        "Reward",
-        ("rollout/raw_reward", "rollout/rewards"),
-        "mean over all samples",
-        "reward",
-        rewarded=True,
-    ),
-    ChartSpec(
-        "Response length",
-        ("rollout/response_len/mean", "rollout/response_lengths"),
-        "mean; the band spans shortest to longest",
-        "tokens",
-        band=("rollout/response_len/min", "rollout/response_len/max"),
-    ),
-    ChartSpec(
-        "Truncated responses",
-        ("rollout/truncated_ratio", "rollout/truncated"),
-        "cut at the length limit",
-        "share of responses",
-    ),
-    ChartSpec(
-        "Loss",
-        ("train/loss",),
-        "the optimized objective; its level means little for policy gradients",
-        "loss",
-        may_vanish=True,
-    ),
-)
-POLICY = (
-    ChartSpec(
-        "Entropy",
-        ("train/entropy_loss", "rollout/entropy"),
-        "of the policy; exploration ends as it approaches 0",
-        "nats per token",
-    ),
-    ChartSpec(
-        "KL to the reference",
-        ("train/kl_loss", "rollout/kl"),
-        "distance from the reference model",
-        "nats per token",
-    ),
-    ChartSpec(
-        "KL within the step",
-        ("train/ppo_kl",),
-        "from the policy that sampled to the updated one",
-        "nats per token",
-        may_vanish=True,
-    ),
-    ChartSpec(
-        "Trainer–engine difference",
-        ("train/train_rollout_logprob_abs_diff",),
-        "mean |log-prob difference| per token; should stay small and flat",
-        "nats",
-    ),
-    ChartSpec(
-        "Largest trainer–engine difference",
-        ("train/train_rollout_logprob_abs_diff_max",),
-        "largest |log-prob difference| of any token; the mean hides a few bad tokens",
-        "nats",
-    ),
-    ChartSpec(
-        "Staleness",
-        ("rollout/staleness/max",),
-        "age of the weights that sampled, in trained steps",
-        "steps",
-        may_vanish=True,
-        line="oldest sample",
-        beside=(("rollout/staleness/mean", "mean"),),
-    ),
-    ChartSpec(
-        "Clipped tokens",
-        ("train/pg_clipfrac",),
-        "ratio outside the clip range",
-        "share of tokens",
-        may_vanish=True,
-    ),
-    ChartSpec("Gradient norm", ("train/grad_norm",), "before clipping", "norm"),
-    ChartSpec(
-        "Groups with equal rewards",
-        ("rollout/zero_std/ratio",),
-        "no difference in reward, so no gradient",
-        "share of groups",
-    ),
-    ChartSpec(
-        "Learning rate",
-        ("train/lr-pg_0", "train/lr"),
-        "of the last optimizer step",
-        "learning rate",
-    ),
-)
-SPEED = (
-    ChartSpec(
-        "Generation speed", ("perf/tokens_per_gpu_per_sec",), "per GPU or CPU slot", "tokens/s"
-    ),
-    ChartSpec("Training speed", ("perf/actor_train_tok_per_s",), "all ranks together", "tokens/s"),
-    ChartSpec(
-        "Idle time",
-        ("perf/trainer_wait_ratio",),
-        "of the trainer and the engines",
-        "share of the step",
-        line="trainer waits",
-        beside=(
-            ("perf/engines_idle_ratio", "all engines idle"),
-            ("rollout/engine_load/idle_ratio", "single engines idle"),
-        ),
-    ),
-    ChartSpec("Weight push", ("perf/update_weights_time",), "from pause to continue", "s"),
-    ChartSpec(
-        "Evaluation time",
-        ("perf/evaluate_time", "perf/eval_time"),
-        "not part of the step time",
-        "s",
-    ),
+_DATA = tomllib.loads(
+    importlib.resources.files("slime.observe").joinpath("charts.toml").read_text(encoding="utf-8")
 )
 
-#: Names of metrics that do not speak for themselves → title and unit.
-_NAMED = {
-    "perf/engines_idle_ratio": ("Engine idle time", "share of the step"),
-    "rollout/engine_load/idle_ratio": ("Idle engines while others work", "share of engines"),
-    "rollout/engine_load/max_over_mean": ("Load of the busiest engine over the mean", "ratio"),
-    "rollout/prefix_cache_hit_rate": ("Prefix cache hit rate", "share of prompt tokens"),
-    "rollout/avg_cached_tokens_per_sample": ("Cached prompt tokens per sample", "tokens"),
-    "rollout/spec_accept_rate": ("Accepted draft tokens", "share of drafts"),
-    "rollout/spec_accept_length": ("Tokens per verification", "tokens"),
-    "rollout/response_lengths": ("Response length", "tokens"),
-    "rollout/total_lengths": ("Prompt and response length", "tokens"),
-    "rollout/zero_std/ratio": ("Groups with equal rewards", "share of groups"),
-    "rollout/raw_reward": ("Reward", "reward"),
-    "rollout/rewards": ("Reward after normalization", "reward"),
-    "train/ois": ("Importance ratio, new over old policy", "ratio"),
-    "train/tis": ("Importance ratio, trainer over engine", "ratio"),
+
+def _chart(fields: dict[str, Any]) -> ChartSpec:
+    fields = {name: value for name, value in fields.items() if name != "section"}
+    lists = {name: tuple(map(_frozen, v)) for name, v in fields.items() if isinstance(v, list)}
+    return ChartSpec(**(fields | lists))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+#: Section of the page → its charts.
+SECTIONS: dict[str, tuple[ChartSpec, ...]] = {
+    section: tuple(_chart(fields) for fields in _DATA["chart"] if fields["section"] == section)
+    for section in ("Learning", "Policy", "Speed")
 }
 #: Endings of a metric's name → unit; an empty group is dropped from the title.
 _UNITS = (
@@ -233,14 +110,15 @@ _WORDS = (
 
 @functools.cache
 def plain_name(metric: str) -> tuple[str, str]:
-    """Title and unit of a metric for people; the unit is "" where the name does not tell it.
+    """Return title and unit of a metric for people; the unit is "" if the name does not tell it.
 
     Example:
         >>> plain_name("perf/save_model_time"), plain_name("rollout/response_len/max")
         (('Save model time', 's'), ('Response length, max', 'tokens'))
     """
-    if metric in _NAMED:
-        return _NAMED[metric]
+    if metric in _DATA["names"]:
+        title, unit = _DATA["names"][metric]
+        return title, unit
     unit = next((unit for pattern, unit in _UNITS if pattern.search(metric)), "")
     parts = metric.split("/")
     if parts[0] == "eval" and parts[1:]:
@@ -263,7 +141,7 @@ def _worded(part: str) -> str:
 
 
 def thin(points: Sequence[Point], limit: int = MOST_POINTS) -> list[Point]:
-    """Reduce a curve to about `limit` points; the extremes of each stretch stay, so spikes
+    """Reduce a curve to about ``limit`` points; keep the extremes of each stretch, so that spikes
     survive."""
     if len(points) <= limit:
         return list(points)
@@ -284,7 +162,7 @@ def thin(points: Sequence[Point], limit: int = MOST_POINTS) -> list[Point]:
 
 
 def phases(stage: Stage) -> list[dict[str, Any]]:
-    """Seconds per phase and step, longest phase first: ``{"name", "color", "points": [[step,
+    """Return seconds per phase and step, longest phase first: ``{"name", "color", "points": [[step,
     seconds]]}``.
 
     The phases add up to the step; launch and evaluations belong to no step. "other" comes last.

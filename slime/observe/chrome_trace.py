@@ -44,8 +44,8 @@ def _microseconds(seconds: float) -> int:
 
 
 def sample_spans(trace: dict[str, Any]) -> list[TraceSpan]:
-    """Spans of one ``sample.trace``, by start; one that never ended gets the last time seen and
-    ``unfinished``."""
+    """Return the spans of one ``sample.trace`` by start; one that never ended gets the last time
+    seen and ``unfinished``."""
     spans: dict[str, TraceSpan] = {}
     closed = set()
     last_ts = max((_microseconds(e["ts"]) for e in trace["events"]), default=0)
@@ -69,8 +69,8 @@ def sample_spans(trace: dict[str, Any]) -> list[TraceSpan]:
 
 
 def assign_rows(spans: Sequence[TraceSpan]) -> list[int]:
-    """Row of each span such that within a row spans nest (or follow each other): what the format
-    demands of a lane.
+    """Assign each span to a row such that spans of a row nest or follow each other, as the format
+    demands.
 
     One row is enough for a sample that does one thing at a time; parallel tool calls need more.
     `spans` are sorted by start, the longer first.

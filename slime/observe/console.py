@@ -1,8 +1,7 @@
 """Progress on the terminal: a live table on a TTY, one plain line per step elsewhere (CI, Ray job
 logs).
 
-sums  step 12/60  reward 0.625 ↑  entropy 0.912  length 11.2  Δ log-prob 3e-07  1,240 tok/s  3.4 s,
-62 % generate  …
+sums  step 12/60  reward 0.625 ↑  entropy 0.912  length 11.2  Δ log-prob 3e-07  1,240 tok/s  …
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ COUNTED_IN = {
 #: timed apart.
 BESIDE_STEPS = ("step", "launch", "evaluate", "eval")
 
-#: What people call a phase: as a part of a step, and while it is under way.
+#: Names of a phase: as a part of a step, and while it is in progress.
 _WORDS = {
     "launch": ("launch", "launching"),
     "rollout": ("generate", "generating"),
@@ -92,15 +91,14 @@ _EVAL_SCORE = re.compile(r"eval/(?!.*-(?:pass@\d+|truncated_ratio)$)([^/]+)")
 
 
 def eval_scores(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The mean rewards of an evaluation: ``eval/<name>`` keys without the statistics beside and
-    below them."""
+    """Return the mean rewards of an evaluation: ``eval/<name>`` keys without their statistics."""
     return {
         match[1]: value for name, value in metrics.items() if (match := _EVAL_SCORE.fullmatch(name))
     }
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds per phase of one step, the longest first: its parts, which add up to no more than
+    """Return seconds per phase of one step, the longest first; together no more than
     ``perf/step_time``."""
     times = {
         name.removeprefix("perf/").removesuffix("_time"): value
@@ -119,7 +117,7 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def column_values(metrics: Mapping[str, float], supervised: bool = False) -> dict[str, str]:
-    """Title → formatted value of the columns this step has."""
+    """Return title → formatted value of the columns that this step has."""
     values = {}
     for title, keys, spec in SUPERVISED_COLUMNS if supervised else COLUMNS:
         key = next((key for key in keys if key in metrics), None)
@@ -132,7 +130,7 @@ def column_values(metrics: Mapping[str, float], supervised: bool = False) -> dic
 
 
 def duration(seconds: float) -> str:
-    """0.12 s, 12.3 s, 2:43 or 1:02:43."""
+    """Format seconds as 0.12 s, 12.3 s, 2:43 or 1:02:43."""
     if seconds < 60:
         return f"{seconds:.{2 if 0 < seconds < 0.95 else 1}f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -141,8 +139,8 @@ def duration(seconds: float) -> str:
 
 
 def trend(values: Sequence[float]) -> str:
-    """Where the last ten values go: "↑", "↓", "→" where that is no more than their scatter; "" of
-    fewer than four.
+    """Return the direction of the last ten values: "↑", "↓", or "→" if the change is within their
+    scatter; "" for fewer than four.
 
     Example:
         >>> trend([0.1, 0.2, 0.3, 0.4]), trend([0.1, 0.4, 0.1, 0.4])
@@ -161,7 +159,7 @@ def trend(values: Sequence[float]) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """The values as a line of at most ``width`` bars, each the mean of those it stands for.
+    """Draw the values as at most ``width`` bars, each the mean of the values it stands for.
 
     Example:
         >>> sparkline([0.0, 0.5, 1.0, 0.5])
@@ -177,7 +175,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 class ConsoleSink:
-    """Shows where the run is, what it scores, what a step costs and when it will end.
+    """Shows the state of the run, its scores, the cost of a step, and the time left.
 
     Args:
         name: what the run is called, with its stage.
@@ -237,7 +235,8 @@ class ConsoleSink:
         self._trains |= name == "train"
 
     def progress(self, counters: Mapping[str, float]) -> None:
-        """How far the open phase is: ``done`` of ``target`` prompts, ``tokens`` so far."""
+        """Take the progress of the open phase: ``done`` of ``target`` prompts, ``tokens`` so
+        far."""
         self._counters = counters
         now = self._clock()
         if self._live is None and now >= self._next_news and counters.get("target"):
@@ -310,10 +309,11 @@ class ConsoleSink:
         )
 
     def rewind(self, next_step: int) -> None:
-        """Nothing to take back: what was shown, was shown."""
+        """Do nothing: printed lines stay."""
 
     def closing_lines(self, alarms: Sequence[Alarm]) -> list[str]:
-        """Warnings for the end of the run: an alarm that was shown is not explained again."""
+        """Return warnings for the end of the run; an alarm that was shown is not explained
+        again."""
         lines = []
         for alarm in alarms:
             step, shown = self._alarms.get(alarm.name, (0, None))
@@ -336,8 +336,8 @@ class ConsoleSink:
     # --------------------------------------------------------------------------------------
 
     def eta(self) -> float | None:
-        """Seconds until the last step ends, by the median of the last ten and the mean of all
-        evaluations beside them; None when unknown."""
+        """Estimate the seconds until the last step ends from the median of the last ten and the
+        mean of evaluations; None if unknown."""
         if not self._step_seconds or not self._total:
             return None
         each = statistics.median(self._step_seconds) + statistics.fmean(self._eval_seconds)
@@ -436,7 +436,7 @@ class ConsoleSink:
         return Padding(grid, (0, 1))
 
     def _now(self) -> str:
-        """What is under way, how far it is, and for how long: "generating 17/64 prompts, 2,000
+        """Describe the open phase, its progress and its time: "generating 17/64 prompts, 2,000
         tokens, 4.1 s"."""
         phase = self._phase or ""
         under_way = _WORDS.get(phase, ("", phase))[1]

@@ -1,5 +1,4 @@
-"""What the first step of a run tells of its set-up: the numbers that an experienced eye looks at
-first."""
+"""Judge the set-up of a run by the numbers of its first step."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ _WHO = {
 
 
 def first_step_lines(metrics: Mapping[str, float], *, templated: bool = False) -> list[str]:
-    """Mean log-probs of the first samples, by whoever scored them, and the gradient's norm; and
-    what large ones mean.
+    """Describe the mean log-probs of the first samples and the gradient norm, and what large ones
+    mean.
 
     Args:
         metrics: of the first step; [] where nothing was scored in it.
@@ -48,17 +47,15 @@ def first_step_lines(metrics: Mapping[str, float], *, templated: bool = False) -
     most = max(-value for value in scored.values())
     if most > _EXTREME:
         lines.append(
-            f"  {most:.1f} nats per token is extreme: of a trained model it means wrong weights, "
-            "a wrong tokenizer or a"
-            " wrong model configuration (slime doctor; slime align; --check-weight-update-equal)"
+            f"  {most:.1f} nats per token is extreme: of a trained model it means wrong weights, a "
+            "wrong tokenizer or a wrong model configuration (slime doctor; slime align; "
+            "--check-weight-update-equal)"
         )
     elif most > _LARGE and not templated:
         lines.append(
-            f"  {most:.1f} nats per token is much: usual of an untrained model, or of a base "
-            "model at a high"
-            " --rollout-temperature; of an instruct model it means that prompts do not follow its "
-            "chat template"
-            " (--apply-chat-template)"
+            f"  {most:.1f} nats per token is much: usual of an untrained model, or of a base model "
+            "at a high --rollout-temperature; of an instruct model it means that prompts do not "
+            "follow its chat template (--apply-chat-template)"
         )
     return lines
 
@@ -66,16 +63,16 @@ def first_step_lines(metrics: Mapping[str, float], *, templated: bool = False) -
 def large_gradient(
     rows: Sequence[Mapping[str, Any]], flags: Mapping[str, Any]
 ) -> tuple[str, str] | None:
-    """What is seen, and what to try, where the gradient is large from a run's first step on.
+    """Describe a gradient that is large from the first step on, and what to try.
 
-    Looked at are models that find likely what they wrote: of another one any norm is possible, and
-    `first_step_lines` says what may be wrong with it.
+    Only models that give their own samples a high probability are judged: for others any norm is
+    possible, and `first_step_lines` says what may be wrong with them.
 
     Args:
         rows: of metrics, the first step's first.
         flags: of the run; what they have on already is not advised.
     Returns:
-        None where it is not, or no longer, large; where nothing was rewarded or scored.
+        None if it is not or no longer large, or if nothing was rewarded or scored.
 
     Example:
         >>> step = {"step": 1, "rollout/raw_reward": 0.5, "rollout/log_probs": -0.4,

@@ -1,15 +1,15 @@
-"""Does a series grow without end? For memory of processes, which fills caches at first, jumps when
-something new is done for the first time, goes up and down, and begins again when a process is
-restarted. None of that is growth.
+"""Detect memory that grows without end.
 
-    windows of 5, 10, 20, … values     ▁▂▃▄▅▆▇█      the least value of each of the last 6 rises,
-    and by much: growth
-                                       ▁▄▆▇████      caches that fill up: the last windows rise by
-                                       little ▁▁▁████       a jump: the others do not rise ▁▅▂▆▁▅▂▆
-                                       the least values stay
+Memory of a process fills caches at first, jumps when something is done for the first time,
+fluctuates, and starts again when the process is restarted; none of that is a leak.
 
-Windows begin at fixed places of the series, so that a judgement changes once in a window and not at
-every step; of a series that has paused, six new windows must rise before it is growth again.
+    windows of 5, 10, 20, … values     ▁▂▃▄▅▆▇█   the minimum of each of the last 6 rises: a leak
+                                       ▁▄▆▇████   caches fill up: the last windows hardly rise
+                                       ▁▁▁████    a jump: the others do not rise
+                                       ▁▅▂▆▁▅▂▆   the minima stay
+
+Windows begin at fixed places of the series, so that a verdict changes once per window and not at
+every step. After a pause, six new windows must rise before it counts as growth again.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _SMALLEST = 5
 _WINDOWS = 6
 #: Windows at the beginning of a process in which its caches fill.
 _WARM_UP = 2
-#: What is left of a value where a process was restarted.
+#: A value that falls below this share of the one before shows a restart of the process.
 _RESTARTED = 0.7
 #: Share of the mean rise that each window must rise by.
 _STEADY = 1 / 3
-#: Of a run's first steps, where memory may be used up before there are windows: values that are
-#: left out, and looked at
+#: Memory may be used up before there are windows: first values that are skipped, and newest values
+#: that are compared.
 _FIRST = 5
 _SOON = 10
 
 
 class Growth(NamedTuple):
-    """From one value to another within so many steps."""
+    """Growth from one value to another within a number of steps."""
 
     before: float
     now: float
@@ -45,7 +45,7 @@ class Growth(NamedTuple):
 
 
 def steady_growth(values: Sequence[float], at_least: float, share: float) -> Growth | None:
-    """The growth that is seen in the shortest windows that show any.
+    """Return the growth seen in the shortest windows that show any.
 
     Args:
         values: of each step.
@@ -64,8 +64,8 @@ def steady_growth(values: Sequence[float], at_least: float, share: float) -> Gro
 
 
 def sudden_growth(values: Sequence[float], at_least: float, share: float) -> Growth | None:
-    """The same within a few steps, of which each rises: to be taken for growth where it would use
-    up what is left."""
+    """Return growth in which each of a few steps rises; it counts if it would use up what is
+    left."""
     values = _since_restart(values)[_FIRST:]
     newest = values[-_SOON:]
     if len(newest) < _SOON or not _is_growth(newest, at_least, share):

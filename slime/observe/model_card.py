@@ -15,16 +15,8 @@ from slime.redact import redacted
 _CHOSEN = ("flag", "yaml")
 #: Flags that say where files of this machine are: no part of the recipe.
 _PLACES = (
-    "output_dir",
-    "run_name",
-    "stage",
-    "save",
-    "save_hf",
-    "load",
-    "ref_load",
-    "config",
-    "resume",
-)
+    "output_dir", "run_name", "stage", "save", "save_hf", "load", "ref_load", "config", "resume",
+)  # fmt: skip
 UNKNOWN = "unknown"
 
 
@@ -131,7 +123,7 @@ def _file(path: str | None) -> str | None:
 
 
 def _versions(run: RunData) -> str:
-    """Of the packages that the last stage ran with."""
+    """Return the package versions of the last stage."""
     packages: dict[str, str] = run.stages[-1].summary.get("packages", {}) if run.stages else {}
     return ", ".join(
         f"{name} {version}" for name, version in packages.items() if version != "not installed"

@@ -17,8 +17,7 @@ logger = get_logger(__name__)
 
 
 class _Tolerant:
-    """A text stream of which the file descriptor leads nowhere from the first write on that
-    fails."""
+    """A text stream that discards everything after its first failed write."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream = stream
@@ -61,7 +60,7 @@ def _say(what: str) -> None:
 
 
 def lose_terminal() -> None:
-    """Write no more to a terminal that has been closed. Files and pipes are left as they are."""
+    """Stop writing to a terminal that was closed. Files and pipes are unchanged."""
     for descriptor in (0, 1, 2):
         with suppress(OSError):  # closed
             if stat.S_ISCHR(os.fstat(descriptor).st_mode):
@@ -71,12 +70,11 @@ def lose_terminal() -> None:
 
 @contextmanager
 def tolerant_output() -> Iterator[None]:
-    """In this block a write to stdout or stderr that fails raises nothing. It is logged once."""
+    """Within this block a failed write to stdout or stderr raises nothing; it is logged once."""
     before = sys.stdout, sys.stderr
     for name, stream in zip(("stdout", "stderr"), before):
-        with suppress(
-            AttributeError, OSError, ValueError
-        ):  # no stream, or one without a descriptor
+        # no stream, or one without a descriptor
+        with suppress(AttributeError, OSError, ValueError):
             stream.fileno()
             setattr(sys, name, _Tolerant(stream, name))
     try:

@@ -21,7 +21,8 @@ _EPOCH = time.time() - time.perf_counter()
 
 
 def now() -> float:
-    """Seconds since 1970, monotonic within this process; the time base of phases and traces."""
+    """Return seconds since 1970, monotonic within this process; the time base of phases and
+    traces."""
     return _EPOCH + time.perf_counter()
 
 
@@ -81,18 +82,18 @@ class PhaseTimer:
         return self._open[-1][0] if self._open else None
 
     def pop_metrics(self) -> dict[str, float]:
-        """``perf/{phase}_time`` in seconds of all phases that ended since the last call."""
+        """Return ``perf/{phase}_time`` in seconds of all phases that ended since the last call."""
         seconds = self._seconds
         self._seconds = {}
         return {f"perf/{name}_time": value for name, value in seconds.items()}
 
     def forget_all_but(self, name: str) -> None:
-        """Seconds of other phases that ended since the last `pop_metrics`: their step is done
-        again."""
+        """Drop the seconds of other phases since the last `pop_metrics`, because their step is
+        repeated."""
         self._seconds = {name: self._seconds[name]} if name in self._seconds else {}
 
     def pop_events(self) -> list[PhaseEvent]:
-        """The phases that ended since the last call, in order of their end."""
+        """Return the phases that ended since the last call, in order of their end."""
         events = self._events
         self._events = []
         return events

@@ -1,9 +1,9 @@
-"""What was generated, on disk: ``samples/rollout_000012.jsonl``, ``samples/eval_000012.jsonl`` and
-the traces.
+"""Write generated samples to disk: ``samples/rollout_000012.jsonl``, ``samples/eval_000012.jsonl``
+and the traces.
 
-One line per sample, so that ``jq``, pandas and ``datasets`` read it. Only a part of a large rollout
-is kept (whole groups, evenly spread): enough to read, not a second copy of the data. For
-everything, use --save-debug-rollout-data.
+A file has one line per sample, so that ``jq``, pandas and ``datasets`` read it. Of a large rollout
+only whole groups, evenly spread, are kept: enough to read, not a second copy of the data.
+--save-debug-rollout-data keeps everything.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_TEXT = 20_000
 MAX_TOKENS = 65_536
 #: Failures kept of a rollout, or of all evaluations.
 MAX_FAILURES = 256
-#: What a part of a character reads, and of how many parts one has at most.
+#: The text of an incomplete character, and the most tokens that a character has.
 _PART = "\ufffd"
 _MOST_PARTS = 4
 
@@ -58,8 +58,8 @@ def run_lengths(mask: Sequence[int]) -> list[list[int]]:
 
 
 def segments(sample: Sample, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
-    """The response as pieces of text that are trained on or not, and came from one version of the
-    weights.
+    """Split the response into pieces of text that are trained on or not, and came from one version
+    of the weights.
 
     Returns:
         [{"text", "trained", "version"}] in order; empty when everything is trained and of one
@@ -100,8 +100,8 @@ def _log_prob_stats(
 
 
 class TokenTexts:
-    """The text of each token by itself, as it reads within a text. A character of several tokens
-    stands at the first of them; what is no character reads �.
+    """The text of each token as it reads within a text. A character of several tokens stands at the
+    first of them; invalid bytes read �.
 
     Args:
         decode: turns token ids into text. Asked once per token id, and once per such character.
@@ -150,8 +150,8 @@ class TokenTexts:
 
 
 def token_record(sample: Sample, texts: TokenTexts) -> dict[str, Any] | None:
-    """``{"text": [...], "log_probs": [...] or null}``, an entry per token of the response; None
-    without a response."""
+    """Return ``{"text": [...], "log_probs": [...] or null}``, an entry per token of the response;
+    None without a response."""
     if not sample.response_length:
         return None
     log_probs = sample.rollout_log_probs
@@ -166,7 +166,7 @@ def token_record(sample: Sample, texts: TokenTexts) -> dict[str, Any] | None:
 def sample_record(
     sample: Sample, decode: Callable[[list[int]], str] | None = None
 ) -> dict[str, Any]:
-    """One line of a samples file; ``docs/run-folder.md`` lists the fields."""
+    """Return one line of a samples file; ``docs/run-folder.md`` lists the fields."""
     record: dict[str, Any] = {
         "group": sample.group_index,
         "index": sample.index,
@@ -196,7 +196,7 @@ def sample_record(
 
 
 def _as_far_as_it_goes(sample: Sample) -> dict[str, Any]:
-    """The record of a sample that users' code may have left in any state."""
+    """Return the record of a sample that users' code may have left in any state."""
     try:
         return sample_record(sample)
     except (TypeError, ValueError, AttributeError, IndexError, UserError):
@@ -212,8 +212,8 @@ def _as_far_as_it_goes(sample: Sample) -> dict[str, Any]:
 
 
 def spread(groups: Sequence[Group], max_samples: int) -> list[Group]:
-    """Whole groups, evenly spread, with at most `max_samples` samples in all (but at least one
-    group)."""
+    """Choose whole groups, evenly spread, with at most ``max_samples`` samples in all (but at least
+    one group)."""
     count = sum(len(group.samples) for group in groups)
     if count <= max_samples:
         return list(groups)
@@ -222,7 +222,7 @@ def spread(groups: Sequence[Group], max_samples: int) -> list[Group]:
 
 
 def trained_name(rollout_id: int) -> str:
-    """File of `Recorder.record_training`, beside ``rollout_<id>.jsonl``."""
+    """Return the file name of `Recorder.record_training`, beside ``rollout_<id>.jsonl``."""
     return f"trained_{rollout_id:06d}.jsonl"
 
 
@@ -276,9 +276,8 @@ class Recorder:
     def record_rollout(self, rollout_id: int, groups: Sequence[Group]) -> None:
         """Write what rollout `rollout_id` generated, and its timeline."""
         self.has_rollouts = True
-        (self._run.samples / trained_name(rollout_id)).unlink(
-            missing_ok=True
-        )  # of a rollout that is done again
+        # of a rollout that is done again
+        (self._run.samples / trained_name(rollout_id)).unlink(missing_ok=True)
         kept = spread(groups, self._max_samples) if self._max_samples else []
         self._write(
             f"rollout_{rollout_id:06d}",
@@ -292,8 +291,7 @@ class Recorder:
     def record_failure(
         self, rollout_id: int | None, samples: Sequence[Sample], while_: str, error: Exception
     ) -> None:
-        """Write down at once that users' code failed on samples of one trajectory: as they stand,
-        with the traceback.
+        """Write at once that users' code failed on samples of one trajectory, with the traceback.
 
         Args:
             rollout_id: None for an evaluation.
@@ -315,8 +313,8 @@ class Recorder:
             file.write(b"".join(lines))
 
     def token_keys(self, groups: Sequence[Group]) -> frozenset[SampleKey]:
-        """The samples of a rollout whose tokens `record_rollout` keeps one by one, as far as
-        nothing else in it has the same key."""
+        """Return the samples of a rollout whose tokens `record_rollout` keeps one by one, if their
+        key is unique in it."""
         if self._texts is None or not self._max_samples:
             return frozenset()
         left = MAX_TOKENS
@@ -333,7 +331,7 @@ class Recorder:
         return frozenset(key for key in keys if counts[key] == 1)
 
     def record_training(self, rollout_id: int, trained: Sequence[TrainedTokens]) -> None:
-        """Write what training knew of the tokens of recorded samples, in a file beside theirs."""
+        """Write what training knew of the tokens of recorded samples to a file beside theirs."""
         lines = [
             dump_line({
                 "index": one.key[0],
@@ -348,8 +346,8 @@ class Recorder:
             write_atomically(self._run.samples / trained_name(rollout_id), b"".join(lines))
 
     def evaluation_name(self, rollout_id: int) -> str:
-        """Of the file of an evaluation that begins now: after the rollout that was trained on
-        before it; one before any training is ``eval_start``."""
+        """Name the file of an evaluation that begins now after the rollout trained on before it;
+        before any training it is ``eval_start``."""
         return f"eval_{rollout_id:06d}" if self.has_rollouts else "eval_start"
 
     def record_evaluation(
@@ -377,9 +375,8 @@ class Recorder:
             for sample in samples:
                 record = {**extra, **sample_record(sample, self._decode)}
                 if self._texts is not None and sample.response_length <= left:
-                    record["tokens"] = token_record(
-                        sample, self._texts
-                    )  # of JSON as it is: there are many
+                    # of JSON as it is: there are many
+                    record["tokens"] = token_record(sample, self._texts)
                     left -= sample.response_length
                 lines.append(dump_line(record))
         if lines:

@@ -1,5 +1,5 @@
-"""Reads a run folder for pages and commands. Whatever is missing or half-written is left out, never
-an error."""
+"""Read a run folder for pages and commands. Missing or half-written files are left out, never an
+error."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class RunData:
 
 
 def merge_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per step, by step: later rows of a step add to and override earlier ones. Rows of
-    another version, or damaged ones, are taken as far as they are understood."""
+    """Merge to one row per step, in order: later rows of a step add to and override earlier ones.
+    Damaged rows and those of other versions are used as far as they are understood."""
     by_step: dict[float, dict[str, Any]] = {}
     for row in rows:
         step = row.get("step")
@@ -80,8 +80,8 @@ def merge_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rows_by_stage(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The lines of ``metrics.jsonl`` as one row per step of each stage, "" for a run that has
-    none."""
+    """Return one row per step for each stage of ``metrics.jsonl``; "" is the stage of a run without
+    stages."""
     names = dict.fromkeys(row.get("stage") or "" for row in rows)
     return {
         name: merge_rows([row for row in rows if (row.get("stage") or "") == name])
@@ -118,7 +118,8 @@ def read_run(path: Path) -> RunData:
 
 
 def read_stages(path: Path, rows: dict[str, list[dict[str, Any]]]) -> list[Stage]:
-    """The stages of a run folder in the order in which they began; none where it is no run folder.
+    """Return the stages of a run folder in the order in which they began; [] if it is no run
+    folder.
 
     Args:
         rows: the metrics of each stage, as `rows_by_stage` gives them.
@@ -160,8 +161,8 @@ def _last_time(stage: Stage) -> float | None:
 
 
 def flags_with_origins(config: dict[str, Any]) -> list[tuple[str, Any, str]]:
-    """(flag, value, origin) of a configuration file: ``{group: {flag: value}, "origins": {flag:
-    origin}}``."""
+    """Return (flag, value, origin) for a configuration file: ``{group: {flag: value}, "origins":
+    {flag: origin}}``."""
     origins = config.get("origins")
     flags = [
         (name, value)
@@ -180,17 +181,17 @@ def _items(group: Any) -> list[tuple[str, Any]]:
 
 
 def config_value(config: dict[str, Any], name: str) -> Any:
-    """Value of one flag in a configuration file, None if it is not there."""
+    """Return the value of one flag in a configuration file, None if it is missing."""
     return next((value for flag, value, _ in flags_with_origins(config) if flag == name), None)
 
 
 def is_supervised(stage: Stage) -> bool:
-    """Supervised fine-tuning: its samples have no rewards worth showing."""
+    """Whether a stage is supervised fine-tuning, whose samples have no meaningful rewards."""
     return config_value(stage.config, "loss_type") == "sft_loss"
 
 
 def elapsed(stage: Stage) -> float | None:
-    """Seconds from the stage's start to its end (or to now while it runs)."""
+    """Return seconds from the stage's start to its end (or to now while it runs)."""
     start = stage.summary.get("started") or (stage.rows[0].get("time") if stage.rows else None)
     if start is None:
         return None

@@ -49,37 +49,23 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: What a crash folder keeps of each log, and of how many.
+#: Bytes of each log in a crash folder, and the number of logs.
 _LOG_BYTES = 64 << 10
 _MOST_LOGS = 64
 _CONFIG = re.compile(r"config(?:\.([^\s/()~]{1,100}))?\.json")
 #: Steps, seconds and process ids beyond it are damage, and no calendar has them.
 _MOST = 1e11
-#: What a run writes, by the name in its folder: files, and folders with what they hold.
+#: Files and folders of a run folder.
 _FILES = ("run.json", "metrics.jsonl", "report.html", ".lock", "config.json")
 _FOLDERS = (
-    "logs",
-    "samples",
-    "journal",
-    "trace",
-    "tensorboard",
-    "crash",
-    "history",
-    "engines",
-    "model",
-)
+    "logs", "samples", "journal", "trace", "tensorboard", "crash", "history", "engines", "model",
+)  # fmt: skip
 _SUFFIXES_INSIDE = (".jsonl", ".json", ".log")
-#: What file managers leave, in a folder that is otherwise empty.
+#: Files of file managers; a folder with nothing else counts as empty.
 _OF_NOBODY = frozenset((".lock", ".DS_Store", "Thumbs.db", "desktop.ini"))
 _REPORTED_PACKAGES = (
-    "slime-rl",
-    "torch",
-    "megatron-core",
-    "sglang",
-    "ray",
-    "transformers",
-    "sglang-router",
-)
+    "slime-rl", "torch", "megatron-core", "sglang", "ray", "transformers", "sglang-router",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -217,7 +203,7 @@ class RunFolder:
             )
 
     def _check_places(self) -> None:
-        """Every name that the run writes to is free, or what it should be.
+        """Check that every path that the run writes to is free or of the right kind.
 
         Raises:
             UserError: a folder has the name of a file, a file that of a folder, or one cannot be
@@ -245,8 +231,8 @@ class RunFolder:
             )
 
     def _was_never_launched(self) -> bool:
-        """An earlier try under this name ended before anything ran, for want of data, GPUs, a model
-        that loads: the corrected one takes its place."""
+        """Whether an earlier try under this name ended before anything ran, for lack of data, GPUs
+        or a model; the corrected run takes its place."""
         entry = self.read_summary()["stages"].get(self.stage or "")
         if entry is None or entry.get("launched") is not None:
             return False
@@ -256,15 +242,14 @@ class RunFolder:
         return here and not Path(f"/proc/{entry.get('pid')}").exists()  # killed while it came up
 
     def _keep_config(self) -> None:
-        """Each launch may have other settings: those of all stay readable, and replace a file that
-        gets lost."""
+        """Keep the settings of every launch: they stay readable, and can replace a lost file."""
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self.config_path.stat().st_mtime))
         history = self.path / "history"
         history.mkdir(exist_ok=True)
         shutil.copyfile(self.config_path, history / f"{self.config_path.stem}.{stamp}.json")
 
     def config(self) -> Config:
-        """The configuration of the newest launch.
+        """Return the configuration of the newest launch.
 
         Raises:
             UserError: it is missing or damaged; says which copies there are, or what the command of
@@ -280,7 +265,7 @@ class RunFolder:
             ) from error
 
     def _instead_of_the_config(self, load: Callable[[Path], Config]) -> str:
-        """What to do without the configuration file."""
+        """Advise what to do without the configuration file."""
         copies = [*(self.path / "history").glob(f"{self.config_path.stem}.*-*.json")]
         copies += self.crash.glob(f"*/{self.config_path.name}")
         for copy in sorted(copies, key=_written, reverse=True):
@@ -297,8 +282,8 @@ class RunFolder:
     # ---------------------------------------------------------------------------------------
 
     def note_inputs(self, inputs: dict[str, str]) -> dict[str, Any]:
-        """Note fingerprints of what this launch reads (`slime.run.changed_inputs`). Returns those
-        of the launch before, {} where there was none."""
+        """Store fingerprints of the inputs of this launch (`slime.run.changed_inputs`). Return
+        those of the launch before, {} if there was none."""
         summary = self.read_summary()
         entry = summary["stages"].setdefault(self.stage or "", {})
         before = entry.get("inputs")
@@ -349,13 +334,13 @@ class RunFolder:
         return {**summary, "name": self.path.name, "stages": whole}
 
     def state(self) -> str | None:
-        """The state of this stage, None before it started."""
+        """Return the state of this stage, None before it started."""
         state = self.read_summary()["stages"].get(self.stage or "", {}).get("state")
         return str(state) if state is not None else None
 
     def write_crash(self, error: BaseException, note: str = "") -> Path | None:
         """Keep what explains a failure: ``crash/<time>/`` with the traceback, the last metrics, the
-        configuration and the ends of all logs (which the next launch goes on with).
+        configuration and the ends of all logs.
 
         Drivers call it on the way out. It never hides the error itself: when the folder cannot be
         written (a full disk may be the reason of the crash), it logs that and returns None.
@@ -399,9 +384,8 @@ class RunFolder:
     def _keep_ends_of_logs(self, folder: Path) -> None:
         newest = sorted(self.logs.glob("*.log"), key=_written, reverse=True)[:_MOST_LOGS]
         for path in newest:
-            if (
-                not path.is_file()
-            ):  # gone meanwhile, a broken link, or a pipe, which nobody may ever write to
+            # gone meanwhile, a broken link, or a pipe, which nobody may ever write to
+            if not path.is_file():
                 continue
             folder.mkdir(exist_ok=True)
             said = redact_text(_end_of(path).decode("utf-8", "surrogateescape"))
@@ -409,8 +393,8 @@ class RunFolder:
 
 
 def config_files(folder: Path) -> dict[str, Path]:
-    """Stage ("" for the only one) → its configuration file, the one that was written last at the
-    end. Copies by file managers (``config (copy).json``, ``config.json~``) are none."""
+    """Return stage ("" for the only one) → configuration file, the newest last. Copies by file
+    managers (``config (copy).json``, ``config.json~``) do not count."""
     named = {
         match.group(1) or "": path
         for path in entries_of(folder)
@@ -420,8 +404,7 @@ def config_files(folder: Path) -> dict[str, Path]:
 
 
 def _no_plain_files(folder: Path, levels: int = 2) -> Iterator[Path]:
-    """What has the name of a run's file in a folder, or one of a stage in it, and is a folder, a
-    link or a pipe."""
+    """Yield folders, links and pipes that have the name of a run's file."""
     try:
         entries = list(os.scandir(folder))
     except OSError:
@@ -487,7 +470,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Is a live process (of this host) writing to the folder?"""
+    """Whether a live process of this host is writing to the folder."""
     lock = path / ".lock"
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -503,7 +486,7 @@ def is_held(path: Path) -> bool:
 
 
 def check_no_run_writes(output: Path, flag: str, own: Collection[Path] = ()) -> None:
-    """Nobody writes into the folders of a run that goes on but the run.
+    """Refuse to write into the folder of a run in progress.
 
     Args:
         own: folders of the run that asks, whose locks it takes itself.
@@ -520,7 +503,7 @@ def check_no_run_writes(output: Path, flag: str, own: Collection[Path] = ()) -> 
 
 
 def _take_lock(descriptor: int) -> None:
-    """Waits for readers, who look for an instant whether the lock is held."""
+    """Take the lock; wait for readers that test it for an instant."""
     end = time.monotonic() + deadlines.RUN_FOLDER_READERS
     while True:
         try:
@@ -557,7 +540,7 @@ def _end_of(path: Path) -> bytes:
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-    """Name → version of the packages that reports tell; "not installed" for those that are not."""
+    """Return the versions of the packages that reports name; "not installed" for missing ones."""
     versions = {}
     for name in _REPORTED_PACKAGES:
         try:

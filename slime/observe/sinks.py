@@ -1,4 +1,4 @@
-"""Where metrics go: console, ``metrics.jsonl``, TensorBoard, W&B. The driver holds one `Sinks` per
+"""Send metrics to console, ``metrics.jsonl``, TensorBoard and W&B. The driver holds one `Sinks` per
 run.
 
 ``step`` is the number of rollouts trained on so far: an evaluation before training is step 0, and
@@ -138,8 +138,8 @@ class Sinks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What the driver does in this block: ``perf/{name}_time``, its lane in the trace, the live
-        display."""
+        """Time what the driver does in this block: ``perf/{name}_time``, its lane in the trace, the
+        live display."""
         try:
             with self._timer.phase(name):
                 yield
@@ -149,7 +149,7 @@ class Sinks:
 
     @property
     def open_phase(self) -> str | None:
-        """What the driver is doing now, or was doing when it failed; for messages and crash
+        """The phase that the driver is in, or was in when it failed; for messages and crash
         reports."""
         return self._timer.open_phase or self._failed_phase
 
@@ -178,9 +178,8 @@ class Sinks:
             waited = sum(merged.get(f"perf/{phase}_time", 0.0) for phase in _TRAINER_WAITS)
             merged |= {"perf/trainer_wait_ratio": waited / seconds} if seconds > 0 else {}
         merged = {**waited_for, **metrics}
-        if (
-            is_step
-        ):  # what the driver waited for a part of the run beyond what that part says it has worked
+        # what the driver waited for a part of the run beyond what that part says it has worked
+        if is_step:
             merged["perf/handover_time"] = max(
                 0.0, _named_seconds(waited_for) - _named_seconds(merged)
             )
@@ -193,9 +192,8 @@ class Sinks:
             self._console.alarm(alarm)
         if is_step:
             phases = self._timer.pop_events()
-            if (
-                self._tracing
-            ):  # the rollout has ended, so the file of its samples is there (or ours to make)
+            # the rollout has ended, so the file of its samples is there (or ours to make)
+            if self._tracing:
                 add_phases(self._run.trace / f"rollout_{step - 1:06d}.json", phases)
         self._log_seconds += now() - end
 
@@ -208,7 +206,7 @@ class Sinks:
             sink.log(step, dict(metrics))
 
     def closing_lines(self, most: int) -> list[str]:
-        """What is wrong with the run if it ends here, the gravest first, for the last lines on the
+        """Return the alarms of the run if it ends here, the gravest first, as its last lines on the
         console."""
         return self._console.closing_lines(self._alarms.at_the_end()[:most])
 
@@ -228,9 +226,8 @@ class Sinks:
         self._sinks = []
         ends: list[Callable[[], None]] = [sink.close for sink in sinks]
         if self._run.state() != "failed":  # `RunFolder.write_crash` has said so already
-            ends.insert(
-                0, lambda: self._run.set_state(state)
-            )  # W&B may upload for long, and be killed over it
+            # W&B may upload for long, and be killed over it
+            ends.insert(0, lambda: self._run.set_state(state))
         for end in ends:
             try:
                 end()

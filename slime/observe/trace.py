@@ -1,4 +1,4 @@
-"""What happened to each sample and when: spans in ``sample.trace``.
+"""Record what happened to each sample and when, as spans in ``sample.trace``.
 
     generate_and_rm_group ─┬─ generate_and_rm ─┬─ generate ─┬─ queue
                            │                   │            ├─ prefill

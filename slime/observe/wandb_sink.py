@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from slime.config.config import Config
 
 
-#: What to do without a server.
+#: Advice if there is no server.
 _OFFLINE = (
     "pass --wandb-mode offline (`wandb sync` uploads the run later), or leave --use-wandb out: "
-    "metrics.jsonl and "
-    "TensorBoard have the same numbers"
+    "metrics.jsonl and TensorBoard have the same numbers"
 )
 
 
@@ -67,9 +66,8 @@ class WandbSink:
     def __init__(self, config: Config, run: RunFolder) -> None:
         wandb = _wandb()
         observe = config.observe
-        options = wandb.Settings(
-            console="off"
-        )  # our own logs are in the run folder; leave stdout alone
+        # our own logs are in the run folder; leave stdout alone
+        options = wandb.Settings(console="off")
         if observe.wandb_host:
             options.base_url = observe.wandb_host  # also where the key comes from WANDB_API_KEY
         group = observe.wandb_group

@@ -1,5 +1,5 @@
-"""JSONL files that grow while they are read: what is new since the last look, and whether it is
-still the same file."""
+"""Read JSONL files that grow: the lines since the last look, and whether it is still the same
+file."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TAIL = 64
 
 @dataclass(frozen=True)
 class ReadPosition:
-    """How far a file has been read. ``tail`` are the last bytes before ``size``: another file has
-    others there."""
+    """How far a file has been read. ``tail`` are the last bytes before ``size``; they differ in
+    another file."""
 
     inode: int = 0
     size: int = 0
@@ -31,7 +31,7 @@ class ReadPosition:
 
 @dataclass(frozen=True)
 class JsonLine:
-    """A whole line: where it stands, in bytes, and its JSON object."""
+    """A complete line: its place in bytes, and its JSON object."""
 
     offset: int
     length: int
@@ -39,7 +39,7 @@ class JsonLine:
 
 
 def is_unchanged(path: Path, place: ReadPosition) -> bool:
-    """Nothing was written since: same file, same time of change."""
+    """Whether a file is the same and its modification time has not changed."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -50,7 +50,7 @@ def is_unchanged(path: Path, place: ReadPosition) -> bool:
 def new_lines(
     path: Path, place: ReadPosition
 ) -> tuple[bool, Iterator[JsonLine], list[ReadPosition]]:
-    """What was appended since ``place``.
+    """Read the lines appended since ``place``.
 
     A line without its end is left for later, unless it is a whole object already; what is no JSON
     object is left out.
@@ -106,6 +106,6 @@ def _object(text: bytes) -> dict[str, Any] | None:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path lies in a folder when all links are followed: what is read for others stays
-    within the runs."""
+    """Whether a path lies in a folder after all links are followed, so that nothing outside of the
+    runs is served."""
     return path.resolve().is_relative_to(folder.resolve())

@@ -1,4 +1,4 @@
-"""Run folders as they grow: metrics since the last look, and which folders are meant."""
+"""Follow run folders as they grow, and find the run folders that a path means."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime.page.files import ReadPosition, is_inside, is_unchanged, new_lines
 from slime.page.index import SampleIndex, path_key
 from slime.page.stages import alarms_of, describe
 
-#: Of a folder of runs, so many of the newest are shown.
+#: The newest runs of a folder that are shown.
 MOST_RUNS = 30
 
 
@@ -34,14 +34,12 @@ class RunWatch:
         self.path = path
         self.index = SampleIndex(path, cache)
         self.key = path_key(path)
-        self.generation = (
-            time.time_ns() // 1000
-        )  # a page that knows an earlier server's asks for everything
+        # a page that knows an earlier server's asks for everything
+        self.generation = time.time_ns() // 1000
         self._lock = threading.RLock()
         self._place = ReadPosition()
-        self._changed: list[
-            tuple[str, float]
-        ] = []  # stage and step of each line, in the order of the lines
+        # stage and step of each line, in the order of the lines
+        self._changed: list[tuple[str, float]] = []
         self._rows: dict[str, dict[float, dict[str, Any]]] = {}
         self._stages: list[Stage] = []
         self._alarms: dict[str, tuple[Any, list[dict[str, str]]]] = {}
@@ -86,7 +84,7 @@ class RunWatch:
     def metrics(
         self, stage: Stage, names: Iterable[str] | None, generation: int, since: int
     ) -> dict[str, Any]:
-        """Values of the steps that changed since a look.
+        """Return the values of the steps that changed since an earlier answer.
 
         Args:
             names: which metrics; None: all.
@@ -116,7 +114,7 @@ class RunWatch:
             }
 
     def alarms(self, stage: Stage) -> list[dict[str, str]]:
-        """As `alarms_of` says them; found anew when there are other metrics."""
+        """Return the alarms as `alarms_of` does, cached until the metrics change."""
         key = (self.generation, len(self._changed), stage.summary.get("ended") is not None)
         known = self._alarms.get(stage.name)
         if known is None or known[0] != key:
@@ -124,7 +122,7 @@ class RunWatch:
         return known[1]
 
     def describe(self, stage: Stage, key: str) -> dict[str, Any]:
-        """What the list of runs says of a stage."""
+        """Return the entry of a stage in the list of runs."""
         return describe(self.path, stage, key, self.alarms(stage), self.index.progress())
 
 
@@ -134,7 +132,7 @@ def is_run(path: Path) -> bool:
 
 
 def runs_below(paths: Sequence[Path]) -> list[Path]:
-    """The run folders that are meant: each of `paths`, or of a folder of runs the newest.
+    """Find run folders: each of ``paths``, or the newest ones in a folder of runs.
 
     Raises:
         UserError: one of them does not exist, or is no run folder and has none in it.

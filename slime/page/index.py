@@ -1,12 +1,11 @@
-"""An index of the samples of one run folder: which there are, where they stand, and which hold a
-text.
+"""An index of the samples of one run folder: their numbers, the places of their lines, and a search
+for words.
 
-A small SQLite database beside the samples' own files, which stay the only home of the texts: rows
-have numbers to sort by and the place of their line. A search narrows the samples down by their
-trigrams (FTS5) and then looks at the lines themselves, so that what it finds is what a look at
-every line would. What many samples have is met soon on a walk through the lines in the order asked
-for; words of one or two characters that are not are looked up among the beginnings of trigrams.
-Without FTS5 it looks at all lines. Texts are compared without regard to case.
+It is a small SQLite database; the texts stay in the samples' own files. A search narrows the
+samples down by their trigrams (FTS5) and then reads the lines themselves, so that it finds exactly
+what reading every line would. Words that many samples have are met soon on a walk through the lines
+in the order asked for. Words of one or two characters are looked up as prefixes of trigrams.
+Without FTS5 every line is read. Case does not matter.
 """
 
 from __future__ import annotations
@@ -26,26 +25,33 @@ import orjson
 from slime.log import get_logger
 from slime.observe.run_data import Stage, config_value
 from slime.page.files import ReadPosition, is_inside, is_unchanged, new_lines
-from slime.page.rows import COLUMNS, Query, condition_of, order_of, row_of, searched_text
-from slime.page.trained import training_of, with_training
+from slime.page.rows import (
+    COLUMNS,
+    Query,
+    condition_of,
+    order_of,
+    row_of,
+    searched_text,
+    training_of,
+    with_training,
+)
 
 logger = get_logger(__name__)
 
-#: The version changes with the tables: a database of another one is made anew.
+#: A database of another version of the tables is built anew.
 _VERSION = 4
 _BATCH = 1000
 _CHUNK = 100
-#: Matches of a search up to which they are sorted by themselves: at once, and after a walk that did
-#: not meet enough; lines of a walk in the order asked for, after which the rest is narrowed down.
+#: Matches are sorted if there are fewer: at once, or after a walk that did not meet enough. The
+#: walk in the order asked for ends after so many lines, and the rest is narrowed down.
 _FEW = 3000
 _LATE = 25_000
 _PATIENCE = 500
-#: Characters of a gram, and grams of a search that are looked up: a few hold for few others.
+#: Characters of a gram, and grams of a search that are looked up: a few exclude most samples.
 _TRIGRAM = 3
 _MOST_GRAMS = 16
-#: The first stands behind each text, so that each of its characters begins a gram; it ends lines,
-#: and no word of a search has it. The second, behind a beginning of one or two characters: no gram
-#: that begins so comes later.
+#: The first is appended to each text, so that each character begins a gram; no word of a search
+#: contains it. The second is appended to a prefix and sorts after all grams that begin with it.
 _PADDING = "\n\n"
 _LAST = "\U0010ffff" * 2
 _BUSY_MS = 10_000
@@ -67,27 +73,26 @@ INSERT INTO progress VALUES (0);
 #: The rewards of a group, or of a sample without one.
 _SUMMARY = (
     "SELECT count(*) AS samples, min(reward) AS least, avg(reward) AS mean, max(reward) AS "
-    "greatest,"
-    " group_concat(reward, ' ') AS rewards FROM rows WHERE "
+    "greatest, group_concat(reward, ' ') AS rewards FROM rows WHERE "
 )
 
 
 def cache_folder() -> Path:
-    """Where indexes are kept from one call to the next."""
+    """Return the folder in which indexes are kept between calls."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "slime" / "watch"
 
 
 def path_key(run: Path) -> str:
-    """Names a folder where its path does not belong."""
+    """Return a name for a folder that does not reveal its path."""
     return hashlib.blake2b(
         str(run.resolve()).encode("utf-8", "surrogateescape"), digest_size=12
     ).hexdigest()
 
 
 class SampleIndex:
-    """The index of one run folder. `update` is for one thread; the rest may be asked from others at
-    the same time.
+    """The index of one run folder. One thread calls `update`; other threads may query at the same
+    time.
 
     Args:
         run: the run folder.
@@ -99,17 +104,14 @@ class SampleIndex:
         self._own: tempfile.TemporaryDirectory[str] | None = None
         try:
             self._open(cache or self._own_folder())
-        except (
-            sqlite3.OperationalError
-        ) as problem:  # a full or odd disk, an index that is held: it is only an index
+        except sqlite3.OperationalError as problem:  # a full disk, or an index that is held
             if cache is None:
                 raise
             logger.warning("%s: %s; the index of %s goes with this process", cache, problem, run)
             self._open(self._own_folder())
         self._state = 0
-        self._cached: dict[
-            str, Any
-        ] = {}  # what takes a walk over all rows, until something changes
+        #: Answers that take a walk over all rows, until something changes.
+        self._cached: dict[str, Any] = {}
         self.has_trigrams = bool(
             self._writer.execute("SELECT 1 FROM sqlite_master WHERE name = 'texts'").fetchone()
         )
@@ -123,9 +125,9 @@ class SampleIndex:
         self._path = folder / f"{path_key(self.run)}.sqlite"
         try:
             self._writer = self._opened()
-        except sqlite3.OperationalError:  # another process may be at it: no reason to take it away
+        except sqlite3.OperationalError:  # another process may be using it
             raise
-        except sqlite3.DatabaseError:  # damaged, or of another version: it is only an index
+        except sqlite3.DatabaseError:  # damaged, or of another version
             self._remove()
             self._writer = self._opened()
 
@@ -152,12 +154,11 @@ class SampleIndex:
                     raise sqlite3.DatabaseError("of another version")
                 for statement in _TABLES.split(";"):
                     connection.execute(statement)
-                with contextlib.suppress(
-                    sqlite3.OperationalError
-                ):  # built without FTS5, or older than trigrams
+                # SQLite may be built without FTS5, or be older than trigrams
+                with contextlib.suppress(sqlite3.OperationalError):
                     connection.execute(
-                        "CREATE VIRTUAL TABLE texts USING fts5"
-                        " (text, content='', detail=none, tokenize='trigram case_sensitive 1')"
+                        "CREATE VIRTUAL TABLE texts USING fts5 (text, content='', detail=none, "
+                        "tokenize='trigram case_sensitive 1')"
                     )
                 connection.execute(f"PRAGMA user_version = {_VERSION}")
         except BaseException:
@@ -173,7 +174,7 @@ class SampleIndex:
     # ----------------------------------------------------------------------------------------------
 
     def update(self, stages: Iterable[Stage], goes_on: Callable[[], bool] = lambda: True) -> bool:
-        """Read what was written since the last time: first the numbers of all samples, then their
+        """Read what was written since the last call: first the numbers of all samples, then their
         texts.
 
         Args:
@@ -183,9 +184,8 @@ class SampleIndex:
             Whether anything changed.
         """
         changed = self._update(stages, goes_on)
-        state = self._writer.execute("PRAGMA data_version").fetchone()[
-            0
-        ]  # another process may keep the same index
+        # another process may keep the same index
+        state = self._writer.execute("PRAGMA data_version").fetchone()[0]
         if changed or state != self._state:
             self._state = state
             self._cached = {}
@@ -208,15 +208,10 @@ class SampleIndex:
             if not goes_on():
                 return changed
             row = known.get(name)
-            place = (
-                ReadPosition(row["inode"], row["size"], row["mtime"], row["tail"])
-                if row
-                else ReadPosition()
-            )
+            place = _position(row)
             if not is_unchanged(path, place) and is_inside(path, self.run):
-                with contextlib.suppress(
-                    OSError
-                ):  # a resumed run moved it away, or it is not ours to read
+                # a resumed run moved it away, or it is not ours to read
+                with contextlib.suppress(OSError):
                     self._read(name, path, stage, kind)
                     self._cached = {}
                     changed = True
@@ -232,11 +227,7 @@ class SampleIndex:
         )
         with _transaction(self._writer):  # what another process has read meanwhile is seen here
             row = self._writer.execute("SELECT * FROM files WHERE name = ?", (name,)).fetchone()
-            place = (
-                ReadPosition(row["inode"], row["size"], row["mtime"], row["tail"])
-                if row
-                else ReadPosition()
-            )
+            place = _position(row)
             is_other, lines, after = new_lines(path, place)
             if is_other and row:
                 self._forget(row["id"])
@@ -247,10 +238,9 @@ class SampleIndex:
                 ).lastrowid
             else:
                 file = row["id"]
-            marks = ", ".join("?" * (3 + len(COLUMNS)))
-            statement = (
-                f"INSERT INTO rows (file, offset, length, {', '.join(COLUMNS)}) VALUES ({marks})"
-            )
+            columns = ("file", "offset", "length", *COLUMNS)
+            marks = ", ".join("?" * len(columns))
+            statement = f"INSERT INTO rows ({', '.join(columns)}) VALUES ({marks})"
             values = (
                 row_of(file or 0, line, stage.name, kind, path.stem, reward_key) for line in lines
             )
@@ -262,9 +252,8 @@ class SampleIndex:
                 (new.inode, new.size, new.mtime, new.tail, file),
             )
             by_group = (
-                "SELECT avg(reward), max(reward) - min(reward), file, grp, dataset FROM rows "
-                "WHERE file = ?"
-                " GROUP BY grp, dataset"
+                "SELECT avg(reward), max(reward) - min(reward), file, grp, dataset FROM rows WHERE "
+                "file = ? GROUP BY grp, dataset"
             )
             groups = self._writer.execute(by_group, (file,)).fetchall()
             self._writer.executemany(
@@ -298,20 +287,16 @@ class SampleIndex:
         return added
 
     def progress(self) -> dict[str, int]:
-        """``{"samples", "texts"}``: how many samples there are, and of how many the texts are
+        """Return ``{"samples", "texts"}``: the number of samples, and of those whose texts are
         indexed."""
         cached = self._cached
         if "progress" not in cached:
             with self._reader() as reader:
                 upto = self._texts_upto(reader)
                 samples = reader.execute("SELECT count(*) FROM rows").fetchone()[0]
-                left = reader.execute("SELECT count(*) FROM rows WHERE id > ?", (upto,)).fetchone()[
-                    0
-                ]
-            cached["progress"] = {
-                "samples": samples,
-                "texts": samples - (left if self.has_trigrams else 0),
-            }
+                new = reader.execute("SELECT count(*) FROM rows WHERE id > ?", (upto,))
+                left = new.fetchone()[0] if self.has_trigrams else 0
+            cached["progress"] = {"samples": samples, "texts": samples - left}
         return dict(cached["progress"])
 
     @staticmethod
@@ -327,16 +312,15 @@ class SampleIndex:
             yield connection
 
     def steps(self, stage: str) -> list[dict[str, Any]]:
-        """One entry per step with samples and per evaluation: ``{"kind", "step", "samples",
+        """Return an entry per step with samples and per evaluation: ``{"kind", "step", "samples",
         "groups", "reward", "length"}``; reward and length are means."""
         cached = self._cached
         if stage not in cached.setdefault("steps", {}):
             with self._reader() as reader:
                 rows = reader.execute(
                     "SELECT kind, step, count(*) AS samples, count(DISTINCT grp) AS groups, "
-                    "avg(reward) AS reward,"
-                    " avg(response_length) AS length FROM rows WHERE stage = ? GROUP BY kind, step"
-                    " ORDER BY step, kind",
+                    "avg(reward) AS reward, avg(response_length) AS length FROM rows WHERE stage = "
+                    "? GROUP BY kind, step ORDER BY step, kind",
                     (stage,),
                 )
                 cached["steps"][stage] = [dict(row) for row in rows]
@@ -345,8 +329,8 @@ class SampleIndex:
     def groups(
         self, query: Query, offset: int = 0, limit: int = 50
     ) -> tuple[list[dict[str, Any]], bool]:
-        """A page of the groups that have a sample which `query` finds, in the order of these
-        samples.
+        """Return a page of the groups that have a sample which ``query`` finds, in the order of
+        these samples.
 
         Returns:
             (``{"step", "dataset", "group", "samples", "least", "mean", "greatest", "rewards"}`` of
@@ -370,19 +354,14 @@ class SampleIndex:
                     where = "file = ? AND grp IS ? AND dataset IS ?"
                     values = [row["file"], row["grp"], row["dataset"]]
                 summary = dict(reader.execute(_SUMMARY + where, values).fetchone())
-                place = {
-                    "id": row["id"],
-                    "step": row["step"],
-                    "dataset": row["dataset"],
-                    "group": row["grp"],
-                }
-                groups.append(place | summary | {"record": record})
+                place = {name: row[name] for name in ("id", "step", "dataset")}
+                groups.append(place | {"group": row["grp"]} | summary | {"record": record})
         return groups, len(first) > offset + limit
 
     def find(
         self, query: Query, offset: int = 0, limit: int = 50
     ) -> tuple[list[dict[str, Any]], bool]:
-        """A page of samples.
+        """Return a page of samples.
 
         Returns:
             (rows with their numbers and ``record``, the line itself; whether there are more).
@@ -396,7 +375,7 @@ class SampleIndex:
         return found, len(ids) > limit
 
     def _found(self, reader: sqlite3.Connection, query: Query) -> Iterator[sqlite3.Row]:
-        """The rows that a query means, words included, in its order."""
+        """Yield the rows that a query finds, words included, in its order."""
         words = tuple(word.casefold() for word in query.words)
         if not words:
             condition, values = condition_of(query)
@@ -411,8 +390,8 @@ class SampleIndex:
                 yield row
 
     def sample(self, number: int) -> dict[str, Any] | None:
-        """One sample as `find` gives it, by its ``id``, with what training knew of its tokens; None
-        when it is no longer there."""
+        """Return one sample by its ``id`` as `find` does, with what training knew of its tokens;
+        None if it no longer exists."""
         with self._reader() as reader:
             for row, record in self._rows(reader, iter([number])):
                 named = reader.execute(
@@ -427,8 +406,8 @@ class SampleIndex:
     def _likely(
         self, reader: sqlite3.Connection, query: Query, words: Sequence[str]
     ) -> Iterator[int]:
-        """Rows that may have the words, in the order asked for: all that have them, and few
-        others."""
+        """Yield the rows that may have the words, in the order asked for: all that have them, and
+        few others."""
         grams = _grams(words)
         few = self._matches(reader, words, _FEW) if grams else None
         if few is not None and len(few) < _FEW:
@@ -452,8 +431,8 @@ class SampleIndex:
     def _matches(
         self, reader: sqlite3.Connection, words: Sequence[str], most: int = -1
     ) -> set[int] | None:
-        """All rows that may have the words, or the first of them; None where that cannot be
-        told."""
+        """Return all rows that may have the words, or ``most`` of them; None if the trigrams cannot
+        tell."""
         if not self.has_trigrams or any("\0" in word for word in words):
             return None
         if grams := _grams(words):
@@ -477,7 +456,7 @@ class SampleIndex:
     def _rows(
         self, connection: sqlite3.Connection, ids: Iterator[int]
     ) -> Iterator[tuple[sqlite3.Row, dict[str, Any]]]:
-        """Rows and their lines, in the order of their ids."""
+        """Yield rows and their lines, in the order of their ids."""
         while chunk := list(itertools.islice(ids, _CHUNK)):
             rows = connection.execute(
                 f"SELECT * FROM rows WHERE id IN ({', '.join(map(str, chunk))})"
@@ -490,7 +469,7 @@ class SampleIndex:
     def _records(
         self, connection: sqlite3.Connection, rows: Sequence[sqlite3.Row]
     ) -> Iterator[tuple[sqlite3.Row, dict[str, Any]]]:
-        """The lines of rows; {} for one whose file was written anew since."""
+        """Yield the lines of rows; {} if the file was rewritten since."""
         files_of_rows = ", ".join({str(row["file"]) for row in rows})
         told = connection.execute(f"SELECT id, name FROM files WHERE id IN ({files_of_rows})")
         names = {row["id"]: row["name"] for row in told}
@@ -521,10 +500,16 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
+def _position(row: sqlite3.Row | None) -> ReadPosition:
+    if row is None:
+        return ReadPosition()
+    return ReadPosition(row["inode"], row["size"], row["mtime"], row["tail"])
+
+
 def _ids(
     reader: sqlite3.Connection, query: Query, among: Iterable[int] | None = None
 ) -> Iterator[int]:
-    """The rows that a query means by their numbers, in its order; its words do not count."""
+    """Yield the ids of the rows that a query finds, in its order; its words are ignored."""
     condition, values = condition_of(query)
     if among is not None:
         condition += " AND id IN (SELECT value FROM json_each(?))"
@@ -536,7 +521,7 @@ def _ids(
 
 
 def _grams(words: Sequence[str]) -> list[str]:
-    """Trigrams of the words, a few of them where there are many."""
+    """Return trigrams of the words, at most `_MOST_GRAMS`."""
     grams = sorted(
         {word[i : i + _TRIGRAM] for word in words for i in range(len(word) - _TRIGRAM + 1)}
     )

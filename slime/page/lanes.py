@@ -1,4 +1,4 @@
-"""The timeline of a step, made of its trace: the driver's phases, engine counters, and a lane per
+"""The timeline of a step from its trace: the driver's phases, engine counters, and a lane per
 sample."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SPANS = {
 
 
 def traced_steps(run: Path, stage: Stage) -> list[int]:
-    """Steps of which there is a trace: that of rollout k is step k + 1."""
+    """Return the steps that have a trace; that of rollout k is step k + 1."""
     names = (
         path.stem.removeprefix("rollout_")
         for path in (run / "trace" / stage.name).glob("rollout_*.json")
@@ -37,7 +37,7 @@ def traced_steps(run: Path, stage: Stage) -> list[int]:
 
 
 def timeline_of(run: Path, stage: Stage, step: int) -> dict[str, Any] | None:
-    """The trace of a step, as `timeline` has it; None when there is none."""
+    """Return the trace of a step as `timeline` does; None if there is none."""
     path = run / "trace" / stage.name / f"rollout_{step - 1:06d}.json"
     if not path.is_file() or not is_inside(path, run):
         return None
@@ -49,7 +49,7 @@ def timeline_of(run: Path, stage: Stage, step: int) -> dict[str, Any] | None:
 
 
 def timeline(events: Sequence[Any]) -> dict[str, Any]:
-    """A trace in Chrome's format as lanes, in milliseconds since its beginning.
+    """Arrange a trace in Chrome's format in lanes, in milliseconds since its beginning.
 
     Returns:
         ``{"length", "phases": [[name, start, ms, color]], "counters": {name: [[at, value]]},
@@ -119,9 +119,8 @@ def timeline(events: Sequence[Any]) -> dict[str, Any]:
     named = [
         {"name": titles.get(tid, str(tid)), "spans": spans} for tid, spans in lanes.items() if spans
     ]
-    named.sort(
-        key=lambda lane: -max(span[1] + span[2] for span in lane["spans"])
-    )  # the last to end first
+    # the last to end first
+    named.sort(key=lambda lane: -max(span[1] + span[2] for span in lane["spans"]))
     shown = [span for lane in named for span in lane["spans"]]
     return {
         "length": ms(end - start),

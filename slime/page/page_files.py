@@ -14,18 +14,9 @@ PAGE = importlib.resources.files("slime.page").joinpath("static")
 
 #: The scripts, in such an order that each imports those before it.
 _MODULES = (
-    "dom",
-    "frozen",
-    "store",
-    "charts",
-    "timeline",
-    "engines",
-    "tokens",
-    "samples",
-    "settings",
-    "overview",
-    "main",
-)
+    "dom", "frozen", "store", "charts", "timeline", "engines", "tokens", "samples", "settings",
+    "overview", "main",
+)  # fmt: skip
 _IMPORT = re.compile(r'^import \{ (.+) \} from "/(\w+)\.js";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async function|function|const|class) (\w+))", re.MULTILINE)
 

@@ -1,5 +1,5 @@
-"""``report.html``: the page of `slime watch` with a run frozen into it, one file. The run writes it
-while it goes on, `slime report RUN_DIR` at any time.
+"""Write ``report.html``: the page of `slime watch` with the data of a run, in one file.
+A run writes it while it goes on, `slime report RUN_DIR` at any time.
 
 The file needs no network and no server: open it from the file system, send it by mail, attach it to
 an issue.
@@ -7,9 +7,11 @@ an issue.
 
 from __future__ import annotations
 
+import html
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from slime import deadlines
 from slime.files import write_atomically
@@ -18,9 +20,6 @@ from slime.observe.run_data import RunData, read_run
 from slime.observe.run_folder import RunFolder
 from slime.page.page_files import one_file
 from slime.page.report_contents import contents_of, packed
-from slime.page.report_words import words_html
-
-__all__ = ["ReportSink", "try_to_write_report", "write_comparison", "write_report"]
 
 logger = get_logger(__name__)
 
@@ -42,8 +41,7 @@ def write_report(run_dir: str | Path, output: str | Path | None = None) -> Path:
 
 
 def try_to_write_report(run: RunFolder) -> None:
-    """`write_report` for a run, which is worth more than its page: whatever goes wrong is
-    logged."""
+    """Write the report of a run; a failure is logged, so that it never ends the run."""
     try:
         write_report(run.path)
     except Exception as problem:
@@ -68,14 +66,52 @@ def _page(runs: Sequence[RunData]) -> bytes:
     is_live = len(runs) == 1 and runs[0].stages[-1].summary.get("state") == "running"
     data = contents_of(runs, is_passing=is_live)
     title = " vs ".join(run.name for run in runs)
-    return one_file(title, words_html(data["runs"]["runs"]), packed(data), is_live=is_live).encode(
+    return one_file(title, _words_html(data["runs"]["runs"]), packed(data), is_live=is_live).encode(
         "utf-8", "replace"
     )
 
 
+def _words_html(runs: Iterable[dict[str, Any]]) -> str:
+    """Return state, crash and alarms of each run as plain HTML, shown if the script does not run.
+
+    Args:
+        runs: as `stages.describe` has them.
+    """
+    needs = (
+        "This page needs JavaScript and a browser released in 2023 or later. The run folder holds "
+        "the same data:"
+    )
+    needs += " metrics in metrics.jsonl, samples in samples/."
+    parts = [f'<p class="none">{needs}</p>']
+    for run in runs:
+        state = f'<span class="state">{_text(run["state"])}</span>' if run["state"] else ""
+        parts.append(
+            f"<h2>{_text(run['name'])} {state}</h2><p>{_text(' · '.join(run['facts']))}</p>"
+        )
+        if run["crash"]:
+            said = "\n".join(
+                str(line) for line in (run["crash"]["message"], *(run["crash"]["notes"] or ()))
+            )
+            parts.append(
+                f"<p><b>{_text(run['crash']['error'] or 'The run failed')}:</b></p>"
+                f"<pre>{_text(said)}</pre>"
+            )
+        alarms = [
+            f"<li><b>{_text(a['title'])}.</b> {_text(a['detail'])}</li>" for a in run["alarms"]
+        ]
+        parts.append(f'<ul class="alarms">{"".join(alarms)}</ul>' if alarms else "")
+        if run["step"] is not None:
+            parts.append(f"<p>Last logged step: {_text(run['step'])}.</p>")
+    return "".join(parts)
+
+
+def _text(value: Any) -> str:
+    return html.escape(str(value), quote=True)
+
+
 class ReportSink:
-    """Keeps the report of a run that goes on: written behind a step, but so seldom that it costs
-    less than 1 % of the time, however long the run is. The page loads itself anew.
+    """Rewrites the report of a run after a step, but so seldom that it costs less than 1 % of the
+    time, however long the run is. The page reloads itself.
 
     Args:
         clock: seconds.
@@ -95,7 +131,7 @@ class ReportSink:
         self._next = ended + max(deadlines.REPORT_INTERVAL, (ended - started) / _SHARE)
 
     def rewind(self, next_step: int) -> None:
-        """Nothing to take back: the next report shows what there is."""
+        """Do nothing: the next report shows what there is."""
 
     def close(self) -> None:
-        """The last report is that of a run that has ended: whoever ends it writes it."""
+        """Do nothing: the last report is written by whoever ends the run."""

@@ -1,5 +1,4 @@
-"""What of a run goes into its report: all its numbers, and of what is large a part that says what
-it is a part of."""
+"""Choose what goes into the report of a run: all numbers, and a stated part of what is large."""
 
 from __future__ import annotations
 
@@ -19,15 +18,13 @@ from slime.observe.catalog import phases, plain_name, thin
 from slime.observe.run_data import RunData, Stage, config_value
 from slime.page.files import ReadPosition, is_inside, new_lines
 from slime.page.lanes import timeline_of, traced_steps
-from slime.page.rows import COLUMNS, SORTS, row_of, short_texts
+from slime.page.rows import COLUMNS, SORTS, row_of, short_texts, training_of, with_training
 from slime.page.stages import alarms_of, all_runs, describe, engines, settings, settings_that_differ
-from slime.page.trained import training_of, with_training
 
-#: Bytes of samples' lines over all stages of a report; of one that is soon written anew, so that
-#: this costs little.
+#: Bytes of samples' lines over all stages of a report; fewer while the run rewrites it.
 SAMPLE_BYTES = 5 << 20
 _PASSING_BYTES = 1 << 20
-#: Of how many files samples are when not all of them fit.
+#: Files with samples in a report that cannot hold all of them.
 _MOST_ROLLOUTS = 8
 _MOST_EVALUATIONS = 2
 #: Rollouts with a timeline, and digits of a metric that are kept.
@@ -39,7 +36,7 @@ Row = dict[str, Any]
 
 
 def contents_of(runs: Sequence[RunData], *, is_passing: bool = False) -> dict[str, Any]:
-    """The answers to what the page asks (`page/frozen.js`).
+    """Return the answers to what the page asks (`page/frozen.js`).
 
     Args:
         runs: of several, the newest stage of each is shown at first.
@@ -72,7 +69,7 @@ def contents_of(runs: Sequence[RunData], *, is_passing: bool = False) -> dict[st
 
 
 def packed(data: dict[str, Any]) -> bytes:
-    """For `page_files.one_file`."""
+    """Compress the data for `page_files.one_file`."""
     try:
         plain = orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS, default=repr)
     except TypeError:  # a folder whose name is no Unicode
@@ -115,7 +112,7 @@ def _timelines(run: Path, stage: Stage) -> dict[str, Any]:
 
 
 def spread(items: Sequence[Any], count: int) -> list[Any]:
-    """At most `count` of them, evenly spread, with the first and the last.
+    """Choose at most ``count`` items, evenly spread, with the first and the last.
 
     Example:
         >>> spread(range(9), 3), spread("ab", 3)
@@ -164,16 +161,15 @@ def _samples(
     if not is_whole:
         note = (
             f"This file contains {len(rows):,} samples from {len(kept['rollout'])} of "
-            f"{len(there['rollout'])} steps"
-            f" and {len(kept['eval'])} of {len(there['eval'])} evaluations: whole groups, largest "
-            "reward spread first."
-            f" For all recorded samples, run: slime watch {run}"
+            f"{len(there['rollout'])} steps and {len(kept['eval'])} of {len(there['eval'])} "
+            "evaluations: whole groups, largest reward spread first. For all recorded samples, "
+            f"run: slime watch {run}"
         )
     return rows, told, note
 
 
 def _sizes(paths: dict[str, Path]) -> dict[Path, int]:
-    """Of those that are still there, with what training knew of them."""
+    """Return the sizes of the files that still exist, with what training knew of them."""
     sizes = {}
     for path in paths.values():
         with contextlib.suppress(FileNotFoundError):
@@ -209,7 +205,7 @@ def _add_training(rows: Sequence[Row], path: Path, run: Path) -> None:
 
 
 def _groups(rows: Iterable[Row]) -> list[list[Row]]:
-    """The rows by data set and group, with their rewards against the mean of their group."""
+    """Group the rows by data set and group, and add each reward minus the mean of its group."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault((row["dataset"], row["grp"]), []).append(row)
@@ -223,7 +219,7 @@ def _groups(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def _summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the page's list of steps says about a file, over all its samples."""
+    """Return the entry of a file in the page's list of steps, over all its samples."""
     first = rows[0]
     return {
         "kind": first["kind"],
@@ -240,8 +236,8 @@ def _mean(rows: Sequence[Row]) -> float | None:
 
 
 def _chosen(groups: Sequence[list[Row]], most_bytes: int) -> list[list[Row]]:
-    """Whole groups that fit, of all data sets alike. Where none does: best and worst of one,
-    without their tokens."""
+    """Choose whole groups that fit, from all data sets in turn. If none fits: best and worst of
+    one, without tokens."""
     by_dataset: dict[Any, list[list[Row]]] = {}
     for group in groups:
         by_dataset.setdefault(group[0]["dataset"], []).append(group)
@@ -271,8 +267,8 @@ def _or_least(value: float | None) -> float:
 
 
 def most_telling_first(groups: Iterable[list[Row]]) -> Iterator[list[Row]]:
-    """Groups whose rewards differ most first; of those that differ alike, the best and the worst in
-    turns."""
+    """Yield groups with the largest reward spread first; of equal ones, the best and the worst in
+    turn."""
     by_spread: dict[float, list[list[Row]]] = {}
     for group in groups:
         rewards = [row["reward"] for row in group if row["reward"] is not None]

@@ -1,5 +1,4 @@
-"""A sample as a row of the index: its sort keys, the text that a search reads, the question it
-answers.
+"""A sample as a row of the index: its sort keys, the text that a search reads, and its question.
 
 Rows count in steps as metrics do: rollout k is step k + 1, an evaluation before training is step 0.
 """
@@ -9,37 +8,21 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
 
-from slime.page.files import JsonLine
+from slime.files import read_lines
+from slime.observe.recorder import trained_name
+from slime.page.files import JsonLine, is_inside
 
-#: Of a row, beside the place of its line: file, offset and length.
+#: Columns of a row besides the place of its line: file, offset and length.
 COLUMNS = (
-    *(
-        "stage",
-        "kind",
-        "step",
-        "dataset",
-        "grp",
-        "sample",
-        "status",
-        "reward",
-        "above",
-        "spread",
-        "prompt_length",
-    ),
-    *(
-        "response_length",
-        "trained_tokens",
-        "log_prob",
-        "cached_tokens",
-        "tool_seconds",
-        "removed",
-        "prompt",
-    ),
-)
+    "stage", "kind", "step", "dataset", "grp", "sample", "status", "reward", "above", "spread",
+    "prompt_length", "response_length", "trained_tokens", "log_prob", "cached_tokens",
+    "tool_seconds", "removed", "prompt",
+)  # fmt: skip
 #: Sort key → column.
 SORTS = {
     "step": "step",
@@ -58,7 +41,7 @@ _INT64 = 1 << 63
 
 @dataclass(frozen=True)
 class Query:
-    """Which samples, in which order.
+    """Filters and order of the samples asked for.
 
     Attributes:
         stage: "" in a run with one stage.
@@ -83,7 +66,8 @@ class Query:
 
 
 def reward_of(record: dict[str, Any], reward_key: str | None = None) -> float | None:
-    """The reward as a number: of a dict reward the value of `reward_key`, else its first number."""
+    """Return the reward as a number; of a dict the value of ``reward_key``, else its first
+    number."""
     reward = record.get("reward")
     if isinstance(reward, dict):
         values = [reward.get(reward_key)] if reward_key in reward else list(reward.values())
@@ -92,7 +76,7 @@ def reward_of(record: dict[str, Any], reward_key: str | None = None) -> float | 
 
 
 def searched_text(record: dict[str, Any]) -> str:
-    """What a search looks through: prompt, response and label, folded."""
+    """Return the text that a search reads: prompt, response and label, casefolded."""
     parts = [record.get("prompt"), record.get("response"), record.get("label")]
     texts = [
         part if isinstance(part, str) else orjson.dumps(part).decode()
@@ -117,7 +101,7 @@ _TURN_END = re.compile(
     r"<[|｜][^<>\n]{1,40}[|｜]?>|<[^<>\s]{0,30}(?:end|turn|assistant)[^<>\s]{0,12}>|</?s>|\[/INST\]|^assistant\s?:",
     re.IGNORECASE | re.MULTILINE,
 )
-#: What an environment or a tool says in a user's turn.
+#: Markers of a user's turn that an environment or a tool wrote.
 _NO_QUESTION = ("<tool_response>", "<|tool_response|>", "<information>")
 
 
@@ -175,7 +159,7 @@ def _number(value: Any) -> float | int | None:
 def row_of(
     file: int, line: JsonLine, stage: str, kind: str, stem: str, reward_key: str | None
 ) -> tuple[Any, ...]:
-    """File, offset and length of a line, and the values of `COLUMNS`."""
+    """Return file, offset and length of a line, and the values of `COLUMNS`."""
     record = line.value
     number = stem.partition("_")[2]
     log_probs = record.get("log_probs")
@@ -207,7 +191,7 @@ def row_of(
 
 
 def condition_of(query: Query) -> tuple[str, list[Any]]:
-    """What a query asks of the columns, as SQL and its values; its words are not among it."""
+    """Return the filters of a query as SQL and its values; its words are not part of it."""
     names = ("stage", "kind", "step", "dataset", "status", "prompt")
     asked = [("grp", query.group), *((name, getattr(query, name)) for name in names)]
     asked = [(name, value) for name, value in asked if value is not None]
@@ -215,7 +199,72 @@ def condition_of(query: Query) -> tuple[str, list[Any]]:
 
 
 def order_of(query: Query) -> str:
-    """The ORDER BY of a query; rows without a value come last in either direction."""
+    """Return the ORDER BY of a query; rows without a value come last in either direction."""
     way = "DESC" if query.descending else "ASC"
     column = SORTS[query.sort]
     return f"{column} {way} NULLS LAST{f', step {way}' if column != 'step' else ''}, id {way}"
+
+
+# -- what training knew of tokens
+# --------------------------------------------------------------------------------------------------
+
+#: Key of a sample → its line; the key is text, because lines may hold anything.
+_Training = dict[bytes, dict[str, Any]]
+
+
+def training_of(file: Path, rollout: int, run: Path) -> _Training:
+    """Read what training knew of the samples of a file; {} if it was not trained on.
+
+    Args:
+        run: the run folder, outside of which nothing is read.
+    """
+    path = file.with_name(trained_name(rollout))
+    if not is_inside(path, run):
+        return {}
+    try:
+        lines = read_lines(path)
+    except OSError:  # it went meanwhile
+        return {}
+    return {
+        _training_key(
+            line.get("index"), line.get("total_length"), line.get("response_length")
+        ): line
+        for line in lines
+    }
+
+
+def with_training(record: dict[str, Any], known: _Training) -> dict[str, Any]:
+    """Add ``advantages`` and ``log_prob_diffs`` to the ``tokens`` of a sample's line: an entry per
+    token, or null.
+
+    Args:
+        known: as `training_of` gives it.
+    """
+    tokens = record.get("tokens")
+    if (
+        not known
+        or not isinstance(tokens, dict)
+        or not isinstance(texts := tokens.get("text"), list)
+    ):
+        return record
+    prompt = record.get("prompt_length")
+    response = record.get("response_length")
+    total = prompt + response if isinstance(prompt, int) and isinstance(response, int) else None
+    found = known.get(_training_key(record.get("index"), total, response))
+    if found is None:
+        return record
+    more = {
+        name: _per_token(found.get(name), len(texts)) for name in ("advantages", "log_prob_diffs")
+    }
+    return {**record, "tokens": {**tokens, **more}}
+
+
+def _training_key(index: Any, total_length: Any, response_length: Any) -> bytes:
+    return orjson.dumps([index, total_length, response_length])
+
+
+def _per_token(values: Any, length: int) -> list[Any] | None:
+    """Expand one number to all tokens; None if the length does not fit."""
+    if isinstance(values, (int, float)):
+        return [values] * length
+    return values if isinstance(values, list) and len(values) == length else None

@@ -1,5 +1,4 @@
-"""The server behind `slime watch`: the page, and what it asks for as JSON. It only reads, and
-answers GET alone."""
+"""The server behind `slime watch`: the page and its JSON. It only reads, and answers only GET."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ _LARGEST = 1 << 62
 
 
 class Runs:
-    """The runs that are shown, by the names that the page knows them by; a thread keeps them up to
-    date.
+    """The runs on display by the ids that the page uses; a thread keeps them up to date.
 
     Args:
         paths: run folders, or folders of runs, of which new runs are shown as they appear.
@@ -74,15 +72,15 @@ class Runs:
         self._refreshed = time.monotonic()
 
     def _goes_on(self) -> bool:
-        """Asked while an index is made: until it is whole, which may take minutes, curves are
-        followed."""
+        """Keep curves up to date while an index is built, which may take minutes; False if the
+        server ends."""
         if time.monotonic() - self._refreshed > deadlines.PAGE_LOOK:
             self._refresh()
         return not self._stop.is_set()
 
     def _tried(self, path: Path, action: Callable[[], Any]) -> None:
-        """What cannot be read of one run, for whatever reason, keeps nobody from the others. Said
-        once."""
+        """Run ``action`` and log a failure once, so that an unreadable run does not affect the
+        others."""
         try:
             action()
         # a folder that goes, a full disk, files that something else wrote: tried again
@@ -106,7 +104,7 @@ class Runs:
             watch.index.close()
 
     def look(self) -> None:
-        """Read everything that is new, once."""
+        """Read everything new, once."""
         with self._looking:
             self._find()
             self._refresh()
@@ -125,8 +123,8 @@ class Runs:
             self._stop.wait(deadlines.PAGE_LOOK)
 
     def all(self) -> dict[str, tuple[RunWatch, Stage]]:
-        """Id → run and stage, the newest first. Ids are made of a folder's path, but are none: what
-        an address of the page shows stays the same when the server starts again."""
+        """Return id → run and stage, the newest first. An id is a hash of the folder's path, so
+        that addresses of the page stay valid when the server restarts."""
         found = {}
         for watch in list(self._watches.values()):
             for stage in reversed(watch.stages()):
@@ -135,7 +133,8 @@ class Runs:
 
 
 class Pages:
-    """What is answered. Files are read in threads, so that a long search holds up nobody else."""
+    """The answers to requests. Files are read in threads, so that a long search blocks nobody
+    else."""
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
@@ -293,12 +292,12 @@ def _page(request: web.Request, most: int) -> tuple[int, int]:
 
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:
-    """A row for a list: the beginnings of its texts in place of its line."""
+    """Replace a row's line by the beginnings of its texts, for a list."""
     return {**{k: v for k, v in row.items() if k != "record"}, **short_texts(row["record"])}
 
 
 def application(runs: Runs, token: str | None, cookie: str = "slime_watch") -> web.Application:
-    """The application: `runs` over HTTP.
+    """Return the application that serves ``runs`` over HTTP.
 
     Args:
         token: asked for when it is given.

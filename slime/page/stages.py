@@ -1,5 +1,4 @@
-"""What the page is told of a stage of a run, by the server of a live page or by the file of a
-frozen one."""
+"""Everything that the live page and the frozen page show of a stage, as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import orjson
 from slime import __version__
 from slime.files import read_object
 from slime.observe.alarms import engine_loads, find_alarms
-from slime.observe.catalog import LEARNING, POLICY, SPEED
+from slime.observe.catalog import SECTIONS
 from slime.observe.run_data import Stage, config_value, elapsed, flags_with_origins, is_supervised
 from slime.page.files import is_inside
 from slime.page.rows import SORTS
@@ -22,17 +21,13 @@ from slime.redact import redact_text, redacted
 #: Settings that say where a run is, not what it does.
 _PLACES = ("run_name", "output_dir", "save", "load", "save_hf", "wandb_group", "wandb_run_id")
 _ENGINES = (
-    "rollout/engine_load/",
-    "rollout/prefix_cache",
-    "rollout/avg_cached",
-    "rollout/spec_",
+    "rollout/engine_load/", "rollout/prefix_cache", "rollout/avg_cached", "rollout/spec_",
     "perf/engines_idle",
-)
+)  # fmt: skip
 
 
 def all_runs(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the page asks first: the stages that there are, the newest first, and which charts it
-    draws of them.
+    """Return the list of stages, the newest first, and the charts to draw.
 
     Args:
         described: of each what `describe` says; runs of one name are called by their folders.
@@ -47,10 +42,9 @@ def all_runs(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for run in described
     ]
     told.sort(key=lambda run: -(run["started"] or 0.0))
-    sections = {"Learning": LEARNING, "Policy": POLICY, "Speed": SPEED}
     catalog = [
         {"section": name, "charts": [dataclasses.asdict(spec) for spec in specs]}
-        for name, specs in sections.items()
+        for name, specs in SECTIONS.items()
     ]
     return {"runs": told, "catalog": catalog, "sorts": list(SORTS), "version": __version__}
 
@@ -58,7 +52,7 @@ def all_runs(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def describe(
     run: Path, stage: Stage, key: str, alarms: list[dict[str, str]], index: dict[str, int]
 ) -> dict[str, Any]:
-    """What the list of runs says of a stage.
+    """Return the entry of a stage in the list of runs.
 
     Args:
         key: what the page calls it.
@@ -85,15 +79,14 @@ def describe(
 
 
 def alarms_of(stage: Stage) -> list[dict[str, str]]:
-    """What `find_alarms` says of the stage, the gravest first: ``{"name", "title", "detail",
-    "fix"}``."""
+    """Return the alarms of a stage, the gravest first: ``{"name", "title", "detail", "fix"}``."""
     flags = {flag: value for flag, value, _ in flags_with_origins(stage.config)}
     found = find_alarms(stage.rows, ended=stage.summary.get("ended") is not None, flags=flags)
     return [{"name": a.name, "title": a.title, "detail": a.detail, "fix": a.fix} for a in found]
 
 
 def crash(run: Path) -> dict[str, Any] | None:
-    """The newest crash: ``{"error", "message", "notes", "note", "folder"}``."""
+    """Return the newest crash: ``{"error", "message", "notes", "note", "folder"}``."""
     files = [path for path in sorted(run.glob("crash/*/crash.json")) if is_inside(path, run)]
     if not files:
         return None
@@ -107,7 +100,7 @@ def crash(run: Path) -> dict[str, Any] | None:
 
 
 def facts(stage: Stage) -> list[str]:
-    """Model, method, batch and host in a few words."""
+    """Return model, method, batch and host in a few words."""
     model = str(config_value(stage.config, "hf_checkpoint") or "").rstrip("/").rsplit("/", 1)[-1]
     loss = config_value(stage.config, "loss_type")
     method = (
@@ -127,7 +120,7 @@ def facts(stage: Stage) -> list[str]:
 
 
 def settings(stage: Stage) -> list[dict[str, str]]:
-    """Every setting: ``{"flag", "value", "origin"}``, without secrets."""
+    """Return every setting as ``{"flag", "value", "origin"}``, without secrets."""
     return [
         {"flag": name, "value": _text(name, value), "origin": origin}
         for name, value, origin in flags_with_origins(stage.config)
@@ -135,8 +128,8 @@ def settings(stage: Stage) -> list[dict[str, str]]:
 
 
 def settings_that_differ(stages: Sequence[Stage]) -> list[dict[str, Any]]:
-    """``{"flag", "values": [its value in each stage, as text]}`` of the flags that are not the same
-    in all; where a run is does not count."""
+    """Return ``{"flag", "values": [its value in each stage, as text]}`` for the flags that differ;
+    paths of the runs do not count."""
     known = [
         {flag: value for flag, value, _ in flags_with_origins(stage.config)} for stage in stages
     ]
@@ -151,8 +144,8 @@ def _text(flag: str, value: Any) -> str:
 
 
 def engines(stage: Stage) -> dict[str, Any]:
-    """Mean load of each engine, and the metrics that tell of engines: ``{"loads": {engine:
-    requests}, "names"}``."""
+    """Return the mean load of each engine and the names of metrics about engines: ``{"loads":
+    {engine: requests}, "names"}``."""
     loads = dict(sorted(engine_loads(stage.rows).items(), key=lambda item: int(item[0])))
     keys = stage.keys()
     return {"loads": loads, "names": [name for name in keys if name.startswith(_ENGINES)]}

@@ -34,9 +34,8 @@ async def temporary_folder(kind: str) -> AsyncIterator[str]:
     if not _has_looked:
         _has_looked = True
         await asyncio.to_thread(remove_stale)
-    folder, lock = _make(
-        kind
-    )  # not in a thread: whoever is cancelled while it runs would never learn the name
+    # not in a thread: whoever is cancelled while it runs would never learn the name
+    folder, lock = _make(kind)
     try:
         yield folder
     finally:
@@ -50,9 +49,8 @@ def _make(kind: str) -> tuple[str, int]:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             continue  # another process took it for one that was left behind
-        with contextlib.suppress(
-            OSError
-        ):  # file systems without locks: nobody else gets one there either
+        # file systems without locks: nobody else gets one there either
+        with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.isdir(folder):
             return folder, lock

@@ -1,5 +1,4 @@
-"""What the kernel is asked to keep a program from: namespaces, Landlock, seccomp, limits of
-resources.
+"""Restrict a program by kernel mechanisms: namespaces, Landlock, seccomp, resource limits.
 
 Standard library only, and nothing of slime: `supervisor.py` imports this file and runs as a
 script.
@@ -46,7 +45,7 @@ _NO_NEW_PRIVS = 38
 FIRST_UID = 2_000_000_000
 _NOBODY = 65534
 
-#: Of the host, to be read: what programs need to start. Nothing of /etc that is anybody's business.
+#: Paths of the host that programs need to start, read-only. No private file of /etc is among them.
 SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"),
     *(
@@ -320,7 +319,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "memfd_create": (319, 279),  # memory that no limit counts
     "memfd_secret": (447, 447),
 }
-#: What makes processes and threads, besides clone.
+#: System calls that create processes and threads, besides clone.
 _FORKS: dict[str, tuple[int | None, int | None]] = {"fork": (57, None), "vfork": (58, None)}
 #: Limits of another process may end it; one's own are set by this call, too, with 0 for the
 #: process.

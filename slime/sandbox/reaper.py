@@ -81,7 +81,7 @@ def _in_child(minder: int) -> None:
 
 
 def _named(group: int) -> list[str]:
-    """What runs outside the program's own group."""
+    """Name processes that run outside of the program's own group."""
     found = []
     for pid in process_tree.descendants():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as line:

@@ -32,7 +32,7 @@ from slime.sandbox.folders import PROGRAM, temporary_folder
 
 logger = get_logger(__name__)
 
-#: Where a program finds itself, if it is told no other folder.
+#: The working directory of a program, unless it is told another.
 HOME = "/sandbox"
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 #: Places behind the walls that are the system's.
@@ -41,7 +41,7 @@ _TAKEN = ("/proc", "/dev", *kernel.SYSTEM)
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use, with all that it starts.
+    """Resources that one program and its children may use.
 
     Attributes:
         seconds: from its start to its end.
@@ -71,7 +71,7 @@ _ENDED = {
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of a program.
+    """The result of a program.
 
     Attributes:
         status: its exit status, the negative number of the signal that ended it, or None where it
@@ -300,8 +300,8 @@ def _no_sandbox(why: str) -> UserError:
 
 
 def _environ() -> dict[str, str]:
-    """Of the keeper and of its programs: nothing of this process's, but where its interpreter finds
-    its libraries."""
+    """Return the environment of the supervisor and its programs: nothing of this process except
+    where its interpreter finds its libraries."""
     environ = {
         "PATH": f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin",
         "LANG": "C.UTF-8",
@@ -313,7 +313,8 @@ def _environ() -> dict[str, str]:
 
 
 def _python_folders() -> list[str]:
-    """What Python code needs to start: the interpreter, its library and its packages."""
+    """Return the folders that Python code needs to start: the interpreter, its library and its
+    packages."""
     folders = {
         sys.prefix,
         sys.exec_prefix,

@@ -70,9 +70,8 @@ class Keeper:
         if way == "plain" and not self._is_seen_by_others():
             self.uid = os.geteuid()
         apart = way == "namespaces" and os.geteuid() and walls.counts_by_namespace()
-        self.others = (
-            _OURS if apart else walls.tasks_of(self.uid)
-        )  # that count against the limit of processes
+        # that count against the limit of processes
+        self.others = _OURS if apart else walls.tasks_of(self.uid)
         self.output = bytearray()
         self.said: dict[str, Any] = {}
         self.report = -1  # the end on which the processes behind the walls say how it stands
@@ -107,9 +106,8 @@ class Keeper:
         """The program's own folder, and folders that root lends, which become the program's own."""
         folders = list(self.request["folders"].values())
         if self.way == "plain":
-            os.chmod(
-                self.request["scratch"], 0o711
-            )  # remains ours: its removal must not lead elsewhere
+            # remains ours: its removal must not lead elsewhere
+            os.chmod(self.request["scratch"], 0o711)
             os.mkdir(self.home, 0o700)
             folders.append(self.home)
         if os.geteuid():
@@ -117,9 +115,8 @@ class Keeper:
         for folder in folders:
             os.chown(folder, self.uid, self.uid)
         while folders:
-            with contextlib.suppress(
-                OSError
-            ):  # so deep that no path names it: the program has made it so
+            # so deep that no path names it: the program has made it so
+            with contextlib.suppress(OSError):
                 for entry in os.scandir(folders.pop()):
                     os.chown(entry.path, self.uid, self.uid, follow_symlinks=False)
                     if entry.is_dir(follow_symlinks=False):
@@ -177,8 +174,8 @@ class Keeper:
         return "memory" if memory > self.limits["memory"] + _OURS_BYTES else ""
 
     def _read(self, heard: int, last: bool = False) -> bool:
-        """What the program has written; False at the end. At the last, all that the pipe still
-        holds."""
+        """Read what the program has written; False at the end. The last call reads all that the
+        pipe still holds."""
         while True:
             try:
                 piece = os.read(heard, 1 << 16)

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from slime.diagnosis.align.case import Discrepancy
-from slime.diagnosis.align.causes import WEIGHTS
 from slime.diagnosis.align.engines import EngineHere, EngineThere
 from slime.diagnosis.align.evidence import Scored
-from slime.diagnosis.align.examine import examine
+from slime.diagnosis.align.examine import CAUSES, examine
 from slime.diagnosis.align.reference import Reference
 from slime.errors import UserError
 from slime.processes.host import free_port
@@ -40,11 +39,12 @@ def test_its_weights_are_compared(engine: Server, model_dir: Path, other_dir: Pa
     )
     trained = replace(sample, trainer=reference.log_probs(sample))
     case = Discrepancy([trained], reference=reference, engine=there)
-    same = examine(case, [WEIGHTS], always=True)
+    weights = [cause for cause in CAUSES if cause.trouble.name == "align-weights"]
+    same = examine(case, weights, always=True)
     assert "are the trainer's" in same.ranked[0].best.what
     engine.ok("/update_weights_from_disk", {"model_path": str(other_dir), "weight_version": "1"})
     said = torch.tensor(there.score([TOKENS[1]], together=False)[0][-6:]).double()
-    found = examine(replace(case, samples=[replace(trained, engine=said)]), [WEIGHTS])
+    found = examine(replace(case, samples=[replace(trained, engine=said)]), weights)
     best = found.told[0].best
     assert best.share > 0.99 and "tensors differ" in best.what and "of its norm" in best.details[0]
 

@@ -18,10 +18,9 @@ from slime.config import make_config
 from slime.config.flags import all_flags
 from slime.diagnosis.align import dumps
 from slime.diagnosis.align.case import Discrepancy
-from slime.diagnosis.align.causes import CAUSES
 from slime.diagnosis.align.engines import EngineHere
 from slime.diagnosis.align.evidence import Differences, Scored
-from slime.diagnosis.align.examine import Ranked, Result, as_json, examine, text
+from slime.diagnosis.align.examine import CAUSES, Ranked, Result, as_json, examine, text
 from slime.diagnosis.align.inside import integers
 from slime.diagnosis.align.layers import compare
 from slime.diagnosis.align.prepare import Wish, _ask_transformers, examined

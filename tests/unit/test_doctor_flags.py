@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from slime.config import parse_args
-from slime.diagnosis import places
 from slime.diagnosis.doctor import examine
-from slime.diagnosis.record import Finding
+from slime.diagnosis.troubles import PLACES, Finding
 from slime.errors import UserError
 from tests.support.processes import ROOT, World
 
@@ -175,7 +174,7 @@ def test_flags_of_an_asynchronous_run(world: World) -> None:
 def test_each_place_is_there() -> None:
     """A function that is renamed would lose its name here without a word."""
     wrong = []
-    for key in places.PLACES:
+    for key in PLACES:
         module, _, function = key.partition(":")
         path = ROOT / "slime" / Path(*module.split("."))
         file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")

@@ -19,7 +19,7 @@ import pytest
 from recipes import demo, smollm2_data
 from slime.config import make_config, parse_args
 from slime.diagnosis import checks_host, doctor, one_round
-from slime.diagnosis.checks import CHECKS
+from slime.diagnosis.doctor import CHECKS
 from tests.support import toy
 from tests.support.hf_configs import PUBLISHED
 from tests.support.processes import ROOT

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -20,7 +19,7 @@ from slime.cluster.trainer_group import trainer_environment
 from slime.config import Config, make_config
 from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.groups_rollout import EngineConfig
-from slime.diagnosis.known_processes import ENGINE_DIED
+from slime.diagnosis.remedies import REMEDIES
 from slime.engines.health import HealthChecks
 from slime.engines.kinds import ENGINES, EngineKind, engine_kind, engine_of
 from slime.engines.launch import EngineFootprint, EnginePlace, LaunchSpec
@@ -157,9 +156,7 @@ def test_what_a_third_engine_holds_and_needs_is_not_taken_for_another_ones(
 ) -> None:
     assert flag_dtype(config_of(), {"torch_dtype": "bfloat16"}) is torch.float32
     flags = {"rollout_engine": "third", "rollout_batch_size": 8, "use_fault_tolerance": True}
-    assert ENGINE_DIED.exact(flags, re.match("", "") or pytest.fail()) == (
-        "a smaller --rollout-batch-size (now 8)",
-    )
+    assert REMEDIES["engine-died"](flags) == ["a smaller --rollout-batch-size (now 8)"]
 
 
 def test_the_flag_takes_every_engine_that_has_a_record() -> None:

@@ -17,7 +17,6 @@ from slime.__main__ import main
 from slime.config import Config, make_config
 from slime.diagnosis.checks_data import data as doctor_data
 from slime.diagnosis.look import CheckedRun, Look
-from slime.diagnosis.troubles import DATA_ROWS
 from slime.errors import UserError
 from slime.log import untold
 from slime.prompts import prepare
@@ -173,7 +172,7 @@ def test_doctor_says_what_the_launch_says(
     config = config_of(path, rm_type="math", hf_checkpoint=str(model), rollout_max_prompt_len=20)
     with pytest.raises(UserError) as refused:
         preflight.check_data(config)
-    look = Look(DATA_ROWS)
+    look = Look("data-rows")
     doctor_data(CheckedRun(config), look)
     fatal, warning = look.findings
     assert (

@@ -1,5 +1,4 @@
-"""Where trainer and engine part: their log-probs of the same tokens, and why they differ (`slime
-align`).
+"""Find why trainer and engine give different log-probs to the same tokens (`slime align`).
 
 evidence.py       what is compared: samples with both sides' log-probs, token by token; dumps.py
 reads them reference.py      a third opinion, which can be computed otherwise: the model in float32,

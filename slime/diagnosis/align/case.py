@@ -1,5 +1,4 @@
-"""The difference under examination, and what a cause is: a record whose function measures how much
-it explains."""
+"""The difference under examination, and the records of what a cause explains of it."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from slime.diagnosis.align.evidence import Differences, Scored, explained, size
 from slime.diagnosis.align.reference import Reference, Sampling
-from slime.diagnosis.record import Finding, Trouble
+from slime.diagnosis.troubles import Finding, Trouble
 from slime.engines.wire.quantised import quantise
 from slime.models.ignore_list import examine, matrices
 from slime.models.quantised import Quantisation
@@ -29,25 +28,25 @@ _TIMES_ROUNDING = 3.0
 
 
 class Untested(Exception):
-    """A cause cannot be tested here; says why."""
+    """Raised if a cause cannot be tested here, with the reason."""
 
 
 class AskableEngine(Protocol):
     """An engine that can still be asked."""
 
     def score(self, tokens: Sequence[Sequence[int]], *, together: bool) -> list[list[float]]:
-        """Log-probs at temperature 1 of each list's tokens but the first; one request at a time, or
-        all at once."""
+        """Score each list's tokens but the first at temperature 1, one request at a time or all at
+        once."""
 
     def fingerprints(self) -> dict[str, str]:
-        """Of each tensor, by its Hugging Face name.
+        """Return the fingerprint of each tensor, by its Hugging Face name.
 
         Raises:
             Untested: this engine cannot say.
         """
 
     def tensor(self, name: str) -> Tensor:
-        """A whole parameter.
+        """Return a whole parameter.
 
         Raises:
             Untested: this engine does not give them out.
@@ -56,7 +55,7 @@ class AskableEngine(Protocol):
 
 @dataclass
 class Discrepancy:
-    """A difference with all that can be asked about it.
+    """A difference between trainer and engine, with everything that can be asked about it.
 
     Attributes:
         samples: with the log-probs of both sides.
@@ -84,13 +83,13 @@ class Discrepancy:
 
     @cached_property
     def base(self) -> list[Tensor]:
-        """What the reference says, [R] of each sample."""
+        """Log-probs of the reference, [R] of each sample."""
         return self.model().of_all(self.samples)
 
     @cached_property
     def trainer(self) -> list[Tensor]:
-        """What the trainer says, [R] of each sample; the reference in its place where nobody kept
-        it."""
+        """Log-probs of the trainer, [R] of each sample; of the reference if nobody kept the
+        trainer's."""
         return [
             self.base[i] if s.trainer is None else s.trainer for i, s in enumerate(self.samples)
         ]
@@ -101,11 +100,11 @@ class Discrepancy:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the trainer's log-probs are its own."""
+        """Whether the run kept the trainer's log-probs."""
         return all(sample.trainer is not None for sample in self.samples)
 
     def flat(self, values: Sequence[Tensor]) -> Tensor:
-        """The counted tokens of all samples one behind the other."""
+        """Concatenate the counted tokens of all samples."""
         return torch.cat(
             [value[sample.counted] for value, sample in zip(values, self.samples, strict=True)]
         )
@@ -121,8 +120,8 @@ class Discrepancy:
 
     @cached_property
     def stored_parts(self) -> dict[str, dict[str, Tensor]]:
-        """Module → name → tensor: what a push of the reference's weights brings of those that are
-        quantised."""
+        """Module → name → tensor: the quantised tensors that a push of the reference's weights
+        sends."""
         model = self.model()
         assert self.stored is not None
         chosen = examine(matrices(model.arch.family, model.arch.spec), self.stored).quantised
@@ -136,7 +135,8 @@ class Discrepancy:
 
     @cached_property
     def rounding(self) -> float:
-        """Mean change of log-probs by the run's own rounding to 16 bits; 0 in float32."""
+        """Mean change of log-probs if the reference rounds to 16 bits as the run does; 0 in
+        float32."""
         if self.reference is None or not self.reference.as_the_run().rounded:
             return 0.0
         return size(
@@ -146,7 +146,7 @@ class Discrepancy:
 
     @property
     def tolerance(self) -> float:
-        """Mean difference up to which the sides are alike."""
+        """Mean difference up to which the sides count as alike."""
         return max(ALIKE, _TIMES_ROUNDING * self.rounding)
 
     @property
@@ -159,7 +159,7 @@ class Discrepancy:
 
     @cached_property
     def far(self) -> dict[str, float]:
-        """How far either side is from the reference."""
+        """Mean distance of each side from the reference."""
         if self.reference is None:
             return {}
         base = self.flat(self.base)
@@ -170,13 +170,13 @@ class Discrepancy:
     # ----------------------------------------------------------------------------------------------
 
     def tried(self, what: str, variant: Sequence[Tensor], **more: Any) -> Tried:
-        """How much is explained if one side is as the reference, and the other as ``variant``, [R]
-        of each sample."""
+        """Measure how much is explained if one side computes as the reference does, and the other
+        as ``variant``, [R] of each sample."""
         change = self.flat(self.base) - self.flat(variant)
         return self.tried_change(what, {"engine": change, "trainer": -change}, **more)
 
     def tried_change(self, what: str, predicted: Mapping[Side, Tensor], **more: Any) -> Tried:
-        """How much is explained by a prediction of trainer minus engine, [N], for each side that
+        """Measure how much a prediction of trainer minus engine explains, [N], for each side that
         may be at fault."""
         whole = self.differences.values
         shares = {side: explained(whole, values.nan_to_num()) for side, values in predicted.items()}
@@ -193,7 +193,7 @@ class Discrepancy:
         remedies: tuple[str, ...] = (),
         **changes: Any,
     ) -> Tried:
-        """`tried` of the reference with changes to its `Setting`."""
+        """Call `tried` for the reference with changes to its `ReferenceSettings`."""
         model = self.model()
         variant = model.of_all(self.samples, replace(model.setting, **changes))
         return self.tried(what, variant, details=details, remedies=remedies)
@@ -201,7 +201,7 @@ class Discrepancy:
 
 @dataclass(frozen=True)
 class Tried:
-    """A hypothesis in this run's values, and what it explains.
+    """A hypothesis with this run's values, and how much it explains.
 
     Attributes:
         what: the hypothesis, of the side that is named before it: "log-probs are at temperature 1".
@@ -228,18 +228,16 @@ class Cause:
     """A cause of differences.
 
     Attributes:
-        trouble: name, the evidence that it leaves (symptom), what it is (cause), what to do, how to
-            see it happen.
-        test: the measurement that tells it from others.
-        measure: makes it; each `Tried` is a form that the cause can take. Raises `Untested`.
+        trouble: with the evidence that it leaves as its symptom, and the test that tells it from
+            others.
+        measure: makes that test; each `Tried` is a form that the cause can take. Raises `Untested`.
     """
 
     trouble: Trouble
-    test: str
     measure: Callable[[Discrepancy], Iterable[Tried]]
 
     def finding(self, tried: Tried) -> Finding:
-        """In the words of this run."""
+        """Report one form of the cause with this run's values."""
         who = f"the {tried.side}: " if tried.side else ""
         detail = (
             f"{who}{tried.what}; explains {tried.share:.0%}, {tried.left:.3g} nats per token are "

@@ -1,6 +1,6 @@
-"""What runs have dumped, as samples to compare: ``--save-debug-train-data`` holds both sides,
-``--save-debug-rollout-data`` the engine's. With both of one rollout the token ids can be compared,
-too."""
+"""Read dumps of a run as samples to compare. ``--save-debug-train-data`` holds the log-probs of
+both sides, ``--save-debug-rollout-data`` those of the engine. With both dumps of one rollout the
+token ids can be compared too."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read(paths: Sequence[Path]) -> list[Scored]:
 
 
 def _train_data(path: Path) -> list[dict[str, Any]] | None:
-    """The samples of --save-debug-train-data; None where the file is something else."""
+    """Return the samples of --save-debug-train-data; None if the file is something else."""
     if not path.is_file():
         return None  # `load_samples` says what is there
     try:
@@ -75,8 +75,8 @@ def _train_data(path: Path) -> list[dict[str, Any]] | None:
 def _partners(
     trained: Sequence[dict[str, Any]], generated: Sequence[Sample]
 ) -> list[Sample | None]:
-    """What each trained sample was generated as: the same tokens under the same index, which the
-    samples of one trajectory share; else what is left of that index, where that is one."""
+    """Find the generated sample of each trained one: the same tokens under the same index, which
+    the samples of one trajectory share; else the only one left of that index."""
     waiting: dict[int | None, list[Sample]] = {}
     for sample in generated:
         waiting.setdefault(sample.index, []).append(sample)
@@ -140,7 +140,7 @@ def _scored(
 
 
 def _add(scored: Scored, sample: Sample) -> None:
-    """What only the rollout's dump tells."""
+    """Add what only the rollout's dump has."""
     scored.prompt = sample.prompt
     if sample.rollout_routed_experts is not None:
         scored.experts = torch.as_tensor(sample.rollout_routed_experts).long()
@@ -154,8 +154,8 @@ def _add(scored: Scored, sample: Sample) -> None:
 
 
 def most_telling(samples: Sequence[Scored], most: int) -> list[Scored]:
-    """At most ``most`` tokens' worth of samples, those first that differ most where that is known;
-    in their order. One that is longer is cut; of several prompts as long one is kept."""
+    """Choose samples of at most ``most`` tokens in all, those that differ most first, and keep
+    their order. A sample that is longer is cut."""
 
     def apart(sample: Scored) -> float:
         if sample.trainer is None:
@@ -173,7 +173,7 @@ def most_telling(samples: Sequence[Scored], most: int) -> list[Scored]:
 
 
 def cut(sample: Scored, most: int) -> Scored:
-    """The sample's first ``most`` tokens; all of it where nothing of the response would be left."""
+    """Cut a sample to its first ``most`` tokens, unless nothing of the response would be left."""
     surplus = int(sample.tokens.numel()) - most
     kept = sample.response_length - surplus
     if surplus <= 0 or kept <= 0 or not sample.counted[:kept].any():

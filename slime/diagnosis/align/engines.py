@@ -1,4 +1,4 @@
-"""Engines that can still be asked: one in this process, and one behind a URL."""
+"""Engines that can be asked again: one in this process, and one behind a URL."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ class EngineHere:
 
 
 class EngineThere:
-    """An engine of either kind behind a URL, or several behind a router, of which one answers. It
-    is sent the key in the environment's SLIME_ENGINE_KEY, if there is one.
+    """An engine of either kind behind a URL, or one of several behind a router. Requests carry the
+    key in the environment's SLIME_ENGINE_KEY.
 
     Raises:
         UserError: nobody answers there.
@@ -155,7 +155,7 @@ class EngineThere:
         return found
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
-        """The decoded answer, which may be a list.
+        """Return the decoded answer, which may be a list.
 
         Raises:
             Untested: it does not answer, or refuses.

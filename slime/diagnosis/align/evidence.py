@@ -1,4 +1,4 @@
-"""What is compared: the log-probs that trainer and engine gave the same tokens, token by token."""
+"""The samples under comparison: the log-probs that trainer and engine gave the same tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 @dataclass
 class Scored:
-    """One sample with what each side says of its response. L tokens in all, R of the response.
+    """One sample with the log-probs of each side for its response. L tokens in all, R in the
+    response.
 
     Attributes:
         name: for people: "sample 3".
@@ -49,8 +50,8 @@ class Scored:
 
     @cached_property
     def turns(self) -> Tensor:
-        """int64 [R]: the piece of sampled tokens that each is in, counted from 0; -1 where it was
-        not sampled."""
+        """int64 [R]: the number of the sampled turn that each token is in, from 0; -1 if no engine
+        sampled it."""
         begins = self.counted.clone()
         begins[1:] &= ~self.counted[:-1]
         return torch.where(self.counted, begins.cumsum(0) - 1, torch.tensor(-1))
@@ -58,7 +59,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Differences:
-    """Trainer minus engine of all counted tokens, in nats, with where each token stands.
+    """Trainer minus engine for all counted tokens, in nats, with the place of each token.
 
     Attributes:
         values: float64 [N].
@@ -124,7 +125,7 @@ class Differences:
 
     @property
     def mean(self) -> float:
-        """Of the absolute differences."""
+        """Mean of the absolute differences."""
         return size(self.values)
 
     @property
@@ -133,7 +134,7 @@ class Differences:
 
     def growth(self) -> float | None:
         """How much larger the differences of the last quarter of positions are than those of the
-        first; None where there are too few tokens to tell."""
+        first; None if there are too few tokens."""
         if self.values.numel() < _FEWEST_TO_TELL:
             return None
         order = self.values.abs()[self.position.argsort(stable=True)]
@@ -142,8 +143,8 @@ class Differences:
         return float(order[-quarter:].mean()) / first if first > 0 else None
 
     def where(self) -> dict[str, float]:
-        """Mean of the absolute differences: of first tokens of a turn, of others; by turn and
-        version of the weights where there are several."""
+        """Return the mean absolute difference of first tokens of a turn and of others; also by turn
+        and by version of the weights if there are several."""
         at_start = self.since == 0
         by = {}
         for name, chosen in {"first of a turn": at_start, "other": ~at_start}.items():
@@ -161,7 +162,8 @@ class Differences:
         return by
 
     def worst(self, count: int = 5) -> list[dict[str, Any]]:
-        """The tokens that differ most: sample, position in the sample, token id, difference."""
+        """Return the tokens that differ most: sample, position in the sample, token id,
+        difference."""
         chosen = self.values.abs().topk(min(count, self.values.numel())).indices.tolist()
         return [
             {
@@ -179,13 +181,13 @@ _MOST_TURNS = 6
 
 
 def size(differences: Tensor) -> float:
-    """How large differences are: the mean of their absolute values, nats per token; 0 of none."""
+    """Return the mean of the absolute values, in nats per token; 0 if there are none."""
     return float(differences.abs().mean()) if differences.numel() else 0.0
 
 
 def explained(differences: Tensor, predicted: Tensor) -> float:
-    """The share of ``differences`` that is gone when ``predicted`` is taken from them: 1: all, 0:
-    nothing, or worse.
+    """Return the share of ``differences`` that is gone when ``predicted`` is subtracted: 1 is all,
+    0 nothing or worse.
 
     Example:
         >>> explained(torch.tensor([1.0, -1.0]), torch.tensor([1.0, -0.5]))

@@ -1,27 +1,109 @@
-"""All causes, measured one after the other and ranked by the share of the difference that each
+"""Measure all causes one after the other, and rank them by the share of the difference that each
 explains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.diagnosis.align.case import ALIKE, Cause, Discrepancy, Tried, Untested
-from slime.diagnosis.align.causes import CAUSES
-from slime.diagnosis.align.layers import PartByPart
-from slime.diagnosis.align.together import Together, together
-from slime.diagnosis.record import Finding
+from torch import Tensor
 
-#: Share from which on a cause is worth telling; and shares that are less apart than this rank by
-#: the table's order.
+from slime.diagnosis.align import held, inside, outside
+from slime.diagnosis.align.case import ALIKE, Cause, Discrepancy, Side, Tried, Untested
+from slime.diagnosis.align.evidence import explained, size
+from slime.diagnosis.align.layers import PartByPart
+from slime.diagnosis.troubles import TROUBLES, Finding
+
+#: A cause is reported from this share on. Shares that differ by less than the second rank in the
+#: order of the table.
 TOLD = 0.1
 EQUAL = 0.02
 #: Share that rounding never explains token by token, however small the difference.
 _SYSTEMATIC = 0.5
-#: Where the best explains less, several are put together.
+#: If the best cause explains less, causes are combined.
 _NEARLY_ALL = 0.9
 _FORMS = 2
+
+
+#: At most so many causes are combined, and each must add this much to the share.
+_MOST_TOGETHER = 3
+_ADDS = 0.1
+
+#: Causes that explain equally much rank in this order: the more special before the more general.
+CAUSES: tuple[Cause, ...] = tuple(
+    Cause(TROUBLES[name], measure)
+    for name, measure in {
+        "align-tokens": outside.other_tokens,
+        "align-shift": outside.shift,
+        "align-temperature": outside.temperature,
+        "align-filters": outside.filters,
+        "align-template": outside.template,
+        "align-routing": inside.routing,
+        "align-position": inside.position,
+        "align-quantisation": inside.quantisation,
+        "align-precision": inside.precision,
+        "align-weights": held.weights,
+        "align-batch": held.batch,
+    }.items()
+)
+
+
+@dataclass(frozen=True)
+class Together:
+    """Causes that explain more with each other than the best alone.
+
+    Attributes:
+        share: of the difference that is gone with all of them.
+    """
+
+    parts: tuple[tuple[Cause, Tried, Side], ...]
+    share: float
+
+    def lines(self) -> list[str]:
+        said = [
+            f"   {cause.trouble.name}, the {side}: {tried.what}"
+            for cause, tried, side in self.parts
+        ]
+        return [f"together they explain {self.share:.0%}:", *said]
+
+    def as_json(self) -> dict[str, object]:
+        parts = [
+            {"name": cause.trouble.name, "what": tried.what, "side": side}
+            for cause, tried, side in self.parts
+        ]
+        return {"share": self.share, "causes": parts}
+
+
+def together(differences: Tensor, tries: Sequence[tuple[Cause, Tried]]) -> Together | None:
+    """Add up causes, each time the one that explains most of what is left; None if one alone does
+    as well.
+
+    Args:
+        differences: trainer minus engine, [N].
+        tries: of all causes, in all their forms.
+    """
+    chosen: list[tuple[Cause, Tried, Side]] = []
+    left = differences
+    shares = [0.0]
+    while len(chosen) < _MOST_TOGETHER:
+        used = {cause.trouble.name for cause, _, _ in chosen}
+        offers = [
+            (cause, tried, side, predicted)
+            for cause, tried in tries
+            if cause.trouble.name not in used
+            for side, predicted in tried.predicted.items()
+        ]
+        if not offers:
+            break
+        cause, tried, side, predicted = min(offers, key=lambda offer: size(left - offer[3]))
+        share = explained(differences, differences - left + predicted)
+        if share < shares[-1] + _ADDS:
+            break
+        chosen.append((cause, tried, side))
+        left = left - predicted
+        shares = [*shares, share]
+    return Together(tuple(chosen), shares[-1]) if len(chosen) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -42,7 +124,7 @@ class Ranked:
 
 @dataclass
 class Result:
-    """What the examination found.
+    """The result of an examination.
 
     Attributes:
         ranked: all causes that were tested, best first.
@@ -67,8 +149,7 @@ class Result:
 
     @property
     def is_systematic(self) -> bool:
-        """Whether a cause predicts the differences, though they are no larger than rounding makes
-        them."""
+        """Whether a cause predicts the differences although they are no larger than rounding."""
         is_seen = self.case.differences.mean > ALIKE
         return is_seen and any(
             one.best.side and one.best.share >= _SYSTEMATIC for one in self.ranked
@@ -76,7 +157,7 @@ class Result:
 
     @property
     def told(self) -> list[Ranked]:
-        """Causes that explain something."""
+        """The causes that explain something."""
         return [one for one in self.ranked if one.best.share >= TOLD] if self.parts_ways else []
 
     @property
@@ -85,7 +166,7 @@ class Result:
 
 
 def examine(case: Discrepancy, causes: Iterable[Cause] = CAUSES, *, always: bool = False) -> Result:
-    """Measure every cause that can be.
+    """Measure every cause that can be measured.
 
     Args:
         always: also where the sides do not differ at all; where they differ by no more than
@@ -133,13 +214,13 @@ def _notes(result: Result) -> Iterable[str]:
         who = ", ".join(f"the {side} by {value:.3g}" for side, value in case.far.items())
         yield (
             f"both sides are far from the reference ({who}): its weights, of "
-            f"{case.model().directory}, are perhaps not"
-            " those of this rollout, and what is recomputed explains less than it could"
+            f"{case.model().directory}, are perhaps not those of this rollout, and what is "
+            "recomputed explains less than it could"
         )
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """Return what ``--json`` prints."""
     case = result.case
     differences = case.differences
     return {
@@ -166,7 +247,7 @@ def _cause_json(ranked: Ranked, result: Result) -> dict[str, Any]:
     return {
         **ranked.finding.as_json(),
         "fatal": ranked in result.told,
-        "test": ranked.cause.test,
+        "test": ranked.cause.trouble.test,
         "tries": [
             {
                 "what": t.what,
@@ -181,7 +262,7 @@ def _cause_json(ranked: Ranked, result: Result) -> dict[str, Any]:
 
 
 def text(result: Result) -> str:
-    """For people: the difference, the causes in their order, what was not tested."""
+    """Describe the difference, the ranked causes, and what was not tested, for people."""
     case = result.case
     differences = case.differences
     count = f"{differences.values.numel()} tokens of {len(case.samples)} samples"

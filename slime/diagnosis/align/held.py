@@ -1,5 +1,5 @@
-"""Causes that asking the engine finds: the weights that it holds, and whether company changes its
-answers."""
+"""Causes that the engine itself is asked about: the weights that it holds, and whether other
+requests in its batch change its answers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def weights(case: Discrepancy) -> Iterator[Tried]:
 
 
 def _given_out(engine: AskableEngine, names: Sequence[str]) -> tuple[dict[str, Tensor], list[str]]:
-    """The engine's tensors, and of those that it does not give out, why."""
+    """Return the engine's tensors, and for those that it does not give out, the reason."""
     theirs = {}
     kept_back = []
     for name in names:
@@ -84,8 +84,8 @@ def _given_out(engine: AskableEngine, names: Sequence[str]) -> tuple[dict[str, T
 
 
 def _differing(case: Discrepancy, held: Mapping[str, str]) -> tuple[list[str], int]:
-    """Names of the engine's tensors that are the reference's in no dtype, and how many were
-    compared. What the engine stores quantised is compared as a push would bring it."""
+    """Name the engine's tensors that are the reference's in no dtype, and count those compared.
+    Quantised tensors are compared as a push would bring them."""
     model = case.model()
     found = []
     compared = 0
@@ -103,14 +103,14 @@ def _differing(case: Discrepancy, held: Mapping[str, str]) -> tuple[list[str], i
 
 
 def _weights_of(case: Discrepancy, names: Sequence[str]) -> list[str]:
-    """The weights that tensors are, or are the quantised parts of."""
+    """Name the weights that the tensors are, or are quantised parts of."""
     modules = case.stored_parts.items() if case.stored is not None else ()
     weight_of = {name: f"{module}.weight" for module, parts in modules for name in parts}
     return list(dict.fromkeys(weight_of.get(name, name) for name in names))
 
 
 def _how(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Of the tensors that differ most: by how much, and whether they are another tensor's."""
+    """Describe the tensors that differ most: by how much, and whether they are another tensor."""
     lines = []
     apart = {}
     for name, value in theirs.items():
@@ -152,8 +152,8 @@ def batch(case: Discrepancy) -> Iterator[Tried]:
     again = case.flat(alone) - torch.cat([sample.engine[sample.counted] for sample in case.samples])
     share = explained(case.differences.values, again)
     what = (
-        "asked again, alone, it says other log-probs than when it sampled: of its cache, its "
-        "batch or its decoding"
+        "asked again, alone, it says other log-probs than when it sampled: of its cache, its batch "
+        "or its decoding"
     )
     left = size(case.differences.values - again)
     yield Tried(what, "engine", share * _UNSPECIFIC, left, remedies=remedies)

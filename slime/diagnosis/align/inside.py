@@ -1,4 +1,4 @@
-"""Causes inside of the model: positions, rounding of weights and of single operators, experts."""
+"""Causes inside the model: positions, rounding of weights and of single operators, experts."""
 
 from __future__ import annotations
 
@@ -49,9 +49,8 @@ def position(case: Discrepancy) -> Iterator[Tried]:
     }
     remedies = (
         f"compare rope_theta ({spec.rotary_base:g}) and rope_scaling ({spec.rotary_scaling}) of "
-        "the engine's"
-        " config.json with the trainer's; --sglang-json-model-override-args changes the engine's "
-        "alone",
+        "the engine's config.json with the trainer's; --sglang-json-model-override-args changes "
+        "the engine's alone",
     )
     for what, positions in moves.items():
         yield case.with_setting(what, positions=positions, details=seen, remedies=remedies)
@@ -123,8 +122,8 @@ def _as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def integers(weight: Tensor, bits: int, group: int | None) -> Tensor:
-    """A matrix as whole numbers of ``bits`` bits times a scale for each ``group`` columns of a row
-    (None: the row).
+    """Round a matrix to whole numbers of ``bits`` bits times a scale for each ``group`` columns of
+    a row (None: the row).
 
     Example:
         >>> integers(torch.tensor([[7.0, 3.4]]), 4, None).tolist()
@@ -139,7 +138,8 @@ def integers(weight: Tensor, bits: int, group: int | None) -> Tensor:
 
 
 def _float8(weight: Tensor, block: int | None) -> Tensor:
-    """e4m3 with one scale for the tensor, or for each block of ``block`` rows and columns."""
+    """Round to e4m3 with one scale for the tensor, or for each block of ``block`` rows and
+    columns."""
     largest = torch.finfo(torch.float8_e4m3fn).max
     if block is None:
         scale = weight.abs().amax().clamp(min=1e-12) / largest

@@ -1,5 +1,4 @@
-"""Part by part: the hidden states of trainer and engine, and the first part of the model that
-differs."""
+"""Compare the hidden states of trainer and engine part by part, and name the first that differs."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ class PartByPart:
 
     @property
     def first(self) -> str | None:
-        """The first part that differs by more than rounding; None: none."""
+        """The first part that differs by more than rounding, if any."""
         return next(
             (part for part, value in self.apart.items() if not value <= self._limit(part)), None
         )
@@ -41,7 +40,7 @@ class PartByPart:
 
     @property
     def side(self) -> str:
-        """Who is further from the reference at the first part that differs."""
+        """The side that is farther from the reference at the first part that differs."""
         part = self.first
         if part is None or part not in self.trainer:
             return ""
@@ -63,8 +62,7 @@ class PartByPart:
             largest = max(self.apart, key=lambda name: self.apart[name])
             return [
                 f"part by part: {len(self.apart)} parts are alike, here with the same weights; "
-                f"{named(largest)} differs"
-                f" most, by {self.apart[largest]:.1e}"
+                f"{named(largest)} differs most, by {self.apart[largest]:.1e}"
             ]
         told = f"part by part: {named(part)} is the first that differs, by {self.apart[part]:.1%}"
         if self.side:
@@ -87,7 +85,8 @@ def compare(
     reference: Mapping[str, Tensor],
     rounded: Mapping[str, Tensor] | None = None,
 ) -> PartByPart:
-    """Of parts' outputs, [tokens, hidden] each, as `slime.embedded.model.Observer` sees them."""
+    """Compare the outputs of parts, [tokens, hidden] each, as `slime.embedded.model.Observer` sees
+    them."""
     parts = [part for part in reference if part in trainer and part in engine]
     return PartByPart(
         {part: _apart(trainer[part], engine[part]) for part in parts},

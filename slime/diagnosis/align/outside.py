@@ -1,4 +1,4 @@
-"""Causes outside of the model: which tokens were scored, after which, and what was made of the
+"""Causes outside the model: which tokens were scored, after which context, and what was made of the
 logits."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BETTER = 0.05
 
 
 def other_tokens(case: Discrepancy) -> Iterator[Tried]:
-    """The two sides scored other token ids."""
+    """The two sides scored different token ids."""
     if any(sample.sent is not None for sample in case.samples):
         yield _of_two_dumps(case)
     if case.tokenizer is None:
@@ -75,7 +75,7 @@ def _again(case: Discrepancy, sample: Scored) -> list[int]:
 
 
 def shift(case: Discrepancy) -> Iterator[Tried]:
-    """Log-probs stand at their neighbours' tokens."""
+    """Log-probs stand at neighbouring tokens."""
     whole = case.differences.values
     at_fault: Side = ""
     if case.far:
@@ -116,8 +116,8 @@ def _shifted(values: Tensor, by: int) -> Tensor:
 
 
 def template(case: Discrepancy) -> Iterator[Tried]:
-    """The response was scored behind another prompt: template, its head, the token that begins a
-    text."""
+    """The response was scored after another prompt: chat template, its generation prompt, or the
+    BOS token."""
     tokenizer = case.tokenizer
     if tokenizer is None:
         raise Untested("the model's tokenizer is not at hand")
@@ -143,8 +143,8 @@ def template(case: Discrepancy) -> Iterator[Tried]:
         }
     remedies = (
         f"--apply-chat-template is {'on' if case.facts.get('apply_chat_template') else 'off'}: "
-        "both sides must get the"
-        " same ids; let custom generate functions send sample.tokens as input_ids, not text",
+        "both sides must get the same ids; let custom generate functions send sample.tokens as "
+        "input_ids, not text",
     )
     yield from _contexts(case, makers, remedies)
 
@@ -193,7 +193,7 @@ def _templated(case: Discrepancy, sample: Scored) -> list[int] | None:
 
 
 def _bare(case: Discrepancy, sample: Scored) -> list[int] | None:
-    """What stands between the head and the end of a user's turn."""
+    """Return the prompt without the chat template around the user's turn."""
     mark = "the user's words"
     try:
         around = render_prompt(case.tokenizer, mark)
@@ -207,7 +207,7 @@ def _bare(case: Discrepancy, sample: Scored) -> list[int] | None:
 
 
 def _head(case: Discrepancy) -> list[int]:
-    """What the template writes for the assistant to go on with."""
+    """Return the generation prompt of the template."""
     messages = [{"role": "user", "content": "hello"}]
     try:
         whole = render_messages(case.tokenizer, messages)
@@ -250,7 +250,7 @@ def _said(value: float, now: float) -> str:
 
 
 def _narrowed(case: Discrepancy, near: float, ratio: float) -> Tried:
-    """The best temperature around ``near``, to a hundredth."""
+    """Find the best temperature around ``near``, to a hundredth."""
     now = case.sampling.temperature
     best = None
     for _ in range(3):
@@ -265,7 +265,7 @@ def _narrowed(case: Discrepancy, near: float, ratio: float) -> Tried:
 
 
 def filters(case: Discrepancy) -> Iterator[Tried]:
-    """One side's log-probs are those of what top-p, top-k or min-p left, or behind a repetition
+    """One side's log-probs are renormalised over top-p, top-k or min-p, or include a repetition
     penalty."""
     now = case.sampling
     asked: dict[str, Sampling] = {}
@@ -304,8 +304,7 @@ def filters(case: Discrepancy) -> Iterator[Tried]:
         )
     remedies = (
         "both sides must speak of all tokens: an engine's log-probs are taken before its filters; "
-        "with SGLang"
-        " --sglang-sampling-defaults openai leaves generation_config.json out",
+        "with SGLang --sglang-sampling-defaults openai leaves generation_config.json out",
     )
     yield from _made_of_logits(case, list(asked.values()), list(asked), remedies)
 

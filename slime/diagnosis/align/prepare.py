@@ -1,4 +1,4 @@
-"""From a run's flags and samples to a case; and the whole way, from there to a result."""
+"""Build a case from a run's flags and samples, and examine it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from slime.config.config import Config
 from slime.diagnosis.align import dumps
-from slime.diagnosis.align.arbiter import by_transformers
 from slime.diagnosis.align.case import ALIKE, AskableEngine, Discrepancy
 from slime.diagnosis.align.engines import EngineHere
 from slime.diagnosis.align.evidence import Scored, size
@@ -38,18 +37,17 @@ _ON_CPU = 1024
 _TOKENS_OF_PARTS = 512
 _NO_HIDDEN_STATES = (
     "SGLang gives no hidden states of single layers; the embedded engine, which computes the same "
-    "model in this"
-    " process, stands in for it"
+    "model in this process, stands in for it"
 )
 
 
 class RoundFailed(Exception):
-    """The round that was to be compared did not come to its end; says how."""
+    """Raised if the fresh round ends with an error, with its last lines."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Wish:
-    """What is asked of an examination.
+    """Options of an examination.
 
     Attributes:
         model: the Hugging Face directory with the weights that scored the samples; None: there is
@@ -70,7 +68,7 @@ class Wish:
 
 
 def fresh_round(config: Config, folder: Path) -> list[Scored]:
-    """Generate, train and push once, with the run's own flags, and take what both sides said.
+    """Generate, train and push once with the run's own flags, and read the log-probs of both sides.
 
     Raises:
         LeftOut: the run does not generate and train.
@@ -95,7 +93,7 @@ def fresh_round(config: Config, folder: Path) -> list[Scored]:
 def examined(
     config: Config, samples: Sequence[Scored], wish: Wish, engine: AskableEngine | None = None
 ) -> Result:
-    """The result for samples of a run with these flags.
+    """Examine samples of a run with these flags.
 
     Args:
         engine: that generated them, where it can still be asked.
@@ -157,9 +155,8 @@ def case_of(
     except torch.OutOfMemoryError:
         case.without_reference = f"{wish.model} in float32 does not fit on this GPU"
         return case
-    except (
-        UserError
-    ) as error:  # a model that the embedded engine does not compute: what needs none is measured
+    except UserError as error:
+        # a model that the embedded engine does not compute: what needs none is measured
         case.without_reference = str(error)
         return case
     try:
@@ -174,7 +171,7 @@ def case_of(
 
 
 def _stored(config: Config) -> Quantisation | None:
-    """How engines store weights, by --hf-checkpoint; its config.json may be gone since."""
+    """Read how engines store weights from --hf-checkpoint; its config.json may be gone by now."""
     given = config.checkpoint.hf_checkpoint
     path = Path(given) / "config.json" if given else None
     return Quantisation.read(read_hf_config(path)) if path is not None and path.is_file() else None
@@ -209,10 +206,36 @@ def _facts(config: Config, model: Path | None) -> dict[str, Any]:
     return facts
 
 
+@torch.inference_mode()
+def _by_transformers(case: Discrepancy) -> float:
+    """Measure how far the reference is from transformers on the first sample: mean over its
+    response, nats per token. Reference and embedded engine share their code, so a mistake in it
+    would look like one of the trainer's.
+
+    Raises:
+        OSError, ValueError, KeyError, ImportError: transformers cannot read the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = case.model()
+    sample = case.samples[0]
+    device = model.store.device
+    theirs = AutoModelForCausalLM.from_pretrained(
+        model.directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
+    theirs = theirs.eval().to(device)
+    for parameter in theirs.parameters():
+        parameter.copy_(parameter.to(model.dtype))
+    rows = theirs(sample.tokens[None, :-1].to(device)).logits[0, sample.prompt_length - 1 :].float()
+    log_probs = torch.log_softmax(rows / model.setting.sampling.temperature, dim=-1)
+    targets = sample.tokens[sample.prompt_length :, None].to(device)
+    return size(log_probs.gather(1, targets)[:, 0].double().cpu() - case.base[0])
+
+
 def _ask_transformers(case: Discrepancy, result: Result) -> None:
-    """Whether the reference is what it is taken for."""
+    """Note whether transformers agrees with the reference."""
     try:
-        apart = by_transformers(case)
+        apart = _by_transformers(case)
     except (OSError, ValueError, KeyError, ImportError, torch.OutOfMemoryError) as error:
         result.notes.append(
             f"transformers was not asked about the reference: {type(error).__name__}: {error}"
@@ -228,8 +251,8 @@ def _ask_transformers(case: Discrepancy, result: Result) -> None:
 
 
 def _compare_parts(config: Config, case: Discrepancy, result: Result) -> None:
-    """The hidden states of the trainer's model, the embedded engine's and the reference, of one
-    sample."""
+    """Compare the hidden states of the trainer's model, the embedded engine and the reference for
+    one sample."""
     model = case.model()
     sample = dumps.cut(case.samples[0], _TOKENS_OF_PARTS)
     with ExitStack() as stack:
@@ -260,8 +283,7 @@ def _compare_parts(config: Config, case: Discrepancy, result: Result) -> None:
             apart = size((here - sample.trainer)[sample.counted])
             if apart > case.tolerance:
                 result.notes.append(
-                    "the trainer in this process, on one rank, says other log-probs than it did "
-                    "in the run, by"
-                    f" {apart:.3g}: {model.directory} does not hold the weights of this rollout, "
-                    "or its layout counts"
+                    "the trainer in this process, on one rank, says other log-probs than it did in "
+                    f"the run, by {apart:.3g}: {model.directory} does not hold the weights of this "
+                    "rollout, or its layout counts"
                 )

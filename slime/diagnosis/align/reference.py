@@ -1,9 +1,9 @@
-"""A third opinion: the model in this process, in float32, of which every part can be computed
-otherwise.
+"""The reference: the model in this process in float32, each part of which can be computed
+differently.
 
-Where something is computed in 16 bits is imitated: products, norms and sums in float32 whose
-results are rounded, which is what the kernels do. So each part can be rounded alone, which no dtype
-of a whole model would allow.
+Computation in 16 bits is imitated: products, norms and sums are computed in float32 and their
+results rounded, as the kernels do. So each part can be rounded alone, which no dtype of a whole
+model would allow.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PARTS: dict[Part, str] = {
     "router": "the scores of routers",
     "output layer": "the logits of the output layer",
 }
-#: What a run in 16 bits rounds.
+#: The parts that a run in 16 bits rounds.
 IN_16_BITS: frozenset[Part] = frozenset(
     part for part in PARTS if part not in ("attention scores", "router")
 )
@@ -56,7 +56,8 @@ _ROUTER = ".mlp.gate.weight"
 
 @dataclass(frozen=True)
 class Sampling:
-    """What is made of logits: temperature and what is left out before a token is drawn.
+    """How log-probs follow from logits: the temperature, and the filters applied before a token is
+    drawn.
 
     Attributes:
         renormalised: log-probs are those of what the filters leave; else of all tokens.
@@ -108,7 +109,7 @@ class ReferenceSettings:
 
 
 class Reference:
-    """Log-probs of samples by a model of a Hugging Face directory.
+    """Log-probs of samples by the model of a Hugging Face directory.
 
     Args:
         dtype: of the run, to which the weights are rounded. What is computed with them is not: each
@@ -141,11 +142,11 @@ class Reference:
 
     @property
     def low_dtype(self) -> torch.dtype:
-        """What "rounded" means: the run's dtype where that has 16 bits."""
+        """The dtype that "rounded" means: the run's, if that has 16 bits."""
         return torch.bfloat16 if self.dtype == torch.float32 else self.dtype
 
     def as_the_run(self) -> ReferenceSettings:
-        """With the roundings of a run in 16 bits."""
+        """Return settings with the roundings of a run in 16 bits."""
         rounded = frozenset() if self.dtype == torch.float32 else IN_16_BITS
         return replace(self.setting, rounded=rounded, dtype=self.low_dtype)
 
@@ -157,7 +158,7 @@ class Reference:
 
     @contextmanager
     def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within the block these weights take the place of its own."""
+        """Replace weights of the reference within the block."""
         before = {name: self.store.named[name].clone() for name in tensors}
         self.write(tensors)
         try:
@@ -166,7 +167,8 @@ class Reference:
             self.write(before)
 
     def matrices(self) -> dict[str, Tensor]:
-        """What quantisation is applied to: the matrices inside of layers but routers', by name."""
+        """Return the matrices that quantisation is applied to: those of layers except routers, by
+        name."""
         named = self.store.named.items()
         return {
             name: t
@@ -205,7 +207,7 @@ class Reference:
         setting: ReferenceSettings | None = None,
         context: Tensor | None = None,
     ) -> list[Tensor]:
-        """`log_probs` for several ways to make them of the same logits."""
+        """Return the log-probs for several ways to make them from the same logits."""
         setting = setting or self.setting
         response = sample.tokens[sample.prompt_length :]
         if context is None:
@@ -233,7 +235,7 @@ class Reference:
         experts: Tensor | None = None,
         watcher: Watcher | None = None,
     ) -> Tensor:
-        """[L - 1, hidden] behind the last norm: the last token predicts nothing."""
+        """Return [L - 1, hidden] after the last norm; the last token predicts nothing."""
         model = self.store.model
         count = len(tokens) - 1
         device = self.store.device
@@ -266,7 +268,7 @@ class Reference:
 
 @dataclass
 class Watcher:
-    """An `Observer` that keeps what it sees.
+    """An `Observer` that records what it sees.
 
     Attributes:
         seen: part → [tokens, hidden], where ``keeps``.
@@ -300,8 +302,8 @@ def _rows_of(
 
 
 def _penalised(logits: Tensor, tokens: Tensor, first: int, sampling: Sampling) -> Tensor:
-    """Logits of the token ``first`` and those behind it, each with the penalty for the tokens
-    before it."""
+    """Apply the repetition penalty for the tokens before each row; row 0 predicts token
+    ``first``."""
     if sampling.repetition_penalty == 1.0:
         return logits
     logits = logits.clone()
@@ -314,7 +316,8 @@ def _penalised(logits: Tensor, tokens: Tensor, first: int, sampling: Sampling) -
 
 
 class _Rounding(TorchFunctionMode):
-    """Rounds what the parts of a forward pass give, told apart by the function that makes it."""
+    """Rounds the results of parts of a forward pass, told apart by the function that computes
+    them."""
 
     def __init__(self, setting: ReferenceSettings, num_experts: int) -> None:
         super().__init__()
@@ -358,7 +361,7 @@ class _Attention:
         return self._round("attention", torch.cat(blocks)).flatten(1)
 
     def _block(self, queries: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
-        """What the queries from ``first`` on see: [block, heads, dim]."""
+        """Attend from the queries ``first`` onwards: [block, heads, dim]."""
         block = queries[first : first + _QUERIES]
         last = first + len(block)
         scores = torch.einsum("qhd,khd->hqk", block, keys[:last]) * block.shape[-1] ** -0.5

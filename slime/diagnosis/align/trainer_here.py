@@ -1,5 +1,5 @@
-"""The trainer's model in this process, on one rank, without an optimizer: its log-probs, and what
-its parts give."""
+"""The trainer's model in this process on one rank, without an optimizer: its log-probs and the
+outputs of its parts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TrainerHere:
         parallel.shut_down()
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies, by their Hugging Face names."""
+        """Return copies by their Hugging Face names."""
         return {
             name: tensor.detach().clone()
             for name, tensor in iter_hf_tensors(self.chunks, self.hf_config)
@@ -90,7 +90,7 @@ class TrainerHere:
         return [self._run(sample, temperature)[1].double().cpu() for sample in samples]
 
     def parts(self, sample: Scored) -> dict[str, Tensor]:
-        """The outputs of all parts for all tokens but the last, by the names of
+        """Return the outputs of all parts for all tokens but the last, by the names of
         `slime.embedded.model.Observer`."""
         seen: dict[str, Tensor] = {}
         (model,) = self.chunks
@@ -118,9 +118,8 @@ class TrainerHere:
                 hook.remove()
         count = int(sample.tokens.numel()) - 1
         order = packed.origins[packed.origins >= 0]
-        assert torch.equal(
-            order, torch.arange(count)
-        )  # one sample, one stripe: its tokens in their order
+        # one sample, one stripe: its tokens in their order
+        assert torch.equal(order, torch.arange(count))
         return {name: value[:count] for name, value in seen.items()}
 
     def _run(self, sample: Scored, temperature: float) -> tuple[PackedMicroBatch, Tensor]:
@@ -135,7 +134,7 @@ class TrainerHere:
 
 
 def in_one_piece(config: Config) -> Config:
-    """The same run's trainer on one rank."""
+    """Return the configuration of the same trainer on one rank."""
     megatron = dataclasses.replace(
         config.megatron,
         tensor_model_parallel_size=1,
@@ -155,7 +154,7 @@ def in_one_piece(config: Config) -> Config:
 
 
 def batch_of(sample: Scored) -> TrainBatch:
-    """One sample as a batch for a forward pass."""
+    """Build a batch of one sample for a forward pass."""
     batch = forward.canary_batch(sample.tokens.tolist(), 1)
     count = sample.response_length
     mask = torch.ones(count)
@@ -169,8 +168,8 @@ def batch_of(sample: Scored) -> TrainBatch:
 
 
 def _computes(module: Any) -> bool:
-    """Whether it is more than a place holder: Transformer Engine's layers have their norm
-    inside."""
+    """Whether a module is more than a placeholder: Transformer Engine's layers contain their
+    norm."""
     return type(module).__name__ != "IdentityOp"
 
 
