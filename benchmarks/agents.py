@@ -26,12 +26,12 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from benchmarks.bpe_tokenizers import bpe_tokenizer
 from slime.agents.endpoint import AgentEndpoint, agent_endpoint
 from slime.engines.client import RolloutClient
 from slime.prompts.tokenizer import end_token_ids, load_tokenizer
 from slime.rollout.generate import GenerateState, bind_state, sampling_params
 from slime.samples.types import Sample
-from tests.support.bpe_tokenizers import bpe_tokenizer
 
 PATHS = {"chat": "/chat/completions", "responses": "/responses", "messages": "/messages"}
 

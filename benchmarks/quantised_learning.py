@@ -1,16 +1,15 @@
-"""What quantised rollouts cost a toy in learning, and what mends it: seeds × formats × corrections,
-on the CPU.
+"""Measure what quantised rollouts cost a toy model in learning, and which corrections help.
 
-    python -m benchmarks.quantised_learning outputs/quantised             # 33 runs of 15 steps,
-    some minutes python -m benchmarks.quantised_learning outputs/quantised --picture
-    docs/images/quantised-learning.svg
+    python -m benchmarks.quantised_learning outputs/quantised      # 33 runs of 15 steps: minutes
+    python -m benchmarks.quantised_learning outputs/quantised \\
+        --picture docs/images/quantised-learning.svg
 
-Trainer and pushes are in this process, an embedded engine for each format in one of its own; there
-is no Ray, so that a run takes seconds. The task is the tests' (`tests.support.toy`): from random
-weights, a seed's own, a small Llama learns to say one digit, 4 prompts with 4 answers of 8 tokens a
-step. All of its Linear layers are quantised, the output layer too, which is the one that learns:
-harder than any recommended list. A run that is there already is not made again, so that a call that
-was ended goes on.
+The trainer and its pushes run in this process on the CPU, and one embedded engine per format in a
+process of its own; there is no Ray, so that a run takes seconds. From random weights, one set per
+seed, a small Llama (`benchmarks.toy_models`) learns to say one digit: 4 prompts with 4 answers of
+8 tokens a step. All of its Linear layers are quantised, including the output layer, which is the
+one that learns; this is harder than any recommended list. Finished runs are not repeated, so that
+an interrupted call continues.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -74,8 +74,7 @@ def table(found: Found) -> str:
 def _of_format(folder: Path, kind: str, seeds: int, steps: int, found: Found) -> None:
     """All runs with engines of one kind, which are one server: each run begins with a push of its
     own weights."""
-    from slime.processes.host import free_port
-    from tests.support.contract_servers import embedded_argv, running
+    from benchmarks.engine import server
 
     wanted = [
         (name, seed)
@@ -84,27 +83,25 @@ def _of_format(folder: Path, kind: str, seeds: int, steps: int, found: Found) ->
         if (kind, name) != ("bf16", "fake-quantised")
     ]
     places = {seed: _models(folder / "models", seed) for seed in range(seeds)}
-    port = free_port()
-    argv = embedded_argv(places[0][kind], port, "--device", "cpu", "--dtype", "bfloat16")
-    with running(argv, port, folder / f"{kind}.log") as server:
+    with server(places[0][kind], "bfloat16", 1, ["--device", "cpu"]) as url:
         for name, seed in wanted:
             path = folder / f"{kind}-{name}-{seed}.json".lower()
             rows: Rows = json.loads(path.read_text()) if path.is_file() else []
             if len(rows) < steps:
-                rows = _run(server, places[seed], kind, seed, steps, CORRECTIONS[name])
+                rows = _run(url, places[seed], kind, seed, steps, CORRECTIONS[name])
                 path.write_text(json.dumps(rows))
             found.setdefault((kind, name), []).append(rows)
 
 
 def _models(folder: Path, seed: int) -> dict[str, Path]:
     """A seed's random weights in each format."""
+    from benchmarks.toy_models import write_model
     from slime.checkpoints.quantised_files import quantise_directory
     from slime.models.quantised import Fp8, Int4, Quantisation
-    from tests.support import toy
 
     places = {kind: folder / f"{kind}-{seed}" for kind in FORMATS}
     if not places["bf16"].is_dir():
-        toy.write_model(places["bf16"], "llama", seed)
+        write_model(places["bf16"], "llama", seed)
     formats = {
         "FP8": Quantisation("fp8", Fp8((16, 16)), ()),
         "INT4": Quantisation("compressed-tensors", Int4(16), ("model.embed_tokens.weight",)),
@@ -116,7 +113,7 @@ def _models(folder: Path, seed: int) -> dict[str, Path]:
 
 
 def _run(
-    server: Any,
+    url: str,
     models: Mapping[str, Path],
     kind: str,
     seed: int,
@@ -149,12 +146,12 @@ def _run(
     backend.setup()
     assert backend.hf_config is not None
     sync = WeightSync(config, backend.model_chunks, backend.hf_config)
-    sync.connect([server.url])
+    sync.connect([url])
     rows: Rows = []
     try:
         for step in range(steps):
             sync.push()
-            batch = _batch(server, step)
+            batch = _batch(url, step)
             metrics = backend.train(batch)
             apart = metrics["train/train_rollout_logprob_abs_diff"]
             rows.append({"reward": statistics.fmean(batch.raw_rewards), "apart": apart})
@@ -164,13 +161,13 @@ def _run(
     return rows
 
 
-def _batch(server: Any, step: int) -> Any:
+def _batch(url: str, step: int) -> Any:
     """Answers of the engine to four sums, rewarded by the share of one digit in them."""
     import torch
 
+    from benchmarks.toy_models import DIGIT, VOCABULARY
     from slime.algorithms.baseline import normalise_rewards
     from slime.samples.batch import StepPlan, TrainBatch
-    from tests.support.toy import DIGIT, VOCABULARY
 
     sums = [f"{(step * _PROMPTS + number) % 10}+{number}=" for number in range(_PROMPTS)]
     prompts = [
@@ -179,9 +176,13 @@ def _batch(server: Any, step: int) -> Any:
     count = len(prompts)
 
     def answer(prompt: list[int]) -> tuple[list[int], list[float]]:
-        said = server.generate(prompt, temperature=1.0, max_new_tokens=_LENGTH)["meta_info"][
-            "output_token_logprobs"
-        ]
+        params = {"temperature": 1.0, "max_new_tokens": _LENGTH, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+        request = urllib.request.Request(
+            f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60.0) as response:
+            said = json.load(response)["meta_info"]["output_token_logprobs"]
         return [entry[1] for entry in said], [entry[0] for entry in said]
 
     with ThreadPoolExecutor(count) as pool:

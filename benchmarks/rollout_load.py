@@ -28,6 +28,7 @@ from typing import Any
 import orjson
 import psutil
 
+from benchmarks.bpe_tokenizers import bpe_tokenizer
 from slime.config import make_config
 from slime.config.config import Config
 from slime.processes.garbage import freeze_gc
@@ -38,7 +39,6 @@ from slime.samples.batch import TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Group, Sample
 from slime.user_code.hooks import DataSource
-from tests.support.bpe_tokenizers import bpe_tokenizer
 
 ME = "benchmarks.rollout_load."
 

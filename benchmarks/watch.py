@@ -22,12 +22,12 @@ from aiohttp import web
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.browser import chromium, tab  # noqa: E402
+from benchmarks.watched_runs import make_run, vocabulary  # noqa: E402
 from slime.page.report import write_report  # noqa: E402
 from slime.page.rows import Query  # noqa: E402
 from slime.page.server import Runs, application  # noqa: E402
 from slime.processes.host import bind  # noqa: E402
-from tests.support.browser import chromium, tab  # noqa: E402
-from tests.support.watched_runs import make_run, vocabulary  # noqa: E402
 
 _GROUPS = 32
 _SIZE = 8

@@ -20,6 +20,7 @@ os.environ.setdefault(
 import hypothesis
 import pytest
 
+from benchmarks.toy_models import FAMILIES
 from slime.processes.garbage import freeze_gc
 from tests.support import toy
 from tests.support.processes import Driver, StartHeld, start
@@ -63,7 +64,7 @@ def start_held(hold: Path) -> Iterator[StartHeld]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of toy models by family."""
     folder = tmp_path_factory.mktemp("models")
-    return {family: toy.write_model(folder / family, family) for family in toy.FAMILIES}
+    return {family: toy.write_model(folder / family, family) for family in FAMILIES}
 
 
 @pytest.fixture(scope="session")

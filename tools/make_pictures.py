@@ -87,7 +87,7 @@ def report_png(run_dir: Path, picture: Path) -> None:
         SystemExit: there is no Chromium.
     """
     sys.path.insert(0, str(ROOT))  # for tests.support
-    from tests.support.browser import NAMES, chromium
+    from benchmarks.browser import NAMES, chromium
 
     if chromium() is None:
         sys.exit(
@@ -104,7 +104,7 @@ async def _photograph(pictures: dict[Path, tuple[str, int, int, bool]]) -> None:
     own each."""
     from PIL import Image
 
-    from tests.support.browser import tab
+    from benchmarks.browser import tab
 
     for picture, (address, width, height, dark) in pictures.items():
         async with tab() as page:

@@ -23,6 +23,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.agent_clients import anthropic_of, openai_of, vanish
 from benchmarks.gpu.generation import empty_cache
 from benchmarks.gpu.report import Report, Row, at_least, at_most
 from benchmarks.gpu.setting import engine, make_model, new_parser, router, workspace
@@ -34,7 +35,6 @@ from slime.engines.client import RolloutClient
 from slime.prompts.tokenizer import end_token_ids, load_tokenizer
 from slime.rollout.generate import GenerateState, bind_state, sampling_params
 from slime.samples.types import Sample
-from tests.support.agent_clients import anthropic_of, openai_of, vanish
 
 _TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.browser import NAMES, chromium, tab
 from tests.support import toy
-from tests.support.browser import NAMES, chromium, tab
 from tests.support.metrics_page import documented_names
 from tests.support.places import NO_HOME, shadow_modules
 from tests.support.processes import ROOT

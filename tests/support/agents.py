@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import cache
 from typing import Any
 
+from benchmarks.bpe_tokenizers import bpe_tokenizer
 from slime.agents.endpoint import AgentEndpoint, agent_endpoint
 from slime.agents.server import close_server
 from slime.engines.api import GenerateResult
 from slime.rollout.generate import bind_state
 from slime.samples.types import Sample
-from tests.support.bpe_tokenizers import bpe_tokenizer
 from tests.support.embedded_models import byte_tokenizer
 from tests.support.fake_rollout import FakeClient, hook_args, make_state
 

@@ -1,5 +1,4 @@
-"""Byte-level BPE tokenizers as those of real models, but small: trained here, with merges and
-special tokens."""
+"""Tiny models with tokenizers like those of real models: byte-level BPE and SentencePiece."""
 
 from __future__ import annotations
 
@@ -7,66 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
-from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
+from tokenizers import Tokenizer, models, normalizers, trainers
+from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from slime.checkpoints.gguf_export import QWEN_WORDS, TEKKEN_WORDS
+from benchmarks.bpe_tokenizers import TEXT, bpe_tokenizer
 from tests.support.embedded_models import VOCAB, tiny_model
-
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TEXT = (
-    "The model learns to add: 12 + 30 = 42. It's the reward that counts, isn't it?\n\n"
-    "  What one sees while training is a line per step; später mehr davon, naïve café, 日本語.\n"
-) * 4
-
-
-def words(pattern: str) -> PreTokenizer:
-    from tokenizers import Regex
-
-    split = Split(Regex(pattern), behavior="isolated")
-    return pre_tokenizers.Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-#: llama.cpp's name → how text is cut into words.
-WORDS = {
-    "gpt-2": lambda: ByteLevel(add_prefix_space=False),
-    "qwen2": lambda: words(QWEN_WORDS % ""),
-    "llama-bpe": lambda: words(QWEN_WORDS % "{1,3}"),
-    "tekken": lambda: words(TEKKEN_WORDS),
-    "smollm": lambda: pre_tokenizers.Sequence(
-        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-    ),
-}
-
-
-def bpe_tokenizer(pre: str = "qwen2") -> PreTrainedTokenizerFast:
-    """All bytes, 120 merges, then <|im_start|>, <|im_end|> and <think>, which is no special
-    token."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = WORDS[pre](), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB - 8, initial_alphabet=sorted(ByteLevel.alphabet()), show_progress=False
-    )
-    backend.train_from_iterator([TEXT], trainer)
-    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    backend.add_tokens([AddedToken("<think>", normalized=False, special=False)])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>"
-    )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 def piece_tokenizer() -> PreTrainedTokenizerFast:

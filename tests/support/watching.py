@@ -9,9 +9,9 @@ from typing import Any
 
 from aiohttp import web
 
+from benchmarks.browser import Tab, tab
 from slime.page.server import Runs, application
 from slime.processes.host import bind
-from tests.support.browser import Tab, tab
 
 Visit = Callable[[Tab, str, Runs], Coroutine[Any, Any, None]]
 

@@ -13,12 +13,12 @@ import anthropic
 import openai
 import pytest
 
+from benchmarks.agent_clients import anthropic_of, openai_of
 from slime.agents import server as agent_server
 from slime.agents.endpoint import AgentEndpoint, agent_endpoint
 from slime.agents.server import close_server
 from slime.rollout.generate import bind_state
 from slime.samples.types import Sample
-from tests.support.agent_clients import anthropic_of, openai_of
 from tests.support.agents import Play
 from tests.support.embedded_models import EOS
 

@@ -14,6 +14,7 @@ import openai
 import psutil
 import pytest
 
+from benchmarks.agent_clients import anthropic_of, openai_of
 from slime.agents.endpoint import AgentEndpoint, RolloutEnds, agent_endpoint
 from slime.agents.server import close_server
 from slime.engines.api import EngineError, GenerateResult
@@ -21,7 +22,6 @@ from slime.errors import UserError
 from slime.rollout.generate import bind_state
 from slime.rollout.trajectory import GroupRun, GroupRunner
 from slime.samples.types import Sample, SampleStatus
-from tests.support.agent_clients import anthropic_of, openai_of
 from tests.support.agents import Model, Play
 
 

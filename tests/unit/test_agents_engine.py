@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.agent_clients import vanish
 from examples.api_agent import rollout
 from examples.api_agent.agent import calculate
 from slime.agents.endpoint import agent_endpoint
@@ -22,7 +23,6 @@ from slime.processes.host import free_port
 from slime.rollout.generate import GenerateState, bind_state
 from slime.rollout.trajectory import GroupRun, GroupRunner
 from slime.samples.types import Sample, SampleStatus
-from tests.support.agent_clients import vanish
 from tests.support.agents import TEMPLATE
 from tests.support.contract_servers import Server, embedded_argv, logprobs_of, running
 from tests.support.embedded_models import EOS, byte_tokenizer, save_tiny_model

@@ -9,13 +9,13 @@ import sys
 import openai
 import pytest
 
+from benchmarks.agent_clients import openai_of
 from slime.agents.conversation import Ask, clean
 from slime.agents.endpoint import AgentEndpoint, AgentError
 from slime.agents.session import Refusal
 from slime.engines.reasoning import FORMATS, THINK, SplitReasoning, reasoning_format
 from slime.engines.request_fields import BadRequest
 from slime.samples.types import SampleStatus
-from tests.support.agent_clients import openai_of
 from tests.support.agent_sessions import check, samples, session_of, talk, user
 from tests.support.agents import Play
 

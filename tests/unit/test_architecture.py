@@ -177,6 +177,17 @@ def test_tests_share_through_their_support_alone() -> None:
     assert found == []
 
 
+def test_benchmarks_import_nothing_from_tests() -> None:
+    """A benchmark runs without the tests; what both use is in ``benchmarks/``."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in sorted((ROOT / "benchmarks").rglob("*.py"))
+        for module, line in imported_by(path)
+        if module.split(".")[0] == "tests"
+    ]
+    assert found == []
+
+
 def test_no_two_test_files_have_one_name() -> None:
     """pytest, called for all folders at once, would take the second for the first."""
     names = [path.name for path in TESTS if path.stem.startswith("test_")]

@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.bpe_tokenizers import TEXT
 from slime.checkpoints.gguf import gguf_to_hf
 from slime.checkpoints.gguf_export import QWEN_WORDS, TEKKEN_WORDS, hf_to_gguf
 from slime.errors import UserError
-from tests.support.bpe_tokenizers import TEXT, save_model_with_words
+from tests.support.bpe_tokenizers import save_model_with_words
 from tests.support.embedded_models import save_tiny_model
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")

@@ -16,6 +16,7 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.watched_runs import make_run
 from slime.agents.endpoint import AgentEndpoint
 from slime.embedded import control_routes, generate_routes, openai_routes
 from slime.embedded.engine import EngineOptions
@@ -26,7 +27,6 @@ from slime.processes.host import bind
 from tests.support.agents import Play
 from tests.support.embedded_models import save_tiny_model
 from tests.support.malformed import ODD, Request, post, requests, status_of
-from tests.support.watched_runs import make_run
 
 PROMPT = [72, 101, 108, 108, 111]
 

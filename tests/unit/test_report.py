@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.watched_runs import make_run
 from slime.cli.report import main
 from slime.config import make_config
 from slime.errors import UserError
@@ -38,7 +39,6 @@ from slime.page.report_contents import most_telling_first, packed, spread
 from slime.page.rows import reward_of
 from tests.support.metrics_page import documented_names
 from tests.support.run_folders import held
-from tests.support.watched_runs import make_run
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&lt;<!--\u2028"
 

@@ -12,14 +12,14 @@ from typing import Any
 import orjson
 import pytest
 
+from benchmarks.browser import NAMES, Tab, chromium, tab, texts
+from benchmarks.watched_runs import make_run, write_lines
 from slime.observe.run_data import read_run
 from slime.observe.run_folder import RunFolder
 from slime.page import report_contents as contents
 from slime.page.report import write_comparison, write_report
 from slime.page.server import Runs
-from tests.support.browser import NAMES, Tab, chromium, tab, texts
 from tests.support.run_folders import held
-from tests.support.watched_runs import make_run, write_lines
 from tests.support.watching import browse
 
 pytestmark = pytest.mark.skipif(

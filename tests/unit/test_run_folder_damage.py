@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.watched_runs import make_run
 from slime.__main__ import main
 from slime.checkpoints import directory, resuming
 from slime.checkpoints.load_plan import resolve_load
@@ -33,7 +34,6 @@ from tests.support.checkpoint_dirs import complete
 from tests.support.damage import damage
 from tests.support.journals import generated, note, restored
 from tests.support.run_folders import create_run
-from tests.support.watched_runs import make_run
 
 DAMAGES, READ_DAMAGES = 510, 90
 ITERATIONS = (1, 2, 3)

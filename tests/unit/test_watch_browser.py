@@ -10,12 +10,12 @@ from typing import Any
 import orjson
 import pytest
 
+from benchmarks.browser import NAMES, Tab, chromium, texts
+from benchmarks.watched_runs import make_run, metrics_row, write_lines
 from slime.files import read_lines
 from slime.observe.run_folder import RunFolder
 from slime.page.server import Runs
-from tests.support.browser import NAMES, Tab, chromium, texts
 from tests.support.run_folders import held
-from tests.support.watched_runs import make_run, metrics_row, write_lines
 from tests.support.watching import browse
 
 pytestmark = pytest.mark.skipif(

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.watched_runs import make_run, write_lines
 from slime.observe.run_data import read_stages
 from slime.page.index import SampleIndex
 from slime.page.index import _transaction as transaction
 from slime.page.rows import SORTS, Query, question_of, searched_text, short_texts
-from tests.support.watched_runs import make_run, write_lines
 
 #: Few letters, so that words are found; with some that fold, end lines, mean something to a search,
 #: or have no text.

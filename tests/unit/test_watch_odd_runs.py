@@ -10,13 +10,13 @@ from urllib.parse import urlencode
 import orjson
 import pytest
 
+from benchmarks.browser import Tab, chromium
+from benchmarks.watched_runs import make_run, write_lines
 from slime.observe.run_folder import RunFolder
 from slime.page.report import write_report
 from slime.page.rows import Query
 from slime.page.server import Runs
-from tests.support.browser import Tab, chromium
 from tests.support.run_folders import held
-from tests.support.watched_runs import make_run, write_lines
 from tests.support.watching import browse
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")

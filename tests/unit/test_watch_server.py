@@ -21,6 +21,7 @@ import orjson
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from benchmarks.watched_runs import make_run, metrics_row, write_lines
 from slime.cli.watch import address, main
 from slime.errors import UserError
 from slime.http_access import POLICY, host_of, is_loopback
@@ -33,7 +34,6 @@ from slime.page.lanes import timeline
 from slime.page.server import Runs, application
 from slime.processes.host import bind
 from tests.support.run_folders import held
-from tests.support.watched_runs import make_run, metrics_row, write_lines
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&lt;<!--\u2028"
