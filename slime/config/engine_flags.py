@@ -92,7 +92,8 @@ class ForeignArg:
     @staticmethod
     def from_json(row: dict[str, Any]) -> ForeignArg:
         tuples = {key: tuple(row[key]) for key in ("choices", "aliases") if key in row}
-        return ForeignArg(**{**row, **tuples})
+        values: dict[str, Any] = {**row, **tuples}
+        return ForeignArg(**values)
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from slime.config.flag import (
     WEIGHT,
     FlagMeta,
     FlagSpec,
+    Kind,
     Requirement,
     finite,
     on,
@@ -125,19 +126,19 @@ def megatron_core() -> dict[str, Any]:
     return read_table("megatron_core.json")
 
 
-def _lm_flag(dest: str, kind: str, help: str = "", **more: Any) -> FlagSpec:
+def _lm_flag(dest: str, kind: Kind, help: str = "", **more: Any) -> FlagSpec:
     default = False if kind == "bool" else None
     return FlagSpec(
         dest, "megatron", dest, kind, default, sections=("model",), optional=True, help=help,
         origin="Megatron-LM", **more,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def lm_flags() -> dict[str, FlagSpec]:
     """Megatron-LM's arguments that are neither field nor shorthand, each with its status."""
     specs = [_lm_flag(row["name"], row["kind"], row["help"]) for row in _TABLE["model"]]
     for dest, row in _TABLE["always"].items():
-        kind = "str" if row["choices"] else "bool"
+        kind: Kind = "str" if row["choices"] else "bool"
         meta = FlagMeta(off="-")
         specs.append(_lm_flag(dest, kind, row["help"], choices=tuple(row["choices"]), meta=meta))
     for dest, reason in _TABLE["refused_arguments"].items():
