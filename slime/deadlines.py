@@ -343,8 +343,8 @@ DISTRIBUTED_LEAVE = 10.0
 #: for an engine's own words on why its member of the group is gone
 DISTRIBUTED_GRACE = 2.0
 
-# -- weights/rank_questions.py
-RANK_QUESTIONS_ANSWER = 120.0
+# -- weights/engine_check.py
+ENGINE_CHECK_ANSWER = 120.0
 
 # -- weights/route.py
 #: for what an engine has at hand

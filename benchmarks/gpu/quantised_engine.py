@@ -65,7 +65,7 @@ class Engine:
 
     def __init__(self, url: str, vocabulary: int, folder: Path | None) -> None:
         from slime.engines.fleet import EngineFleet
-        from slime.weights.rank_questions import RankQuestions
+        from slime.weights.engine_check import RankQuestions
         from slime.weights.transport import EngineSlots
 
         self.fleet = EngineFleet([url])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from slime.engines.fleet import EngineFleet
 from slime.engines.wire.buckets import word_fingerprint
-from slime.weights.rank_questions import serialized
+from slime.weights.engine_check import serialized
 
 #: `report`, as SGLang's ``--custom-weight-loader`` takes it.
 STATE = "benchmarks.gpu.quantised_state.report"

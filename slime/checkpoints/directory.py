@@ -77,8 +77,7 @@ def saved_iterations(root: Path) -> list[int]:
 
 
 def own_iterations(root: Path) -> list[int]:
-    """Those of the branch on which the run stands, in order: later ones were left with
-    --ckpt-step."""
+    """The iterations of the run's branch, in order: later ones were left with --ckpt-step."""
     there = saved_iterations(root)
     tracked = _tracked_if_readable(root)
     return [
@@ -87,8 +86,7 @@ def own_iterations(root: Path) -> list[int]:
 
 
 def read_tracker(root: Path) -> int | str | None:
-    """What the tracker file says: an iteration, "release" (weights only, converted), or None
-    without the file.
+    """Read the tracker file: an iteration, "release" (weights only, converted), or None without it.
 
     Raises:
         UserError: the file says anything else, or cannot be read.
@@ -117,8 +115,8 @@ def has_checkpoints(root: Path) -> bool:
 
 
 def _tracked_if_readable(root: Path) -> int | str | None:
-    """What the tracker file says, or should say where it is lost, damaged, or names what is not
-    there."""
+    """Read the tracker, or the last value set if the file is lost, damaged, or names a missing
+    iteration."""
     try:
         tracked = read_tracker(root)
     except UserError:  # the file is damaged
@@ -132,7 +130,7 @@ def _tracked_if_readable(root: Path) -> int | str | None:
 
 
 def _last_set(root: Path) -> int | str | None:
-    """What `set_latest` was called with last, where it is known."""
+    """The last value given to `set_latest`; None if it is not known."""
     try:
         text = read_plain(root / _LATEST).decode("ascii", "replace").strip()
     except OSError:
@@ -160,7 +158,7 @@ def check_tracker(root: Path) -> None:
 
 
 def iteration_dir(root: Path, iteration: int | str) -> Path:
-    """Where an iteration is stored. A save that died while replacing it may have left it under
+    """The directory of an iteration. A save that died while replacing it may have left it under
     another name."""
     name = iteration_name(iteration)
     replaced = root / f".{name}.replaced"
@@ -225,7 +223,7 @@ def _by_preference(root: Path) -> list[int | str]:
 
 
 def newest_whole(root: Path) -> Path | None:
-    """Where `find_whole` would go on; None for nowhere."""
+    """The directory that `find_whole` chooses; None if there is none."""
     iteration, _ = find_whole(root)
     return None if iteration is None else iteration_dir(root, iteration)
 
@@ -275,7 +273,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def _name_in_the_end(directory: Path) -> str:
-    """That of an iteration while it is written or replaced."""
+    """The name of an iteration that may be being written or replaced."""
     return directory.name.split(".")[1] if is_leftover(directory.name) else directory.name
 
 
@@ -366,7 +364,7 @@ def check_complete(directory: Path) -> None:
 
 
 def _fault_of(directory: Path, record: FileRecord) -> str:
-    """What is wrong with a file as far as its size tells; "" for nothing."""
+    """The fault of a file as far as its size tells; "" for none."""
     path = directory / record.path
     try:
         if not path.is_file():
@@ -399,7 +397,7 @@ def check_contents(directory: Path, rank: int = 0, world_size: int = 1) -> None:
 
 
 def file_record(path: Path) -> FileRecord:
-    """Of a file at the top of the checkpoint that was written by other means."""
+    """Make the record of a file at the top of the checkpoint that was written by other means."""
     return FileRecord(path.name, path.stat().st_size, file_fingerprint(path))
 
 

@@ -53,7 +53,7 @@ class PlacedParameter:
 
 
 def whole_bytes(one: PlacedParameter, placement: Placement) -> int:
-    """Of the parameter with the pieces of all tensor-parallel ranks."""
+    """The size of the parameter with the pieces of all tensor-parallel ranks."""
     pieces = (placement.etp_size if one.is_expert else placement.tp_size) if one.is_cut else 1
     return pieces * one.nbytes
 
@@ -135,8 +135,8 @@ def _all_gather(
 
 
 def _offsets(held: Iterable[PlacedParameter]) -> tuple[list[int], int]:
-    """Where each parameter begins in a flat buffer, aligned for any dtype, and the buffer's
-    size."""
+    """The offset of each parameter in a flat buffer, aligned for any dtype, and the size of the
+    buffer."""
     offsets = []
     end = 0
     for one in held:

@@ -24,7 +24,8 @@ from slime.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel
+    from gguf import GGUFReader
+    from transformers import PretrainedConfig
 
 #: Marks of the quantised origin that must not survive in the config of a dequantised checkpoint.
 _QUANTISATION_MARKS = ("quantization_config", "_pre_quantization_dtype", "gguf_file")
@@ -92,21 +93,23 @@ def find_smollm2() -> Path:
 
 def _convert(source: Path, out: Path, dtype_name: str) -> None:
     import torch
-    from transformers import AutoConfig, AutoTokenizer
+    from gguf import GGUFReader
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     dtype: torch.dtype = getattr(torch, dtype_name)
-    where = str(source.parent)
-    name = source.name
-    tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
-    config = AutoConfig.from_pretrained(where, gguf_file=name)
+    reader = GGUFReader(source)
+    tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+    config = AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
     for mark in _QUANTISATION_MARKS:
         if mark in config.__dict__:
             delattr(config, mark)
     config.dtype = dtype
-    _set_special_tokens(tokenizer, config, _header_token_ids(source))
-    _complete(config, source)
-    model = _empty_model(config)
+    _set_special_tokens(tokenizer, config, reader)
+    _complete(config, source, reader)
+    # weights are assigned from the file, so none are allocated or initialised
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     loaded = load_gguf_checkpoint(
         str(source), return_tensors=True, model_to_load=model, torch_dtype=dtype
     )["tensors"]
@@ -123,17 +126,15 @@ def _convert(source: Path, out: Path, dtype_name: str) -> None:
     tokenizer.save_pretrained(out)
 
 
-def _complete(config: PretrainedConfig, source: Path) -> None:
-    """What the file says of the model and transformers does not read: sizes of heads and experts,
-    scaled positions.
+def _complete(config: PretrainedConfig, source: Path, reader: GGUFReader) -> None:
+    """Add to the config what transformers does not read: sizes of heads and experts, scaled
+    positions.
 
     Raises:
         UserError: factors of scaled positions without the parameters that config.json has of them.
     """
     import numpy as np
-    from gguf import GGUFReader
 
-    reader = GGUFReader(source)
     facts = {
         key.partition(".")[2]: reader.fields[key].contents() for key in reader.fields if "." in key
     }
@@ -160,36 +161,13 @@ def _complete(config: PretrainedConfig, source: Path) -> None:
         )
 
 
-def _header_token_ids(source: Path) -> dict[str, int]:
-    """{"bos": 1, "eos": 2, …}: the special tokens that the file's header names."""
-    from gguf import GGUFReader
-
-    names = {"bos": "bos", "eos": "eos", "padding": "pad"}
-    fields = GGUFReader(source).fields
-    found = {
-        ours: fields.get(f"tokenizer.ggml.{theirs}_token_id") for theirs, ours in names.items()
-    }
-    return {
-        name: int(field.parts[field.data[0]][0])
-        for name, field in found.items()
-        if field is not None
-    }
-
-
-def _set_special_tokens(tokenizer: Any, config: PretrainedConfig, header: dict[str, int]) -> None:
-    """One truth for tokenizer, config and generation config. The header wins: what transformers
-    makes of a GGUF tokenizer differs between its versions, and a wrong end-of-turn token means
-    responses that never end."""
-    for name in ("bos", "eos", "pad"):
-        if name in header:
-            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(header[name]))
+def _set_special_tokens(tokenizer: Any, config: PretrainedConfig, reader: GGUFReader) -> None:
+    """Give tokenizer and config the special tokens of the file's header. What transformers makes of
+    a GGUF tokenizer differs between its versions, and with a wrong end-of-turn token responses
+    never end."""
+    for name, in_header in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        field = reader.fields.get(f"tokenizer.ggml.{in_header}_token_id")
+        if field is not None:
+            token = tokenizer.convert_ids_to_tokens(int(field.parts[field.data[0]][0]))
+            setattr(tokenizer, f"{name}_token", token)
         setattr(config, f"{name}_token_id", getattr(tokenizer, f"{name}_token_id"))
-
-
-def _empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    # weights are assigned from the file, so none are allocated or initialised
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)

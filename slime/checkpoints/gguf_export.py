@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from slime.checkpoints.hf_files import HfReader
 from slime.errors import UserError
 from slime.files import replacing
 from slime.models import ModelSpec, family_of, read_hf_config
+from slime.models.parameters import ModelParameters
 from slime.prompts.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -42,8 +44,8 @@ _INTERLEAVED = ("llama",)
 #: Our own entry: scaling of the rotary embedding as config.json has it. llama.cpp reads the factors
 #: made of it.
 ROPE_PARAMETERS = "slime.rope_parameters"
-#: dtype → llama.cpp's number for a file that is mostly of it.
-_FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
+#: dtype → the name of a file that is mostly of it, in `gguf.LlamaFileType`.
+_FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}
 QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -63,12 +65,6 @@ _PRE_TOKENIZERS = {
     (TEKKEN_WORDS,): "tekken",
     ("digits",): "smollm",
 }
-_NORMAL = 1
-_UNKNOWN = 2
-_CONTROL = 3
-_USER_DEFINED = 4
-_UNUSED = 5
-_BYTE = 6
 
 
 def hf_to_gguf(
@@ -103,14 +99,8 @@ def hf_to_gguf(
     vocabulary = _Vocabulary.read(source, spec.vocab_size, pre_tokenizer)
     reader = HfReader(source)
     ignored = set(reader.verify(family, spec))
-    tensors = list(
-        _tensors(
-            reader,
-            [name for name, _ in family.hf_tensors(spec) if name not in ignored],
-            spec,
-            dtype,
-        )
-    )
+    names = [name for name in ModelParameters(family, spec).stored if name not in ignored]
+    tensors = list(_tensors(reader, names, spec, dtype))
     from gguf import GGUFWriter
 
     try:
@@ -160,14 +150,14 @@ def _check(source: Path, spec: ModelSpec) -> None:
 
 
 def _add_facts(writer: GGUFWriter, spec: ModelSpec, name: str, tensors: list[_Tensor]) -> None:
-    from gguf import RopeScalingType
+    from gguf import LlamaFileType, RopeScalingType
 
     facts = spec.transformer
     writer.add_type("model")
     # of that very name transformers expects another layout
     writer.add_name("Mistral" if name == "mistral" else name)
     largest = max(tensors, key=lambda tensor: tensor.num_elements)
-    writer.add_file_type(_FILE_TYPES[largest.dtype])
+    writer.add_file_type(LlamaFileType[_FILE_TYPES[largest.dtype]])
     writer.add_block_count(spec.num_layers)
     writer.add_context_length(spec.max_position_embeddings)
     writer.add_embedding_length(spec.hidden_size)
@@ -213,10 +203,7 @@ class _Tensor:
 
     @property
     def num_elements(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 def _tensors(
@@ -280,7 +267,7 @@ def _reordered(tensor: torch.Tensor, name: str, spec: ModelSpec) -> torch.Tensor
 
 
 def _rope_factors(spec: ModelSpec) -> torch.Tensor:
-    """What llama.cpp divides the plain frequencies by."""
+    """The factors by which llama.cpp divides the plain frequencies."""
     from slime.models.rotary import inverse_frequencies
 
     plain, _ = inverse_frequencies(
@@ -337,12 +324,13 @@ class _Vocabulary:
 
     @staticmethod
     def read(directory: Path, size: int, pre: str | None) -> _Vocabulary:
-        """What the tokenizer does that transformers makes of the directory, which is more than
+        """Read the tokenizer that transformers makes of the directory, which does more than
         tokenizer.json says.
 
         Raises:
             UserError: there is no tokenizer, or it is of a kind that is not known here.
         """
+        from gguf import TokenType
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = load_tokenizer(str(directory))
@@ -370,19 +358,21 @@ class _Vocabulary:
         by_id = {number: text for text, number in model["vocab"].items()}
         is_pieces = bool(model.get("byte_fallback"))
         texts = []
-        kinds = []
+        kinds: list[int] = []
         for number in range(size):
-            texts.append(
-                added[number]["content"] if number in added else by_id.get(number, f"[PAD{number}]")
-            )
             if number in added:
-                kinds.append(_CONTROL if added[number]["special"] else _USER_DEFINED)
+                text = added[number]["content"]
+                kind = TokenType.CONTROL if added[number]["special"] else TokenType.USER_DEFINED
+            elif number in by_id:
+                text, kind = by_id[number], TokenType.NORMAL
             else:
-                kinds.append(_NORMAL if number in by_id else _UNUSED)
-            if is_pieces and re.fullmatch(r"<0x[0-9A-F]{2}>", texts[-1]):
-                kinds[-1] = _BYTE
-            elif is_pieces and texts[-1] == model.get("unk_token"):
-                kinds[-1] = _UNKNOWN
+                text, kind = f"[PAD{number}]", TokenType.UNUSED
+            if is_pieces and re.fullmatch(r"<0x[0-9A-F]{2}>", text):
+                kind = TokenType.BYTE
+            elif is_pieces and text == model.get("unk_token"):
+                kind = TokenType.UNKNOWN
+            texts.append(text)
+            kinds.append(int(kind))
         if is_pieces:
             return _Vocabulary("llama", "default", texts, kinds, _scores(model, texts))
         return _Vocabulary("gpt2", pre or _pre_tokenizer(directory, data), texts, kinds, None)

@@ -264,7 +264,8 @@ def _layers_of(names: Iterable[str]) -> str:
 
 
 def _describe(names: list[str], adjective: str, spec: ModelSpec) -> list[str]:
-    """What is wrong, whole layers first: "layer 3 is missing" says more than nine tensor names."""
+    """Describe faulty tensors, whole layers first: "layer 3 is missing" says more than nine
+    names."""
     if not names:
         return []
     per_layer = Counter(

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HfLoadReport:
-    """What `load_hf` did on this rank.
+    """The result of `load_hf` on this rank.
 
     Attributes:
         directory: where from.
@@ -147,7 +147,7 @@ def match_of(family: ModelFamily, name: str, spec: ModelSpec) -> Match | None:
 
 
 def shard_of(match: Match, placement: Placement) -> Shard:
-    """Which piece of a parameter this rank holds."""
+    """The piece of a parameter that this rank holds."""
     if match.rule.layout.tp_axis is None:
         return Shard()
     if match.rule.is_expert:

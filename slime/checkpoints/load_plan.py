@@ -33,7 +33,7 @@ from slime.files import read_plain
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What to load and where to go on.
+    """The weights to load and the rollout to start from.
 
     Attributes:
         kind: "megatron" (a checkpoint of this program or of Megatron-LM) or "hf" (a Hugging Face
@@ -111,8 +111,8 @@ def resolve_load(config: Config, corrupt: Sequence[Damage] = ()) -> LoadPlan:
 
 
 def check_length(config: Config, plan: LoadPlan) -> None:
-    """What is loaded does not lie behind the end of the run. At its end a run may stand that was
-    killed as it ended.
+    """Refuse to load a checkpoint beyond the end of the run. One exactly at its end is fine: the
+    run may have been killed as it ended.
 
     Raises:
         UserError: it does, so that nothing would be trained.
@@ -233,7 +233,7 @@ def _weights_only(
 
 
 def _newest_of_its_own(config: Config, root: Path, corrupt: Sequence[Damage]) -> LoadPlan:
-    """Of a run that goes on."""
+    """The plan of a run that resumes from its own checkpoints."""
     check_tracker(root)
     found, damaged = find_whole(root, corrupt)
     if found is None:

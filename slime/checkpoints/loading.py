@@ -41,7 +41,7 @@ _TE_STATE = "_extra_state"
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load took from a checkpoint, on this rank.
+    """The result of a load on this rank.
 
     Attributes:
         directory: of the iteration.
@@ -74,7 +74,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What `load` gives back.
+    """The return value of `load`.
 
     Attributes:
         extra_state: what was given to `save`; {} when there is none, or when only weights were

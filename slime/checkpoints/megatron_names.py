@@ -77,8 +77,8 @@ def unwrapped(model_chunks: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def stored_tensors(model_chunks: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """What of this rank's chunks a checkpoint holds: parameters, and persistent buffers (a router's
-    expert bias)."""
+    """The tensors of this rank's chunks that a checkpoint holds: parameters, and persistent buffers
+    (a router's expert bias)."""
     found: list[torch.Tensor] = []
     for chunk in model_chunks:
         found += chunk.parameters()

@@ -111,8 +111,8 @@ def parts(optimizer: Any) -> Iterator[Any]:
 
 
 def held_state(part: Any) -> Iterator[FlatRun]:
-    """What this rank holds of one of `parts`. The tensors are those the optimizer computes with,
-    not copies (but see `OptimizerTensors.copies`)."""
+    """Yield this rank's states of one of `parts`. The tensors are those the optimizer computes
+    with, not copies (but see `OptimizerTensors.copies`)."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     if isinstance(part, DistributedOptimizer):
@@ -227,7 +227,7 @@ class OptimizerTensors:
     without_master: bool = False
 
     def known_to(self, contents: Any) -> list[Any]:
-        """What to read of a checkpoint, by its table of contents.
+        """Choose the tensors to read from a checkpoint by its table of contents.
 
         A float32 run without distributed optimizer saves no master weights, as its parameters are
         those; other programs call those of a half-precision run ``fp32_param``.
@@ -339,7 +339,7 @@ def _places(model_state: StateDict) -> dict[int, list[_BlockPlace]]:
 
 
 def _box_within(piece: Tensor, whole: Tensor) -> TensorSlice:
-    """Where a view lies in the tensor that it is a block of."""
+    """The place of a view in the tensor that it is a block of."""
     assert piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), (
         "a sharded copy, not a view"
     )
@@ -355,7 +355,7 @@ def _box_within(piece: Tensor, whole: Tensor) -> TensorSlice:
 def _sharded(
     name: str, flat: Tensor, held: FlatRun, place: _BlockPlace, instance: int
 ) -> Iterator[Any]:
-    """What a held run has in one place, box by box."""
+    """Cut a held run at one place into boxes."""
     sharded = place.sharded
     axes = sharded.prepend_axis_num
     position = 0
@@ -399,7 +399,7 @@ def _overlap(one: TensorSlice, other: TensorSlice) -> TensorSlice | None:
 
 
 def _instance(part: Any) -> int:
-    """Which copy of a distributed optimizer this is, where several groups of replicas have one
+    """The number of this copy of a distributed optimizer, if several groups of replicas have one
     each."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -440,8 +440,8 @@ def _with_tuples(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells parameter groups apart at every layout; some writers prefix the names with
-    ``pre_``."""
+    """The settings that tell parameter groups apart at every layout; some writers prefix the names
+    with ``pre_``."""
     return tuple(group.get(name, group.get(f"pre_{name}")) for name in _IDENTITY)
 
 

@@ -43,7 +43,7 @@ _PLAN = "plan.json"
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
         directory: where the model is.
@@ -223,7 +223,8 @@ def _plain_work(
 
 
 def _shape_of(facts: tuple[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Of a weight of a layer that the tables do not know, by that of its numbers."""
+    """The shape of a weight that the family's table does not know, from the shape of its
+    numbers."""
     dtype, shape = facts
     return (shape[0], shape[1] * NIBBLES) if dtype == "int32" else shape
 
@@ -351,8 +352,8 @@ class _QuantiseJob:
                 yield from (self.compute(work, stored) if work.module else stored).items()
 
     def _verify(self, partial: Path, model_name: str | None) -> str:
-        """Once more from the disk: files, index and headers as planned, and complete as a model of
-        the family."""
+        """Check the written files, index and headers against the plan, and the model for
+        completeness."""
         for file, works in self.plan.items():
             if works and not _is_whole(partial / file, _table(works)):
                 raise UserError(

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 def random_layout() -> dict[str, int]:
-    """What random states belong to: ranks at the same place of the same layout go on with the same
-    numbers."""
+    """The layout that random states belong to: ranks at the same place of the same layout go on
+    with the same numbers."""
     from megatron.core import parallel_state as ps
 
     experts = ps.get_expert_model_parallel_world_size()

@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 
 def agreed_plan(config: Config) -> tuple[LoadPlan, list[str]]:
-    """What all ranks load, with contents that are compared already. Collective.
+    """Agree on what all ranks load, with contents that are compared already. Collective.
 
     Returns:
         The plan, and a line for each iteration that was skipped.

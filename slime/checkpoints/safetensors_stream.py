@@ -14,8 +14,8 @@ from safetensors import safe_open
 from slime.engines.wire.buckets import dtype_name, dtype_of
 from slime.files import replacing
 
+#: Name → (dtype as torch calls it, shape).
 Table = dict[str, tuple[str, tuple[int, ...]]]
-"""Name → (dtype as torch calls it, shape)."""
 
 #: Of the format; torch's names are `slime.engines.wire.buckets.dtype_name`'s.
 _NAMES = {
@@ -28,7 +28,7 @@ _CODES = {name: code for code, name in _NAMES.items()}
 
 
 def read_table(path: Path) -> Table:
-    """What is in a file, by its header; nothing else is read.
+    """Read the table of a file from its header alone.
 
     Raises:
         SafetensorError, OSError: the file is damaged or cut short.
@@ -42,7 +42,7 @@ def read_table(path: Path) -> Table:
 
 
 def table_of(tensors: Mapping[str, torch.Tensor]) -> Table:
-    """What a file of these tensors has in it."""
+    """The table of a file of these tensors."""
     return {
         name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()
     }

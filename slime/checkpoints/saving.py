@@ -212,7 +212,7 @@ class _RankSave:
     def _verdict(
         self, failure: str | None, written: tuple[list[Any], list[FileRecord]]
     ) -> str | None:
-        """What went wrong on any rank, "what\\0why"; None when the checkpoint is published."""
+        """The failure of any rank as "what\\0why"; None when the checkpoint is published."""
         verdict: str | None = None
         try:
             said = gather((failure, plain_results(written[0]), written[1]), self.group)

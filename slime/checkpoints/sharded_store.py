@@ -148,7 +148,6 @@ def plain_results(results: list[Any]) -> list[Any]:
 
 
 def results_of(plain: list[Any]) -> list[Any]:
-    """Of `plain_results`."""
     return [
         WriteResult(MetadataIndex(name, offset, index), nbytes, _StorageInfo(**place))
         for name, offset, index, nbytes, place in plain

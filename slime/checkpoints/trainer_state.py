@@ -19,7 +19,7 @@ REFERENCE = "reference"
 
 @dataclass
 class TrainerState:
-    """What a checkpoint covers on this rank.
+    """This rank's part of a checkpoint.
 
     Attributes:
         model_chunks: one per virtual pipeline stage, wrapped or not.

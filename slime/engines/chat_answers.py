@@ -37,8 +37,8 @@ def event(body: Any, name: str = "") -> bytes:
 
 
 def new_call_id() -> str:
-    """Of a call of a tool: nine letters and digits, since chat templates of Mistral's refuse any
-    other."""
+    """Make an id for a tool call: nine letters and digits, since Mistral's chat templates refuse
+    any other."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 
@@ -50,7 +50,7 @@ def tool_call(call: Call, call_id: str = "") -> dict[str, Any]:
 def message(
     text: str, calls: Sequence[dict[str, Any]], reasoning: str | None = None
 ) -> dict[str, Any]:
-    """What the assistant says. SGLang's field for reasoning is there only where there is some."""
+    """The assistant's message. SGLang's field for reasoning is there only if there is some."""
     said = {
         "role": "assistant",
         "content": text or (None if calls else ""),

@@ -18,8 +18,7 @@ _SAYS_SOMETHING = ("content", "tool_calls", "function_call", *conversation.REASO
 
 @contextlib.contextmanager
 def refused(field: str) -> Iterator[None]:
-    """What cannot be understood of a conversation inside is a `BadRequest` that blames
-    ``field``."""
+    """Turn a `ConversationError` inside the block into a `BadRequest` that blames ``field``."""
     try:
         yield
     except ConversationError as error:

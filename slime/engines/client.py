@@ -22,12 +22,11 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slime import deadlines
 from slime.engines.api import LOADS_PATH, EngineClient, EngineError, GenerateResult
-from slime.engines.client_counts import BusyClock, ClientCounters
 from slime.engines.request_fields import SamplingParams
 from slime.engines.workers import ROUTING_KEY_HEADER, RouterWorker, list_workers
 from slime.log import get_logger
@@ -66,10 +65,10 @@ class InFlight:
     started: float
     num_input_tokens: int = 0
     attempt: int = 1
+    #: The engine that it was sent to; empty where the router chooses.
     url: str = ""
-    """The engine that it was sent to; empty where the router chooses."""
+    #: It is for the policy's engines: an abort ends it. Judges and tools are left alone.
     ends_with_rollout: bool = True
-    """It is for the policy's engines: an abort ends it. Judges and tools are left alone."""
 
 
 class RequestSlots(asyncio.Semaphore):
@@ -107,6 +106,66 @@ class Served:
 
     at: float = -math.inf
     by_some: bool = True
+
+
+@dataclass
+class ClientCounters:
+    """Sums over the client's life, apart from `take`, which gives the difference since its last
+    call."""
+
+    requests: int = 0
+    retries: int = 0
+    _taken: dict[str, int] = field(default_factory=dict)
+
+    def take(self) -> dict[str, int]:
+        now = {"requests": self.requests, "retries": self.retries}
+        since = {name: value - self._taken.get(name, 0) for name, value in now.items()}
+        self._taken = now
+        return since
+
+
+class BusyClock:
+    """How much of the time some request was under way, over all clients that share it.
+
+    Args:
+        clock: seconds.
+
+    Example:
+        >>> seconds = iter([0, 2, 5, 10])
+        >>> busy = BusyClock(clock=lambda: next(seconds))     # at 0 s
+        >>> busy.began(); busy.ended()                        # from 2 s to 5 s
+        >>> busy.take_idle_ratio()                            # at 10 s
+        0.7
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._count = 0
+        self._busy = 0.0
+        self._taken = self._since = clock()
+
+    def began(self) -> None:
+        self._turn()
+        self._count += 1
+
+    def ended(self) -> None:
+        self._turn()
+        self._count -= 1
+
+    def _turn(self) -> None:
+        now = self._clock()
+        self._busy += (now - self._since) * (self._count > 0)
+        self._since = now
+
+    def take_idle_ratio(self) -> float:
+        """Share of the time since the last call, or the beginning, in which no request was under
+        way."""
+        self._turn()
+        seconds = self._since - self._taken
+        busy = self._busy
+        self._taken = self._since
+        self._busy = 0.0
+        return max(0.0, 1.0 - busy / seconds) if seconds > 0 else 0.0
 
 
 class RolloutClient:
@@ -151,12 +210,12 @@ class RolloutClient:
         self._aborting = asyncio.Event()
         self._on_abort: set[Callable[[], object]] = set()
         self._engines: dict[str, EngineClient] = {}
+        #: The router's, and those of the engines that it has named so far.
         self._policy_urls = {self.base_url, *urls}
-        """The router's, and those of the engines that it has named so far."""
         self._next_key = 0
         self._served = Served()
+        #: The clients of what goes on at the same time, this one among them.
         self._company = [self]
-        """The clients of what goes on at the same time, this one among them."""
 
     async def __aenter__(self) -> RolloutClient:
         return self
@@ -318,8 +377,8 @@ class RolloutClient:
             return None
 
     async def _some_engine_serves(self) -> bool:
-        """By the router's list, looked at now and then; true as well where the router does not
-        tell, since it may come back any moment."""
+        """Whether the router lists a healthy engine, asked now and then; true if the router does
+        not answer, since it may come back any moment."""
         served = self._served
         now = time.monotonic()
         if now - served.at >= deadlines.CLIENT_LOOK:

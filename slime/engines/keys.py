@@ -48,8 +48,7 @@ class Key(str):
 
 @dataclass(frozen=True)
 class RunKeys:
-    """Of the run's own servers, and of engines that somebody else has started ("": they ask for
-    none)."""
+    """The keys of the run's own servers and of external engines ("": they require none)."""
 
     own: Key
     external: Key
@@ -66,7 +65,7 @@ _external: set[str] = set()
 
 
 def use(keys: RunKeys) -> RunKeys:
-    """Those of this process's run, for `own` and `external`."""
+    """Set this process's keys, for `own` and `external`."""
     global _run
     _run = keys
     return keys
@@ -120,8 +119,8 @@ def take() -> Key:
 
 
 def take_access() -> str:
-    """What this server is open for beside its key: `ONLY_INFERENCE`, `EVERYTHING`, or "" where
-    nobody said."""
+    """The routes that this server answers beside its key: `ONLY_INFERENCE`, `EVERYTHING`, or "" if
+    unset."""
     return os.environ.pop(ACCESS, "")
 
 

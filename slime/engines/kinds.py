@@ -96,7 +96,8 @@ class EngineKind:
     to_find_the_cause: tuple[str, ...] = ()
 
     def remedies(self, exception: str) -> tuple[str, ...]:
-        """What to try after a server died, whose log ends with ``exception``; "": with none."""
+        """The remedies for a server that died, whose log ends with ``exception`` ("": with
+        none)."""
         if "out of memory" in exception.lower():
             return (*self.if_out_of_memory, *self.to_find_the_cause)
         return self.to_find_the_cause if exception else (*self.if_killed, *self.to_find_the_cause)

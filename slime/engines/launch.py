@@ -1,4 +1,4 @@
-"""What the rest of the system knows of engines and their servers, whichever engine it is.
+"""Records that describe engines and their servers, whichever engine it is.
 
     ServedModel ─► ServerGroup ─► EnginePlace ─► LaunchSpec   `slime.cluster` starts and watches it
     EngineFootprint                                           `slime.memory` plans with it
@@ -39,7 +39,7 @@ class LaunchSpec:
 
 @dataclass(frozen=True)
 class EnginePlace:
-    """Where one engine, or one node's part of it, runs.
+    """The place of one engine, or of one node's part of it.
 
     Attributes:
         number: of the engine in the run; its seed follows from it.

@@ -41,7 +41,7 @@ _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 
 @dataclass(frozen=True)
 class GroupRules:
-    """What an engine allows in a server group.
+    """An engine's rules for server groups.
 
     Attributes:
         worker_types: kinds of servers that there are.

@@ -42,7 +42,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class FieldKind:
-    """What a field takes.
+    """The values that a field takes.
 
     Attributes:
         accepts: in words, to follow "must be".
@@ -243,7 +243,7 @@ class SamplingParams:
 
     @property
     def scale(self) -> float:
-        """What logits are divided by; greedy counts as 1, as in SGLang."""
+        """The divisor of the logits; greedy counts as 1, as in SGLang."""
         return 1.0 if self.temperature < GREEDY_BELOW else self.temperature
 
     @property

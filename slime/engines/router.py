@@ -65,7 +65,7 @@ def router_policy(name: str) -> str:
 
 
 def router_flags(name: str, worker_urls: list[str]) -> dict[str, Any]:
-    """What the router is started with for a policy and the workers that it will have.
+    """The flags of the router for a policy and the workers that it will have.
 
     ``power_of_two`` refuses to start unless it is given two workers on its command line; so it gets
     them there, while under other policies they register (`register_workers`). It asks them for
@@ -80,8 +80,8 @@ def router_flags(name: str, worker_urls: list[str]) -> dict[str, Any]:
 
 
 def started_with(name: str, worker_urls: list[str]) -> list[str]:
-    """Those of its workers that the router is given on its command line under this policy. They get
-    its own key, and so they are the run's own."""
+    """The workers that the router is given on its command line under this policy. They get its own
+    key, and so they are the run's own."""
     own = [url for url in worker_urls if not keys.is_external(url)]
     return own if router_policy(name) == "power_of_two" and len(own) > 1 else []
 

@@ -32,7 +32,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """What an answer says to people, and the calls in it."""
+    """The text of an answer for people, and the calls in it."""
 
     text: str
     calls: tuple[Call, ...] = ()
@@ -89,7 +89,7 @@ class ToolFormat:
         return Reply(text if ended and not calls else text[:start].rstrip(), calls)
 
     def _start(self, text: str, marks: tuple[str, ...]) -> int | None:
-        """Where the first call begins."""
+        """The index of the first call; None if there is none."""
         if self.at_start:
             lead = len(text) - len(text.lstrip())
             return lead if any(text.startswith(mark, lead) for mark in marks) else None
@@ -166,8 +166,8 @@ def _arguments(value: Any) -> str:
 
 
 def _between(text: str, begin: str, end: str) -> Iterator[str]:
-    """What stands between each pair of marks. A model that repeats the first one to its limit costs
-    no more than any other."""
+    """The text between each pair of marks. A model that repeats the first one to its limit costs no
+    more than any other."""
     at = 0
     while (start := text.find(begin, at)) >= 0 and (
         stop := text.find(end, start + len(begin))

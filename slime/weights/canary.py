@@ -285,7 +285,7 @@ class Canary:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two lists of log-probs, in nats; what is not a number differs infinitely.
+    """The differences between two lists of log-probs, in nats; infinite where one is not a number.
 
     Attributes:
         at: index of the largest.

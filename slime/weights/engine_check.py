@@ -12,30 +12,36 @@ fused names, and the trainer would need the same kernel to say what the hashes s
 
 from __future__ import annotations
 
+import base64
+import json
+import pickle
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
 from slime import deadlines
+from slime.engines.api import WEIGHT_PROBE, EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.sglang.weight_probe import SIZE
 from slime.engines.wire.buckets import FINGERPRINTS, fingerprint
-from slime.weights.rank_questions import RankQuestions
+from slime.engines.wire.process_group import ExternalGroup
 from slime.weights.receipt import compare
 from slime.weights.transport import EngineSlots
 
+#: dim, start, stop; "1:0:64" in JSON.
 Slice = tuple[int, int, int]
-"""dim, start, stop; "1:0:64" in JSON."""
 
+#: (name, tensor) → what is compared with the engines.
 Digest = Callable[[str, torch.Tensor], Any]
-"""(name, tensor) → what is compared with the engines."""
 
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """What engines hold after a transfer.
+    """The findings about what engines hold after a transfer.
 
     Attributes:
         wrong: one line per tensor and engine that is not as sent.
@@ -161,6 +167,79 @@ class WholeTensorCheck:
     def close(self) -> None: ...
 
 
+class RankQuestions:
+    """Questions to the processes of SGLang engines, through their custom weight loader.
+
+        ask({"action": …}) ── /update_weights_from_tensor, load_format = the probe ──► every rank
+        answers            ◄── TCP store of this process ───────────────────────────── every rank
+
+    SGLang's own answer says only that the loader was called; what it found, or what went wrong,
+    comes through the store.
+
+    Args:
+        engines: as many tensor-parallel ranks each as they have slots.
+        address: of this process, as the engines reach it.
+    """
+
+    def __init__(self, fleet: EngineFleet, engines: Sequence[EngineSlots], address: str) -> None:
+        self._fleet = fleet
+        self._engines = engines
+        self._address = address
+        self._store = ExternalGroup.open_store(address, 1, deadlines.ENGINE_CHECK_ANSWER)
+
+    def ask(self, request: Mapping[str, Any], timeout: float) -> list[list[dict[str, Any]]]:
+        """Every rank's answer, by engine.
+
+        Args:
+            request: for `slime.engines.sglang.weight_probe.report`, without the place of the store.
+        Raises:
+            EngineError: a rank could not do it, with its own words, or did not answer.
+        """
+        key = secrets.token_hex(4)
+
+        def body(number: int) -> dict[str, Any]:
+            place = {"host": self._address, "port": self._store.port, "key": f"{key}/{number}"}
+            raw = json.dumps({**request, **place}).encode()
+            payload = serialized(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+            count = self._engines[number].num_ranks
+            return {
+                "serialized_named_tensors": [payload] * count,
+                "load_format": WEIGHT_PROBE,
+                "flush_cache": False,
+            }
+
+        self._fleet.post("/update_weights_from_tensor", body, timeout)
+        return [
+            [self._answer(f"{key}/{n}/{rank}", n) for rank in range(engine.num_ranks)]
+            for n, engine in enumerate(self._engines)
+        ]
+
+    def close(self) -> None:
+        del self._store  # the listening socket goes with it
+
+    def _answer(self, key: str, number: int) -> dict[str, Any]:
+        url = self._engines[number].url
+        try:
+            self._store.wait([key], timedelta(seconds=deadlines.ENGINE_CHECK_ANSWER))
+        except RuntimeError as error:
+            raise EngineError(
+                url,
+                f"a rank did not report its weights within {deadlines.ENGINE_CHECK_ANSWER:.0f} s",
+            ) from error
+        answer: dict[str, Any] = json.loads(self._store.get(key))
+        self._store.delete_key(key)
+        if "error" in answer:
+            raise EngineError(
+                url, f"its weights cannot be reported: {answer['error']}\n{answer['traceback']}"
+            )
+        return answer
+
+
+def serialized(tensor: torch.Tensor) -> str:
+    """One payload of ``serialized_named_tensors`` with the bytes of a small CPU tensor in it."""
+    return base64.b64encode(pickle.dumps([("request", tensor)])).decode()
+
+
 class SliceCheck:
     """SGLang engines, asked through their custom weight loader.
 
@@ -185,7 +264,7 @@ class SliceCheck:
         self._ranks = RankQuestions(fleet, engines, address)
         layouts = self._ranks.ask(
             {"action": "layout", "tensors": self._shapes, "opens": opens},
-            deadlines.RANK_QUESTIONS_ANSWER,
+            deadlines.ENGINE_CHECK_ANSWER,
         )
         self._slices = [[_slices(rank) for rank in ranks] for ranks in layouts]
         self._others = [

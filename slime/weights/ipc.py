@@ -161,7 +161,7 @@ class IpcTransport(Transport):
     def _requests(
         self, bucket: Bucket, handles: list[Handle], version: int
     ) -> Callable[[int], dict[str, Any]]:
-        """By engine: a payload for each of its ranks."""
+        """Make the request to each engine: a payload for each of its ranks."""
         contents = _bucket_and_table(bucket) if self._in_runs else _flattened_bucket(bucket)
         payloads: dict[int, str] = {}
 
@@ -210,8 +210,8 @@ class _Opened:
 
 
 def handle_of(buffer: torch.Tensor) -> Handle:
-    """What another process on this host can open as the same memory. The buffer must live until it
-    has done so."""
+    """Make a handle that another process on this host can open as the same memory. The buffer must
+    live until it has done so."""
     if buffer.is_cuda:
         function, arguments = reductions.reduce_tensor(buffer)
         # GPUs are numbered anew in every process (CUDA_VISIBLE_DEVICES); SGLang's reader
@@ -232,7 +232,7 @@ def handle_of(buffer: torch.Tensor) -> Handle:
 
 
 def _flattened_bucket(bucket: Bucket) -> Callable[[_Opened], Any]:
-    """What SGLang's own reader of buckets wants, from the opened buffer."""
+    """The format of SGLang's own reader of buckets, around the opened buffer."""
     table = [
         _row(entry.name, entry.shape, entry.dtype, entry.offset, entry.nbytes)
         for entry in bucket.entries
@@ -241,8 +241,7 @@ def _flattened_bucket(bucket: Bucket) -> Callable[[_Opened], Any]:
 
 
 def _bucket_and_table(bucket: Bucket) -> Callable[[_Opened], Any]:
-    """What `slime.engines.sglang.weight_loader.load` wants; SGLang hands pairs of names and tensors
-    on."""
+    """The pairs that `slime.engines.sglang.weight_loader.load` takes, around the opened buffer."""
     words = json.dumps([entry.to_json() for entry in bucket.entries]).encode()
     table = torch.frombuffer(bytearray(words), dtype=torch.uint8)
     return lambda buffer: [("bucket", buffer), ("table", table)]

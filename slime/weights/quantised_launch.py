@@ -16,8 +16,8 @@ from slime.placement import needs_engines
 
 
 def check_route(config: Config) -> None:
-    """Of a model whose weights engines hold quantised: they go to SGLang in a way that was tried,
-    as far as flags and server groups say. Engines are asked again when they are there.
+    """Check that a quantised model's weights go to SGLang in a way that was tried, as far as flags
+    and server groups say. Engines are asked again when they are there.
 
     Raises:
         UserError: they do not; by name.

@@ -173,7 +173,8 @@ def compare(
     answers: Mapping[str, Mapping[str, str]],
     complete: Collection[str] | None = None,
 ) -> list[str]:
-    """What is wrong, one line per tensor and engine; [] when all is well.
+    """Compare fingerprints; return one line per tensor and engine that differs, [] when all is
+    well.
 
     Args:
         sent: name → fingerprint on the trainer's side.

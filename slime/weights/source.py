@@ -1,4 +1,4 @@
-"""What a push sends and an export writes: names, sizes and tensors of a model's weights.
+"""Sources of weights: names, sizes and tensors for a push to the engines or for an export.
 
     ModelSource       the trainer's weights, whole, under their Hugging Face names
     QuantisedSource   another source's weights in the form that a quantised --hf-checkpoint stores

@@ -280,7 +280,7 @@ class WeightSync:
     # -----------------------------------------------------------------------
 
     def _send(self, tensors: NamedTensors, version: int) -> None:
-        """What this rank sends, with a report of it."""
+        """Send this rank's part and report it."""
         assert self._transport is not None and self._source is not None
         self._sampler.begin(self._last_seconds, self.config.debug.check_weight_update_equal)
         self._has_begun = True
@@ -470,7 +470,7 @@ _REMEDIES = (
 
 @dataclass(frozen=True)
 class _StageContents:
-    """What one source will send with every push.
+    """The contents of every push of one source.
 
     Attributes:
         shapes: by name; {} if nobody needs them.
@@ -492,7 +492,7 @@ class _StageContents:
 
 @dataclass(frozen=True)
 class _StageSent:
-    """What one source has sent, with fingerprints of some of it."""
+    """The tensors that one source has sent, with fingerprints of some of them."""
 
     amount: Transferred
     names: list[str]

@@ -57,7 +57,8 @@ class StageError(Exception):
 
 @dataclass
 class RoundOutcome:
-    """Of a round: what rank 0 puts here, every rank finds here after the block. JSON."""
+    """The outcome of a round as JSON: every rank finds here what rank 0 puts here, after the
+    block."""
 
     value: Any = None
 
@@ -145,7 +146,7 @@ class TrainerRanks:
         self._say_report(None, value)
 
     def reports(self, limits: Sequence[float]) -> list[Any]:
-        """What all stages reported, by stage; for rank 0, after its own report.
+        """Return the reports of all stages, by stage; for rank 0, after its own report.
 
         Args:
             limits: seconds that each stage may take once the one before is through.
@@ -223,7 +224,7 @@ class TrainerRanks:
         return failure, value
 
     def _seal(self, name: str, word: bytes) -> bytes:
-        """Of what is said under this name: it holds for no other."""
+        """Seal a message for this name; the seal is valid for no other name."""
         return hmac.digest(self._key, name.encode() + b"\0" + word, _SEAL)
 
     def _forget(self) -> None:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:  # the launch describes engines with this file, before anythin
 
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 
+#: Called with each tensor as it is sent, in the engine's dtype; the tensor is only valid during the
+#: call.
 Observer = Callable[[str, "torch.Tensor"], None]
-"""Called with each tensor as it is sent, in the engine's dtype; the tensor is only valid during the
-call."""
 
 #: A step of a transfer is given up on after its floor and the time that its bytes take at this
 #: rate, per second.

@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 
 from slime.engines import client as client_module
 from slime.engines.api import EngineClient, EngineError, GenerateResult
-from slime.engines.client import InFlight, RequestRefused, RequestSlots, RolloutClient, num_requests
-from slime.engines.client_counts import BusyClock
+from slime.engines.client import (
+    BusyClock,
+    InFlight,
+    RequestRefused,
+    RequestSlots,
+    RolloutClient,
+    num_requests,
+)
 from slime.engines.router import register_workers, remove_worker, router_policy, wants_routing_key
 from slime.engines.workers import RouterWorker, list_workers
 from slime.errors import UserError

@@ -253,8 +253,8 @@ def sglang_options(
 
 
 def dtype_of(config: Config) -> str:
-    """Of the policy's weights, in SGLang's words: --sglang-dtype, which is the trainer's precision
-    by default."""
+    """The dtype of the policy's weights, in SGLang's words: --sglang-dtype, by default the
+    trainer's precision."""
     trained = (
         "float32" if config.megatron.fp32 else "float16" if config.megatron.fp16 else "bfloat16"
     )
@@ -262,7 +262,7 @@ def dtype_of(config: Config) -> str:
 
 
 def sglang_footprint(config: Config) -> EngineFootprint:
-    """What its options make of the GPUs of an engine."""
+    """The memory layout that SGLang's options give an engine's GPUs."""
     options = config.engine.sglang
     pipeline = int(options.get("pp_size") or 1)
     tensor = max(1, config.cluster.rollout_num_gpus_per_engine // pipeline)
@@ -290,7 +290,7 @@ def _automatic_fraction(nbytes: float) -> float:
 
 
 def sglang_environment(config: Config, place: EnginePlace) -> dict[str, str]:
-    """What the server's processes need in their environment, on top of the run's."""
+    """The environment variables of the server's processes, on top of the run's."""
     # The router's question whether the server answers must need no memory and no time: engines
     # sleep, and pause for pushes. Whether they generate is asked by those who know that they can,
     # at /health_generate.

@@ -48,7 +48,7 @@ def guard(host: str, *, inference_only: bool) -> None:
 
 
 def hide_in_log(key: str) -> None:
-    """Whatever this process logs from now on does not show the key."""
+    """Hide the key in whatever this process logs from now on."""
     make = logging.getLogRecordFactory()
 
     def without_key(*given: Any, **named: Any) -> logging.LogRecord:

@@ -1,4 +1,4 @@
-"""Which tensors of a push an SGLang process has loaded: runs inside it, asked through the weight
+"""Detect which tensors of a push an SGLang process has loaded; runs inside it, for the weight
 probe.
 
 SGLang's loaders do not say what they took. They skip names that they do not know, and drop half of

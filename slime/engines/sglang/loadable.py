@@ -280,7 +280,7 @@ def _realised(
 
 
 def _settle(owner: Any, name: str, old: torch.Tensor) -> None:
-    """What is under ``name`` now goes into the memory of ``old``, which takes its place again."""
+    """Move what is under ``name`` into the memory of ``old``, which takes its place again."""
     parameters = vars(owner).get("_parameters", {})
     new = parameters.get(name, vars(owner).get(name))
     if not isinstance(new, torch.Tensor):

@@ -1,5 +1,4 @@
-"""Which way quantised weights go into SGLang, by version and format: one table, with the reason
-where there is none.
+"""The ways of quantised weights into SGLang, by version and format; if there is none, the reason.
 
 A way stands here when an experiment has shown it: engines that were pushed to hold, bit for bit,
 what engines hold that were started with the same weights (`benchmarks/gpu/quantised.py`,

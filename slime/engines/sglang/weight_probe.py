@@ -85,7 +85,7 @@ class HeldExperts:
     parameter: str
 
     def of(self, sent: torch.Tensor) -> torch.Tensor:
-        """What ``target`` must be."""
+        """The value that ``target`` must have."""
         return sent[self.first : self.stop].narrow(
             self.axis, self.start, self.target.shape[self.axis]
         )
@@ -177,7 +177,7 @@ def _mark(model: nn.Module, *, keep: bool) -> int:
 
 
 def _held(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
-    """What this rank holds of the tensors."""
+    """This rank's parts of the tensors."""
     tree = Tree(model)
     found = {name: tree.find(name, tuple(shape)) for name, shape in shapes.items()}
     return {name: held.tensor for name, held in found.items() if held is not None}
@@ -191,8 +191,7 @@ class Tree:
         self.parameters = dict(model.named_parameters())
 
     def find(self, name: str, shape: tuple[int, ...]) -> Held | None:
-        """Where (this rank's slice of) a tensor is; None when it is not here, or not in a form that
-        is known.
+        """Find this rank's slice of a tensor; None if it is not here, or not in a known form.
 
         Args:
             shape: of the whole tensor, as sent.
@@ -282,8 +281,7 @@ class Tree:
         return Held(tensor, 0, rank * size, (rank + 1) * size, parameter)
 
     def _shared_expert(self, name: str) -> Held | None:
-        """Of a shared expert that SGLang stacks behind the routed ones, as it does for
-        DeepSeek-V3."""
+        """A shared expert that SGLang stacks behind the routed ones, as it does for DeepSeek-V3."""
         found = _SHARED_EXPERT.fullmatch(name)
         module = None if found is None else self.modules.get(f"{found[1]}.experts")
         if found is None or module is None or vars(module).get("num_fused_shared_experts") != 1:
@@ -296,7 +294,6 @@ class Tree:
         return None if held is None else _of_one(held)
 
     def _expert(self, run: ExpertRun) -> Held | None:
-        """Of a run of one."""
         held = self.experts(run)
         return None if held is None or held.first == held.stop else _of_one(held)
 
@@ -370,7 +367,7 @@ def _routed_experts(module: Any, stacked: int) -> tuple[int, int]:
 
 
 def _gate_half(module: Any) -> int:
-    """Which half of w13 is the gate: kernels like FlashInfer's CUTLASS ones want it below, and
+    """The half of w13 that is the gate: kernels like FlashInfer's CUTLASS ones want it below, and
     SGLang puts it there."""
     method: Any = vars(module).get("quant_method") or vars(module).get("_modules", {}).get(
         "quant_method"
@@ -382,5 +379,5 @@ def _gate_half(module: Any) -> int:
 
 
 def _tp_rank(module: Any) -> int:
-    """Of a parallel linear layer; 0 for layers that are whole on every rank."""
+    """The rank of a parallel linear layer; 0 for layers that are whole on every rank."""
     return int(vars(module).get("tp_rank", 0))

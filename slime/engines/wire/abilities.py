@@ -1,4 +1,4 @@
-"""What an engine can do in a weight push and in the checks after it, as its ``/server_info`` says.
+"""An engine's abilities in a weight push and in the checks after it, from its ``/server_info``.
 
 A server tells its `Abilities` itself, as a JSON object under the key "abilities". The embedded
 engine and SGLang do not: theirs follow from their version and from what they were started with.

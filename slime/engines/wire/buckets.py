@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import xxhash
 
+#: nbytes → uint8 tensor of that many elements; lets the caller pack straight into shared or pinned
+#: memory.
 Allocate = Callable[[int], torch.Tensor]
-"""nbytes → uint8 tensor of that many elements; lets the caller pack straight into shared or pinned
-memory."""
 
+#: Name → names of all tensors that must share its bucket, itself included; () for one that stands
+#: alone. `slime.models.fused_loading.LoadGroups.members` is one.
 Together = Callable[[str], tuple[str, ...]]
-"""Name → names of all tensors that must share its bucket, itself included; () for one that stands
-alone. `slime.models.fused_loading.LoadGroups.members` is one."""
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
@@ -123,7 +123,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies in a bucket.
+    """The place of one tensor in a bucket.
 
     Attributes:
         name: Hugging Face parameter name.
@@ -241,8 +241,8 @@ SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
 
 
 def dtype_in(model_dtype: torch.dtype | None, name: str, own: torch.dtype) -> torch.dtype:
-    """What a tensor has in a model of ``model_dtype``; None leaves it its own. FP8 and scales keep
-    theirs.
+    """The dtype of a tensor in a model of ``model_dtype`` (None: the tensor's own). FP8 and scales
+    keep theirs.
 
     Example:
         >>> name = "model.layers.3.mlp.gate.e_score_correction_bias"

@@ -71,11 +71,11 @@ class ExpertRun:
         )
 
     def expert_name(self, number: int) -> str:
-        """Of the tensor that a checkpoint has for one of its experts."""
+        """The name that a checkpoint has for one of its experts."""
         return f"{self.owner}.{number}.{self.projection}_proj.{self.leaf}"
 
     def name_of(self, leaf: str) -> str:
-        """Of the run of another part of the same weights."""
+        """The name of the run of another part of the same weights."""
         return f"{self.owner}.{self.first}-{self.last}.{self.projection}_proj.{leaf}"
 
     def apart(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -27,12 +27,12 @@ _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 #: Entries of a weight that are computed with at once, in float32.
 _PIECE = 1 << 22
 
+#: Whole name → tensor, of one weight.
 Stored = dict[str, torch.Tensor]
-"""Whole name → tensor, of one weight."""
 
 
 def require_library(scheme: Int4 | Fp8) -> None:
-    """What computes a format is installed.
+    """Check that the library for a format is installed.
 
     Raises:
         UserError: it is INT4, and compressed-tensors is not.
@@ -46,7 +46,7 @@ def require_library(scheme: Int4 | Fp8) -> None:
 
 
 def quantise(module: str, weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
-    """What a quantised model stores of a Linear layer's weight [rows, columns].
+    """Quantise a Linear layer's weight [rows, columns] into the tensors that a model stores.
 
     A weight of zeros comes back as zeros: no scale is 0.
 
@@ -79,8 +79,8 @@ def _check(module: str, weight: torch.Tensor, scheme: Int4 | Fp8) -> None:
 
 
 def _parts_of_stack(weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
-    """Whole blocks of rows, and rows that know of no other, are quantised alike below each
-    other."""
+    """Quantise stacked weights in one call if rows share no scale across weights, else one by
+    one."""
     count, rows, _ = weight.shape
     together = _rows_together(scheme)
     if together and rows % together == 0:
@@ -142,8 +142,8 @@ def dequantise(
 def as_engines_compute(
     weight: torch.Tensor, scheme: Int4 | Fp8, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What engines of ``dtype`` compute with once a Linear layer's weight [rows, columns] was
-    pushed to them, in the dtype of ``weight``.
+    """Quantise and dequantise a Linear layer's weight [rows, columns], as a push to engines of
+    ``dtype`` does; the result has the dtype of ``weight``.
 
     Raises:
         UserError: it cannot be stored so, or compressed-tensors is needed and not installed.

@@ -44,8 +44,8 @@ def takes(scheme: Int4 | Fp8) -> bool:
 
 
 def quantise(weight: Tensor, scheme: Int4 | Fp8) -> dict[str, Tensor]:
-    """What is stored of a weight [rows, columns] on a GPU, by the last part of the name; where a
-    scale is of a whole weight, also of a stack of them [weights, rows, columns].
+    """Quantise a weight [rows, columns] on a GPU; keys are the last parts of the names. If one
+    scale covers a whole weight, a stack [weights, rows, columns] works too.
 
     No scale is 0, and nothing waits for the GPU.
     """
