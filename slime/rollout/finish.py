@@ -62,8 +62,9 @@ async def _log(
             takes_over = await call_user_function(path, *given, flag=flag, limit=limit)
     finally:
         _LOGGED.reset(token)
-    checked = [checked_metrics(values, origin) or {} for values in (metrics, logged)]
-    return is_true(takes_over, origin), *checked
+    logged = checked_metrics(logged, origin) or {}
+    metrics = checked_metrics(metrics, origin) or {}
+    return is_true(takes_over, origin), metrics, logged
 
 
 async def finish_rollout(
