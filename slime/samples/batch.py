@@ -103,6 +103,11 @@ class TrainBatch:
         self.__dict__.update(_split(state))
 
     @property
+    def routed_experts(self) -> list[torch.Tensor] | None:
+        """``payloads["routed_experts"]``, for users' functions that read it."""
+        return self.payloads.get("routed_experts")
+
+    @property
     def num_samples(self) -> int:
         return len(self.tokens)
 
