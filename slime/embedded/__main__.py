@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import sys
+from dataclasses import fields
 
 from slime.engines import keys
 from slime.errors import UserError
@@ -120,20 +121,10 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
+    names = {field.name for field in fields(EngineOptions)}
     options = EngineOptions(
-        model_path=args.model_path,
-        served_model_name=args.served_model_name,
-        dtype=args.dtype,
-        device=args.device,
-        max_slots=args.max_slots,
-        max_context_len=args.max_context_len,
-        prefill_tokens=args.prefill_tokens,
-        kv_cache_gb=args.kv_cache_gb,
-        deterministic=args.deterministic,
-        random_seed=args.random_seed,
         record_experts=args.enable_return_routed_experts,
-        trust_remote_code=args.trust_remote_code,
-        num_threads=args.num_threads,
+        **{name: value for name, value in vars(args).items() if name in names},
     )
     return asyncio.run(
         serve(listener, options, args.parent_pid, key, inference_only=inference_only)
@@ -144,6 +135,5 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        status
-    )  # a thread may still wait minutes for a collective or a file, which nobody needs any more
+    # A thread may still wait minutes for a collective or a file that nobody needs any more.
+    os._exit(status)

@@ -1,5 +1,5 @@
-"""The decoder that a Hugging Face directory describes: its family's table and spec, and what only
-an engine asks."""
+"""Read the decoder that a Hugging Face directory describes: its family's table and spec, and facts
+that only an engine needs."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def _check_override(name: str, value: Any) -> None:
     )
 
 
-#: Of the server groups of --sglang-config.
+#: Rules for the server groups of --sglang-config.
 GROUP_RULES = GroupRules(("regular", "placeholder"), _check_override)
 
 

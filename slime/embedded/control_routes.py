@@ -1,5 +1,5 @@
-"""Routes that steer the engine: abort, pause, flush, memory, weights and reports; and those that it
-refuses."""
+"""Routes that control the engine (abort, pause, flush, memory, weights, reports), and SGLang's
+routes that it refuses."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ async def update_weight_version(request: web.Request) -> web.Response:
 @routes.get("/get_weights_by_name")
 @routes.post("/get_weights_by_name")
 async def get_weights_by_name(request: web.Request) -> web.Response:
-    """The first rows of a parameter as nested lists, for looking at."""
+    """Return the first rows of a parameter as nested lists, for inspection."""
     engine = state_of(request).engine
     body = await json_body(request)
     name = required(body, "name", TEXT)

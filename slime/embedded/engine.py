@@ -1,5 +1,5 @@
-"""The engine thread: takes orders from other threads, runs the scheduler, hands results back in
-batches."""
+"""Run the scheduler on the engine thread, which takes commands from other threads and hands results
+back in batches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RATE_WINDOW = 5.0
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the command line sets; see ``python -m slime.embedded --help``."""
+    """Options of the command line; see ``python -m slime.embedded --help``."""
 
     model_path: str
     served_model_name: str | None = None
@@ -117,7 +117,7 @@ class Engine:
             self._thread.join(timeout)
 
     def check_alive(self) -> None:
-        """Raises: EngineDead: the engine thread is gone."""
+        """Raise `EngineDead` if the engine thread is gone."""
         if self.death is not None:
             raise EngineDead(f"the engine stopped: {type(self.death).__name__}: {self.death}")
 
@@ -348,8 +348,8 @@ def _device(name: str) -> torch.device:
 
 
 def _kv_budget(gigabytes: float | None, device: torch.device) -> int:
-    """Bytes for keys and values: as the user said, else half of what this host or its container has
-    free, or 80 % of the free GPU memory."""
+    """Bytes for keys and values: the user's choice, else half of the free memory of this host or
+    its container, or 80 % of the free GPU memory."""
     if gigabytes is not None:
         return int(gigabytes * 1e9)
     if device.type == "cuda":
@@ -358,8 +358,8 @@ def _kv_budget(gigabytes: float | None, device: torch.device) -> int:
 
 
 def as_state(engine: Engine) -> dict[str, Any]:
-    """Load of an engine with the field names of SGLang's ``/v1/loads``; call it on the engine's
-    thread."""
+    """Report an engine's load with the field names of SGLang's ``/v1/loads``; call it on the
+    engine's thread."""
     scheduler = engine.scheduler
     cache = engine.cache
     running = scheduler.num_active

@@ -56,7 +56,7 @@ _UNSUPPORTED = (
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What requests are checked against, and the pieces they are built with.
+    """Limits that requests are checked against, and the pieces they are built with.
 
     Attributes:
         eos_token_ids: of the model and its tokenizer.
@@ -144,9 +144,15 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
     jobs = []
     for index, prompt in enumerate(prompts):
         wants = return_logprob[index]
-        experts_start = (
-            _experts_start(expert_starts[index], len(prompt)) if return_experts[index] else None
-        )
+        logprob_start = None
+        experts_start = None
+        if return_experts[index]:
+            experts_start = expert_starts[index]
+            _check_start("routed_experts_start_len", experts_start, len(prompt))
+        if wants:
+            _check_start("logprob_start_len", starts[index], len(prompt))
+            if starts[index] not in (-1, len(prompt)):  # else no prompt token is scored
+                logprob_start = starts[index]
         for copy in range(n):
             sequence = make_sequence(
                 rids[index * n + copy],
@@ -154,7 +160,7 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
                 params[index],
                 limits,
                 copy=copy,
-                logprob_start=_logprob_start(starts[index], len(prompt)) if wants else None,
+                logprob_start=logprob_start,
                 num_top_logprobs=tops[index] if wants else 0,
                 stream=stream,
             )
@@ -173,7 +179,7 @@ def make_sequence(
     num_top_logprobs: int = 0,
     stream: bool = False,
 ) -> Sequence:
-    """A sequence whose ``max_new_tokens`` fits the context.
+    """Make a sequence whose ``max_new_tokens`` fits the context.
 
     Raises:
         BadRequest: the prompt leaves no room, or stop strings without a tokenizer.
@@ -216,8 +222,10 @@ def refuse_unknown(
     without_effect: Iterable[str],
     unsupported: Iterable[str],
 ) -> None:
-    """Raises:
-    BadRequest: a field that nobody knows, or one that is not supported and asks for something.
+    """Refuse fields that the engine cannot honour.
+
+    Raises:
+        BadRequest: a field that nobody knows, or one that is not supported and asks for something.
     """
     for name, value in body.items():
         if name in known or name in without_effect or value is None:
@@ -308,17 +316,6 @@ def _rids(rid: Any, count: int, n: int, is_batch: bool) -> list[str]:
     return rid if n == 1 else [f"{item}_{i}" for item in rid for i in range(n)]
 
 
-def _logprob_start(start: int, prompt_length: int) -> int | None:
-    """First prompt position of ``logprob_start_len``; -1 means none."""
+def _check_start(name: str, start: int, prompt_length: int) -> None:
     if start > prompt_length:
-        said = f"logprob_start_len is {start}, the prompt has {prompt_length} tokens"
-        raise BadRequest(said, "logprob_start_len")
-    return None if start in (-1, prompt_length) else start
-
-
-def _experts_start(start: int, prompt_length: int) -> int:
-    """First token of ``routed_experts_start_len``."""
-    if start > prompt_length:
-        said = f"routed_experts_start_len is {start}, the prompt has {prompt_length} tokens"
-        raise BadRequest(said, "routed_experts_start_len")
-    return start
+        raise BadRequest(f"{name} is {start}, the prompt has {prompt_length} tokens", name)

@@ -1,4 +1,4 @@
-"""What the request handlers share, ``/generate`` with its answers, and the health routes.
+"""Serve ``/generate`` and the health routes; helpers that all request handlers share.
 
 Answers have SGLang's ``meta_info`` with its field names and shapes, and beyond it
 ``token_weight_versions`` [[first output token, version], …], so that tokens sampled on either side
@@ -69,8 +69,10 @@ STATE: web.AppKey[asyncio.Task[ServerState]] = web.AppKey("state")
 
 
 def state_of(request: web.Request) -> ServerState:
-    """Raises:
-    Unavailable: the model is still being loaded, or could not be.
+    """Return the state of a server that has loaded its model.
+
+    Raises:
+        Unavailable: the model is still being loaded, or could not be.
     """
     task = request.app[STATE]
     if not task.done():
@@ -81,7 +83,7 @@ def state_of(request: web.Request) -> ServerState:
 
 
 async def json_body(request: web.Request) -> dict[str, Any]:
-    """The body as an object; {} when there is none.
+    """Parse the body as an object; {} if there is none.
 
     Raises:
         BadRequest: not JSON, or not an object.
@@ -95,9 +97,11 @@ def json_response(body: Any, status: int = 200) -> web.Response:
 
 
 def ready_to_generate(state: ServerState) -> None:
-    """Raises:
-    EngineDead: the engine thread is gone.
-    Unavailable: memory was released, or the weights are not one consistent version.
+    """Check that the engine can generate now.
+
+    Raises:
+        EngineDead: the engine thread is gone.
+        Unavailable: memory was released, or the weights are not one consistent version.
     """
     engine = state.engine
     engine.check_alive()
@@ -163,8 +167,10 @@ async def send_events(request: web.Request, events: AsyncIterator[Any]) -> web.S
 
 
 def refuse_known_rids(state: ServerState, rids: list[str]) -> None:
-    """Raises:
-    BadRequest: a request of that id is under way.
+    """Refuse request ids that are in use.
+
+    Raises:
+        BadRequest: a request of that id is under way.
     """
     known = {sequence.rid for sequence in state.hub.in_flight}
     for rid in rids:
@@ -182,8 +188,8 @@ async def health(request: web.Request) -> web.Response:
 
 @routes.get("/health_generate")
 async def health_generate(request: web.Request) -> web.Response:
-    """200 when a token can be generated now. A busy engine proves that by its steps, a paused one
-    by being there."""
+    """Answer 200 if a token can be generated now. A busy engine proves it by its steps; a paused
+    engine is not asked to."""
     state = state_of(request)
     ready_to_generate(state)
     if state.engine.paused:

@@ -44,13 +44,13 @@ class CacheBlock:
     values: torch.Tensor
 
     def used(self, length: int) -> int:
-        """How many of its positions a sequence of this length has."""
+        """Return how many of its positions a sequence of this length has."""
         return min(self.size, max(0, length - self.start))
 
 
 @dataclass
 class WritePlan:
-    """Where the keys and values of new tokens go, for all layers: (block, their rows or None for
+    """Destination of new tokens' keys and values, for all layers: (block, their rows or None for
     all, flat index)."""
 
     parts: list[tuple[CacheBlock, torch.Tensor | None, torch.Tensor]]
@@ -69,9 +69,11 @@ class WritePlan:
 
 
 class KVCache:
-    """Args:
-    max_slots: most sequences at once.
-    byte_limit: storage beyond it is only taken when a single sequence needs it.
+    """Storage for the keys and values of all slots.
+
+    Args:
+        max_slots: most sequences at once.
+        byte_limit: storage beyond it is only taken when a single sequence needs it.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class KVCache:
             self.blocks.append(CacheBlock(start, size, self._allocate(size), self._allocate(size)))
 
     def plan_write(self, slots: np.ndarray, positions: np.ndarray) -> WritePlan:
-        """Where tokens at (slot, position), int64 [tokens] each, go. The cache reaches all
+        """Plan a write of tokens at (slot, position), int64 [tokens] each. The cache reaches all
         positions."""
         starts = np.array([block.start for block in self.blocks])
         owners = np.searchsorted(starts, positions, side="right") - 1
@@ -324,7 +326,7 @@ class SlotTable:
             slot.offer(sequence, num_prefilled)
 
     def note_lengths(self, lengths: list[int]) -> None:
-        """How many positions of slots 0 … hold keys and values now."""
+        """Record how many positions of slots 0 … hold keys and values now."""
         for slot, length in zip(self._slots, lengths):
             slot.length = length
 

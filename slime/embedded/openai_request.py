@@ -1,5 +1,4 @@
-"""Bodies of OpenAI's requests: checked, and turned into the ``/generate`` request that they
-mean."""
+"""Check the bodies of OpenAI's requests and turn them into ``/generate`` requests."""
 
 from __future__ import annotations
 
@@ -162,7 +161,7 @@ def parse_completion(body: dict[str, Any], limits: RequestLimits, model: str) ->
 
 
 def render_chat(body: Mapping[str, Any], tokenizer: Any) -> list[int]:
-    """Token ids of ``messages`` under the model's chat template.
+    """Apply the model's chat template to ``messages``; returns token ids.
 
     Raises:
         BadRequest: messages of a form that the template or a text model does not take.
@@ -207,7 +206,7 @@ def _finish(
     model: str,
     logprobs: bool,
 ) -> OpenAIRequest:
-    """What both kinds of request have in common."""
+    """Read the fields that both kinds of request share."""
     refuse_constraints(body)
     used = {name: ours for name, ours in _SAMPLING.items() if body.get(name) is not None}
     params = defaults | {ours: body[name] for name, ours in used.items()}
@@ -234,7 +233,7 @@ def _finish(
 
 @contextlib.contextmanager
 def _their_names(used: Mapping[str, str]) -> Iterator[None]:
-    """Refusals inside name the field as the caller wrote it."""
+    """Make refusals inside name the field as the caller wrote it."""
     theirs = {ours: name for name, ours in used.items()}
     try:
         yield
@@ -246,7 +245,8 @@ def _their_names(used: Mapping[str, str]) -> Iterator[None]:
 
 
 def _check_temperature(body: Mapping[str, Any]) -> None:
-    """OpenAI's range; an engine of a run takes any that is not negative, on its own routes."""
+    """Check OpenAI's range of temperatures; the engine's own routes take any that is not
+    negative."""
     optional(
         body, "temperature", number(lambda x: 0 <= x <= _HOTTEST, f"from 0 to {_HOTTEST}"), None
     )

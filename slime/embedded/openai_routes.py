@@ -1,5 +1,5 @@
-"""``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models`` as OpenAI's clients call them,
-and the tokenizer."""
+"""Serve OpenAI's ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``, and the
+tokenizer's routes."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ async def _stream(
 async def _news(
     asked: OpenAIRequest, state: ServerState
 ) -> AsyncIterator[tuple[int, str, slice, bool]]:
-    """(choice, new text, its tokens, finished) as a stream goes on; texts of a choice add up to its
-    whole text."""
+    """Yield (choice, new text, its tokens, finished) as a stream goes on; texts of a choice add up
+    to its whole text."""
     jobs = asked.generate.jobs
     answers = [Answer(job, state.tokenizer) for job in jobs]
     shown = [""] * len(jobs)

@@ -1,4 +1,4 @@
-"""The stored form of quantised weights in an engine that computes with what they stand for.
+"""Keep the stored form of quantised weights in an engine that computes with dequantised ones.
 
     update ─► stored parts (INT4, FP8), kept as they came ─► weight in the engine's dtype, once all
     its parts are there
@@ -71,7 +71,7 @@ class StoredForm:
         return self._table[name][1]
 
     def problem(self, name: str, dtype: str) -> str:
-        """Why a tensor of this dtype cannot be this part; "" if it can."""
+        """Explain why a tensor of this dtype cannot be this part; "" if it can."""
         wanted = self._table[name][0]
         is_scale = name.endswith(SCALE_NAMES) and "float" in dtype
         return (
@@ -81,7 +81,7 @@ class StoredForm:
         )
 
     def begin(self) -> None:
-        """Parts of another version than those that came so far will come."""
+        """Forget which parts have come: parts of another version follow."""
         self._fresh = {}
 
     def take(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
@@ -108,8 +108,8 @@ class StoredForm:
         self._fresh = {}
 
     def held(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Name as updates have it → tensor, of plain and of quantised weights; what never came is
-        left out."""
+        """Return all weights by the names that updates use, plain and quantised; parts that never
+        came are left out."""
         found = {
             name: self.tensors.get(name) if name in self else named.get(name) for name in self.names
         }

@@ -1,5 +1,4 @@
-"""One sample being generated: its tokens, their text and experts, where it stands, and when it is
-done."""
+"""One sample being generated: its tokens, their text and experts, its status, and its end."""
 
 from __future__ import annotations
 
@@ -156,7 +155,7 @@ class Sequence:
 
 
 class Tokenizer(Protocol):
-    """What the engine needs of a Hugging Face tokenizer."""
+    """The methods of a Hugging Face tokenizer that the engine calls."""
 
     eos_token_id: int | None
 
@@ -261,7 +260,7 @@ def trim_stop(text: str, matched: object, keep: bool) -> str:
 
 
 class RoutedExperts:
-    """Which experts each position of a sequence was sent to, for the trainer to replay them.
+    """Experts that each position of a sequence was sent to, for the trainer to replay them.
 
     Recorded only by an engine that was started with ``--enable-return-routed-experts``. The newest
     computation counts: a position that is prefilled again (after a retraction, or when a client

@@ -184,7 +184,7 @@ def _admitting(access: EngineAccess) -> Middleware:
 
 
 def _asking_for(key: str) -> Middleware:
-    """Who brings another key, or none, is answered before anything of the request is read."""
+    """Answer requests without the right key before anything of them is read."""
 
     @web.middleware
     async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -201,8 +201,8 @@ def _asking_for(key: str) -> Middleware:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every refusal as JSON with a message; what was not foreseen as status 500, with the traceback
-    in the log."""
+    """Answer every refusal as JSON with a message; an unforeseen exception becomes status 500, with
+    the traceback in the log."""
     try:
         return await handler(request)
     except BadRequest as error:
@@ -228,8 +228,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _is_no_http2_preface(record: logging.LogRecord) -> bool:
-    """The router asks every new worker whether it speaks gRPC: no reason for two tracebacks in the
-    log of each run."""
+    """Filter the tracebacks that the router's gRPC probe of every new worker would leave in the
+    log."""
     error = record.exc_info[1] if record.exc_info else None
     return not (isinstance(error, BadHttpMessage) and "PRI/Upgrade" in str(error))
 
@@ -237,8 +237,8 @@ def _is_no_http2_preface(record: logging.LogRecord) -> bool:
 def _refusal(
     request: web.Request, message: str, status: int, kind: str, param: str | None = None
 ) -> web.Response:
-    """As SGLang answers: OpenAI's routes with the error as the body, its own with an ``error`` in
-    it."""
+    """Build an error answer as SGLang does: on OpenAI's routes the error is the body, on its own
+    routes the body has an ``error``."""
     error = {"message": message, "type": kind, "param": param, "code": status}
     is_openai = request.path.startswith("/v1/")
     return json_response(

@@ -153,12 +153,12 @@ class WeightStore:
 
     @property
     def names(self) -> Iterable[str]:
-        """Of every tensor that a complete update brings."""
+        """Names of every tensor that a complete update brings."""
         return self.named if self.form is None else self.form.names
 
     @property
     def held(self) -> Mapping[str, torch.Tensor]:
-        """The same, with what the engine has of each: quantised weights as they came."""
+        """Tensors that the engine holds, by those names; quantised weights as they came."""
         return self.named if self.form is None else self.form.held(self.named)
 
     def load_directory(self, path: str | Path, version: str | None = None) -> int:
@@ -227,7 +227,7 @@ class WeightStore:
         }
 
     def reset(self) -> None:
-        """Overwrite every parameter with noise, so that a push that leaves one out is seen."""
+        """Overwrite every parameter with noise, so that a push that leaves one out is noticed."""
         for name, tensor in self.named.items():
             tensor.normal_(std=0.02)
             for linear in self._linear_of.get(name, ()):
@@ -237,8 +237,10 @@ class WeightStore:
         self.epoch += 1
 
     def compare(self) -> None:
-        """Raises:
-        WeightError: no snapshot was taken, or parameters differ from it; names them.
+        """Compare the parameters with the snapshot.
+
+        Raises:
+            WeightError: no snapshot was taken, or parameters differ from it; names them.
         """
         if self._snapshot is None:
             raise WeightError("compare needs a snapshot: send the action snapshot first")
@@ -280,8 +282,8 @@ class WeightStore:
     # ----------------------------------------------------------------------------------
 
     def _build(self, num_positions: int) -> Decoder:
-        """By Megatron's names of the parameters; the family's table says which there are and what
-        they are made of."""
+        """Build the decoder by Megatron's names of the parameters; the family's table gives the
+        Hugging Face tensors of each."""
         arch = self.arch
         self._owners: list[torch.Tensor] = []
         self._bindings: list[tuple[str, torch.Tensor, int, int]] = []

@@ -1,9 +1,8 @@
-"""What a run will hold in memory, worked out from the flags and the model's config.json before
-anything starts.
+"""Plan the memory of a run from the flags and the model's config.json, before anything starts.
 
     Config + ModelSpec ─► parameters ─┬─► trainer (weights, gradients, optimizer, activations) ─┐
-                                      └─► engine (weights, KV cache) ───────────────────────────┴─►
-                                      plan ─► table
+                                      └─► engine (weights, KV cache) ───────────────────────────┤
+                                                                           plan ─► table ◄──────┘
 
 Imports no torch and no Ray. Bytes throughout; a GB is 10⁹ of them.
 """

@@ -1,15 +1,12 @@
-"""What the forward pass keeps for the backward pass, per token of a rank's micro-batch, layer by
-layer.
+"""Activations that the forward pass keeps for the backward pass, per token of a rank's micro-batch.
 
-Each layer type has a formula: the tensors that autograd saves, with their widths
-(`saved_by_layer`). A test counts the saved tensors of the real layers and demands agreement. ``T``
-is the rank's share of the micro-batch under context parallelism, whole under tensor parallelism;
-with sequence parallelism what is not inside attention or MLP is divided.
+Each layer type has a formula: the tensors that autograd saves, with their widths. `saved_by_layer`
+adds the token mixer's formula (`slime.models.mixers`) and those of the MLP and the experts. A test
+counts the saved tensors of the real layers and demands agreement. ``T`` is the rank's share of the
+micro-batch under context parallelism, and the whole of it under tensor parallelism. With sequence
+parallelism, tensors outside attention and MLP are divided too.
 
-    dense layer     norm ► qkv ► (norms of q and k) ► rotate ► attention ► projection ► norm ►
-    [gate|up] ► product
-                             └─ on GPUs one kernel ───────┘
-    latent layer    norm ► compressed ► norm ► expanded ► attention ► projection ► …
+    dense layer     norm ► token mixer ► norm ► [gate|up] ► product
     expert layer    … ► norm ► router ► rows, k per token ► [gate|up] ► product ► sum
 """
 
@@ -27,7 +24,7 @@ _INT64 = 8
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is computed again in the backward pass instead of being kept.
+    """Activations that the backward pass computes again instead of keeping.
 
     Attributes:
         granularity: "full": whole layers; "selective": ``modules`` of each layer; None: nothing.
@@ -74,8 +71,8 @@ class Saved:
 def saved_by_layer(
     spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels, recompute: Recompute
 ) -> Saved:
-    """What layer ``layer`` keeps per token. Of ``recompute`` only the modules matter here, see
-    `saved_by_stage`."""
+    """Return what layer ``layer`` keeps per token. Of ``recompute`` only the modules matter here,
+    see `saved_by_stage`."""
     drop = set(recompute.modules) if recompute.granularity == "selective" else set()
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
     width = spec.hidden_size * share
@@ -160,7 +157,7 @@ class StageActivations:
 def saved_by_stage(
     spec: ModelSpec, layout: Layout, stage: int, kernels: Kernels, recompute: Recompute
 ) -> StageActivations:
-    """All layers of a stage, for one micro-batch."""
+    """Add up all layers of a stage, for one micro-batch."""
     layers = layout.layers_of(stage, spec.num_layers)
     saved = [saved_by_layer(spec, layout, layer, kernels, recompute) for layer in layers]
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0

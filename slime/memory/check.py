@@ -268,7 +268,7 @@ def _smaller_micro_batches(trainer: TrainerSettings) -> Iterator[tuple[str, Trai
 
 
 def _wider_layouts(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSettings]]:
-    """The same GPUs divided otherwise, then more GPUs."""
+    """Divide the same GPUs differently, then use more GPUs."""
     spec = trainer.spec
     layout = trainer.layout
     tensor = layout.tensor

@@ -1,4 +1,4 @@
-"""What one engine rank holds: its part of the weights, and keys and values of as many tokens as
+"""Memory of one engine rank: its part of the weights, and keys and values of as many tokens as
 memory is left for."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ASLEEP_BYTES = 2.7e9
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(EngineFootprint):
-    """How an engine holds a model, and which.
+    """Facts that an engine's memory depends on.
 
     Attributes:
         spec: the model, its vocabulary not padded.
@@ -81,8 +81,8 @@ class EngineSettings(EngineFootprint):
         return kept * self.kv_element
 
     def static_fraction(self, memory: float) -> float:
-        """Of a device of ``memory`` bytes: as the user set it, or as the engine would about
-        choose."""
+        """Share of a device of ``memory`` bytes for weights and KV cache: the user's choice, or
+        about what the engine would choose."""
         return self.automatic_fraction(memory) if self.fraction is None else self.fraction
 
     def kv_cache(self, memory: float) -> float:
@@ -93,7 +93,7 @@ class EngineSettings(EngineFootprint):
         return max(0.0, self.static_fraction(memory) * memory - self.weights)
 
     def kv_tokens(self, memory: float) -> int:
-        """How many tokens that is, over all running requests of one engine."""
+        """Tokens that the KV cache holds, over all running requests of one engine."""
         return int(self.kv_cache(memory) / self.kv_per_token)
 
 

@@ -1,4 +1,4 @@
-"""How much memory a rank has to compute in, found without torch."""
+"""Find out how much memory a rank has, without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.processes.host import free_host_memory, num_gpus
 
-#: What flash-attn-4 is for: major compute capabilities (Hopper and Blackwell, of data centres),
+#: Limits of flash-attn-4: major compute capabilities (data-centre Hopper and Blackwell) and
 #: dimensions of a head.
 FLASH4_MAJORS = (9, 10)
 FLASH4_WIDEST = 128
@@ -38,15 +38,14 @@ class DeviceMemory:
 
 
 def is_on_gpu(config: Config) -> bool:
-    """Will trainer and engines have GPUs? This host has some, or the flag says how large they
-    are."""
+    """Whether trainer and engines have GPUs: this host has some, or the flag gives their size."""
     return num_gpus() > 0 or config.cluster.gpu_memory_gb is not None
 
 
 def device_memory(
     config: Config, seen: float | None = None, *, on_gpu: bool = False
 ) -> DeviceMemory:
-    """Of one GPU (the smallest), or of this host where there is none.
+    """Memory of one GPU (the smallest), or of this host if there is none.
 
     Args:
         seen: bytes that the nodes of a cluster told; this host's driver is asked when None.

@@ -1,12 +1,13 @@
-"""What was really needed, against the plan: said once, and again whenever it grows beyond.
+"""Compare measured memory with the plan, once, and again whenever it grows.
 
-perf/forward_backward_peak_memory_gb   ◄─►   phase train, the trainer's part without its CUDA
-context perf/ref_log_probs_peak_memory_gb      ◄─►   phase log-probs perf/trainer_asleep_gb
-◄─►   what a sleeping trainer may keep in tensors
+    perf/forward_backward_peak_memory_gb   ◄─►   phase train, the trainer's part without its CUDA
+                                                 context
+    perf/ref_log_probs_peak_memory_gb      ◄─►   phase log-probs
+    perf/trainer_asleep_gb                 ◄─►   what a sleeping trainer may keep in tensors
 
-Adam makes its moments in the first update, after the passes that were measured: unless a checkpoint
-brought them, they are in the peaks from the second update on. So the first one is looked at for
-what is above the plan already, no more.
+Adam makes its moments in the first update, after the passes that were measured. Unless a checkpoint
+brought them, they are in the peaks from the second update on, so the first update is only checked
+for being above the plan.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Measured:
 
 
 def _has_moments(plan: MemoryPlan) -> bool:
-    """Does the plan have moments that stay on the GPU?"""
+    """Whether the plan has moments that stay on the GPU."""
     trainer = plan.facts.trainer
     return trainer is not None and trainer.moments > 0 and trainer.moments_on_host < 1
 

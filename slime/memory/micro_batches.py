@@ -49,7 +49,7 @@ def with_token_limit(config: Config, device: DeviceMemory | None = None) -> Conf
 
 
 def packing_line(config: Config) -> str:
-    """How samples become micro-batches, in one line for the launch."""
+    """Describe in one line how samples become micro-batches."""
     train = config.train
     if not train.use_dynamic_batch_size or train.max_tokens_per_gpu is None:
         return (

@@ -1,12 +1,12 @@
 """The memory plan of a run: what each GPU holds in each phase, whether that fits, and what to
 change when it does not.
 
-colocated                                            apart
-phase       trainer            engine                trainer GPUs: log-probs, train, push
-generate    asleep             weights, KV cache      engine GPUs:  generate, push
-log-probs   states, reference  asleep
-train       states, activations asleep
-push        weights            weights
+    colocated                                              apart
+    phase       trainer              engine                trainer GPUs: log-probs, train, push
+    generate    asleep               weights, KV cache     engine GPUs:  generate, push
+    log-probs   states, reference    asleep
+    train       states, activations  asleep
+    push        weights              weights
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slime.models import family_of
 from slime.placement import PlacementPlan
 from slime.processes.host import host_memory
 
-#: Of a device's memory; the rest is what allocators lose to fragmentation.
+#: Usable share of a device's memory; allocators lose the rest to fragmentation.
 USABLE = 0.96
 
 _SMALL = 0.05e9  # of what is used: what is less is added up in one row
@@ -47,7 +47,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Phase:
-    """What some devices, which all hold the same, have in one phase.
+    """Memory of devices that all hold the same, in one phase.
 
     Attributes:
         devices: "GPU 0-3", or "host".
@@ -69,7 +69,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the plan depends on; what is changed here answers "what if".
+    """All facts that the plan depends on; change one to answer "what if".
 
     Attributes:
         trainer, engine: None where the run has none.
@@ -94,11 +94,15 @@ class Facts:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Attributes:
-    device: a GPU, or this host.
-    phases: every phase of every group of devices.
-    host: bytes of pinned and ordinary memory that the trainer ranks of one node keep, for a run on
-    GPUs. host_limit: bytes of this host. notes: what was assumed.
+    """Memory that a run will use, phase by phase.
+
+    Attributes:
+        device: a GPU, or this host.
+        phases: every phase of every group of devices.
+        host: bytes of pinned and ordinary memory that the trainer ranks of one node keep, for a run
+            on GPUs.
+        host_limit: bytes of this host.
+        notes: assumptions that were made.
     """
 
     facts: Facts
@@ -139,7 +143,7 @@ class MemoryPlan:
 
     @property
     def peak(self) -> Phase:
-        """Where most is needed."""
+        """The phase that needs most memory."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
@@ -151,7 +155,7 @@ class MemoryPlan:
 
     @property
     def starved(self) -> bool:
-        """Does the KV cache hold less than one sequence?"""
+        """Whether the KV cache holds less than one sequence."""
         engine = self.facts.engine
         return (
             engine is not None
@@ -170,8 +174,8 @@ def _host_limit(device: DeviceMemory) -> float:
 
 
 def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
-    """What the plan depends on, from the flags and the model's config.json; ``flash4`` as of
-    `DeviceMemory`."""
+    """Collect the facts that the plan depends on, from the flags and the model's config.json;
+    ``flash4`` as in `DeviceMemory`."""
     placement = PlacementPlan.of(config)
     cluster = config.cluster
     path = config.checkpoint.hf_checkpoint
@@ -281,7 +285,7 @@ def _awake_engine(engine: EngineSettings) -> list[Use]:
 
 
 def _resting_trainer(facts: Facts, trainer: trainer_side.StageMemory | None) -> list[Use]:
-    """Beside a generating engine."""
+    """Memory of the trainer while the engine generates."""
     if trainer is None:
         return []
     if facts.trainer_sleeps:
@@ -293,7 +297,7 @@ def _resting_trainer(facts: Facts, trainer: trainer_side.StageMemory | None) -> 
 
 
 def _resting_engine(facts: Facts, engine: EngineSettings | None, memory: float) -> list[Use]:
-    """Beside a working trainer."""
+    """Memory of the engine while the trainer works."""
     if engine is None:
         return []
     if facts.engine_sleeps:

@@ -1,6 +1,7 @@
-"""Which flags let a trainer do with less memory, told once: `slime.memory.check` tries them out on
-a plan that does not fit, `remedies` names them with the values of a run whose rank ran out of
-memory.
+"""Flags that make a trainer need less memory.
+
+`slime.memory.check` tries them on a plan that does not fit; `remedies` suggests them, with the
+values of the run, after a rank ran out of memory.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def wider_context_parallel(context: int) -> str:
 def remedies(
     config: Config, phase: str, lengths: Sequence[int], *, whole_step: bool, on_gpu: bool
 ) -> list[str]:
-    """What to change, most useful first, with the values of this run.
+    """List changes of the flags, most useful first, with the values of this run.
 
     Args:
         phase: of an update, in which an allocation failed.
@@ -175,7 +176,7 @@ def _parallel(config: Config) -> list[str]:
 
 
 def _moments_on_host(config: Config, on_gpu: bool) -> list[str]:
-    """Without a GPU they are there anyway."""
+    """Suggest offloading the moments; without a GPU they are in host memory anyway."""
     megatron = config.megatron
     if not on_gpu or megatron.offload_optimizer_states or megatron.optimizer_cpu_offload:
         return []

@@ -1,5 +1,5 @@
-"""What one trainer rank holds: weights, gradients, optimizer states, and what a micro-batch adds
-while it is computed.
+"""Memory of one trainer rank: weights, gradients, optimizer states, and the temporaries of a
+micro-batch.
 
 Persistent bytes per trained parameter in half precision: 2 weight, 4 gradient, and 4 master weight
 + 8 Adam moments divided by the replicas (distributed optimizer). In float32 there is no master
@@ -34,7 +34,7 @@ AWAKE_BYTES = 2.5e9
 ASLEEP_BYTES = 2.2e9
 ASLEEP_TENSORS = 0.7e9
 
-#: What that is called in the plan.
+#: Name of AWAKE_BYTES in the plan.
 CONTEXT = "CUDA context, NCCL"
 
 #: How many more rows than the average the busiest expert rank gets.
@@ -46,13 +46,13 @@ _CPU_BLOCK_ENTRIES = 1 << 22
 _BLOCK_ROWS = 8192
 _MIN_COLUMNS = 512
 
-#: Of them that are alive at once on a GPU, in the dtype of the model: logits, their gradient, and
-#: the gradient of the block before. Elsewhere, in bytes per entry: the product, float32 logits,
-#: their exponentials and a gradient.
+#: Blocks that are alive at once on a GPU, in the dtype of the model: logits, their gradient, and
+#: the gradient of the block before. On CPU, bytes per entry: the product, float32 logits, their
+#: exponentials and a gradient.
 _GPU_BLOCKS = 3
 _CPU_BLOCK_BYTES = 16
 
-#: What cuBLAS and cuBLASLt take from torch's allocator for their products.
+#: Workspaces that cuBLAS and cuBLASLt take from torch's allocator.
 _WORKSPACE_BYTES = 64 * 1024 * 1024
 
 #: The torch whose own kernel takes grouped keys and values.
@@ -64,7 +64,7 @@ _ASSUMED_PROMPT = 1024
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """What the trainer's memory depends on; `dataclasses.replace` answers "what if".
+    """Facts that the trainer's memory depends on; `dataclasses.replace` answers "what if".
 
     Attributes:
         spec: the model, its vocabulary padded for the layout.
@@ -120,7 +120,7 @@ class TrainerSettings:
     def of(
         config: Config, spec: ModelSpec, *, on_gpu: bool, flash4: bool = True
     ) -> TrainerSettings:
-        """From the flags.
+        """Read the flags.
 
         Args:
             spec: of the checkpoint, vocabulary not padded.
@@ -164,8 +164,8 @@ class TrainerSettings:
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
-        """By the expressions of the flags, as the trainer reads them: the experts of a layer by the
-        name of each."""
+        """Whether a parameter is trained, by the expressions of the flags and as the trainer reads
+        them: the experts of a layer by the name of each."""
         names = [parameter.name + "0" if parameter.is_expert else parameter.name]
         if parameter.is_output and self.spec.tie_embeddings:
             names = ["embedding.word_embeddings.weight"]
@@ -176,13 +176,12 @@ class TrainerSettings:
 
     @cached_property
     def stages(self) -> list[StageMemory]:
-        """By number."""
         return [StageMemory(self, number) for number in range(self.layout.pipeline)]
 
 
 @dataclass(frozen=True)
 class RankParameter:
-    """What a rank holds of a parameter: ``numel`` entries."""
+    """A rank's part of a parameter: ``numel`` entries."""
 
     parameter: Parameter
     numel: int
@@ -193,8 +192,8 @@ class RankParameter:
 
 
 def rank_parameters(spec: ModelSpec, layout: Layout, stage: int) -> list[RankParameter]:
-    """What each rank of pipeline stage ``stage`` holds. ``spec`` has the vocabulary padded for the
-    layout. Exact."""
+    """List the parameters of each rank of pipeline stage ``stage``, exactly. ``spec`` has the
+    vocabulary padded for the layout."""
     cuts = {"none": 1, "tensor": layout.tensor, "expert": layout.expert * layout.expert_tensor}
     layers = layout.layers_of(stage, spec.num_layers)
     whole = table_of(spec).parameters(
@@ -249,7 +248,7 @@ class StageMemory:
         return self.owned * self.settings.moments
 
     def states(self) -> dict[str, float]:
-        """What stays on the device from step to step."""
+        """Bytes that stay on the device from step to step."""
         settings = self.settings
         found = {
             "weights": self.weights,
@@ -273,8 +272,8 @@ class StageMemory:
         return held
 
     def scoring(self) -> dict[str, float]:
-        """What log-probs without gradients add; the reference's weights come to the device for
-        them."""
+        """Bytes that log-probs without gradients add; the reference's weights come to the device
+        for them."""
         found = {
             "temporaries of a layer": self.saved.working * self.settings.tokens,
             **self._output(),
@@ -300,7 +299,7 @@ class StageMemory:
         return {"quantised weights": size} if size else {}
 
     def training(self) -> dict[str, float]:
-        """What the forward and backward passes add."""
+        """Bytes that the forward and backward passes add."""
         settings = self.settings
         saved = self.saved
         under_way = self.micro_batches_under_way
@@ -318,7 +317,7 @@ class StageMemory:
         return {name: size for name, size in found.items() if size}
 
     def _temporaries(self) -> float:
-        """Of the backward pass through the widest layer.
+        """Bytes of temporaries of the backward pass through the widest layer.
 
         On a GPU the measured peak is the output layer's backward pass (with all activations there,
         and blocks of logits); a layer's temporaries come after it, and both are planned with: that
@@ -401,8 +400,8 @@ class StageMemory:
 
 
 def _takes_groups(config: Config, spec: ModelSpec, flash4: bool) -> bool:
-    """Will attention on GPUs take keys and values as they are
-    (`slime.trainer.megatron.attention`)?"""
+    """Whether attention on GPUs takes keys and values as they are
+    (`slime.trainer.megatron.attention`)."""
     wide = spec.head_dim > FLASH4_WIDEST
     torch_only = (
         config.megatron.transformer.get("deterministic_mode")
@@ -414,7 +413,7 @@ def _takes_groups(config: Config, spec: ModelSpec, flash4: bool) -> bool:
 
 
 def _torch_version() -> tuple[int, ...]:
-    """Of this environment, without importing it."""
+    """Version of torch in this environment, without importing it."""
     return tuple(map(int, version("torch").split("+")[0].split(".")[:2]))
 
 

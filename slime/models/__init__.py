@@ -116,7 +116,7 @@ def _told_by(config: dict[str, Any]) -> ModelFamily | None:
     )
 
 
-#: What may follow a family in a name: a size or version, or what classes are called.
+#: Text that may follow a family in a name: a size or version, or a suffix of a class name.
 _REST = re.compile(r"(\d.*|config|forcausallm|base.*|instruct.*|chat.*)?")
 
 

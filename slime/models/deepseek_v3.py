@@ -1,9 +1,10 @@
 """DeepSeek-V3, R1, Moonlight and Kimi-K2 (``DeepseekV3ForCausalLM``): multi-latent attention, dense
 layers first, then layers of shared and routed experts.
 
-    hidden ─► q_a ─► norm ─► q_b ─► queries: per head [no position | position]      without
-    q_lora_rank: one q_proj hidden ─► kv_a ─► [latent | position] ; latent ─► norm ─► kv_b ─► per
-    head [key without position | value]
+    hidden ─► q_a ─► norm ─► q_b ─► queries, per head [without position | with position]
+              (without q_lora_rank: one q_proj)
+    hidden ─► kv_a ─► [latent | key with position, one for all heads]
+                       └─► norm ─► kv_b ─► per head [key without position | value]
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ FOR_EXPERTS = (
     r"re:.*shared_head\.head.*",
     r"re:.*mlp\.gate\..*",
 )
-#: What engines compute with one kernel, so that all of it is quantised or none: the kernel's name,
-#: and the place in it.
+#: Layers that engines compute with one kernel, so that all of them are quantised or none: module →
+#: (the kernel's name, its place in the kernel).
 FUSED = {
     "q_proj": ("qkv_proj", 0),
     "k_proj": ("qkv_proj", 1),

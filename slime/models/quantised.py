@@ -1,15 +1,15 @@
-"""What config.json says of quantised weights: the format of each, and which tensors it is stored
-as.
+"""Formats of quantised weights, read from config.json, and the tensors that store them.
 
-    method              weights                          stored as
-    compressed-tensors  INT4, groups along a row         weight_packed, weight_scale, weight_shape
-    [, weight_zero_point] compressed-tensors  FP8 (e4m3), block, row or tensor weight, weight_scale
-    fp8                 FP8 (e4m3), blocks               weight, weight_scale_inv fp8
-    FP8 (e4m3), whole tensor         weight, weight_scale
+    method              weights                           stored as
+    compressed-tensors  INT4, groups along a row          weight_packed, weight_scale, weight_shape
+                                                          and weight_zero_point if asymmetric
+    compressed-tensors  FP8 (e4m3), block, row or tensor  weight, weight_scale
+    fp8                 FP8 (e4m3), blocks                weight, weight_scale_inv
+    fp8                 FP8 (e4m3), whole tensor          weight, weight_scale
 
-`Quantisation.read` is the only reader of ``quantization_config``; `slime.models.ignore_list`
-compares its rules with the model's modules, `slime.engines.wire.quantised` computes. Imports no
-torch: a launch looks here first.
+`Quantisation.read` is the only reader of ``quantization_config``. `slime.models.ignore_list`
+compares its rules with the model's modules, and `slime.engines.wire.quantised` does the arithmetic.
+This module imports no torch, because every launch reads it first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Architecture facts of a model, read once from its Hugging Face config.
 
-config.json ─► read_hf_config ─► family.model_spec ─► ModelSpec ─► TransformerConfig + GPTModel
-arguments
+config.json ─► read_hf_config ─► family.model_spec ─► ModelSpec ─► arguments of Megatron's model
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from slime.errors import UserError
 
-#: What `slime.models.rotary` computes.
+#: Kinds of scaling that `slime.models.rotary` computes.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -198,8 +197,8 @@ def check_trainable(spec: ModelSpec) -> None:
         )
 
 
-#: Of no weight and no number that the model computes.
-_OF_NO_NUMBER = ("attention_dropout", "hidden_dropout")
+#: Settings that change neither a weight nor the model's output in evaluation.
+_WITHOUT_EFFECT = ("attention_dropout", "hidden_dropout")
 
 
 def check_same_model(spec: ModelSpec, other: ModelSpec, directory: Path) -> None:
@@ -222,7 +221,7 @@ def check_same_model(spec: ModelSpec, other: ModelSpec, directory: Path) -> None
         "tie_embeddings",
     )
     pairs = [(name, getattr(spec, name), getattr(other, name)) for name in facts]
-    names = sorted((spec.transformer.keys() | other.transformer.keys()) - {*_OF_NO_NUMBER})
+    names = sorted((spec.transformer.keys() | other.transformer.keys()) - {*_WITHOUT_EFFECT})
     pairs += [(name, spec.transformer.get(name), other.transformer.get(name)) for name in names]
     differing = [
         f"its {name} is {there}, of --hf-checkpoint {here}"

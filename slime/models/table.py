@@ -1,20 +1,21 @@
-"""One table per model family, read in both directions: the rule language, and the rules that
-families share.
+"""One conversion table per model family, read in both directions, and the rules that families
+share.
 
     RULES = (
-        Rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", VOCAB, "vocab",
-        "hidden"), Rule("decoder.layers.{layer}.mlp.linear_fc1.weight",
-             ("model.layers.{layer}.mlp.gate_proj.weight",
-             "model.layers.{layer}.mlp.up_proj.weight"), GATE_UP, "inner", "hidden"),
-        Rule("decoder.layers.{layer}.mlp.experts.linear_fc2.weight{expert}",
-             "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight", ROW, "hidden", "expert
-             inner", when=is_moe_layer),
+        Rule(
+            "decoder.layers.{layer}.mlp.experts.linear_fc2.weight{expert}",
+            "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
+            ROW,
+            rows="hidden",
+            columns="expert inner",
+            when=is_moe_layer,
+        ),
         …
     )
 
 ``{layer}`` and ``{expert}`` are global numbers on both sides; `slime.checkpoints.megatron_names`
 turns a rank's local numbers into global ones. Rows and columns are names of
-`slime.models.spec.Width`. Everything else follows from the table: which slice a rank reads and how
+`slime.models.rules.Width`. Everything else follows from the table: which slice a rank reads and how
 pieces are gathered, the names and shapes of a checkpoint, what the embedded engine builds, how many
 parameters a rank holds (`slime.memory`), what a token costs (`slime.models.flops`).
 
@@ -419,7 +420,7 @@ MOE_RULES = (
     _down(MLP + "shared_experts.linear_fc2.weight", _SHARED, "shared inner", _has_shared_experts),
 )
 
-#: Of a decoder whose layers are all dense.
+#: Rules of a decoder whose layers are all dense.
 DENSE_RULES = OUTER_RULES + GROUPED_ATTENTION.rules + MLP_RULES
 
 #: Layers for multi-token prediction, numbered on from the decoder's.

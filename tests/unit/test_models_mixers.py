@@ -1,0 +1,34 @@
+"""The records of the token mixers: each names classes that exist, and the axes of its rules."""
+
+from __future__ import annotations
+
+import pkgutil
+
+import pytest
+
+from slime.models import FAMILIES
+from slime.models.mixers import MIXERS, TokenMixer, mixer_of, mixers_of
+from slime.models.table import shapes_of
+from tests.support.memory_jobs import FAMILIES as CONFIGS
+
+
+@pytest.mark.parametrize("mixer", MIXERS, ids=lambda mixer: mixer.name)
+def test_a_record_names_classes_that_exist(mixer: TokenMixer) -> None:
+    assert callable(pkgutil.resolve_name(mixer.embedded).build)
+    fields = pkgutil.resolve_name(mixer.megatron_config).__dataclass_fields__
+    assert {*mixer.megatron_overrides, *mixer.unread_flags} <= fields.keys()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4", "deepseek_v3", "deepseek_v3, whole queries"])
+def test_the_rules_of_a_layer_are_those_of_its_mixer(name: str) -> None:
+    """Every rule of the record is in the family's table, and its shapes follow from the spec."""
+    config = CONFIGS[name]
+    family = next(one for one in FAMILIES if config["model_type"] in one.model_types)
+    spec = family.model_spec(config)
+    mixer = mixer_of(spec.transformer, 0)
+    assert mixers_of(spec.transformer) == [mixer]
+    assert set(mixer.rules) <= set(family.rules)
+    shapes = [shapes_of(rule, spec) for rule in mixer.rules if rule.applies(spec, 0)]
+    assert all(size > 0 for shape in shapes for tensor in shape for size in tensor)
+    heads, width = mixer.kept_heads(spec)
+    assert mixer.kept(spec, 1, False) <= 2 * heads * width
