@@ -2,8 +2,8 @@
 time to a reward.
 
     python -m benchmarks.async_gain                      # CPU, five minutes
-    python -m benchmarks.async_gain --lengths docs/measurements/lengths-gsm8k-h200.json
-    --tokens-per-second 500
+    python -m benchmarks.async_gain --lengths docs/measurements/lengths-gsm8k-h200.json \\
+        --tokens-per-second 500
 
 The loop, engine, trainer and pushes are real, with a tiny model from random weights and the share
 of one digit as its reward. What a large model would take is slept: an answer decodes for so long as

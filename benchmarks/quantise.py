@@ -1,8 +1,9 @@
 """How fast `slime convert` quantises, and how much memory it takes beside the files that are
 mapped.
 
-    python benchmarks/quantise.py                        # 0.6B parameters in 4 shards, on this
-    machine's cores python benchmarks/quantise.py --layers 8 --shards 8
+    # 0.6B parameters in 4 shards, on this machine's cores
+    python benchmarks/quantise.py
+    python benchmarks/quantise.py --layers 8 --shards 8
 
 Random weights of Qwen3-0.6B's shape are written once; each conversion runs in a process of its own,
 whose anonymous memory is looked at every 20 ms.

@@ -1,10 +1,11 @@
 """Samples per second of a rollout's own process: generate, reward, filter, conversion, in front of
 an instant engine.
 
-    python -m benchmarks.rollout_load                        # rounds of 2,000 samples, all in
-    flight at once python -m benchmarks.rollout_load --rounds 50 --memory   # 100,000 samples, and
-    what the process holds after each python -m benchmarks.rollout_load --profile              #
-    where the time goes
+    # rounds of 2,000 samples, all in flight at once
+    python -m benchmarks.rollout_load
+    # 100,000 samples, and what the process holds after each
+    python -m benchmarks.rollout_load --rounds 50 --memory
+    python -m benchmarks.rollout_load --profile              # where the time goes
 
 Two processes: one is the rollout as a run has it (`RolloutLoop` with its client, rewards, filter
 and trace, then `to_train_batches`), the other plays router and engine and answers at once, with

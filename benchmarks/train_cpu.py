@@ -1,9 +1,10 @@
 """Supervised steps on GSM8K: this trainer on packed samples against a plain transformers loop on
 padded batches.
 
-    python benchmarks/train_cpu.py --data gsm8k/train.jsonl                        #
-    SmolLM2-135M-Instruct, bfloat16 python benchmarks/train_cpu.py --data gsm8k/train.jsonl --dtype
-    float32 --steps 7 --out train_cpu.json
+    # SmolLM2-135M-Instruct, bfloat16
+    python benchmarks/train_cpu.py --data gsm8k/train.jsonl
+    python benchmarks/train_cpu.py --data gsm8k/train.jsonl --dtype float32 --steps 7 \\
+        --out train_cpu.json
 
 Same model, samples, learning rate and optimizer; the loss is that of the answers' tokens. The peer
 runs in batches of --batch-size, padded to the longest, which is how transformers' examples train;

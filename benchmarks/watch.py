@@ -1,7 +1,7 @@
 """How quick `slime watch` is with very many samples: building the index, the first paint, searches.
 
-    python benchmarks/watch.py --samples 100000 --folder /tmp/watched     # the folder is made once
-    and used again
+    # the folder is made once and used again
+    python benchmarks/watch.py --samples 100000 --folder /tmp/watched
 
 First paint is measured in Chromium where there is one, from the navigation to the first samples
 that can be read.

@@ -1,10 +1,10 @@
 """When each step of a run with one engine ends, by a model of the engine: a token of every answer
 under way takes a fixed time and a time for each token in the caches.
 
-    python -m benchmarks.waves --prompts 8 --samples 4 --ahead 3 --train-per-token 50 --train-fixed
-    2.5 python -m benchmarks.waves --prompts 16 --samples 4 --ahead 3 --fixed 3.5 --per-cached 40
-    --caches 565000 \\
-        --train-per-token 22 --train-fixed 2
+    python -m benchmarks.waves --prompts 8 --samples 4 --ahead 3 --train-per-token 50 \\
+        --train-fixed 2.5
+    python -m benchmarks.waves --prompts 16 --samples 4 --ahead 3 --fixed 3.5 --per-cached 40 \\
+        --caches 565000 --train-per-token 22 --train-fixed 2
 
 It tells what `benchmarks.gpu.long_tail` is too short for: the pace of a run that goes on. A rollout
 begins when the training begins of the one that is --ahead before it. The first rollouts begin

@@ -1,8 +1,8 @@
 """Megatron checkpoint (torch_dist) → Hugging Face directory; the same as `slime convert
 megatron-to-hf`.
 
-python tools/convert_torch_dist_to_hf.py --input-dir CKPT/iter_0000010 --origin-hf-dir MODEL
---output-dir OUT
+python tools/convert_torch_dist_to_hf.py --input-dir CKPT/iter_0000010 --origin-hf-dir MODEL \\
+    --output-dir OUT
 """
 
 import sys

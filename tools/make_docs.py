@@ -1,11 +1,12 @@
 """Write the generated pages of docs/, or with --check fail when one of them is stale.
 
-python tools/make_docs.py            docs/flags.md from the flag tables, docs/hooks.md from
-slime/user_code/hooks.py,
-                                     docs/troubles.md from slime/diagnosis/data/, docs/import-paths.md
-                                     from slime/compat/import_paths.toml, the tables of
-                                     docs/coming-from.md from slime/config/data/other_systems.toml and the
-                                     flag tables
+python tools/make_docs.py
+
+    docs/flags.md           from the flag tables
+    docs/hooks.md           from slime/user_code/hooks.py
+    docs/troubles.md        from slime/diagnosis/data/
+    docs/import-paths.md    from slime/compat/import_paths.toml
+    docs/coming-from.md     its tables, from slime/config/data/other_systems.toml and the flag tables
 """
 
 from __future__ import annotations

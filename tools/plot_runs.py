@@ -1,10 +1,12 @@
 """One metric of several runs as a picture (SVG), for documents and for looking at runs side by
 side.
 
-    python tools/plot_runs.py eval/sums curves.svg "colocated=outputs/a/metrics.jsonl"
-    "async=outputs/b/metrics.jsonl" python tools/plot_runs.py rollout/raw_reward reward.svg "with
-    KL=outputs/a/metrics.jsonl" "without=…" --title Reward python tools/plot_runs.py eval/sums
-    both.svg "held out=a/metrics.jsonl" "reward=a/metrics.jsonl#rollout/raw_reward"
+    python tools/plot_runs.py eval/sums curves.svg "colocated=outputs/a/metrics.jsonl" \\
+        "async=outputs/b/metrics.jsonl"
+    python tools/plot_runs.py rollout/raw_reward reward.svg "with KL=outputs/a/metrics.jsonl" \\
+        "without=…" --title Reward
+    python tools/plot_runs.py eval/sums both.svg "held out=a/metrics.jsonl" \\
+        "reward=a/metrics.jsonl#rollout/raw_reward"
 
 A run is its name and its metrics.jsonl, behind # a metric of its own; rows without the metric are
 left out, and the steps are those of the rows.

@@ -2,8 +2,9 @@
 and what it costs.
 
     python -m benchmarks.gpu.agents --model models/smollm2 --engine-flags "--attention-backend fa3"
-    python -m benchmarks.gpu.agents --engine embedded --shape tiny --turns 4 --agents 2 --new-tokens
-    8            # dry
+    # dry
+    python -m benchmarks.gpu.agents --engine embedded --shape tiny --turns 4 --agents 2 \\
+        --new-tokens 8
 
 The clients are the packages openai and anthropic as they are; the way is a run's: endpoint, router,
 engine. What the endpoint asked the engine and what came back is written down beside; the samples

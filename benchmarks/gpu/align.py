@@ -1,8 +1,9 @@
 """Whether `slime align` names what parts trainer and engine, with a real engine that does it.
 
-    python -m benchmarks.gpu.align --model models/smollm2 --engine-flags "--attention-backend fa3"
-    --out align.jsonl python -m benchmarks.gpu.align --engine embedded --shape tiny --prompts 2
-    --new-tokens 16                  # dry
+    python -m benchmarks.gpu.align --model models/smollm2 \\
+        --engine-flags "--attention-backend fa3" --out align.jsonl
+    # dry
+    python -m benchmarks.gpu.align --engine embedded --shape tiny --prompts 2 --new-tokens 16
 
 Each mistake is made by the engine, or by what asks it: another rotary base, other weights, weights
 or cache in 8 bits, a repetition penalty of generation_config.json, a temperature or a chat template

@@ -1,8 +1,9 @@
 """Where a colocated step's time goes: ``train.py`` as users run it, and the shares of its phases.
 
-    python -m benchmarks.gpu.colocated_step --shape qwen3-4b --prompts 64 --samples 8 --new-tokens
-    1024 --steps 5 python -m benchmarks.gpu.colocated_step --engine embedded --shape tiny --prompts
-    2 --samples 2 --new-tokens 8
+    python -m benchmarks.gpu.colocated_step --shape qwen3-4b --prompts 64 --samples 8 \\
+        --new-tokens 1024 --steps 5
+    python -m benchmarks.gpu.colocated_step --engine embedded --shape tiny --prompts 2 \\
+        --samples 2 --new-tokens 8
 
 Random weights answer with noise until the limit, so that every sample has the full length; the
 reward is drawn by lot. The goal is generation, log-probs and training at 90 % of the step or more;

@@ -1,13 +1,13 @@
 """Pushes of a DeepSeek-V3-shaped model at several bucket sizes: engines must hold and compute the
 same at each.
 
+    # 1 GPU, 3 minutes
     python -m benchmarks.gpu.fused_pairs --out fused.jsonl \\
-        --engine-flags "--attention-backend fa3 --sampling-backend pytorch --grammar-backend none \\
-            --cuda-graph-max-bs 32 --mem-fraction-static 0.3"
-            # 1 GPU, 3 minutes
+        --engine-flags "--attention-backend fa3 --sampling-backend pytorch \\
+                        --grammar-backend none --cuda-graph-max-bs 32 --mem-fraction-static 0.3"
+    # dry, on a CPU
     python -m benchmarks.gpu.fused_pairs --engine embedded --shape tiny-deepseek \\
         --buffer-bytes 8000000 30000 60000
-        # dry, on a CPU
 
 SGLang concatenates ``q_a_proj`` and ``kv_a_proj_with_mqa`` of a layer within one load call, and a
 bucket is a load call. For each size the engine first gets other weights in one large bucket, then

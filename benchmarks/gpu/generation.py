@@ -2,8 +2,9 @@
 the same payload.
 
     python -m benchmarks.gpu.generation --in-flight 256 1024 --new-tokens 512 --out generation.json
-    python -m benchmarks.gpu.generation --engine embedded --shape tiny --in-flight 4 --new-tokens 8
-    --rounds 1   # dry
+    # dry
+    python -m benchmarks.gpu.generation --engine embedded --shape tiny --in-flight 4 \\
+        --new-tokens 8 --rounds 1
 
 Both sides send ``input_ids`` with ``return_logprob`` and keep ``--in-flight`` requests open, twice
 that many in all; they take turns, so that a slow minute of the host meets both. Tokens per second:

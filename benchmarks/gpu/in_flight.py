@@ -2,8 +2,8 @@
 rollouts.
 
     python -m benchmarks.gpu.in_flight --steps 8 --new-tokens 1024
-    python -m benchmarks.gpu.in_flight --engine embedded --shape tiny --prompts 4 --samples 2
-    --new-tokens 16 --steps 4
+    python -m benchmarks.gpu.in_flight --engine embedded --shape tiny --prompts 4 --samples 2 \\
+        --new-tokens 16 --steps 4
 
 One GPU for the trainer, one for the engine, two rollouts ahead. Lengths get their tail from stop
 tokens: random weights draw each token about as often, so that a response ends at each token with

@@ -1,9 +1,9 @@
 """A long run: does memory grow, and does the difference of trainer's and engine's log-probs?
 
-    python -m benchmarks.gpu.long_run --steps 40                                          #
-    colocated, then async python -m benchmarks.gpu.long_run --engine embedded --shape tiny --prompts
-    4 --samples 2 --new-tokens 16 \\
-        --interval 0.2
+    # colocated, then async
+    python -m benchmarks.gpu.long_run --steps 40
+    python -m benchmarks.gpu.long_run --engine embedded --shape tiny --prompts 4 --samples 2 \\
+        --new-tokens 16 --interval 0.2
 
 `train.py --colocate` and `train_async.py` as users run them. Memory is read every --interval: of
 the host what processes hold for themselves (RssAnon), by their kind, and what lies in /dev/shm; of

@@ -2,9 +2,8 @@
 all of them.
 
     python -m benchmarks.gpu.long_tail --gpus 2 --shape qwen3-4b
-    python -m benchmarks.gpu.long_tail --gpus 2 --engine embedded --shape tiny --prompts 2 --samples
-    2 --steps 4 \\
-        --lock-steps 2 --least 4 --most 32 --scale 0.02
+    python -m benchmarks.gpu.long_tail --gpus 2 --engine embedded --shape tiny --prompts 2 \\
+        --samples 2 --steps 4 --lock-steps 2 --least 4 --most 32 --scale 0.02
 
 Weights are random, so that answers would not end: sample i is asked for as many tokens as the i-th
 recorded answer had, times --scale, between --least and --most. Every way generates the same lengths

@@ -2,8 +2,8 @@
 at random moments.
 
     python -m benchmarks.gpu.losses --gpus 1 --ways async colocated --minutes 9
-    python -m benchmarks.gpu.losses --engine embedded --shape tiny --prompts 4 --samples 2
-    --new-tokens 16 --ways async
+    python -m benchmarks.gpu.losses --engine embedded --shape tiny --prompts 4 --samples 2 \\
+        --new-tokens 16 --ways async
 
 Each run has --use-fault-tolerance and --max-restarts; a point is PART:kill or PART:freeze. A run
 that ends of one is taken up again with `slime resume`. A point is survived when two more steps are

@@ -3,19 +3,21 @@ generates.
 
     python -m benchmarks.gpu.quantised --layers 16 --out results.jsonl --budget 400 \\
         --engine-flags "--attention-backend fa3 --sampling-backend pytorch --grammar-backend none"
-    PYTHONPATH=.:tests/support/fake_sglang python -m benchmarks.gpu.quantised --dry      # tiny
-    shapes on a CPU
+    # tiny shapes on a CPU
+    PYTHONPATH=.:tests/support/fake_sglang python -m benchmarks.gpu.quantised --dry
 
 One GPU. For each shape and format an engine is started from files with the weights B; what its
 processes then hold, in the form of their kernels, and what it answers are the reference. A way is
 right if other weights A pushed by it change the answers, and B pushed by it brings every parameter
 back bit for bit, and the answers. Ways:
 
-    handles               buckets by CUDA handles, into SGLang's load_weights, as pushes of plain
-    weights go open, handles, close  the same between two questions
-    (`slime.engines.sglang.loadable`) open, runs, close     the same with a layer's experts as one
-    tensor, as runs of training push them open, gloo, close     by broadcast, as to engines on GPUs
-    of their own disk; open, disk, close   /update_weights_from_disk
+    handles                   buckets by CUDA handles, into SGLang's load_weights, as for plain
+                              weights
+    open, handles, close      the same between two requests (`slime.engines.sglang.loadable`)
+    open, runs, close         the same with a layer's experts as one tensor, as training runs push
+                              them
+    open, gloo, close         by broadcast, as to engines on separate GPUs
+    disk; open, disk, close   /update_weights_from_disk
 
 Then pushes with the conversion of the weights, tokens per second, ways that may end an engine, and
 what the embedded engine answers, which computes with the weights that the stored ones stand for.

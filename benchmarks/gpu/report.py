@@ -2,8 +2,9 @@
 table with goals.
 
     report = Report("weight sync", args)                    # args of a parser with `add_arguments`
-    report.case("colocated", lambda: {"seconds": 0.15, "goals": [at_most("seconds", 0.15, 0.2,
-    "s")]}) sys.exit(report.finish())
+    goal = at_most("seconds", 0.15, 0.2, "s")
+    report.case("colocated", lambda: {"seconds": 0.15, "goals": [goal]})
+    sys.exit(report.finish())
 
 A case that fails becomes a line with its error, and the next one is tried; one that would pass
 --budget is ended.

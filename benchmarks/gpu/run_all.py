@@ -4,8 +4,8 @@
         --engine-flags "--attention-backend fa3 --sampling-backend pytorch --grammar-backend none"
     python -m benchmarks.gpu.run_all --gpus 1 --list
     python -m benchmarks.gpu.run_all --gpus 1 --only generation-0.6b long-run-0.6b
-    python -m benchmarks.gpu.run_all --dry --out-dir results          # tiny shapes on a CPU, the
-    same way
+    # tiny shapes on a CPU, the same way
+    python -m benchmarks.gpu.run_all --dry --out-dir results
 
 Each case is a process of its own, with a limit of its own, whose output is streamed (and kept in
 OUT_DIR/log.txt); results are lines of OUT_DIR/results.jsonl, and OUT_DIR/table.md sums them up. A

@@ -2,8 +2,8 @@
 forth and back.
 
     python -m benchmarks.gpu.safety_cost --shape qwen3-0.6b
-    python -m benchmarks.gpu.safety_cost --engine embedded --shape tiny --prompts 2 --samples 2
-    --new-tokens 8 --steps 4
+    python -m benchmarks.gpu.safety_cost --engine embedded --shape tiny --prompts 2 --samples 2 \\
+        --new-tokens 8 --steps 4
 
 Random weights answer until the limit, so that every step has the same work. Runs go A B B A, for a
 host that slows down or speeds up; the cost is the ratio of the medians over the steps behind the

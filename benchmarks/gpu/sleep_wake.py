@@ -2,8 +2,8 @@
 back.
 
     python -m benchmarks.gpu.sleep_wake --shape qwen3-4b
-    python -m benchmarks.gpu.sleep_wake --shape tiny --rounds 2      # dry: without a GPU there is
-    nothing to move
+    # dry: without a GPU there is nothing to move
+    python -m benchmarks.gpu.sleep_wake --shape tiny --rounds 2
 
 The first sleep pins host memory, which later ones use again; it is reported apart.
 """

@@ -4,8 +4,8 @@ product reaches there.
     python -m benchmarks.gpu.trainer qwen3-0.6b qwen3-4b qwen3-moe-4b --out trainer.json
     python -m benchmarks.gpu.trainer qwen3-0.6b --peer --profile
     python -m benchmarks.gpu.trainer qwen3-4b --gpus 2 --tokens 32768 \\
-        --layout tensor_model_parallel_size=2 sequence_parallel=true --layout
-        context_parallel_size=2
+        --layout tensor_model_parallel_size=2 sequence_parallel=true \\
+        --layout context_parallel_size=2
     python -m benchmarks.gpu.trainer tiny --tokens 512 --length 64        # a dry run, on a CPU too
 
 bfloat16, random weights, sequences of --length tokens, nearly all of them trained, a supervised

@@ -2,11 +2,14 @@
 own by NCCL.
 
     python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way colocated                 # 1 GPU
-    python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way apart                     # 1 -> 1,
-    2 GPUs python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way apart --tp 2              # 2
-    -> 2, 4 GPUs python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way apart --served
-    fp8-block  # quantised engines python -m benchmarks.gpu.weight_sync --shape tiny --engine
-    embedded --rounds 2        # dry, on a CPU
+    # 1 -> 1, 2 GPUs
+    python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way apart
+    # 2 -> 2, 4 GPUs
+    python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way apart --tp 2
+    # quantised engines
+    python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way apart --served fp8-block
+    # dry, on a CPU
+    python -m benchmarks.gpu.weight_sync --shape tiny --engine embedded --rounds 2
 
 The trainer is a real one with its optimizer; with --way colocated it sleeps but for its weights
 while it pushes, and the engine has taken back its weights only, as in a run. With --served the
