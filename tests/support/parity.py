@@ -75,7 +75,7 @@ def _scores(backend: Any, batch: TrainBatch) -> tuple[list[Tensor], list[Tensor]
     from slime.trainer.megatron import forward
 
     packed = backend._pack(batch, batch.steps[0].micro_batches)
-    scores = forward.score(backend._modules(), packed, temperature=TEMPERATURE, with_entropy=True)
+    scores = forward.score(backend.model_chunks, packed, temperature=TEMPERATURE, with_entropy=True)
     log_probs, entropies = {}, {}
     for micro_batch, score in zip(packed, scores):
         log_probs.update(zip(micro_batch.samples, micro_batch.split(score.log_probs)))

@@ -279,12 +279,13 @@ class Travelling(HostStates):
         super().__init__(inner, bucket_bytes)
         self.away = self.most_away = 0
 
-    def _to_device(self, value: Tensor, key: Any) -> Tensor:
+    def _to_device(self, value: Tensor, parameter: Tensor, name: str) -> Tensor:
         self.away += value.nbytes
         self.most_away = max(self.most_away, self.away)
         return value.clone()
 
-    def _to_host(self, value: Tensor, key: Any) -> Tensor:
+    def _to_host(self, value: Tensor, parameter: Tensor, name: str) -> Tensor:
+        key = (id(parameter), name)
         buffer = self._buffers.setdefault(key, torch.full_like(value, float("nan")))
         self.away = max(0, self.away - value.nbytes)
         return buffer.copy_(value)

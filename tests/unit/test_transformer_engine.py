@@ -158,7 +158,7 @@ def compute(model: Path, **flags: Any) -> Result:
     try:
         weights, batch = exported(backend), long_batch()
         packed = backend._pack(batch, batch.steps[0].micro_batches)
-        scores = forward.score(backend._modules(), packed, temperature=1.0, with_entropy=True)
+        scores = forward.score(backend.model_chunks, packed, temperature=1.0, with_entropy=True)
         loss = backend.train(batch)["train/loss"]
         gradients = {
             name: parameter.main_grad.double().cpu()
@@ -259,7 +259,7 @@ class TestOnAGpu:
             dtypes = {name: tensor.dtype for name, tensor in exported(backend).items()}
             packed = backend._pack(batch, batch.steps[0].micro_batches)
             for _ in range(2):  # delayed scaling knows its factors from the second pass on
-                scores = forward.score(backend._modules(), packed, temperature=1.0)
+                scores = forward.score(backend.model_chunks, packed, temperature=1.0)
             log_probs = torch.cat([score.log_probs for score in scores]).double().cpu()
             metrics = backend.train(batch)
             assert {name: tensor.dtype for name, tensor in exported(backend).items()} == dtypes

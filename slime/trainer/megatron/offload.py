@@ -237,9 +237,6 @@ class WeightsCopy:
 Member = tuple[int, torch.nn.Parameter]
 """The number of a parameter group, and a parameter of it."""
 
-Key = tuple[torch.nn.Parameter, str]
-"""A parameter and the name of a moment."""
-
 
 class HostStates:
     """Keeps the moments of a torch Adam in host memory, and brings them to the device for a step
@@ -264,7 +261,7 @@ class HostStates:
         self.inner = inner
         self.bucket_bytes = bucket_bytes
         self._step = inner.step
-        self._buffers: dict[Key, Tensor] = {}
+        self._buffers: dict[tuple[int, str], Tensor] = {}
         """Host copies by parameter and name; kept, as pinning memory costs more than the copy."""
 
     @staticmethod
@@ -319,17 +316,18 @@ class HostStates:
         if bucket:
             yield bucket
 
-    def _move(self, bucket: list[Member], to: Callable[[Tensor, Key], Tensor]) -> None:
+    def _move(self, bucket: list[Member], to: Callable[[Tensor, Tensor, str], Tensor]) -> None:
         for _, parameter in bucket:
             state = self.inner.state.get(parameter, {})
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:  # step counts stay where they are
-                    state[name] = to(value, (parameter, name))
+                    state[name] = to(value, parameter, name)
 
-    def _to_device(self, value: Tensor, key: Key) -> Tensor:
-        return value.to(key[0].device, non_blocking=True)
+    def _to_device(self, value: Tensor, parameter: Tensor, name: str) -> Tensor:
+        return value.to(parameter.device, non_blocking=True)
 
-    def _to_host(self, value: Tensor, key: Key) -> Tensor:
+    def _to_host(self, value: Tensor, parameter: Tensor, name: str) -> Tensor:
+        key = (id(parameter), name)
         buffer = self._buffers.get(key)
         if buffer is None:
             if value.device.type == "cpu" and not device.has_gpu():
