@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2] / "slime"
 #: For whom the code in each place reads flags, below slime/; the longest that fits says it. Where
 #: several are named, it reads a flag for one of them at least.
 PLACES: dict[str, tuple[Part, ...]] = {
+    "agents": ("generation",),
     "checkpoints": ("trainer",),
     "checkpoints/load_plan.py": ("trainer", "training"),
     "cluster": ("driver",),
@@ -34,6 +35,8 @@ PLACES: dict[str, tuple[Part, ...]] = {
     "cluster/routers.py": ("engine", "router"),
     "cluster/trainer_group.py": ("trainer",),
     "cluster/weight_push.py": ("push",),
+    "environments": ("generation",),
+    "embedded": ("engine",),
     "engines": ("engine",),
     "engines/client.py": ("generation",),
     "engines/router.py": ("router",),
@@ -65,23 +68,22 @@ DRIVES = (
     "cluster/run_cluster.py",
     "loop.py",
     "placement.py",
-    "saving.py",
-    "schedule.py",
-    "session.py",
+    "run/saving.py",
+    "run/schedule.py",
+    "run/session.py",
 )
 #: Plan and launch checks look ahead for all parts: what they read they refuse or warn of, and no
 #: part acts by it.
 LOOKS_AHEAD = (
-    "changed_inputs.py",
+    "config",
+    "run",
     "cli",
     "cluster/engine_fit.py",
     "diagnosis",
-    "hooks.py",
-    "legacy_paths.py",
+    "user_code",
+    "compat",
     "memory",
-    "preflight.py",
-    "pushes.py",
-    "rollout/old_paths",
+    "page",
     "rollout/rewards/row_checks.py",
     "rollout/validate_rows.py",
     "trainer/quantised_rules.py",
