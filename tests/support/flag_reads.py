@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from slime.config import Config, parse_args
+from slime.config.engine_flags import to_argv
 from slime.config.flag import FlagSpec, Part
 from slime.config.flags import all_flags
-from slime.config.engine_flags import to_argv
 from slime.config.parts import absent
 from slime.errors import UserError
 from slime.samples.types import Sample
