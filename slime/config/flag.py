@@ -369,7 +369,7 @@ def specs_of(group: str, cls: Any) -> list[FlagSpec]:
 def refused_spec(group: str, cls: Any, row: dict[str, Any]) -> FlagSpec:
     """A flag of `data/refused_flags.toml`: `Config` has no place for it, as it cannot be set."""
     many = row.get("many", False)
-    default = row.get("default", () if many else None)
+    default: Any = row.get("default", () if many else None)
     return FlagSpec(
         row["name"], group, "", row["kind"], tuple(default) if many else default, many=many,
         optional=row.get("optional", False), choices=tuple(row.get("choices", ())),
