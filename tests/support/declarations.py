@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2] / "slime"
 #: For whom the code in each place reads flags, below slime/; the longest that fits says it. Where
 #: several are named, it reads a flag for one of them at least.
 PLACES: dict[str, tuple[Part, ...]] = {
+    "agents": ("generation",),
     "checkpoints": ("trainer",),
     "checkpoints/load_plan.py": ("trainer", "training"),
     "cluster": ("driver",),

@@ -175,6 +175,8 @@ def against(need: Requirement) -> dict[str, Any]:
                 c for c in all_flags()[setting.dest].choices if c not in (*setting.values, "auto")
             ]
             settings[setting.dest] = choices[0] if choices else False
+        elif all_flags()[setting.dest].meta.derived and all_flags()[setting.dest].kind == "bool":
+            settings[setting.dest] = False
     return settings
 
 

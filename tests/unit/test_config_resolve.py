@@ -567,7 +567,7 @@ def test_deepep_and_sequence_parallel_without_tensor_parallel_are_warned_of() ->
     [
         (
             "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size",
-            {"max_tokens_per_gpu": 10},
+            {"max_tokens_per_gpu": 10, "use_dynamic_batch_size": False},
         ),
         (
             "--max-tokens-per-gpu 512",
