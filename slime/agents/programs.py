@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 _WITHHELD = (VARIABLE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 #: Bytes of output: a program that writes without end must not fill the memory of the rollout.
 _MOST_OUTPUT = 16 << 20
-_MINDER = Path(__file__).parents[1] / "sandbox" / "minder.py"
+_MINDER = Path(__file__).parents[1] / "sandbox" / "reaper.py"
 #: Of this process, for the minder: enough to start Python.
 _FOR_PYTHON = ("PATH", "LD_LIBRARY_PATH")
 #: Programs of which it was said that they leave something behind.
