@@ -35,7 +35,7 @@ _leaves_behind: set[str] = set()
 
 @dataclass(frozen=True)
 class Finished:
-    """The outcome of a program.
+    """What came of a program.
 
     Attributes:
         status: its exit status, the negative number of the signal that ended it, or None after its
@@ -86,8 +86,7 @@ async def run_program(
 
 
 async def _minded(request: dict[str, Any], timeout: float | None) -> dict[str, Any]:
-    """Run a program under its minder and return the minder's report; {} if it was ended before the
-    program began."""
+    """What the minder says of a program, or {} where it was told to end before there was one."""
     minder = await asyncio.create_subprocess_exec(
         *(sys.executable, "-S", "-s", "-E", "-B", str(_REAPER)),
         stdin=subprocess.PIPE,

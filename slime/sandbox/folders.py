@@ -1,7 +1,7 @@
-"""Temporary folders for programs: gone when they are done, those of a run that was killed too.
+"""Temporary folders for programs, removed when they are done; also those of a run that was killed.
 
-Each is kept locked (``flock``) by whoever made it. What nobody holds any more was left behind: the
-next process that makes one removes it.
+The process that creates a folder keeps it locked (``flock``). Folders that nobody holds were left
+behind: the next process that creates one removes them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _has_looked = False
 
 @contextlib.asynccontextmanager
 async def temporary_folder(kind: str) -> AsyncIterator[str]:
-    """An empty folder; no part of its path is a link.
+    """Make an empty folder; no part of its path is a link.
 
     Args:
         kind: what its name begins with, `PROGRAM` or `TASK`.
@@ -63,7 +63,7 @@ def _end(folder: str, lock: int) -> None:
 
 
 def remove_stale() -> list[str]:
-    """Remove folders of this user's that nobody holds; returns their names."""
+    """Remove this user's folders that nobody holds; return their names."""
     removed = []
     for path in (
         path for kind in (PROGRAM, TASK) for path in Path(tempfile.gettempdir()).glob(f"{kind}*/")
@@ -76,9 +76,8 @@ def remove_stale() -> list[str]:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder in which programs have been. They may have taken rights away from folders,
-    and put more of them into each other than a path can name: so each is moved to the top before it
-    is emptied."""
+    """Remove a folder that programs have used. They may have removed permissions, or nested folders
+    deeper than a path can name, so each one is moved to the top before it is emptied."""
     waiting = [folder]
     while waiting:
         one = waiting.pop()

@@ -1,7 +1,6 @@
 """Restrict a program by kernel mechanisms: namespaces, Landlock, seccomp, resource limits.
 
-Standard library only, and nothing of slime: `supervisor.py` imports this file and runs as a
-script.
+Standard library only, and nothing of slime's: `supervisor.py`, which runs as a script, imports it.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 def call(function: str, *arguments: Any) -> int:
-    """A function of the C library; its error becomes an OSError that names it."""
+    """Call a function of the C library; raise its error as an OSError that names it."""
     result = int(getattr(LIBC, function)(*arguments))
     if result < 0:
         number = ctypes.get_errno()
@@ -69,7 +68,7 @@ def call(function: str, *arguments: Any) -> int:
 
 
 def control(option: int, first: int = 0, second: Any = 0) -> None:
-    """prctl(2)."""
+    """Call prctl(2)."""
     call(
         "prctl",
         option,
@@ -81,7 +80,8 @@ def control(option: int, first: int = 0, second: Any = 0) -> None:
 
 
 def die_with(parent: int, signal: int = 9) -> None:
-    """As `slime.processes.owner.die_with_parent`, which a script without packages cannot import."""
+    """Do as `slime.processes.owner.die_with_parent`, which a script without packages cannot
+    import."""
     control(_PDEATHSIG, signal)
     if os.getppid() != parent:
         os._exit(1)
@@ -92,8 +92,7 @@ def die_with(parent: int, signal: int = 9) -> None:
 
 
 def own_uid() -> int:
-    """The user that a sandbox of this process runs as: another one where that is root's to
-    choose."""
+    """Choose the user that a sandbox of this process runs as: another one if root can choose."""
     if os.geteuid():
         return os.geteuid()
     wanted = FIRST_UID + os.getpid()
@@ -103,7 +102,7 @@ def own_uid() -> int:
 
 
 def become(uid: int) -> None:
-    """Another user, for good."""
+    """Become another user, for good."""
     if os.geteuid() != uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -111,7 +110,7 @@ def become(uid: int) -> None:
 
 
 def limit(limits: dict[str, Any], processes: int | None) -> None:
-    """Limits of resources. Python's own `resource` sets the soft and the hard one."""
+    """Set resource limits, the soft and the hard ones."""
     seconds = int(limits["cpu_seconds"])
     for kind, soft, hard in (
         (resource.RLIMIT_CPU, seconds, seconds + 1),
@@ -130,7 +129,7 @@ def limit(limits: dict[str, Any], processes: int | None) -> None:
 
 
 def tasks_of(uid: int) -> int:
-    """Processes and threads of a user, as RLIMIT_NPROC counts them."""
+    """Count the processes and threads of a user, as RLIMIT_NPROC does."""
     found = 0
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -142,8 +141,7 @@ def tasks_of(uid: int) -> int:
 
 
 def counts_by_namespace() -> bool:
-    """Whether the kernel counts the processes of a user in each user namespace anew (Linux
-    5.14)."""
+    """Whether the kernel counts a user's processes per user namespace (Linux 5.14)."""
     major, minor = platform.release().split(".")[:2]
     return (int(major), int("".join(filter(str.isdigit, minor)) or 0)) >= (5, 14)
 
@@ -171,8 +169,8 @@ def enter_namespaces() -> None:
 
 
 def build_root(scratch: str, request: dict[str, Any], uid: int) -> None:
-    """A root of its own: the system and what is named to be read, folders of the caller's, and
-    files in memory that are gone with it. To be called by the first process of the new namespaces.
+    """Build a new root: the system and readable paths, folders of the caller, and files in memory
+    that vanish with it. The first process of the new namespaces calls it.
 
     Args:
         scratch: an empty folder of the host on which it is put together.
@@ -245,8 +243,8 @@ def _bind(source: str, target: str) -> None:
 
 
 def _show(root: str, path: str, shown: list[str]) -> None:
-    """Bind a path of the host read-only below ``root``, unless a folder in ``shown`` holds it;
-    links lead where they led."""
+    """Bind a path of the host read-only below ``root``, unless a folder in ``shown`` contains it;
+    links keep their targets."""
     if not os.path.exists(path):
         return
     real = os.path.realpath(path)
@@ -337,9 +335,9 @@ _RETURN = 0x06
 
 
 def refuse_calls(alone: bool) -> bool:
-    """Refuse sockets, other processes' memory, and calls that only whoever leaves a sandbox needs;
-    for this process and all that come of it, of which there are none if it is to be ``alone``.
-    False where that is not possible."""
+    """Refuse sockets, other processes' memory, and calls that help to leave a sandbox, for this
+    process and its children; with ``alone`` it may have no children. Return False if that is not
+    possible."""
     if platform.machine() not in _MACHINES:
         return False
     column, machine, clone = _MACHINES[platform.machine()]
@@ -392,8 +390,8 @@ _OF_FILES = 0b1100000000000111
 
 
 def landlock(readable: list[str], writable: list[str]) -> int:
-    """Keep this process, and all that come of it, to these paths; and from signals and TCP where
-    the kernel can.
+    """Restrict this process and its children to these paths, and from signals and TCP if the kernel
+    can.
 
     Returns:
         the version of Landlock, 0 where there is none. From 6 on signals stay inside, too.
@@ -424,8 +422,8 @@ def landlock(readable: list[str], writable: list[str]) -> int:
 
 
 def give_up_privileges() -> None:
-    """No program that is started from here on gets more rights than this one, whatever its file
-    says; and none of root's, should it be root."""
+    """Keep programs started from here from gaining rights, whatever their file says; also from
+    root's rights."""
     control(_NO_NEW_PRIVS, 1)
     if os.geteuid() == 0:
         for capability in range(64):

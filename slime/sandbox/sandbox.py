@@ -1,11 +1,10 @@
-"""Programs that a model wrote, run one by one: each in a sandbox of its own, which is gone when it
-has ended.
+"""Run programs that a model wrote, each in its own sandbox, which is removed when the program ends.
 
     sandbox = Sandbox()
     ran = await sandbox.python("print(2 ** 10)")
     ran.text                                            # '1024\\n'
 
-What holds where is in docs/security.md.
+docs/security.md says what is enforced where.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from slime.documentation import doc_url
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.processes.host import num_cpus
-from slime.sandbox import isolation as kernel
+from slime.sandbox import isolation
 from slime.sandbox.folders import PROGRAM, temporary_folder
 
 logger = get_logger(__name__)
@@ -35,8 +34,8 @@ logger = get_logger(__name__)
 #: The working directory of a program, unless it is told another.
 HOME = "/sandbox"
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
-#: Places behind the walls that are the system's.
-_TAKEN = ("/proc", "/dev", *kernel.SYSTEM)
+#: Paths in the sandbox that belong to the system.
+_TAKEN = ("/proc", "/dev", *isolation.SYSTEM)
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,14 @@ class Ran:
     """The result of a program.
 
     Attributes:
-        status: its exit status, the negative number of the signal that ended it, or None where it
-            was ended.
+        status: its exit status, the negative number of the signal that ended it, or None if the
+            supervisor ended it.
         output: what it wrote, errors included.
         ended_by: the limit that ended it: "time", "cpu", "memory", "processes", "output"; "" for
             none.
-        holds: what it was kept to: "time", "memory", "processes", "network", "files", "signals".
-        limits: that it had.
+        holds: the restrictions that were enforced: "time", "memory", "processes", "network",
+            "files", "signals".
+        limits: the limits that applied.
     """
 
     status: int | None
@@ -91,25 +91,25 @@ class Ran:
 
     @property
     def text(self) -> str:
-        """For the model: the output, and why it ends there."""
+        """The output and the reason for its end, for the model."""
         if not self.ended_by:
             return self.output
         return f"{self.output}\n[ended: {_ENDED[self.ended_by].format(**asdict(self.limits))}]"
 
 
 class Sandbox:
-    """Runs programs, each behind walls of its own: no network, no files but its own and the
-    system's, none of the environment's variables. Use from one event loop.
+    """Runs programs, each isolated: no network, no files but its own and the system's, no variables
+    of the environment. Use it from one event loop.
 
     Args:
         limits: of each program.
         readable: more of the host's files and folders that programs may read.
         at_once: most programs at the same time; None: one for each processor.
-        walls: "best": namespaces where the kernel allows them, else what it does allow, with a
-            warning that names what does not hold; "namespaces": these or an error; "plain": none,
-            for trying out what is left.
+        walls: "best": namespaces if the kernel allows them, else what it does allow, with a warning
+            that names what is not enforced; "namespaces": these or an error; "plain": no
+            namespaces, for trying out what is left.
     Raises:
-        UserError: other walls.
+        UserError: ``walls`` has another value.
 
     Example:
         >>> ran = await Sandbox(Limits(seconds=2)).python("print(6 * 7)")  # doctest: +SKIP
@@ -151,8 +151,8 @@ class Sandbox:
         return await self.run([sys.executable, "-B", "main.py"], files={**files, "main.py": code})
 
     async def _check_interpreter(self) -> None:
-        """An interpreter that cannot start would make every program look wrong, and every reward
-        0."""
+        """Refuse an interpreter that cannot start: it would make every program look wrong, and
+        every reward 0."""
         ran = await self._run_code("print('started')", {})
         if (ran.status, ran.output) != (0, "started\n"):
             raise UserError(
@@ -177,9 +177,9 @@ class Sandbox:
         Args:
             command: found in the system's folders; its input is empty.
             files: name → text of files in its home.
-            folders: path behind the walls → folder of the host, which it may write to: what it
-                leaves there stays. They need namespaces. A run as root makes them the property of
-                the sandbox's user.
+            folders: path in the sandbox → folder of the host that the program may write to; what it
+                leaves there stays. They need namespaces. A run as root makes the sandbox's user
+                their owner.
             folder: where it is started.
             environ: all of its variables, besides PATH, HOME, TMPDIR and LANG.
         Raises:
@@ -205,7 +205,7 @@ class Sandbox:
                 "environ": _environ() | dict(environ or {}),
                 "limits": asdict(asked),
             }
-            result = await _keep(request, asked.seconds)
+            result = await _supervise(request, asked.seconds)
         if "refused" in result:
             raise _no_sandbox(result["refused"])
         if "plain" in self._ways and "namespaces" in self._ways:
@@ -231,7 +231,7 @@ class Sandbox:
                 or os.path.normpath(place) != place
             ):
                 raise UserError(
-                    f"no folder can be shown at {place!r} behind the walls of a sandbox",
+                    f"no folder can be shown at {place!r} in a sandbox",
                     why=f"{taken} is the system's there"
                     if taken
                     else "it is no path of a folder below the root",
@@ -239,8 +239,8 @@ class Sandbox:
                 )
 
     def _look_at(self, result: dict[str, Any]) -> None:
-        """The first program shows what is possible: others get no less, nor is it tried each
-        time."""
+        """Keep the kind of isolation that worked for the first program, so that later ones get no
+        less."""
         self._ways = [result["way"]]
         if result["way"] == "namespaces":
             return
@@ -253,10 +253,10 @@ class Sandbox:
         )
 
 
-async def _keep(request: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Have a keeper run the request. It is told to end, and then killed, where it does not end by
-    itself."""
-    keeper = await asyncio.create_subprocess_exec(
+async def _supervise(request: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Have a supervisor run the request. If it does not end by itself, it is told to end, then
+    killed."""
+    supervisor = await asyncio.create_subprocess_exec(
         *(sys.executable, "-S", "-s", "-E", "-B", str(_SUPERVISOR)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -266,7 +266,7 @@ async def _keep(request: dict[str, Any], seconds: float) -> dict[str, Any]:
     )
     try:
         async with asyncio.timeout(seconds + deadlines.SANDBOX_GRACE):
-            output, errors = await keeper.communicate(json.dumps(request).encode())
+            output, errors = await supervisor.communicate(json.dumps(request).encode())
     except TimeoutError as error:
         raise UserError(
             "a program in a sandbox was not ended in time",
@@ -275,18 +275,17 @@ async def _keep(request: dict[str, Any], seconds: float) -> dict[str, Any]:
             fix="run fewer programs at once: Sandbox(at_once=…)",
         ) from error
     finally:
-        if keeper.returncode is None:
-            keeper.terminate()
+        if supervisor.returncode is None:
+            supervisor.terminate()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(deadlines.SANDBOX_END):
-                    await asyncio.shield(keeper.wait())
+                    await asyncio.shield(supervisor.wait())
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(keeper.pid, signal.SIGKILL)
-    if keeper.returncode or not output:
+            os.killpg(supervisor.pid, signal.SIGKILL)
+    if supervisor.returncode or not output:
         said = errors.decode(errors="replace").strip().splitlines()
-        raise _no_sandbox(
-            f"its keeper ended with status {keeper.returncode}: {said[-1] if said else 'no word'}"
-        )
+        last = said[-1] if said else "no output"
+        raise _no_sandbox(f"its supervisor ended with status {supervisor.returncode}: {last}")
     return dict(json.loads(output))
 
 

@@ -1,11 +1,11 @@
-"""The process that watches over one program of a sandbox: starts it behind its walls, and ends it
-with all it started.
+"""The process that supervises one program of a sandbox: it starts the program in isolation, and
+ends it with everything that it started.
 
-    keeper (on the host) ─► first process of the namespaces ─► the program ─► whatever it starts
+    supervisor (on the host) ─► first process of the namespaces ─► the program ─► its children
 
-A script of the standard library, for it starts in 20 ms. It reads a request (`sandbox.Sandbox.run`)
-and writes the result, JSON both, and it has no variables of the environment that a program behind
-it could find.
+A script of the standard library, because it must start in 20 ms. It reads a request
+(`sandbox.Sandbox.run`) and writes the result, both as JSON. Its environment has no variables that
+the program could find.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ import select
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+import types
+from typing import Any
 
-if TYPE_CHECKING:
-    from slime.processes import tree as process_tree
-    from slime.sandbox import isolation as walls
-else:
-    import isolation as walls  # beside this script
+if __name__ == "__main__":  # slime/__init__.py needs packages that this script does without
+    package = types.ModuleType("slime")
+    package.__path__ = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    sys.modules["slime"] = package
 
-    _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    sys.path.append(os.path.join(_PACKAGE, "processes"))
-    import tree as process_tree
+from slime.processes import tree
+from slime.sandbox import isolation
 
 _LOOK_SECONDS = 0.03
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-#: Behind the walls, besides the program's own: processes, and bytes that they hold.
+#: Processes in the sandbox besides the program's own, and the bytes that they hold.
 _OURS = 2
 _OURS_BYTES = 32 << 20
 
@@ -40,12 +39,12 @@ _told_to_end = False
 
 def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
-    process_tree.adopt_orphans()
+    tree.adopt_orphans()
     signal.signal(signal.SIGTERM, _end)
-    walls.die_with(request["owner"], signal.SIGTERM)
+    isolation.die_with(request["owner"], signal.SIGTERM)
     result: dict[str, Any] = {}
     for way in request["ways"]:
-        result = {"way": way, "before": result.get("refused", "")} | Keeper(request, way).run()
+        result = {"way": way, "before": result.get("refused", "")} | Supervisor(request, way).run()
         if "refused" not in result:
             break
     print(json.dumps(result))
@@ -56,8 +55,8 @@ def _end(*_: Any) -> None:
     _told_to_end = True
 
 
-class Keeper:
-    """One try to run the program, behind one kind of walls."""
+class Supervisor:
+    """One try to run the program, with one kind of isolation."""
 
     def __init__(self, request: dict[str, Any], way: str) -> None:
         self.request = request
@@ -66,15 +65,15 @@ class Keeper:
         self.home = (
             request["home"] if way == "namespaces" else os.path.join(request["scratch"], "home")
         )
-        self.uid = walls.own_uid()
+        self.uid = isolation.own_uid()
         if way == "plain" and not self._is_seen_by_others():
             self.uid = os.geteuid()
-        apart = way == "namespaces" and os.geteuid() and walls.counts_by_namespace()
-        # that count against the limit of processes
-        self.others = _OURS if apart else walls.tasks_of(self.uid)
+        apart = way == "namespaces" and os.geteuid() and isolation.counts_by_namespace()
+        # processes that count against the limit besides the program's
+        self.others = _OURS if apart else isolation.tasks_of(self.uid)
         self.output = bytearray()
         self.said: dict[str, Any] = {}
-        self.report = -1  # the end on which the processes behind the walls say how it stands
+        self.report = -1  # isolated processes write their state here
 
     def run(self) -> dict[str, Any]:
         told, self.report = os.pipe()
@@ -88,7 +87,7 @@ class Keeper:
         try:
             ended_by = self._watch(pid, told, heard)
         finally:
-            process_tree.end_all()
+            tree.end_all()
         self._read(heard, last=True)
         self._hear(told)
         for descriptor in (told, heard):
@@ -103,10 +102,10 @@ class Keeper:
         }
 
     def _hand_over(self) -> None:
-        """The program's own folder, and folders that root lends, which become the program's own."""
+        """Give the program its own folder; under root also the folders that it may write to."""
         folders = list(self.request["folders"].values())
         if self.way == "plain":
-            # remains ours: its removal must not lead elsewhere
+            # it remains ours, so that its removal cannot be led elsewhere
             os.chmod(self.request["scratch"], 0o711)
             os.mkdir(self.home, 0o700)
             folders.append(self.home)
@@ -115,7 +114,7 @@ class Keeper:
         for folder in folders:
             os.chown(folder, self.uid, self.uid)
         while folders:
-            # so deep that no path names it: the program has made it so
+            # the program may have nested it deeper than a path can name
             with contextlib.suppress(OSError):
                 for entry in os.scandir(folders.pop()):
                     os.chown(entry.path, self.uid, self.uid, follow_symlinks=False)
@@ -126,7 +125,7 @@ class Keeper:
     # ----------------------------------------------------------------------------------------------
 
     def _watch(self, pid: int, told: int, heard: int) -> str:
-        """Until the child has ended, or has to; says what ended it."""
+        """Wait until the child has ended or must end; return the limit that ended it."""
         deadline = time.monotonic() + self.limits["seconds"]
         child = os.pidfd_open(pid)
         open_ends = {told, heard, child}
@@ -147,7 +146,7 @@ class Keeper:
         return "cpu" if self.said.get("status") == -signal.SIGXCPU else ""
 
     def _has_ended(self, pid: int) -> bool:
-        """Also takes leave of what the program left behind and has ended by itself."""
+        """Whether the program has ended; also reaps orphans that ended by themselves."""
         ended = 1
         status = 0
         while ended:
@@ -197,34 +196,34 @@ class Keeper:
     def _say(self, **words: Any) -> None:
         os.write(self.report, json.dumps(words).encode() + b"\n")
 
-    # -- behind the walls: none of these returns
+    # -- in the sandbox: none of these returns
     # -------------------------------------------------------------------
 
     def _in_child(self, written: int) -> None:
-        """The child of the keeper. With namespaces it only waits for their first process."""
+        """Run in the supervisor's child. With namespaces it only waits for their first process."""
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            walls.die_with(os.getppid())
+            isolation.die_with(os.getppid())
             nothing = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((nothing, 0), (written, 1), (written, 2)):
                 os.dup2(source, target)
             if self.way == "plain":
                 self._become_program()
-            walls.enter_namespaces()
+            isolation.enter_namespaces()
             pid = os.fork()
             if pid == 0:
                 self._first_process()
             os.waitpid(pid, 0)
-        except BaseException as error:  # whatever it is, the keeper must hear of it
+        except BaseException as error:  # the supervisor must hear of any error
             self._say(refused=f"{type(error).__name__}: {error}")
         os._exit(0)
 
     def _first_process(self) -> None:
-        """Process 1 of the namespaces: when it ends, the kernel ends all of them."""
+        """Run as process 1 of the namespaces: when it ends, the kernel ends all of them."""
         try:
-            walls.die_with(os.getppid())
-            os.umask(0o022)  # another user looks through the folders that are made here
-            walls.build_root(self.request["scratch"], self.request, self.uid)
+            isolation.die_with(os.getppid())
+            os.umask(0o022)  # another user reads the folders that are made here
+            isolation.build_root(self.request["scratch"], self.request, self.uid)
             pid = os.fork()
             if pid == 0:
                 self._become_program()
@@ -247,11 +246,11 @@ class Keeper:
                 holds |= self._without_namespaces()
             else:
                 holds |= {"files", "network", "signals"}
-                walls.limit(self.limits, self.limits["processes"] + self.others)
-                walls.become(self.uid)
-                walls.give_up_privileges()
+                isolation.limit(self.limits, self.limits["processes"] + self.others)
+                isolation.become(self.uid)
+                isolation.give_up_privileges()
             alone = self.uid == 0  # no limit of processes holds for root: it may have no other
-            if walls.refuse_calls(alone):
+            if isolation.refuse_calls(alone):
                 holds.add("network")
             elif alone:
                 raise PermissionError("nothing limits the processes of a program of root's")
@@ -259,7 +258,7 @@ class Keeper:
         except BaseException as error:
             self._say(refused=f"{type(error).__name__}: {error}")
             os._exit(0)
-        at = ""  # from here on what fails is the program's, not the walls'
+        at = ""  # from here on the program fails, not its isolation
         try:
             for name, text in request["files"].items():
                 at = os.path.join(home, name)
@@ -268,10 +267,8 @@ class Keeper:
                     out.write(text)
             at = home if request["folder"] == request["home"] else request["folder"]
             os.chdir(at)
-            for number in (
-                signal.SIGPIPE,
-                signal.SIGXFSZ,
-            ):  # Python ignores them, and what it starts would, too
+            # Python ignores these signals, and its children would inherit that
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
             at = request["command"][0]
             environ = {
@@ -287,17 +284,17 @@ class Keeper:
         os._exit(127)
 
     def _without_namespaces(self) -> set[str]:
-        """The walls that need no namespaces; says what they hold."""
-        readable = [*walls.SYSTEM, *self.request["readable"]]
+        """Isolate without namespaces; return what is enforced."""
+        readable = [*isolation.SYSTEM, *self.request["readable"]]
         holds: set[str] = set()
-        walls.limit(self.limits, self.limits["processes"] + self.others)
+        isolation.limit(self.limits, self.limits["processes"] + self.others)
         if self.uid != os.geteuid():
-            walls.become(self.uid)
-            if self.uid >= walls.FIRST_UID:  # nobody is whoever else had to become nobody
+            isolation.become(self.uid)
+            if self.uid >= isolation.FIRST_UID:  # other sandboxes may share the user nobody
                 holds.add("signals")
-        walls.die_with(os.getppid())  # forgotten where the user changed
-        walls.give_up_privileges()
-        version = walls.landlock(readable, [self.home])
+        isolation.die_with(os.getppid())  # a change of user resets it
+        isolation.give_up_privileges()
+        version = isolation.landlock(readable, [self.home])
         if not version and os.geteuid() == 0:
             raise PermissionError("nothing keeps a program of root's from the files of this host")
         return holds | ({"files"} if version else set()) | ({"signals"} if version >= 6 else set())
@@ -309,7 +306,7 @@ class Keeper:
         pid = os.fork()
         if pid == 0:
             with contextlib.suppress(OSError):  # a container that has no other user
-                walls.become(self.uid)
+                isolation.become(self.uid)
                 os._exit(not all(os.access(path, os.R_OK) for path in self.request["readable"]))
             os._exit(1)
         return os.waitpid(pid, 0)[1] == 0
@@ -320,9 +317,9 @@ class Keeper:
 
 
 def usage() -> tuple[int, int]:
-    """Processes that came of this one, and bytes of memory that they hold; what they share counts
-    for each."""
-    pids = process_tree.descendants()
+    """Count the descendants of this process and the bytes that they hold; shared memory counts for
+    each."""
+    pids = tree.descendants()
     pages = 0
     for pid in pids:
         try:

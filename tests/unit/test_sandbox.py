@@ -356,7 +356,7 @@ def test_a_host_that_has_namespaces_is_not_left_without_them_by_a_failure(
         asked.append(request["ways"])
         return {"way": request["ways"][-1], "refused": "OSError: Cannot allocate memory"}
 
-    monkeypatch.setattr(sandbox_module, "_keep", no_memory)
+    monkeypatch.setattr(sandbox_module, "_supervise", no_memory)
     with pytest.raises(UserError, match="no sandbox"):
         asyncio.run(sandbox.run(["true"]))
     assert asked == [["namespaces"]]
@@ -376,7 +376,7 @@ def test_places_where_no_folder_can_be_shown_are_refused(place: str, tmp_path: P
     assert "/app" in caught.value.fix and os.listdir(tmp_path) == []
 
 
-def test_a_keeper_that_does_not_end_in_time_says_so(
+def test_a_supervisor_that_does_not_end_in_time_says_so(
     walls: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slime.deadlines.SANDBOX_GRACE", 0.01 - LIMITS.seconds)
@@ -400,13 +400,13 @@ def test_calls_that_go_around_the_walls_are_refused(attempt: str) -> None:
     code = f"""
 import ctypes, errno, os, resource, sys
 sys.path.insert(0, {str(Path(sandbox_module.__file__).parent)!r})
-import isolation as walls
+import isolation
 libc = ctypes.CDLL(None, use_errno=True)
 def check(result):
     if result == -1:
         raise OSError(ctypes.get_errno(), "")
-walls.control(38, 1)
-walls.refuse_calls(False)
+isolation.control(38, 1)
+isolation.refuse_calls(False)
 resource.prlimit(0, resource.RLIMIT_CORE, resource.getrlimit(resource.RLIMIT_CORE))
 try:
     {attempt}
@@ -441,14 +441,14 @@ def test_children_are_found_where_the_kernel_does_not_name_them() -> None:
     code = f"""
 import sys, time, subprocess
 sys.path.insert(0, {str(Path(sandbox_module.__file__).parents[2])!r})
-from slime.processes import tree as keeper
+from slime.processes import tree
 subprocess.Popen(["sh", "-c", "sleep 1000 & wait"])
-while len(found := keeper.descendants()) < 2:
+while len(found := tree.descendants()) < 2:
     time.sleep(0.01)
-keeper._SEARCHED = True
-print(sorted(keeper.descendants()) == sorted(found))
-keeper.end_all()
-print(keeper.descendants())
+tree._SEARCHED = True
+print(sorted(tree.descendants()) == sorted(found))
+tree.end_all()
+print(tree.descendants())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "True\n[]\n", done.stderr
