@@ -49,7 +49,7 @@ class ServerExit(NamedTuple):
 
     @property
     def why(self) -> str:
-        return _from_log(self.exception, self.log_tail, "its log")
+        return _log_excerpt(self.exception, self.log_tail, "its log")
 
 
 class EngineActor:
@@ -203,7 +203,7 @@ class EngineActor:
                 self._process.wait_ready()
                 return url
             except ServerDied as died:
-                self._give_ports_back()
+                self._release_ports()
                 if died.is_port_clash and attempt + 1 < _PORT_TRIES:
                     logger.warning(
                         "%s: one of its ports was taken meanwhile, trying others", self.name
@@ -211,7 +211,7 @@ class EngineActor:
                     continue
                 raise UserError(
                     f"{died.name} {died.what}",
-                    why=_from_log(
+                    why=_log_excerpt(
                         self._process.exception_line(), died.log_tail, str(self.log_path)
                     ),
                     fix=f"read the log{self._if_out_of_memory()}",
@@ -233,16 +233,16 @@ class EngineActor:
         assert self._process is not None, "start comes first"
         if self._process.is_alive():
             return None
-        return self._obituary(self._process.how_it_ended())
+        return self._server_exit(self._process.how_it_ended())
 
     def kill(self, how: str) -> ServerExit:
         """End what is left of the server, children included, so that another can `start`."""
         assert self._process is not None, "start comes first"
         self._process.stop(grace=0)
-        self._give_ports_back()
-        return self._obituary(how)
+        self._release_ports()
+        return self._server_exit(how)
 
-    def _obituary(self, how: str) -> ServerExit:
+    def _server_exit(self, how: str) -> ServerExit:
         assert self._process is not None
         process = self._process
         return ServerExit(
@@ -253,9 +253,9 @@ class EngineActor:
         if self._process is not None:
             self._process.stop()
             self._process = None
-        self._give_ports_back()
+        self._release_ports()
 
-    def _give_ports_back(self) -> None:
+    def _release_ports(self) -> None:
         for reservation in [*([self._port] if self._port is not None else []), *self._held]:
             reservation.release()
         self._port = None
@@ -370,7 +370,7 @@ def raise_server_exit(
     )
 
 
-def _from_log(exception: str, tail: str, log: str) -> str:
+def _log_excerpt(exception: str, tail: str, log: str) -> str:
     """Why a server died, as far as its log tells."""
     first = f"{exception}\n       " if exception else ""
     return f"{first}last lines of {log}:\n{_indent(tail)}"

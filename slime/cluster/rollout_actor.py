@@ -53,6 +53,18 @@ class RolloutResult:
     warnings: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Generating:
+    """A rollout, or an evaluation, that was started and not yet collected."""
+
+    rollout_id: int
+    ref: ray.ObjectRef
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait at most ``seconds``; return whether it has ended, with or without success."""
+        return bool(ray.wait([self.ref], timeout=seconds)[0])
+
+
 class RolloutActor:
     """Async actor: `progress`, `save_source` and `close` are answered while a rollout is under
     way."""
@@ -131,7 +143,7 @@ class RolloutActor:
             self.config, self.tokenizer, self.source, router_url, router_urls, self.journal
         )
         self.loop.record_failure = self.recorder.record_failure
-        self.loop.lost = _leave
+        self.loop.lost = _exit_with_reason
         await self.loop.start()
         freeze_gc(many_samples=True)
         return untold()
@@ -177,7 +189,7 @@ class RolloutActor:
         generated = time.perf_counter()
         batches = to_train_batches(groups, self.config, layout, rollout_id)
         metrics |= batches[0].global_stats
-        shards = self._handed_over(batches, groups)
+        shards = self._put_shards(batches, groups)
         self._groups_of[rollout_id] = [group.index for group in groups]
         converted = time.perf_counter()
         self.recorder.record_rollout(rollout_id, groups)
@@ -201,10 +213,10 @@ class RolloutActor:
         metrics = dict(batches[0].global_stats)
         self.recorder.record_rollout(rollout_id, groups)
         return RolloutResult(
-            rollout_id, self._handed_over(batches, groups), metrics, warnings=untold()
+            rollout_id, self._put_shards(batches, groups), metrics, warnings=untold()
         )
 
-    def _handed_over(self, batches: list[TrainBatch], groups: list[Group]) -> list[ray.ObjectRef]:
+    def _put_shards(self, batches: list[TrainBatch], groups: list[Group]) -> list[ray.ObjectRef]:
         recorded = self.recorder.token_keys(groups)
         for batch in batches:
             batch.recorded = recorded
@@ -243,7 +255,7 @@ class RolloutActor:
             trained: what is recorded beside the samples, while the next rollout goes on.
         """
         self.source.mark_consumed(self._groups_of.pop(rollout_id, []))
-        await self._recorded()
+        await self._wait_until_recorded()
         if trained:
             writing = asyncio.to_thread(self.recorder.record_training, rollout_id, trained)
             self._recording = asyncio.ensure_future(writing)
@@ -257,7 +269,7 @@ class RolloutActor:
         """The data position for the checkpoint of ``rollout_id``; a source of the user's own writes
         its file. What older checkpoints have passed goes from the journal."""
         if self.journal is not None:
-            self.journal.drop(oldest_needed(self.config))
+            self.journal.drop(oldest_needed_rollout(self.config))
         return save_source(self.source, self.config, rollout_id)
 
     async def forget(self, rollout_id: int) -> None:
@@ -299,7 +311,7 @@ class RolloutActor:
         """Of the weights that sampled what the journal has."""
         return self.journal.newest_version if self.journal is not None else 0
 
-    async def _recorded(self) -> None:
+    async def _wait_until_recorded(self) -> None:
         if self._recording is not None:
             await self._recording
 
@@ -308,7 +320,7 @@ class RolloutActor:
             await self.loop.close()
         if self.journal is not None:
             self.journal.close()
-        await self._recorded()
+        await self._wait_until_recorded()
         end_children()  # of users' functions: what they have left behind
 
 
@@ -318,7 +330,7 @@ def say(warnings: Sequence[str]) -> None:
         logger.warning("%s", warning)
 
 
-def _leave(said: str) -> None:
+def _exit_with_reason(said: str) -> None:
     """Nobody here will answer any more: whoever waits for this process learns of its end, and of
     the reason from the log."""
     logger.error("%s", said)
@@ -326,7 +338,7 @@ def _leave(said: str) -> None:
     os._exit(1)
 
 
-def oldest_needed(config: Config) -> int:
+def oldest_needed_rollout(config: Config) -> int:
     """The first rollout whose file of the journal may still be asked for: by whoever goes on from
     the second newest checkpoint, should the newest be damaged, and draws what was put back in the
     rollouts before it. Where one alone is kept (--save-retain 1) there is nothing to go back to

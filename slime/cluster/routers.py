@@ -159,7 +159,7 @@ class Routers:
     def can_restart(self) -> bool:
         return self._health is not None
 
-    def is_news(self, name: str, server_exit: ServerExit) -> bool:
+    def is_current_process(self, name: str, server_exit: ServerExit) -> bool:
         """Whether the end of a router is that of its present process, not of a former one, heard
         late."""
         return name not in self._last_pid or server_exit.pid != self._last_pid[name]
@@ -195,10 +195,10 @@ class Routers:
             )
             raise_server_exit(name, server_exit._replace(how=times), [])
         url_of = serving()
-        late = [] if self._is_given_workers(model, url_of) else self._behind(model, url_of)
+        late = [] if self._starts_with_workers(model, url_of) else self._behind(model, url_of)
         asked = {router.worker: self._begin(model, {} if late else url_of, urlsplit(url).port)}
         wait_for(asked, "starting the router again", deadlines.ROUTERS_START, self._should_stop)
-        refused = self._accepted_late(url, late)
+        refused = self._register_late(url, late)
         self._restarts += 1
         if self._health is not None:
             self._health.begin()  # what the former process was asked is not answered any more
@@ -208,14 +208,14 @@ class Routers:
         )  # fmt: skip
         return refused
 
-    def _is_given_workers(self, model: str, url_of: Mapping[str, str]) -> bool:
+    def _starts_with_workers(self, model: str, url_of: Mapping[str, str]) -> bool:
         """On its command line."""
         policy = self._config.engine.router.get("policy") or "cache_aware"
         return bool(
             self._first_parts(model, PAIR[0]) or started_with(policy, self._behind(model, url_of))
         )
 
-    def _accepted_late(self, url: str, engines: Iterable[str]) -> list[str]:
+    def _register_late(self, url: str, engines: Iterable[str]) -> list[str]:
         """Put engines behind a router that runs; those that it does not accept, as one that
         hangs."""
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from slime import deadlines
-from slime.cluster.launch import Launch
 from slime.cluster.placement import GpuSlots
 from slime.cluster.waiting import (
     NamedActor,
@@ -50,6 +49,28 @@ _COLOCATED_SHARE = (
     0.4  # of a slot; engines take 0.2 (the reference's fractions), so both fit on one GPU
 )
 _HANDING_OVER = "handing memory over"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the driver must know once everything runs.
+
+    Attributes:
+        start_rollout_id: the first rollout of this launch.
+        num_prompts: prompts per epoch, for --num-epoch; 0 if unknown (streaming) or not needed.
+        seconds: duration of each part of the launch.
+        saved_metrics: metrics of the step that the checkpoint holds, as far as they were known when
+            it was written.
+        pushes: weight version → rollouts trained on when it was pushed, from the checkpoint.
+        lineages: rollouts trained on → ancestry of the weights, from the checkpoint.
+    """
+
+    start_rollout_id: int
+    num_prompts: int
+    seconds: dict[str, float]
+    saved_metrics: dict[str, float]
+    pushes: dict[int, int] = field(default_factory=dict)
+    lineages: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -363,7 +384,7 @@ class Trainers:
         """Write the model as a Hugging Face directory."""
         self._ask(lambda actor: actor.export.remote(str(directory)), "exporting the model")
 
-    def settle_save(self, is_settled: Callable[[], bool]) -> None:
+    def wait_for_async_save(self, is_settled: Callable[[], bool]) -> None:
         """After a failure: wait until the ranks have finished the checkpoint that --async-save is
         writing, or ``is_settled``.
 
