@@ -156,7 +156,13 @@ class PushLog:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "ab") as file:
                 # the break ends what a crash has left of the line before
-                file.write(b"\n" + orjson.dumps({**push._asdict(), "checksum": _checksum(push)}))
+                row = {
+                    "version": push.version,
+                    "trained": push.trained,
+                    "lineage": push.ancestry,
+                    "checksum": _checksum(push),
+                }
+                file.write(b"\n" + orjson.dumps(row))
         except OSError as problem:  # a full disk, of which the journal tells
             logger.warning("%s: %s", self._path, problem)
 

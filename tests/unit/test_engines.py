@@ -688,7 +688,7 @@ def test_an_engine_starts_while_the_others_generate(
     )
     world.engines.restarts_immediately = False
     monkeypatch.setattr(
-        Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look())
+        Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.poll())
     )
     everything, rest = f"{GRAPHS} {CACHE} {WEIGHTS}", f"{GRAPHS} {CACHE}"
     turns.release_for_launch()
@@ -752,7 +752,7 @@ def test_where_no_engine_is_left_it_starts_while_nobody_has_memory(
     )
     world.weights._gpu_memory, world.engines.restarts_immediately = turns, False
     monkeypatch.setattr(
-        Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look())
+        Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.poll())
     )
     turns.release_for_launch()
     for number in (0, 1):
@@ -813,7 +813,7 @@ def test_an_engine_that_dies_of_taking_its_memory_back_for_a_push(
     world.engines.restarts_immediately = False
     monkeypatch.setattr("slime.deadlines.ENGINES_DEATH_OF_CONNECTION", 0.0)
     monkeypatch.setattr(
-        Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look())
+        Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.poll())
     )
     turns.release_for_launch()
     world.weights.connect()
