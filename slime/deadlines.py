@@ -63,6 +63,8 @@ EXTERNAL_ENGINES_DRAIN = 10.0
 EXTERNAL_ENGINES_DRAIN_POLL = 0.1
 EXTERNAL_ENGINES_ASK = 2.0
 EXTERNAL_ENGINES_TRY_AGAIN = 10.0
+LIVENESS_ASK = 2.0
+LIVENESS_ANSWER = 5.0
 
 # -- cluster/gpu_memory.py
 GPU_MEMORY_MEMORY = (
@@ -71,10 +73,6 @@ GPU_MEMORY_MEMORY = (
 GPU_MEMORY_IDLE = (
     3.0  # for requests that were aborted to end; a rollout that was given up still sends some
 )
-
-# -- cluster/liveness.py
-LIVENESS_ASK = 2.0
-LIVENESS_ANSWER = 5.0
 
 # -- cluster/ray_session.py
 #: Seconds in which a cluster must let a driver join.

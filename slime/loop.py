@@ -1,24 +1,24 @@
-"""The loop: generate, train, save, push the weights, evaluate. `session` owns these verbs; this
-file has their order.
+"""The training loop: generate, train, save, push the weights, evaluate.
 
-Lock step (``slime train``, --async-buffer-size 0): nothing is generated while the trainer trains.
+`Session` implements these steps; this file defines their order.
 
-    generate │ 0 │       │ 1 │       │ 2 │ …      rollout k is generated with what rollout k - 1 has
-    taught train        │ 0 │       │ 1 │       │ 2 │ push             ▲           ▲
+Synchronous (``slime train``, --async-buffer-size 0): nothing is generated while the trainer trains.
+
+    generate │ 0 │       │ 1 │       │ 2 │ …     rollout k uses the weights trained on rollout k - 1
+    train        │ 0 │       │ 1 │       │ 2 │
+    push             ▲           ▲
 
 Asynchronous (``slime train-async``, --async-buffer-size N): up to N rollouts are generated ahead of
 the trainer.
 
-    generate │ 0 │ 1 │ 2 │ 3 │ …                  rollout k is generated with the weights of the
-    last push train        │ 0 │ 1 │ 2 │ …                  while rollout k - N … k - 1 is trained
-    on push             ▲   ▲   ▲                    between two generations, every
-    --update-weights-interval rollouts;
-                                                  or in the midst of them:
-                                                  --update-weights-in-flight
+    generate │ 0 │ 1 │ 2 │ 3 │ …      rollout k uses the weights of the last push, while one of the
+    train        │ 0 │ 1 │ 2 │ …      rollouts k - N … k - 1 is trained on
+    push             ▲   ▲   ▲        every --update-weights-interval rollouts, between two
+                                      generations, or during them with --update-weights-in-flight
 
-With --max-staleness a rollout whose samples would be too old by the time they are trained on begins
-after a push. An evaluation is waited for in lock step; otherwise it goes on beside the next steps,
-until the next push or save.
+With --max-staleness, a rollout whose samples would be too old for training starts after the next
+push. A synchronous run waits for an evaluation; otherwise it runs during the next steps, until the
+next push or save.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 
 def train(session: Session) -> None:
-    """Train on ``session.schedule.rollout_ids``, in order; a rollout is one step of the run. With
-    --max-restarts, what has been lost with trainer ranks since the newest checkpoint is done again.
+    """Train on ``session.schedule.rollout_ids``, in order; each rollout is one step of the run.
+
+    With --max-restarts, lost trainer ranks are restarted and the steps since the newest checkpoint
+    are repeated.
 
     Raises:
         StopRequested: between two steps, after a SIGTERM.
@@ -44,13 +46,13 @@ def train(session: Session) -> None:
                 session.restart_trainer()
             return train_on(session)
         except Exception as error:
-            is_lost = session.may_begin_again(error)
+            is_lost = session.may_restart_trainer(error)
             if not is_lost:
                 raise
 
 
 def train_on(session: Session) -> None:
-    """The steps from where the run stands."""
+    """Do the remaining steps of the run."""
     schedule = session.schedule
     if schedule.evaluates_first:
         session.log(session.evaluate(rollout_id=0))
@@ -64,7 +66,7 @@ def train_on(session: Session) -> None:
             generating.append(session.start_generating(to_start.popleft()))
 
     for rollout_id in schedule.rollout_ids:
-        start_up_to(max(1, ahead))  # there is none yet, or there may be none ahead
+        start_up_to(max(1, ahead))  # at least the rollout that is needed now
         batch = session.collect(generating.popleft())
         start_up_to(ahead)
         metrics = session.train(batch)
@@ -72,16 +74,16 @@ def train_on(session: Session) -> None:
         saves = session.saving.is_due(rollout_id)
         pushes = schedule.pushes(rollout_id)
         if saves or pushes:
-            # all of one version, and not lost to whoever goes on from the checkpoint
+            # so that it scores one weight version and a resume from this checkpoint has it
             session.finish_evaluation()
         if saves:
             session.save(rollout_id)
         if pushes:
             if not session.config.sync.update_weights_in_flight:
-                session.wait_for(generating)  # else answers go on with the new weights
+                session.wait_for(generating)  # else they continue with the new weights
             metrics |= session.update_weights()
         if schedule.evaluates(rollout_id):
             metrics |= session.evaluate(rollout_id)
-        start_up_to(ahead)  # what --max-staleness has held back until this push
+        start_up_to(ahead)  # rollouts that --max-staleness has held back until this push
         session.log(metrics)
         session.stop_if_asked()

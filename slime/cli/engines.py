@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime.cli.arguments import Arguments
-from slime.cluster.command_inbox import give_order
+from slime.cluster.command_inbox import send_command
 
 _VERBS = ("add", "remove")
 
@@ -34,10 +34,10 @@ def main(argv: list[str]) -> None:
             "engine", help="HOST:PORT of the engine" + (", or its name" if verb == "remove" else "")
         )
         asked = parser.parse_args(argv[1:])
-        print(give_order(Path(asked.run_dir), verb, asked.engine)["said"])
+        print(send_command(Path(asked.run_dir), verb, asked.engine)["said"])
         return
     asked = parser.parse_args(argv)
-    print("\n".join(_table(give_order(Path(asked.run_dir), "list")["engines"])))
+    print("\n".join(_table(send_command(Path(asked.run_dir), "list")["engines"])))
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:

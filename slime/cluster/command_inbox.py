@@ -1,13 +1,13 @@
-"""Orders to a running run: small files in its folder, so that whoever may write there can give
-them, and nobody else.
+"""Commands to a running run: small files in its folder, so that only a user who may write there can
+give them.
 
-    <run>/engines/<id>.order.json     {"verb": "add", "url": "10.0.0.7:30000"}: written by `slime
-    engines` <run>/engines/<id>.answer.json    {"said": …}, {"refused": …}, …: written by the
-    driver, which removes the order;
-                                      removed by who has read it
+    <run>/engines/<id>.order.json    {"verb": "add", "url": "10.0.0.7:30000"}, written by
+                                     `slime engines`
+    <run>/engines/<id>.answer.json   {"said": …}, {"refused": …}, …, written by the driver, which
+                                     removes the order; its reader removes it
 
-No port is opened for it. The driver looks when it looks about anyway, and as a rule at no more than
-the time at which the folder was last changed. Imports no Ray.
+No port is opened for this. The driver polls while it waits for something else, and usually only
+checks when the folder was last changed. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ FOLDER = "engines"
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """What somebody wants of a run.
+    """A command of ``slime engines``.
 
     Attributes:
-        id: of its files.
-        verb: "add", "remove", "list", or nonsense.
+        id: part of its files' names.
+        verb: "add", "remove", "list"; not checked yet.
     """
 
     id: str
@@ -55,11 +55,11 @@ class EngineCommand:
 
 
 class CommandInbox:
-    """The driver's side.
+    """The driver's end: reads commands and writes answers.
 
     Args:
         run: the run's folder.
-        clock: as the file system counts, seconds since 1970.
+        clock: seconds since 1970, comparable with the file system's times.
     """
 
     def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
@@ -68,36 +68,33 @@ class CommandInbox:
         self._seen: int | None = None
         self._answered: set[str] = set()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self.close()  # what a former life of the run left
+        self.close()  # removes what an earlier launch left
 
     def take(self) -> list[EngineCommand]:
-        """The orders that are not answered yet; never raises what comes of others' files."""
+        """Return the commands that are not answered yet. Unreadable files raise nothing."""
         try:
             changed = self._folder.stat().st_mtime_ns
             if changed == self._seen:
                 return []
-            orders = [
-                order
-                for path in sorted(self._folder.iterdir())
-                if (order := self._read(path)) is not None
-            ]
+            read = map(self._read, sorted(self._folder.iterdir()))
+            commands = [command for command in read if command is not None]
         except OSError as error:
-            logger.debug("no orders: %s", error)
+            logger.debug("no commands: %s", error)
             return []
         settled = self._clock() - changed / 1e9 > deadlines.COMMAND_INBOX_SETTLED
-        self._seen = changed if settled and not orders else None
-        return orders
+        self._seen = changed if settled and not commands else None
+        return commands
 
-    def answer(self, order: EngineCommand, words: Mapping[str, Any]) -> None:
-        self._answered.add(order.id)
+    def answer(self, command: EngineCommand, words: Mapping[str, Any]) -> None:
+        self._answered.add(command.id)
         try:
-            write_atomically(self._folder / f"{order.id}.answer.json", orjson.dumps(words))
-            (self._folder / f"{order.id}.order.json").unlink(missing_ok=True)
+            write_atomically(self._folder / f"{command.id}.answer.json", orjson.dumps(words))
+            (self._folder / f"{command.id}.order.json").unlink(missing_ok=True)
         except OSError as error:  # a full disk must not end the run
             logger.warning("an order could not be answered: %s", error)
 
     def close(self) -> None:
-        """Orders that nobody will answer."""
+        """Remove all commands and answers."""
         with contextlib.suppress(OSError):
             for path in self._folder.iterdir():
                 if _OURS.fullmatch(path.name):
@@ -114,12 +111,12 @@ class CommandInbox:
                 if stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST
                 else {}
             )
-        except OSError:  # taken back, or not for us to read
+        except OSError:  # withdrawn, or not readable
             return None
         return EngineCommand(found.group(1), str(words.get("verb", "")), str(words.get("url", "")))
 
 
-def give_order(
+def send_command(
     run: Path,
     verb: str,
     url: str = "",
@@ -127,13 +124,14 @@ def give_order(
     seconds: float = deadlines.COMMAND_INBOX_WAIT,
     poll: float = deadlines.COMMAND_INBOX_POLL,
 ) -> dict[str, Any]:
-    """Have a running run do something, and wait for its answer.
+    """Send a command to a running run and return its answer.
 
     Args:
         run: its folder.
-        seconds: that the answer may take; the order is taken back then.
+        seconds: deadline of the answer, after which the command is withdrawn.
     Raises:
-        UserError: the run does not run, cannot be written to, refuses, or gives no answer.
+        UserError: the run is not running, its folder cannot be written, or it refuses.
+        RunFailed: it does not answer.
     """
     folder = run / FOLDER
     order = secrets.token_hex(8)

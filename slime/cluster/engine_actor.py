@@ -1,5 +1,4 @@
-"""The actor that owns an engine's server process, or the router's, what it tells of its end, and
-the driver's handle of it."""
+"""The actor that owns the server process of an engine or router, and the driver's handle of it."""
 
 from __future__ import annotations
 
@@ -38,8 +37,9 @@ class DisaggregatedWorkers(NamedTuple):
 
 
 class ServerExit(NamedTuple):
-    """How a server process ended ("was killed (SIGKILL)"), the last lines of its log, the URL that
-    it had, the exception that its log names, if any, and its pid."""
+    """How a server process ended ("was killed (SIGKILL)"), the last lines of its log, its URL, the
+    exception in its log, if any, and its pid.
+    """
 
     how: str
     log_tail: str
@@ -49,14 +49,14 @@ class ServerExit(NamedTuple):
 
     @property
     def why(self) -> str:
-        return _from_log(self.exception, self.log_tail, "its log")
+        return _log_excerpt(self.exception, self.log_tail, "its log")
 
 
 class EngineActor:
     """Owns one engine server process, or the router. The process dies with this actor.
 
     Args:
-        run_keys: of which its server asks for the run's own, after each restart too.
+        run_keys: API keys; the server asks for the run's own, also after a restart.
     """
 
     def __init__(
@@ -88,13 +88,12 @@ class EngineActor:
         return this_process()
 
     def memory(self) -> float:
-        """GB of host memory that the server's processes hold for themselves; 0 while there is
-        none."""
+        """Return GB of unshared host memory of the server's processes; 0 if it does not run."""
         pid = self._process.pid if self._process is not None and self._process.is_alive() else None
         return self._footprint.gigabytes(pid) if pid is not None else 0.0
 
     def rendezvous(self) -> str:
-        """host:port where the nodes of this engine meet; held until the engine is stopped."""
+        """Reserve and return host:port where the nodes of this engine meet."""
         host = ray.util.get_node_ip_address()
         self._held.append(reserve_port(host))
         return f"{host}:{self._held[-1].port}"
@@ -111,9 +110,7 @@ class EngineActor:
         from slime.engines.launch import LaunchSpec
 
         if self._process is not None and self._process.is_alive():
-            self._process.stop(
-                grace=0
-            )  # this node's part of an engine whose other part did not come up
+            self._process.stop(grace=0)  # the engine's part on another node did not come up
         host = ray.util.get_node_ip_address()
 
         def spec(port: int) -> LaunchSpec:
@@ -130,12 +127,10 @@ class EngineActor:
         return self._serve(spec, host)
 
     def bootstrap_port(self) -> int | None:
-        """Where decode servers fetch the cache of this prefill server; None for servers of another
-        kind."""
+        """Return the port where decode servers fetch this prefill server's cache, else None."""
         return self._bootstrap_port
 
     def _disaggregation(self, host: str) -> dict[str, Any]:
-        """Options of a prefill or decode server."""
         kind = self.part.group.worker_type if self.part is not None else "regular"
         if kind not in ("prefill", "decode"):
             return {}
@@ -203,7 +198,7 @@ class EngineActor:
                 self._process.wait_ready()
                 return url
             except ServerDied as died:
-                self._give_ports_back()
+                self._release_ports()
                 if died.is_port_clash and attempt + 1 < _PORT_TRIES:
                     logger.warning(
                         "%s: one of its ports was taken meanwhile, trying others", self.name
@@ -211,7 +206,7 @@ class EngineActor:
                     continue
                 raise UserError(
                     f"{died.name} {died.what}",
-                    why=_from_log(
+                    why=_log_excerpt(
                         self._process.exception_line(), died.log_tail, str(self.log_path)
                     ),
                     fix=f"read the log{self._if_out_of_memory()}",
@@ -229,20 +224,20 @@ class EngineActor:
         )
 
     def server_exit(self) -> ServerExit | None:
-        """None while the server process lives."""
+        """Return how the server process ended; None while it lives."""
         assert self._process is not None, "start comes first"
         if self._process.is_alive():
             return None
-        return self._obituary(self._process.how_it_ended())
+        return self._server_exit(self._process.how_it_ended())
 
     def kill(self, how: str) -> ServerExit:
-        """End what is left of the server, children included, so that another can `start`."""
+        """Kill what is left of the server and its children, so that another can `start`."""
         assert self._process is not None, "start comes first"
         self._process.stop(grace=0)
-        self._give_ports_back()
-        return self._obituary(how)
+        self._release_ports()
+        return self._server_exit(how)
 
-    def _obituary(self, how: str) -> ServerExit:
+    def _server_exit(self, how: str) -> ServerExit:
         assert self._process is not None
         process = self._process
         return ServerExit(
@@ -253,9 +248,9 @@ class EngineActor:
         if self._process is not None:
             self._process.stop()
             self._process = None
-        self._give_ports_back()
+        self._release_ports()
 
-    def _give_ports_back(self) -> None:
+    def _release_ports(self) -> None:
         for reservation in [*([self._port] if self._port is not None else []), *self._held]:
             reservation.release()
         self._port = None
@@ -263,17 +258,18 @@ class EngineActor:
 
 
 class EngineHandle:
-    """An `EngineActor` in the driver's hands. Every question is answered by the actor, none by the
-    server process: at once, but for a start under way, which keeps the actor busy.
+    """The driver's handle of an `EngineActor`; all methods but `end` return refs to the answers.
+
+    The actor answers, not the server process: at once, except during a start.
 
     Args:
-        options: of Ray: on which slot, with what share of it.
-        hosts: of the run's other servers.
-        run_keys: its server asks for the run's own.
+        options: Ray options with slot and share.
+        hosts: hosts of the run's other servers.
+        run_keys: API keys; its server asks for the run's own.
         part: None for a router.
 
     Attributes:
-        worker: for messages, and to wait for its answers.
+        worker: the actor in messages and waits.
     """
 
     def __init__(
@@ -287,28 +283,22 @@ class EngineHandle:
         run_keys: RunKeys,
         part: EnginePart | None = None,
     ) -> None:
-        actor: Any = ray.remote(
-            EngineActor
-        )  # Ray makes the methods remote; its types do not say so
+        actor: Any = ray.remote(EngineActor)  # Ray's types do not know the remote methods
         given = config, name, run_path, num_threads, hosts, run_keys, part
         self._actor = actor.options(max_restarts=0, **options).remote(*given)
         self.worker = NamedActor(name, self._actor.process.remote())
 
     def memory(self) -> ray.ObjectRef:
-        """To be: see `EngineActor.memory`."""
         return self._actor.memory.remote()
 
     def rendezvous(self) -> ray.ObjectRef:
-        """To be: host:port where the nodes of this engine meet."""
         return self._actor.rendezvous.remote()
 
     def begin_start(self, model_path: str, dist_init_addr: ray.ObjectRef | None) -> ray.ObjectRef:
-        """To be: the URL of the server, once it answers; `slime.engines.launch` says how long that
-        may take.
+        """Start the server; the answer is its URL, once it serves.
 
         Args:
-            dist_init_addr: what `rendezvous` of the engine's first node gave; Ray has it before the
-                start runs.
+            dist_init_addr: ref to the `rendezvous` of the engine's first node.
         """
         return self._actor.start.remote(model_path, dist_init_addr)
 
@@ -319,33 +309,30 @@ class EngineHandle:
         pairs: DisaggregatedWorkers | None,
         port: int | None = None,
     ) -> ray.ObjectRef:
-        """To be: the URL of the router, with the workers behind it.
+        """Start the router with its workers; the answer is its URL.
 
         Args:
-            external: those of the workers that somebody else has started.
-            port: its own, where it is started again.
+            external: the workers that were started outside the run.
+            port: its former port, if it is started again.
         """
         return self._actor.start_router.remote(worker_urls, external, pairs, port)
 
     def bootstrap_port(self) -> ray.ObjectRef:
-        """To be: see `EngineActor.bootstrap_port`."""
         return self._actor.bootstrap_port.remote()
 
     def server_exit(self) -> ray.ObjectRef:
-        """To be: an `ServerExit`, or None while the server lives."""
+        """The answer is a `ServerExit`, or None while the server lives."""
         return self._actor.server_exit.remote()
 
     def kill(self, how: str) -> ray.ObjectRef:
-        """To be: the `ServerExit` of a server that has to go, and whose end is to be called
-        ``how``."""
+        """Kill the server; the answer is a `ServerExit` that says ``how``."""
         return self._actor.kill.remote(how)
 
     def stop(self) -> ray.ObjectRef:
-        """To be: None, when the server is gone."""
         return self._actor.stop.remote()
 
     def end(self) -> None:
-        """The actor, and with it what is left of its server."""
+        """Kill the actor, and with it what is left of its server."""
         ray.kill(self._actor, no_restart=True)
 
 
@@ -356,10 +343,10 @@ def with_pid(name: str, pid: int | None) -> str:
 def raise_server_exit(
     name: str, server_exit: ServerExit, remedies: Sequence[str], *, what: str = ""
 ) -> NoReturn:
-    """The end of the run, as a server of it has ended.
+    """End the run because a server has ended.
 
     Args:
-        what: was being done with it ("taking memory back").
+        what: what was being done with it ("taking memory back").
     Raises:
         RunFailed: always.
     """
@@ -370,8 +357,7 @@ def raise_server_exit(
     )
 
 
-def _from_log(exception: str, tail: str, log: str) -> str:
-    """Why a server died, as far as its log tells."""
+def _log_excerpt(exception: str, tail: str, log: str) -> str:
     first = f"{exception}\n       " if exception else ""
     return f"{first}last lines of {log}:\n{_indent(tail)}"
 

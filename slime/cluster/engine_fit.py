@@ -1,12 +1,11 @@
-"""Whether an engine that somebody else has started fits a run, as far as it can be asked; imports
-no Ray.
+"""Checks by HTTP whether an engine that was started outside the run fits it. Imports no Ray.
 
     GET  /model_info    the model: architecture, and its directory where this host sees it
     GET  /server_info   kind of engine, dtype, context, what it was started with
     POST /tokenize      a line of text, which must give the tokens of --hf-checkpoint
 
-That its weights have the right shapes, and that it computes what the trainer computes, is proved by
-the push that follows and its canary.
+The push that follows and its canary prove that the weights have the right shapes and that the
+engine computes what the trainer computes.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ _LINE = "The answer to 3 + 4 is 7, “naïve” or not.\n\tx = {'a': [1, 2]}"
 
 
 @dataclass(frozen=True)
-class Said:
-    """What an engine says of itself.
+class EngineInfo:
+    """What an engine reports about itself.
 
     Attributes:
         model: its ``/model_info``; server: its ``/server_info``.
-        tokens: of `_LINE`; None where it cannot say.
+        tokens: its tokens of `_LINE`; None if it does not tokenize.
     """
 
     model: Mapping[str, Any]
@@ -55,13 +54,14 @@ class Said:
         return self.abilities.num_ranks
 
 
-def ask(url: str) -> Said:
-    """
+def fetch_engine_info(url: str) -> EngineInfo:
+    """Ask an engine about itself.
+
     Raises:
-        UserError: nobody answers there, or no engine.
+        UserError: nothing answers there, or something that is no engine.
     """
 
-    async def questions() -> Said:
+    async def questions() -> EngineInfo:
         async with EngineClient(url, timeout=deadlines.ENGINE_FIT) as engine:
             model = await engine.get("/model_info")
             server = await engine.get("/server_info")
@@ -71,10 +71,10 @@ def ask(url: str) -> Said:
                 )
             except EngineError:  # one without a tokenizer, or of a version without the route
                 answer = {}
-            return Said(model, server, answer.get("tokens"))
+            return EngineInfo(model, server, answer.get("tokens"))
 
     try:
-        said = asyncio.run(questions())
+        info = asyncio.run(questions())
     except EngineError as error:
         if error.status == 401:
             raise UserError(
@@ -90,36 +90,36 @@ def ask(url: str) -> Said:
             " sglang.launch_server), wait until it answers, and name its address as it is reached "
             "from this host",
         ) from error
-    if said.model.get("is_generation") is not True or not said.server.get("dtype"):
+    if info.model.get("is_generation") is not True or not info.server.get("dtype"):
         raise UserError(
             f"what answers at {url} is no engine that generates",
-            why=f"its /model_info is {dict(said.model)!r:.300}",
+            why=f"its /model_info is {dict(info.model)!r:.300}",
             fix="name the engine itself, not a router",
         )
-    return said
+    return info
 
 
 def check_fit(
     config: Config,
     url: str,
-    said: Said,
-    other: tuple[str, Said] | None,
+    info: EngineInfo,
+    other: tuple[str, EngineInfo] | None,
     warn: Callable[[str], None],
 ) -> None:
-    """Refuse an engine that could not take part.
+    """Refuse an engine that does not fit the run.
 
     Args:
-        other: an engine that takes part, with what it says; None where there is none yet.
-        warn: told what may be a mistake.
+        other: URL and info of an engine of the run; None if there is none yet.
+        warn: called with what may be a mistake.
     Raises:
         UserError: names the address and what does not fit.
     """
-    _check_model(config, url, said.model)
-    _check_tokens(config, url, said.tokens)
-    _check_server(config, url, said)
+    _check_model(config, url, info.model)
+    _check_tokens(config, url, info.tokens)
+    _check_server(config, url, info)
     if other is not None:
-        _check_likeness(url, said, *other)
-        if said.server.get("random_seed") == other[1].server.get("random_seed"):
+        _check_likeness(url, info, *other)
+        if info.server.get("random_seed") == other[1].server.get("random_seed"):
             warn(
                 f"{url} was started with the same random_seed as {other[0]}: samples of one "
                 "prompt that are spread over"
@@ -140,7 +140,7 @@ def _check_model(config: Config, url: str, info: Mapping[str, Any]) -> None:
             )
     folder = Path(str(info.get("model_path")))
     if not (folder / "config.json").is_file():
-        return  # of another host; the push will tell
+        return  # on another host; the push will tell
     own, its = (
         family_of(path, flags.model_name).model_spec(path) for path in (flags.hf_checkpoint, folder)
     )
@@ -168,9 +168,8 @@ def _check_tokens(config: Config, url: str, tokens: list[int] | None) -> None:
         )
 
 
-def _check_server(config: Config, url: str, said: Said) -> None:
-    """What it was started with."""
-    info = said.server
+def _check_server(config: Config, url: str, engine: EngineInfo) -> None:
+    info = engine.server
     longest = config.rollout.rollout_max_context_len
     context = info.get("context_length")
     lacks: list[tuple[bool, str, str]] = [
@@ -191,7 +190,7 @@ def _check_server(config: Config, url: str, said: Said) -> None:
             "start it with --enable-return-routed-experts",
         ),
         (
-            said.abilities.check == "slices"
+            engine.abilities.check == "slices"
             and WEIGHT_PROBE not in (info.get("custom_weight_loader") or ()),
             "nobody could see which weights it holds",
             f"start it where slime is installed, with --custom-weight-loader {WEIGHT_PROBE} "
@@ -214,11 +213,10 @@ def _check_server(config: Config, url: str, said: Said) -> None:
             raise UserError(f"the engine at {url} cannot take part", why=why, fix=fix)
 
 
-def _check_likeness(url: str, said: Said, other_url: str, other: Said) -> None:
-    """Pushes treat all engines alike."""
+def _check_likeness(url: str, info: EngineInfo, other_url: str, other: EngineInfo) -> None:
     facts = [
-        ("kind", said.abilities.engine, other.abilities.engine),
-        ("dtype", said.server.get("dtype"), other.server.get("dtype")),
+        ("kind", info.abilities.engine, other.abilities.engine),
+        ("dtype", info.server.get("dtype"), other.server.get("dtype")),
     ]
     for name, here, there in facts:
         if here != there:
@@ -230,8 +228,8 @@ def _check_likeness(url: str, said: Said, other_url: str, other: Said) -> None:
             )
 
 
-def named(config: Config) -> list[str]:
-    """URLs of --rollout-external-engine-addrs, whose key is known from then on."""
+def external_urls(config: Config) -> list[str]:
+    """Return the URLs of --rollout-external-engine-addrs, and register their API key."""
     flag = "--rollout-external-engine-addrs"
     urls = [engine_url(address, flag) for address in config.engine.rollout_external_engine_addrs]
     keys.external(*urls)

@@ -1,24 +1,20 @@
-"""The state of all engines of a run in one table: which of them may be asked what. Every change of
-it is a method here.
+"""The state of every engine of a run in one table, and the only place that changes it.
 
-    starting ── launched ──► serving ── lost ──► down ── started again ──► starting ── came up ──►
-    up
-                                ▲                 ▲                           │                    │
-                                taken in │                 ├────── start failed ◄──────┘
-                                ▼ │                 └────────────────── lost ◄──────────────────
-                                returning └─────────────────────────────────────────────── admitted
-                                ◄────────┘
-    joined ─► up                any of serving, returning, up ── left ─► forgotten
+    STARTING ─ launched ─► SERVING ─ lost ─► DOWN ─ restarted ─► STARTING ─ came up ─► STARTED
+                              ▲               ▲                     │                     │
+                              │               ├──── start failed ◄──┘              rejoin │
+                              │               └──── lost ◄──── REJOINING ◄────────────────┘
+                              └─────────── admitted ◄──────────────┘
 
-    serving     gets requests, pushes, and its turn with memory
-    returning   runs again, gets pushes and its turn with memory, no requests until it is admitted
-    up          runs again and is not known to anybody yet
+    (external engine) ── joined ──► STARTED      SERVING, REJOINING or STARTED ── left ──► (removed)
 
-Engines that somebody else has started (`slime.cluster.external_engines`) join as one that came up,
-are never asked for memory, and are forgotten when they die. An engine that serves or returns has
-released some of its memory (``released``: SGLang dies of being asked twice to give the same memory
-up, or to take it back) and may be paused; what died has neither. Nothing here asks anybody
-anything.
+    SERVING    gets requests, weight pushes and memory calls
+    REJOINING  runs again, gets weight pushes and memory calls, but no requests until it is admitted
+    STARTED    runs again, and nothing talks to it yet
+
+An external engine (`slime.cluster.external_engines`) enters as STARTED, is never asked for memory,
+and is removed when it dies. ``released`` records which memory an engine has given up, because
+SGLang dies if it is asked to release or resume the same memory twice. The table makes no calls.
 """
 
 from __future__ import annotations
@@ -29,13 +25,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-#: Tags of an engine's memory, as SGLang calls them.
+#: Tags of an engine's memory, in SGLang's words.
 WEIGHTS = "weights"
 CACHE = "kv_cache"
 GRAPHS = "cuda_graph"
 ALL_MEMORY = (CACHE, WEIGHTS, GRAPHS)
 
-#: Deaths of one engine since a rollout was last completed; one more ends the run.
+#: Deaths of one engine that the run survives without a completed rollout between them.
 MOST_RESTARTS = 3
 
 
@@ -49,23 +45,22 @@ class State(Enum):
 
 @dataclass
 class EngineEntry:
-    """One engine; over several nodes it has a part on each.
+    """One engine. An engine over several nodes has one part on each.
 
     Attributes:
         parts: names of its parts, the first node's first: ("engine-3", "engine-3-node-1").
-        is_policy: it serves the model that is trained; others get no pushes, and their death ends
-            the run.
-        can_restart: one of the policy's that answers alone. Prefill and decode servers are on their
-            router's command line.
-        is_external: somebody else has started it; its part's name is its URL.
-        ranks: processes that hold its weights, of an external one; others' are as many as their
-            slots.
-        urls: of the parts' servers while it runs.
+        is_policy: it serves the trained model. Other models get no pushes, and the death of one of
+            their engines ends the run.
+        can_restart: false for other models, and for prefill and decode servers, whose URLs are on
+            the router's command line.
+        is_external: it was started outside the run; the name of its only part is its URL.
+        ranks: processes that hold weights, for an external engine; others have one per slot.
+        urls: base URLs of the parts' servers while it runs.
         released: tags of the memory that it has given up.
-        paused: it takes no requests until it is told to go on.
-        deaths: since it last proved itself.
-        reason, since: how it died last, and when that was known.
-        starting: answers to the start under way, by whoever was asked (Ray's references).
+        paused: it takes no requests until generation is continued.
+        deaths: number of deaths since the last completed rollout.
+        reason, since: how it died last, and when the driver noticed.
+        starting: Ray references to the answers of a start under way, by actor.
     """
 
     number: int
@@ -89,12 +84,12 @@ class EngineEntry:
 
     @property
     def url(self) -> str:
-        """The base URL of the engine: its first node's."""
+        """The base URL of its first node's server."""
         return self.urls[0]
 
     @property
     def runs(self) -> bool:
-        """It may be asked for memory and pushed to."""
+        """Whether it gets weight pushes and memory calls."""
         return self.state in (State.SERVING, State.REJOINING)
 
     @property
@@ -103,7 +98,7 @@ class EngineEntry:
 
 
 def external_engine(number: int, url: str) -> EngineEntry:
-    """One that somebody else has started, not yet launched."""
+    """Return the entry of an engine that was started outside the run, before the launch."""
     return EngineEntry(number, (url,), can_restart=False, is_external=True)
 
 
@@ -111,8 +106,8 @@ class EngineTable:
     """All engines by number.
 
     Attributes:
-        num_lost: engines that died, or were given up, all in all: who sees it grow knows that
-            something failed because of that.
+        num_lost: total number of lost engines. If it grows during a call that fails, a lost engine
+            explains the failure.
     """
 
     def __init__(
@@ -124,80 +119,76 @@ class EngineTable:
         self._seconds_away: list[float] = []
         self._next_number = max(self.engines, default=-1) + 1
 
-    # -- who is there
+    # -- queries
     # ------------------------------------------------------------------------------------------
 
     @property
     def policy(self) -> list[EngineEntry]:
-        """Those that pushes go to: the policy's that run."""
+        """Running engines of the trained model, which weight pushes go to."""
         return [engine for engine in self.engines.values() if engine.is_policy and engine.runs]
 
     @property
     def others(self) -> list[EngineEntry]:
-        """Of other models; they run as long as the run does."""
+        """Running engines of other models."""
         return [engine for engine in self.engines.values() if not engine.is_policy and engine.runs]
 
     @property
     def groups(self) -> list[list[str]]:
-        """URLs of the policy's that run, and of the others'."""
+        """URLs of `policy`, then of `others`."""
         return [[engine.url for engine in engines] for engines in (self.policy, self.others)]
 
-    def those(self, state: State) -> list[EngineEntry]:
+    def in_state(self, state: State) -> list[EngineEntry]:
         return [engine for engine in self.engines.values() if engine.state is state]
 
     @property
     def away(self) -> list[EngineEntry]:
-        """Those that died and have not been taken in again."""
+        """Engines that died or joined, and do not take part in pushes yet."""
         return [engine for engine in self.engines.values() if engine.reason and not engine.runs]
 
     def find(self, part: str) -> EngineEntry | None:
-        """Whose part it is; None for what is no engine, the router."""
+        """Return the engine with this part; None for the router."""
         return next((engine for engine in self.engines.values() if part in engine.parts), None)
 
-    def is_news(self, part: str, url: str) -> bool:
-        """Whether the end of a server is that of the engine's present one, not of a former one,
-        heard late."""
+    def is_current_server(self, part: str, url: str) -> bool:
+        """Return whether ``url`` is the part's present server: news of a former one may be late."""
         engine = self.find(part)
         return engine is not None and engine.runs and engine.urls[engine.parts.index(part)] == url
 
-    # -- life
+    # -- transitions
     # ----------------------------------------------------------------------------------------------
 
-    def launched(self, number: int, urls: Sequence[str]) -> None:
-        """At the launch: requests may come at once, and it holds all its memory."""
-        engine = self._in(number, State.STARTING)
+    def mark_launched(self, number: int, urls: Sequence[str]) -> None:
+        engine = self._expect_state(number, State.STARTING)
         engine.state, engine.urls = State.SERVING, tuple(urls)
 
-    def lost(self, number: int, reason: str) -> EngineEntry:
-        """It died, or is as good as dead."""
-        engine = self._in(number, State.SERVING, State.REJOINING)
+    def mark_lost(self, number: int, reason: str) -> EngineEntry:
+        engine = self._expect_state(number, State.SERVING, State.REJOINING)
         engine.state, engine.urls, engine.released, engine.paused = State.DOWN, (), set(), False
         engine.reason, engine.since = reason, self._clock()
         engine.deaths += 1
         self.num_lost += 1
         return engine
 
-    def started_again(self, number: int, answers: Mapping[Any, Any]) -> None:
-        engine = self._in(number, State.DOWN)
+    def mark_started_again(self, number: int, answers: Mapping[Any, Any]) -> None:
+        engine = self._expect_state(number, State.DOWN)
         engine.state = State.STARTING
         engine.starting = answers
 
-    def start_failed(self, number: int) -> None:
-        engine = self._in(number, State.STARTING)
+    def mark_start_failed(self, number: int) -> None:
+        engine = self._expect_state(number, State.STARTING)
         engine.state = State.DOWN
         engine.starting = {}
         engine.deaths += 1
 
-    def came_up(self, number: int, urls: Sequence[str]) -> None:
-        engine = self._in(number, State.STARTING)
+    def mark_came_up(self, number: int, urls: Sequence[str]) -> None:
+        engine = self._expect_state(number, State.STARTING)
         engine.state, engine.urls, engine.starting = State.STARTED, tuple(urls), {}
 
-    def joined(self, url: str, ranks: int) -> EngineEntry:
-        """Somebody else has started it. It gets weights with the next push, and requests after
-        it."""
+    def mark_joined(self, url: str, ranks: int) -> EngineEntry:
+        """Add an engine that was started outside the run."""
         self._next_number = max(self._next_number, max(self.engines, default=-1) + 1)
         engine = external_engine(self._next_number, url)
-        self._next_number += 1  # that of an engine that has left is not given again: slots go by it
+        self._next_number += 1  # never reused, because slots are looked up by number
         engine.ranks = ranks
         engine.state = State.STARTED
         engine.urls = (url,)
@@ -205,21 +196,19 @@ class EngineTable:
         self.engines[engine.number] = engine
         return engine
 
-    def left(self, number: int) -> None:
-        """Nobody talks to it any more, and it is forgotten."""
-        self._in(number, State.SERVING, State.REJOINING, State.STARTED)
+    def mark_left(self, number: int) -> None:
+        """Remove an engine."""
+        self._expect_state(number, State.SERVING, State.REJOINING, State.STARTED)
         del self.engines[number]
 
     def rejoin(self) -> None:
-        """All that are up: from now on pushes and memory are their business too, requests not
-        yet."""
-        for engine in self.those(State.STARTED):
+        """Let all started engines take part in pushes and memory calls, but not in requests yet."""
+        for engine in self.in_state(State.STARTED):
             engine.state = State.REJOINING
 
-    def admitted(self, number: int) -> float:
-        """It has the current weights and gets requests; returns the seconds since it died, or
-        joined."""
-        engine = self._in(number, State.REJOINING)
+    def mark_admitted(self, number: int) -> float:
+        """Note that an engine gets requests again; return the seconds since it died or joined."""
+        engine = self._expect_state(number, State.REJOINING)
         engine.state = State.SERVING
         seconds = self._clock() - engine.since
         if not engine.is_external:
@@ -227,12 +216,11 @@ class EngineTable:
         return seconds
 
     def reset_death_counts(self) -> None:
-        """A rollout was completed with those that run."""
         for engine in self.policy:
             engine.deaths = 0
 
     def pop_seconds_away(self) -> list[float]:
-        """Of the engines that were restarted and admitted since the last call."""
+        """Return how long each restarted engine was away that was admitted since the last call."""
         seconds = self._seconds_away
         self._seconds_away = []
         return seconds
@@ -242,49 +230,50 @@ class EngineTable:
 
     @staticmethod
     def to_release(engines: Iterable[EngineEntry], tags: Sequence[str]) -> dict[str, list[str]]:
-        """By URL: what of ``tags`` each of them still has. Who has nothing of it is not to be
-        asked, nor are external ones, whose memory is nobody's here."""
+        """Return URL → which of ``tags`` the engine still holds, without engines that hold none.
+
+        External engines are left out: they share no GPU with the trainer.
+        """
         own = [engine for engine in engines if not engine.is_external]
         todo = {engine.url: [tag for tag in tags if tag not in engine.released] for engine in own}
         return {url: held for url, held in todo.items() if held}
 
     @staticmethod
     def to_resume(engines: Iterable[EngineEntry], tags: Sequence[str]) -> dict[str, list[str]]:
-        """By URL: what of ``tags`` each of them has given up."""
+        """Return URL → which of ``tags`` the engine has released, without engines that hold all."""
         todo = {engine.url: [tag for tag in tags if tag in engine.released] for engine in engines}
         return {url: lacking for url, lacking in todo.items() if lacking}
 
-    def released(self, url: str, tags: Iterable[str]) -> None:
-        """It has done what it was asked."""
-        engine = self._at(url)
+    def mark_released(self, url: str, tags: Iterable[str]) -> None:
+        engine = self._running_at(url)
         assert not engine.released & set(tags), (
             f"{url} has released {engine.released}, and was asked for {tags}"
         )
         engine.released |= set(tags)
 
-    def resumed(self, url: str, tags: Iterable[str]) -> None:
-        engine = self._at(url)
+    def mark_resumed(self, url: str, tags: Iterable[str]) -> None:
+        engine = self._running_at(url)
         assert set(tags) <= engine.released, (
             f"{url} has released {engine.released}, and was asked to take {tags}"
         )
         engine.released -= set(tags)
 
-    def paused(self, urls: Iterable[str]) -> None:
-        """They were asked to pause, and may have done so."""
+    def mark_paused(self, urls: Iterable[str]) -> None:
+        """Note engines that were asked to pause, whether or not they did."""
         for url in urls:
-            self._at(url).paused = True
+            self._running_at(url).paused = True
 
-    def went_on(self, url: str) -> None:
-        self._at(url).paused = False
+    def mark_continued(self, url: str) -> None:
+        self._running_at(url).paused = False
 
-    # -- inside
+    # -- helpers
     # ----------------------------------------------------------------------------------------------
 
-    def _in(self, number: int, *states: State) -> EngineEntry:
+    def _expect_state(self, number: int, *states: State) -> EngineEntry:
         engine = self.engines[number]
         assert engine.state in states, f"engine {number} is {engine.state.value}"
         return engine
 
-    def _at(self, url: str) -> EngineEntry:
+    def _running_at(self, url: str) -> EngineEntry:
         [engine] = [engine for engine in self.engines.values() if engine.runs and engine.url == url]
         return engine

@@ -1,12 +1,13 @@
-"""All engines of a run: started, watched, restarted. The state of each engine is in
-`slime.cluster.engine_table`, its memory the business of `slime.cluster.gpu_memory`, the routers in
-front of them that of `slime.cluster.routers`.
+"""All engines of a run: their start, the detection of deaths and hangs, and restarts.
 
-With --use-fault-tolerance an engine that dies, or hangs for --rollout-health-check-timeout, is
-taken out of the router and started again; the others go on meanwhile. It comes back with the next
-weight push, which is between rollouts; only when no engine is left is it waited for, in the middle
-of a rollout if need be, since a push then interrupts nobody. Without the flag, and for what cannot
-be restarted, a death ends the run.
+`slime.cluster.engine_table` holds the state of each engine, `slime.cluster.gpu_memory` moves their
+GPU memory, and `slime.cluster.routers` owns the routers in front of them.
+
+With --use-fault-tolerance an engine that dies, or does not answer for
+--rollout-health-check-timeout, is removed from the router and started again while the others go on.
+It comes back with the next weight push, between two rollouts. Only if no engine is left does the
+run wait for it, if need be in the middle of a rollout, which a push then does not interrupt.
+Without the flag, and for engines that cannot be restarted, a death ends the run.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ import ray
 from slime import deadlines
 from slime.cluster.command_inbox import CommandInbox
 from slime.cluster.engine_actor import EngineHandle, ServerExit, raise_server_exit, with_pid
-from slime.cluster.engine_fit import named
-from slime.cluster.engine_memory import EnginesMemory
+from slime.cluster.engine_fit import external_urls
 from slime.cluster.engine_table import MOST_RESTARTS, EngineEntry, State
 from slime.cluster.external_engines import ExternalEngines
 from slime.cluster.placement import (
@@ -67,21 +67,48 @@ T = TypeVar("T")
 _COLOCATED_SHARE = 0.2
 
 
+class EngineHostMemory:
+    """Host memory of the run's engine servers, as a metric.
+
+    Each server is asked at one step and its answer is read at the next, so that nothing waits. A
+    server that hangs or died is skipped.
+    """
+
+    def __init__(self, handles: Collection[EngineHandle]) -> None:
+        self._handles = handles
+        self._asked: dict[EngineHandle, ray.ObjectRef] = {}
+        self._gigabytes: dict[EngineHandle, float] = {}
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``perf/engine_memory_gb``, the largest of the values received so far."""
+        for handle in self._handles:
+            ref = self._asked.get(handle)
+            if ref is not None and not ray.wait([ref], timeout=0)[0]:
+                continue
+            if ref is not None:
+                self._gigabytes.pop(handle, None)
+                with contextlib.suppress(ray.exceptions.RayError):
+                    self._gigabytes[handle] = ray.get(ref)
+            self._asked[handle] = handle.memory()
+        most = max(self._gigabytes.values(), default=0.0)
+        return {"perf/engine_memory_gb": most} if most else {}
+
+
 class Engines:
     """All engines of a run, and a router in front of those of each model.
 
     Args:
-        start_seconds: that one start may take.
+        start_seconds: deadline of one engine's start.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
 
     Attributes:
-        table: which engine is in what state.
-        routers: in front of the engines of each model.
-        external: who joins and leaves, and the engines that others have started.
-        keys: that engines and routers ask for, new for each launch.
-        nodes: where the policy's engines stand.
-        restarts_at_once: what died starts again as soon as that is known; false while the trainer
-            has the GPUs that it shares with engines (`start_again` is called when it sleeps).
+        table: the state of each engine.
+        external: engines that were started outside the run; also handles engines that join and
+            leave.
+        keys: API keys of engines and routers, new for each launch.
+        nodes: nodes on which the policy's engines run.
+        restarts_immediately: start a dead engine as soon as its death is known. False while the
+            trainer has the GPUs that it shares with engines; `restart_dead` is called later.
     """
 
     def __init__(
@@ -100,7 +127,7 @@ class Engines:
         self._should_stop = should_stop
         self._parts = engine_parts(config, plan, slots)
         own = self.keys = keys.use(keys.RunKeys.new())
-        urls = named(config)
+        urls = external_urls(config)
         hosts = sorted(
             {*(place.ip for place in slots.places), *(urlsplit(url).hostname or "" for url in urls)}
         )
@@ -112,7 +139,7 @@ class Engines:
         }
         self.nodes = {slots.places[part.slot].node for part in self._parts if part.model.is_policy}
         models = {part.model.name: part.model for part in self._parts}
-        if not models:  # external engines have a router, too
+        if not models:  # external engines need a router too
             models = {
                 "policy": ServedModel("policy", str(config.checkpoint.hf_checkpoint), True, ())
             }
@@ -124,9 +151,10 @@ class Engines:
         self.external = ExternalEngines(
             config, self.table, self, CommandInbox(run_path), shares_gpus=turns
         )
-        self._ended, self._memory = set[str](), EnginesMemory(self._handles.values())
+        self._stopped = set[str]()  # parts of the run's own engines that left it
+        self._memory = EngineHostMemory(self._handles.values())
         self._tolerant = config.fault_tolerance.use_fault_tolerance
-        self.restarts_at_once = True
+        self.restarts_immediately = True
         self._checking_seconds = 0.0
         self._health = HealthChecks.of(config) if self._tolerant else None
         self._fleets = Fleets(
@@ -137,47 +165,46 @@ class Engines:
     # ----------------------------------------------------------------------------------------------
 
     def begin_start(self) -> dict[NamedActor, ray.ObjectRef]:
-        """Start all engines at once; the answers go to `put_routers_in_front`.
+        """Start all engines at once; pass the answers to `start_routers`.
 
         Raises:
-            UserError: an external engine does not answer, or cannot take part.
+            UserError: an external engine does not answer or does not fit this run.
         """
         self.external.check_named()
-        return self._begin_start(self._parts)
+        return self._start_parts(self._parts)
 
-    def _begin_start(self, parts: Sequence[EnginePart]) -> dict[NamedActor, ray.ObjectRef]:
+    def _start_parts(self, parts: Sequence[EnginePart]) -> dict[NamedActor, ray.ObjectRef]:
         model_path = str(self.config.checkpoint.hf_checkpoint)
-        meeting: dict[int, ray.ObjectRef] = {}
+        rendezvous: dict[int, ray.ObjectRef] = {}
         asked: dict[NamedActor, ray.ObjectRef] = {}
         for part in parts:
             number = part.place.number
             handle = self._handles[part.name]
             if part.place.num_nodes > 1 and part.is_first:
-                meeting[number] = handle.rendezvous()
-            asked[handle.worker] = handle.begin_start(model_path, meeting.get(number))
+                rendezvous[number] = handle.rendezvous()
+            asked[handle.worker] = handle.begin_start(model_path, rendezvous.get(number))
         return asked
 
-    def put_routers_in_front(self, urls: Sequence[str]) -> None:
-        """Args: urls: the answers to `begin_start`, in their order."""
+    def start_routers(self, urls: Sequence[str]) -> None:
+        """Start the routers, given the answers to `begin_start` in order."""
         keys.own(*urls)
         url_of = dict(zip((part.name for part in self._parts), urls, strict=True)) | {
             u: u for u in self.external.named
         }
         for engine in self.table.engines.values():
-            self.table.launched(engine.number, [url_of[name] for name in engine.parts])
+            self.table.mark_launched(engine.number, [url_of[name] for name in engine.parts])
         self.routers.start(url_of)
 
     @property
     def answers_alone(self) -> bool:
-        """Whether an engine can generate by itself; prefill and decode servers only do in pairs,
-        behind the router."""
+        """Whether each engine can generate by itself: prefill and decode servers cannot."""
         return all(
             part.group.worker_type not in PAIR for part in self._parts if part.model.is_policy
         )
 
     @property
     def layout(self) -> list[EngineSlots]:
-        """Which slots the ranks of each of the policy's engines stand on that run."""
+        """Slots of the ranks of each running policy engine."""
         parts = parts_by_number(self._parts)
         slots = {
             number: tuple(slot for part in own for slot in part.slots)
@@ -191,49 +218,48 @@ class Engines:
 
     @property
     def fleet(self) -> EngineFleet:
-        """Connections to the policy's engines that run, past the router; another one when these
-        have changed."""
+        """Direct connections to the running policy engines."""
         return self.fleet_of(self.table.policy)
 
     def fleet_of(self, engines: Sequence[EngineEntry]) -> EngineFleet:
-        """The same for the policy's or the others, all of them that run."""
+        """Return connections to ``engines``, which are all of `EngineTable.policy` or `others`."""
         return self._fleets.of([engine.url for engine in engines])
 
     def drop_fleets(self) -> None:
-        """Of engines that have changed."""
+        """Close connections to engines that do not run any more."""
         self._fleets.keep(self.table.groups)
 
     # -- death
     # ----------------------------------------------------------------------------------------------
 
     def watch(self) -> Watch:
-        """Hears soon of a server process that has ended."""
+        """Return a watch that reports when a server process ends."""
         handles = [*self._handles.values(), *self.routers.handles.values()]
         return Watch({handle.worker: handle.server_exit for handle in handles}, self.on_server_exit)
 
     def on_server_exit(self, name: str, server_exit: ServerExit | None, what: str = "") -> None:
-        """A server has ended, or None: it lives.
+        """Restart a server that ended; do nothing if ``server_exit`` is None.
 
         Args:
-            what: was being done with it, for the message.
+            what: what was being done with it, for the message.
         Raises:
-            RunFailed: it is not restarted: without --use-fault-tolerance, an engine of another
-                model or of a pair, or who has died too often.
+            RunFailed: it is not restarted, because --use-fault-tolerance is off, because the engine
+                serves another model or is one of a pair, or because it died too often.
         """
-        if server_exit is None or name in self._ended:
+        if server_exit is None or name in self._stopped:
             return
         engine = self.table.find(name)
         if engine is None and self._tolerant:
-            if self.routers.is_news(name, server_exit):
-                self._start_router_again(name, server_exit.how)
+            if self.routers.is_current_process(name, server_exit):
+                self._restart_router(name, server_exit.how)
             return
         if not self._tolerant or engine is None or not engine.can_restart:
             remedies = [] if self._tolerant else ["--use-fault-tolerance"]
             if engine is not None:
                 remedies += engine_of(self.config).remedies(server_exit.exception)
             raise_server_exit(name, server_exit, remedies, what=what)
-        elif self.table.is_news(name, server_exit.url):
-            self._lost(
+        elif self.table.is_current_server(name, server_exit.url):
+            self._handle_loss(
                 engine,
                 f"{server_exit.how}: {server_exit.exception}"
                 if server_exit.exception
@@ -241,53 +267,52 @@ class Engines:
             )
 
     def poll_for_deaths(self, what: str = "") -> None:
-        """Hear now, instead of sooner or later, who has died. Raises as `on_server_exit`."""
-        self._hear_of_engines(what)
-        self._hear(self.routers.handles.values(), what)
+        """Ask all servers now whether they live. Raises as `on_server_exit`."""
+        self._poll_engines(what)
+        self._poll_servers(self.routers.handles.values(), what)
 
-    def _hear_of_engines(self, what: str = "") -> None:
+    def _poll_engines(self, what: str = "") -> None:
         self.external.poll_for_deaths(what)
         running = [
             engine for engine in (*self.table.policy, *self.table.others) if not engine.is_external
         ]
-        self._hear([self._handles[part] for engine in running for part in engine.parts], what)
+        self._poll_servers(
+            [self._handles[part] for engine in running for part in engine.parts], what
+        )
 
-    def _hear(self, handles: Iterable[EngineHandle], what: str) -> None:
+    def _poll_servers(self, handles: Iterable[EngineHandle], what: str) -> None:
         asked = {handle.worker: handle.server_exit() for handle in handles}
         for worker, server_exit in zip(
             asked, wait_for(asked, "asking the engines", deadlines.ENGINES_ASK)
         ):
             self.on_server_exit(worker.name, server_exit, what)
 
-    def _start_router_again(self, name: str, how: str) -> None:
+    def _restart_router(self, name: str, how: str) -> None:
         refused = self.routers.start_again(name, how, self._serving)
-        for engine in [one for one in self.table.those(State.SERVING) if one.url in refused]:
-            self._lost(
+        for engine in [one for one in self.table.in_state(State.SERVING) if one.url in refused]:
+            self._handle_loss(
                 engine, "was not accepted by a router that was started again, and was killed"
             )
 
     def _serving(self) -> dict[str, str]:
-        """URLs by name of the engines that requests may go to; who has died with the router is none
-        of them."""
-        self._hear_of_engines()
-        return {engine.name: engine.url for engine in self.table.those(State.SERVING)}
+        """Return name → URL of the engines that get requests."""
+        self._poll_engines()  # an engine may have died together with the router
+        return {engine.name: engine.url for engine in self.table.in_state(State.SERVING)}
 
-    def _lost(self, engine: EngineEntry, how: str) -> None:
-        """It is dead or hangs: end what is left of it, send no request there, and have it start
-        again."""
+    def _handle_loss(self, engine: EngineEntry, how: str) -> None:
+        """Remove a dead or hanging engine from the router, kill what is left, and restart it."""
         if engine.is_external:
-            self.external.lost(engine, how)
+            self.external.drop(engine, how)
             return
         url = engine.url
-        self.table.lost(engine.number, how)
+        self.table.mark_lost(engine.number, how)
         self.drop_fleets()
         handles = [self._handles[part] for part in engine.parts]
         killed = {handle.worker: handle.kill(how) for handle in handles}
         try:
             self.routers.take_out(url)
-        except (
-            EngineError
-        ) as error:  # the router goes on sending requests there, which fail and are sent again
+        except EngineError as error:
+            # requests that the router still sends there fail, and are sent again
             logger.warning("%s is still behind the router: %s", engine.name, error)
         server_exit: ServerExit = wait_for(
             killed, "ending a dead engine", deadlines.ENGINES_AT_HAND
@@ -306,12 +331,12 @@ class Engines:
             "%s %s; it is started again; engines that go on meanwhile: %d",
             with_pid(engine.name, server_exit.pid), how, len(self.table.policy),
         )  # fmt: skip
-        if self.restarts_at_once:
-            self.start_again()
+        if self.restarts_immediately:
+            self.restart_dead()
 
-    def end(self, engine: EngineEntry) -> None:
-        """One of the run's own, for good: its end is no death."""
-        self._ended.update(engine.parts)
+    def stop_engine(self, engine: EngineEntry) -> None:
+        """End one of the run's own engines for good; this does not count as a death."""
+        self._stopped.update(engine.parts)
         handles = [self._handles[part] for part in engine.parts]
         wait_for(
             {handle.worker: handle.kill("left") for handle in handles},
@@ -320,12 +345,14 @@ class Engines:
         )
 
     @contextmanager
-    def explained(self, what: str = "") -> Iterator[None]:
-        """When the block fails and an engine or a router has died of it, that is the error; or it
-        is known, where engines are restarted (`EngineTable.num_lost` has grown).
+    def explain_failures(self, what: str = "") -> Iterator[None]:
+        """Find out whether an engine or router died if the block fails.
+
+        Without --use-fault-tolerance the death is raised instead. With it, the engine is restarted,
+        and `EngineTable.num_lost` has grown when the block's error is raised.
 
         Args:
-            what: is being done, for messages.
+            what: what the block does, for messages.
         """
         lost = self.table.num_lost
         try:
@@ -337,8 +364,8 @@ class Engines:
                 patience = deadlines.ENGINES_DEATH
             else:
                 patience = deadlines.ENGINES_DEATH_OF_CONNECTION if error.status is None else 0.0
-            with contextlib.suppress(ActorDied, DeadlinePassed):  # the error at hand says more
-                self._hear_of_death(what, lost, patience)
+            with contextlib.suppress(ActorDied, DeadlinePassed):  # the block's error says more
+                self._poll_until_death(what, lost, patience)
             if not isinstance(error, EngineError):
                 raise
             raise RunFailed(
@@ -349,7 +376,7 @@ class Engines:
                 f"{' or '.join(engine_of(self.config).if_out_of_memory)}",
             ) from error
 
-    def _hear_of_death(self, what: str, lost: int, patience: float) -> None:
+    def _poll_until_death(self, what: str, lost: int, patience: float) -> None:
         end = time.monotonic() + patience
         while self.table.num_lost == lost:
             self.poll_for_deaths(what)
@@ -357,26 +384,27 @@ class Engines:
                 return
             time.sleep(deadlines.ENGINES_LOOK)
 
-    def again_without_dead(self, work: Callable[[], T], what: str) -> T:
-        """Do ``work`` (``what``, for messages), and once more each time that an engine has died of
-        it; to be called for what can be repeated."""
+    def retry_without_dead(self, work: Callable[[], T], what: str) -> T:
+        """Call ``work``, and repeat it each time that an engine died during the call.
+
+        Args:
+            what: what ``work`` does, for messages.
+        """
         while True:
             lost = self.table.num_lost
             try:
-                with self.explained():
+                with self.explain_failures():
                     return work()
             except UserError as error:
-                if self.table.num_lost == lost and not (
-                    isinstance(error, ActorLost) and error.names
-                ):  # trainers are gone
-                    self._lose_silent()
+                lost_trainers = isinstance(error, ActorLost) and error.names
+                if self.table.num_lost == lost and not lost_trainers:
+                    self._drop_unresponsive()
                 if self.table.num_lost == lost:
                     raise
                 logger.warning("an engine died during %s, which is repeated: %s", what, error.what)
 
-    def _lose_silent(self) -> None:
-        """Lose those who do not answer a question that costs them nothing, whatever their memory
-        and weights."""
+    def _drop_unresponsive(self) -> None:
+        """Drop engines that do not answer a cheap request, which needs no GPU memory or weights."""
         if self._health is None or not self.table.policy:
             return
         fleet = self.fleet
@@ -388,88 +416,95 @@ class Engines:
             for url, answer in asked.items()
             if not answer.done() or is_silent(answer.exception())
         }
-        self._lose_hanging(silent, seconds)
+        self._drop_hanging(silent, seconds)
 
     def continue_generation(self) -> None:
-        """Have them generate again, whatever a push has left them in."""
+        """Resume generation after a push that was interrupted."""
         if self.table.policy:
-            with contextlib.suppress(EngineError):  # who does not is noticed as one that hangs
+            with contextlib.suppress(EngineError):  # the health check finds an engine that hangs
                 self.fleet.post("/continue_generation", {}, deadlines.ENGINES_ASK)
 
     # -- hanging
     # ----------------------------------------------------------------------------------------------
 
-    def begin_rollout(self) -> None:
-        """The engines are awake from now on, which `kill_hanging` presumes."""
+    def begin_health_checks(self) -> None:
+        """Start a new round of health checks; the engines must hold all their memory."""
         if self._health is not None:
             self._health.begin()
 
     def kill_hanging(self) -> None:
-        """To be called now and then while the engines generate: those that hang are lost, routers
-        too. Raises as `on_server_exit`."""
-        for name, how in self.routers.hanging().items():
-            self._start_router_again(name, how)
-        if self._health is not None and self.table.policy:
-            self._lose_hanging(self._health.silent(self.fleet), self._health.timeout)
+        """Restart engines and routers that hang. Call this repeatedly while engines generate.
 
-    def end_rollout(self) -> None:
-        """To be called before the engines give memory up: those that died or hang are left out, and
-        no health check is under way any more. Raises as `on_server_exit`."""
+        Raises as `on_server_exit`.
+        """
+        for name, how in self.routers.hanging().items():
+            self._restart_router(name, how)
+        if self._health is not None and self.table.policy:
+            self._drop_hanging(self._health.silent(self.fleet), self._health.timeout)
+
+    def stop_health_checks(self) -> None:
+        """Finish all health checks and drop engines that died or hang, before memory is released.
+
+        Raises as `on_server_exit`.
+        """
         if self._health is None:
             return
         started = time.perf_counter()
         self.poll_for_deaths()
         if self.table.policy:
-            self._lose_hanging(self._health.end(self.fleet), self._health.timeout)
+            self._drop_hanging(self._health.end(self.fleet), self._health.timeout)
         self._checking_seconds += time.perf_counter() - started
 
-    def _lose_hanging(self, urls: Collection[str], seconds: float) -> None:
+    def _drop_hanging(self, urls: Collection[str], seconds: float) -> None:
         for engine in self.table.policy:
             if (engine.can_restart or engine.is_external) and engine.url in urls:
                 ended = "" if engine.is_external else " and was killed"
-                self._lost(engine, f"gave no sign of life for {seconds:.0f} s{ended}")
+                self._handle_loss(engine, f"gave no sign of life for {seconds:.0f} s{ended}")
 
-    # -- restart: start_again ─► taken in ─► (push) ─► admit
+    # -- restart: restart_dead ─► rejoin ─► (push) ─► admit
     # -------------------------------------------------------
 
-    def start_again(self) -> None:
-        """Begin to start those that are down, on their slots, with other ports."""
+    def restart_dead(self) -> None:
+        """Begin to start all dead engines, on their slots and with new ports."""
         parts = parts_by_number(self._parts)
-        for engine in self.table.those(State.DOWN):
-            self.table.started_again(engine.number, self._begin_start(parts[engine.number]))
+        for engine in self.table.in_state(State.DOWN):
+            self.table.mark_started_again(engine.number, self._start_parts(parts[engine.number]))
 
-    def look(self) -> None:
-        """Take note of restarts that have come to their end; never waits. One that failed is tried
-        again. And of who joins and leaves, which takes a moment.
+    def poll(self) -> None:
+        """Process finished restarts, repeat failed ones, and handle engines that join and leave.
+
+        Restarts are not waited for; joining or leaving takes a moment.
 
         Raises:
-            UserError: an engine did not come up too often; carries its last log lines. RunFailed:
-                an external one is gone, see `ExternalEngines.look`.
+            UserError: an engine failed to start too often; carries its last log lines.
+            RunFailed: an external engine is gone, see `ExternalEngines.poll`.
         """
-        self.external.look()
-        for engine in self.table.those(State.STARTING):
+        self.external.poll()
+        for engine in self.table.in_state(State.STARTING):
             if not engine.starting or not all_answered(engine.starting):
                 continue
             try:
                 urls = wait_for(engine.starting, "restarting", deadlines.ENGINES_AT_HAND)
                 keys.own(*urls)
-                self.table.came_up(engine.number, urls)
+                self.table.mark_came_up(engine.number, urls)
                 logger.info("%s runs again and comes back with the next weight push", engine.name)
             except UserError as error:
-                self.table.start_failed(engine.number)
+                self.table.mark_start_failed(engine.number)
                 if engine.died_too_often:
                     raise
                 logger.warning("%s did not come up; it is started again: %s", engine.name, error)
-                self.start_again()
+                self.restart_dead()
 
     def wait_for_restarts(self, *, for_all: bool) -> None:
-        """Until all starts under way have come to their end, or the first one. Raises as `look`,
-        DeadlinePassed and StopRequested."""
+        """Wait until all starts under way have ended, or until the first engine is up.
+
+        Raises as `poll`, and DeadlinePassed and StopRequested.
+        """
         end = time.monotonic() + (1 + MOST_RESTARTS) * self._start_seconds
-        self.look()
+        self.poll()
         with waiting_for(what := "restarting engines") as wait_a_moment:
-            while starting := self.table.those(State.STARTING):
-                if not for_all and self.table.those(State.STARTED):
+            while starting := self.table.in_state(State.STARTING):
+                if not for_all and self.table.in_state(State.STARTED):
                     return
                 if self._should_stop():
                     raise StopRequested(what)
@@ -479,36 +514,35 @@ class Engines:
                 wait_a_moment(
                     {worker: ref for engine in starting for worker, ref in engine.starting.items()}
                 )
-                self.look()
+                self.poll()
 
     def admit(self) -> None:
-        """Those taken in have the current weights: requests go there again. Who is refused by the
-        router is lost."""
-        if self.table.those(State.REJOINING):
-            self._hear(
-                self.routers.handles.values(), ""
-            )  # where it is gone, there is another one now
-        for engine in self.table.those(State.REJOINING):
+        """Put rejoined engines back behind the router; one that it refuses counts as dead."""
+        if self.table.in_state(State.REJOINING):
+            self._poll_servers(self.routers.handles.values(), "")  # restarts a router that died
+        for engine in self.table.in_state(State.REJOINING):
             try:
                 self.routers.put_behind(engine.url)
             except EngineError as error:
-                self._lost(engine, f"was refused by the router ({error})")
+                self._handle_loss(engine, f"was refused by the router ({error})")
                 continue
-            seconds = self.table.admitted(engine.number)
+            seconds = self.table.mark_admitted(engine.number)
             how = "serves after" if engine.is_external else "is back after"
             logger.warning(
                 "%s %s %.1f s as %s: it %s", engine.name, how, seconds, engine.url, engine.reason
             )
 
     def reset_death_counts(self) -> None:
-        """A rollout was completed with those that run."""
+        """Forget earlier deaths, because a rollout was completed."""
         self.table.reset_death_counts()
         self.routers.reset_death_counts()
 
     def metrics(self) -> dict[str, float]:
-        """Host memory of the engines; with --use-fault-tolerance restarts that were completed since
-        the last call, the longest time that one was away, and what the trainer waited for checks of
-        the others to end."""
+        """Return the engines' host memory and, with --use-fault-tolerance, restart metrics.
+
+        The latter count from the last call: completed restarts, the longest time that an engine was
+        away, and the time that the trainer waited for health checks to end.
+        """
         found = self._memory.metrics()
         if not self._tolerant:
             return found
@@ -522,7 +556,7 @@ class Engines:
         return found | ({"rollout/engine_restart_seconds": max(seconds)} if seconds else {})
 
     def close(self, timeout: float) -> None:
-        """Ask all to stop, then kill what is left; external ones are left alone."""
+        """Ask all servers of the run to stop, then kill what is left."""
         self.external.close()
         self._fleets.keep([])
         self.routers.close()

@@ -1,14 +1,13 @@
-"""Engines that somebody else has started, and those that leave a running run.
+"""Engines that were started outside the run, and engines that leave a running run.
 
---rollout-external-engine-addrs   there from the launch on, like the run's own
-slime engines add                 joins: asked whether it fits ─► up ─► taken in ─► push ─►
-admitted, as after a restart slime engines remove              leaves: out of the router ─► its
-requests come back aborted, and go on elsewhere ─►
-                                  forgotten, and ended if it is the run's own
+    --rollout-external-engine-addrs  part of the run from the launch on, like the run's own
+    slime engines add                joins: checked ─► started ─► rejoined ─► push ─► admitted
+    slime engines remove             leaves: out of the router ─► its requests are aborted and
+                                     continue elsewhere ─► forgotten; the run's own are ended
 
-The run never starts, restarts or ends an external engine, and asks it for no memory. Whether it
-lives is asked by HTTP. While weights are pushed nobody joins or leaves: the push talks to all of
-them.
+The run never starts, restarts or ends an external engine, and asks it for no memory. Its liveness
+is probed over HTTP. No engine joins or leaves during a weight push, because the push talks to all
+of them.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 from slime import deadlines
 from slime.cluster import engine_fit
 from slime.cluster.command_inbox import CommandInbox, EngineCommand
-from slime.cluster.engine_fit import named
 from slime.cluster.engine_table import EngineEntry, EngineTable, State
-from slime.cluster.liveness import LivenessProbe
 from slime.cluster.routers import Routers
 from slime.cluster.waiting import ActorLost
 from slime.config.addresses import engine_url
@@ -32,6 +30,7 @@ from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.api import LOADS_PATH, EngineClient, EngineError
 from slime.engines.client import num_requests
+from slime.engines.fleet import EngineFleet
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 
@@ -40,29 +39,103 @@ logger = get_logger(__name__)
 _COMMAND = "slime engines"
 
 
+#: Refused probes in a row until a server counts as gone; one may meet a connection that was just
+#: closed.
+_MAX_MISSES = 2
+
+
+class LivenessProbe:
+    """Probes over HTTP whether servers still run.
+
+    A slow answer counts as alive. Only refused connections mean that the server or its host is
+    gone.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._fleet: EngineFleet | None = None
+        self._asked: dict[str, Future[Any]] = {}
+        self._num_misses: dict[str, int] = {}
+        self._next = 0.0
+
+    def poll(self, urls: Sequence[str]) -> list[str]:
+        """Return the servers known to be gone by now, without waiting."""
+        self._reconnect(urls)
+        found = []
+        for url, answer in list(self._asked.items()):
+            if not answer.done():
+                continue
+            del self._asked[url]
+            self._num_misses[url] = self._num_misses.get(url, 0) + 1 if _is_refused(answer) else 0
+            if self._num_misses[url] >= _MAX_MISSES:
+                found.append(url)
+            elif self._num_misses[url]:
+                self._ask(url)
+        if self._clock() >= self._next:
+            self._next = self._clock() + deadlines.LIVENESS_ASK
+            for url in urls:
+                if url not in self._asked and url not in found:
+                    self._ask(url)
+        return found
+
+    def check_now(self, urls: Sequence[str]) -> list[str]:
+        """Probe all servers, wait for the answers, and return those that are gone."""
+        self._reconnect(urls)
+        found = list(urls)
+        for _ in range(_MAX_MISSES if found else 0):
+            assert self._fleet is not None
+            asked = {
+                url: self._fleet.start_get(url, "/health", deadlines.LIVENESS_ANSWER)
+                for url in found
+            }
+            wait(asked.values(), timeout=deadlines.LIVENESS_ANSWER + 1)
+            found = [url for url, answer in asked.items() if answer.done() and _is_refused(answer)]
+        return found
+
+    def close(self) -> None:
+        if self._fleet is not None:
+            self._fleet.close()
+        self._fleet = None
+
+    def _reconnect(self, urls: Sequence[str]) -> None:
+        if urls and (self._fleet is None or not set(urls) <= set(self._fleet.urls)):
+            self.close()
+            self._asked, self._fleet = {}, EngineFleet(urls)
+        self._asked = {url: answer for url, answer in self._asked.items() if url in urls}
+        self._num_misses = {url: count for url, count in self._num_misses.items() if url in urls}
+
+    def _ask(self, url: str) -> None:
+        assert self._fleet is not None
+        self._asked[url] = self._fleet.start_get(url, "/health", deadlines.LIVENESS_ANSWER)
+
+
+def _is_refused(answer: Future[Any]) -> bool:
+    error = None if answer.cancelled() else answer.exception()
+    return (
+        isinstance(error, EngineError)
+        and error.status is None
+        and not isinstance(error.__cause__, TimeoutError)
+    )
+
+
 class EngineOps(Protocol):
-    """What is asked of `slime.cluster.engines.Engines`."""
+    """Methods of `slime.cluster.engines.Engines`, which imports this module."""
 
     @property
     def routers(self) -> Routers: ...
     @property
     def answers_alone(self) -> bool: ...
-    def drop_fleets(self) -> None:
-        """Close connections to engines that are not those of the table."""
-
-    def end(self, engine: EngineEntry) -> None:
-        """One of the run's own, for good."""
-
-    def admit(self) -> None:
-        """Let those that are taken in have requests."""
+    def drop_fleets(self) -> None: ...
+    def stop_engine(self, engine: EngineEntry) -> None: ...
+    def admit(self) -> None: ...
 
 
 class ExternalEngines:
-    """Who joins, leaves and dies, beside the engines that the run has started.
+    """Handles external engines, and the commands by which engines join and leave.
 
     Args:
-        desk: orders; None where nobody can give any.
-        shares_gpus: trainer and engines take turns with the memory of the same GPUs.
+        inbox: commands of ``slime engines``; None if there can be none.
+        shares_gpus: trainer and engines alternate on the same GPUs.
 
     Attributes:
         named: URLs of --rollout-external-engine-addrs.
@@ -72,36 +145,38 @@ class ExternalEngines:
         self,
         config: Config,
         table: EngineTable,
-        company: EngineOps,
-        desk: CommandInbox | None,
+        engines: EngineOps,
+        inbox: CommandInbox | None,
         *,
         shares_gpus: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.named = named(config)
+        self.named = engine_fit.external_urls(config)
         self._config = config
         self._table = table
-        self._company = company
-        self._desk = desk
+        self._engines = engines
+        self._inbox = inbox
         self._shares_gpus = shares_gpus
         self._tolerant = config.fault_tolerance.use_fault_tolerance
-        self._signs = LivenessProbe(clock)
-        self._num_talks = 0
-        self._clock, self._to_take_out, self._next_try = clock, set[str](), 0.0
+        self._liveness = LivenessProbe(clock)
+        self._num_frozen = 0
+        self._clock = clock
+        self._to_take_out = set[str]()  # lost engines that are still behind the router
+        self._next_try = 0.0
 
     def check_named(self) -> None:
-        """At the launch, before anything is started: each of them can take part.
+        """Check at the launch, before anything is started, that all named engines fit the run.
 
         Raises:
             UserError: names the address.
         """
         self._check_policy()
-        other: tuple[str, engine_fit.Said] | None = None
+        reference: tuple[str, engine_fit.EngineInfo] | None = None
         for engine in self._external():
             url = engine.name
-            said = self._check(url, other)
-            engine.ranks = said.num_ranks
-            other = other or (url, said)
+            info = self._check(url, reference)
+            engine.ranks = info.num_ranks
+            reference = reference or (url, info)
 
     def _check_policy(self) -> None:
         own = [
@@ -120,113 +195,115 @@ class ExternalEngines:
                 fix="take another policy, cache_aware for one",
             )
 
-    def look(self) -> None:
-        """Hear who has gone, and obey orders; never waits for an answer of those that are only
-        watched.
+    def poll(self) -> None:
+        """Drop engines that are gone and execute commands, without waiting for liveness probes.
 
         Raises:
-            RunFailed: one that had requests is gone, without --use-fault-tolerance or as the last
-                one.
+            RunFailed: an engine with requests is gone, and it was the last one or
+                --use-fault-tolerance is off.
         """
-        self._lose(self._signs.gone([engine.url for engine in self._external() if engine.urls]))
-        self._take_out_late()
-        for order in self._desk.take() if self._desk is not None else ():
-            if self._num_talks and order.verb != "list":
-                continue  # the desk gives it again
-            assert self._desk is not None
-            self._desk.answer(order, self._obey(order))
+        self._drop_gone(
+            self._liveness.poll([engine.url for engine in self._external() if engine.urls])
+        )
+        self._retry_take_out()
+        if self._inbox is None:
+            return
+        for command in self._inbox.take():
+            if self._num_frozen and command.verb != "list":
+                continue  # the inbox returns it again
+            self._inbox.answer(command, self._execute(command))
 
-    def _take_out_late(self) -> None:
-        """Those that were lost while the router did not answer: back alive, they would get requests
-        and no weights."""
+    def _retry_take_out(self) -> None:
+        """Remove engines from the router that were lost while it did not answer.
+
+        If such an engine came back, it would get requests but no weights.
+        """
         if self._to_take_out and self._clock() >= self._next_try:
             self._next_try = self._clock() + deadlines.EXTERNAL_ENGINES_TRY_AGAIN
-            self._to_take_out -= {
-                engine.url for engine in self._external() if engine.urls
-            }  # they have joined again
+            joined_again = {engine.url for engine in self._external() if engine.urls}
+            self._to_take_out -= joined_again
             self._to_take_out = {url for url in self._to_take_out if not self._leave_router(url)}
 
     def poll_for_deaths(self, what: str = "") -> None:
-        """Hear now who has gone. Raises as `look`.
+        """Probe all external engines now and drop those that are gone. Raises as `poll`.
 
         Args:
-            what: was being done, for the message.
+            what: what was being done, for the message.
         """
-        self._lose(
-            self._signs.gone_now([engine.url for engine in self._external() if engine.runs]), what
+        self._drop_gone(
+            self._liveness.check_now([engine.url for engine in self._external() if engine.runs]),
+            what,
         )
 
     @contextlib.contextmanager
     def freeze_membership(self) -> Iterator[None]:
-        """Within, all are talked to."""
-        self._num_talks += 1
+        """Let no engine join or leave within the block."""
+        self._num_frozen += 1
         try:
             yield
         finally:
-            self._num_talks -= 1
+            self._num_frozen -= 1
 
     @contextlib.contextmanager
-    def newcomers_are_blamed(self) -> Iterator[None]:
-        """A push that fails is repeated without those who would have got their first weights with
-        it: somebody else's mistake must not end the run."""
+    def drop_newcomers_on_failure(self) -> Iterator[None]:
+        """Drop engines that would get their first weights with a push, if that push fails.
+
+        The push is then repeated without them: a misconfigured external engine must not end the
+        run.
+        """
         lost = self._table.num_lost
         try:
             yield
         except UserError as error:
             if isinstance(error, ActorLost) and error.names:
-                raise  # trainers are gone: that explains the push
+                raise  # lost trainers explain the failure
             newcomers = [engine for engine in self._external() if engine.state is State.REJOINING]
-            if self._table.num_lost == lost:  # else somebody has died of it
+            if self._table.num_lost == lost:  # else a death explains the failure
                 for engine in newcomers:
-                    self.lost(engine, f"did not get its first weights: {error.what}")
+                    self.drop(engine, f"did not get its first weights: {error.what}")
             raise
 
     def close(self) -> None:
-        self._signs.close()
-        if self._desk is not None:
-            self._desk.close()
+        self._liveness.close()
+        if self._inbox is not None:
+            self._inbox.close()
 
     # -- joining
     # ----------------------------------------------------------------------------------------------
 
     def add(self, address: str) -> str:
-        """Let an engine join; what is to be said of it.
+        """Let an engine join; return what to tell the user.
 
         Raises:
-            UserError: it is there already, or cannot take part.
+            UserError: it belongs to the run already, or does not fit it.
         """
         url = engine_url(address, f"{_COMMAND} add")
-        there = next(
-            (engine for engine in self._table.engines.values() if url in engine.urls), None
-        )
-        if there is not None:
-            raise UserError(
-                f"{url} is an engine of this run already", why=f"it is {state_of(there)}"
-            )
-        if url in self._company.routers.urls.values():
+        for engine in self._table.engines.values():
+            if url in engine.urls:
+                raise UserError(
+                    f"{url} is an engine of this run already", why=f"it is {state_name(engine)}"
+                )
+        if url in self._engines.routers.urls.values():
             raise UserError(f"{url} is the router of this run, no engine")
         warnings: list[str] = []
         keys.external(url)
-        said = self._check(url, self._somebody(), warnings.append)
-        self._table.joined(url, said.num_ranks)
+        info = self._check(url, self._reference_engine(), warnings.append)
+        self._table.mark_joined(url, info.num_ranks)
         if self._config.debug.debug_rollout_only:
             self._table.rejoin()
-            self._company.admit()
-            return "\n".join(
-                [
-                    f"{url} gets requests, with the weights that it has: there is no trainer",
-                    *warnings,
-                ]
-            )
-        logger.info("%s joins: it gets weights with the next push, then requests", url)
-        return "\n".join([f"{url} gets weights with the next push, then requests", *warnings])
+            self._engines.admit()
+            answer = f"{url} gets requests, with the weights that it has: there is no trainer"
+        else:
+            logger.info("%s joins: it gets weights with the next push, then requests", url)
+            answer = f"{url} gets weights with the next push, then requests"
+        return "\n".join([answer, *warnings])
 
     def _check(
         self,
         url: str,
-        other: tuple[str, engine_fit.Said] | None,
+        reference: tuple[str, engine_fit.EngineInfo] | None,
         warn: Callable[[str], None] | None = None,
-    ) -> engine_fit.Said:
+    ) -> engine_fit.EngineInfo:
         if self._shares_gpus:
             raise UserError(
                 f"the engine at {url} cannot take part with --colocate",
@@ -237,37 +314,35 @@ class ExternalEngines:
                 fix="pass --no-colocate, and --rollout-num-gpus for engines of the run's own "
                 "beside it",
             )
-        if not self._company.answers_alone:
+        if not self._engines.answers_alone:
             raise UserError(
                 f"the engine at {url} cannot stand beside prefill and decode servers",
                 why="their router sends every request to a pair",
                 fix="give --sglang-config a regular server group, or leave the engine out",
             )
-        said = engine_fit.ask(url)
-        engine_fit.check_fit(
-            self._config, url, said, other, warn or (lambda text: logger.warning("%s", text))
-        )
-        return said
+        info = engine_fit.fetch_engine_info(url)
+        warn = warn or (lambda text: logger.warning("%s", text))
+        engine_fit.check_fit(self._config, url, info, reference, warn)
+        return info
 
-    def _somebody(self) -> tuple[str, engine_fit.Said] | None:
-        """An engine that takes part, and what it says; None when none is there, or does not
-        answer."""
+    def _reference_engine(self) -> tuple[str, engine_fit.EngineInfo] | None:
+        """Return URL and info of an engine of the run; None if there is none or none answers."""
         for engine in self._table.policy:
             with contextlib.suppress(UserError):
-                return engine.url, engine_fit.ask(engine.url)
+                return engine.url, engine_fit.fetch_engine_info(engine.url)
         return None
 
     # -- leaving
     # ----------------------------------------------------------------------------------------------
 
     def remove(self, wanted: str) -> str:
-        """Let an engine leave; what is to be said of it.
+        """Let an engine leave; return what to tell the user.
 
         Args:
             wanted: its address, or its name ("engine-1").
         Raises:
-            UserError: there is no such engine, it is the last one that serves, or it cannot be done
-                without.
+            UserError: there is no such engine, it is the last one that serves, or others depend on
+                it.
         """
         engine = self._find(wanted)
         name = engine.url if engine.is_external else f"{engine.name} ({engine.url})"
@@ -276,7 +351,7 @@ class ExternalEngines:
                 f"{name} cannot leave",
                 why="it serves another model, or is one half of a pair: others rely on it",
             )
-        if [one for one in self._table.those(State.SERVING) if one.is_policy] == [engine]:
+        if [one for one in self._table.in_state(State.SERVING) if one.is_policy] == [engine]:
             raise UserError(
                 f"{name} cannot leave: it is the last engine that serves",
                 why="nobody would generate any more",
@@ -290,11 +365,11 @@ class ExternalEngines:
                 fix="try again in a minute",
             )
         served = engine.state is State.SERVING
-        self._table.left(engine.number)
+        self._table.mark_left(engine.number)
         left = self._drain(engine.url) if served else True
-        self._company.drop_fleets()
+        self._engines.drop_fleets()
         if not engine.is_external:
-            self._company.end(engine)
+            self._engines.stop_engine(engine)
         logger.info("%s has left (%s remove), %d go on", name, _COMMAND, len(self._table.policy))
         done = f"{name} has left" + ("" if engine.is_external else ", and its server was ended")
         return (
@@ -316,27 +391,25 @@ class ExternalEngines:
             raise UserError(f"{url} is no engine of this run", why=f"there are {there or 'none'}")
         if not found.urls:
             raise UserError(
-                f"{found.name} cannot leave while it is {state_of(found)}",
+                f"{found.name} cannot leave while it is {state_name(found)}",
                 why="it died, and is being started again",
             )
         return found
 
     def _leave_router(self, url: str) -> bool:
         try:
-            self._company.routers.take_out(url)
-        except (
-            EngineError
-        ) as error:  # the router goes on sending requests there, which may fail and are sent again
+            self._engines.routers.take_out(url)
+        except EngineError as error:
+            # requests that the router still sends there may fail, and are sent again
             logger.warning("%s is still behind the router: %s", url, error)
             return False
         return True
 
     def _drain(self, url: str) -> bool:
-        """Have its requests come back, aborted with what they have; whoever sent them goes on
-        elsewhere.
+        """Abort all requests of an engine; their partial responses continue on other engines.
 
         Returns:
-            False: it still had some, or does not answer.
+            False if it still has requests or does not answer.
         """
 
         async def drain() -> None:
@@ -363,19 +436,19 @@ class ExternalEngines:
     # -- death
     # ----------------------------------------------------------------------------------------------
 
-    def lost(self, engine: EngineEntry, how: str, what: str = "") -> None:
-        """It does not answer any more, or was refused: it is taken out and forgotten.
+    def drop(self, engine: EngineEntry, how: str, what: str = "") -> None:
+        """Forget an engine that does not answer any more or was refused.
 
         Args:
-            what: was being done with it.
+            what: what was being done with it, for the message.
         Raises:
-            RunFailed: it had requests, and there is no --use-fault-tolerance, or no other engine.
+            RunFailed: it had requests and --use-fault-tolerance is off, or no other engine is left.
         """
         url = engine.url
         served = engine.state is State.SERVING
-        self._table.left(engine.number)
+        self._table.mark_left(engine.number)
         self._table.num_lost += 1
-        self._company.drop_fleets()
+        self._engines.drop_fleets()
         said = f"{what}{': ' if what else ''}the external engine {url} {how}"
         if served and not self._tolerant:
             raise RunFailed(
@@ -398,34 +471,30 @@ class ExternalEngines:
             _COMMAND,
         )
 
-    def _lose(self, urls: Sequence[str], what: str = "") -> None:
+    def _drop_gone(self, urls: Sequence[str], what: str = "") -> None:
         for engine in [engine for engine in self._external() if engine.urls and engine.url in urls]:
-            self.lost(engine, "does not answer any more: nobody listens there", what)
+            self.drop(engine, "does not answer any more: nobody listens there", what)
 
-    # -- orders
+    # -- commands
     # ----------------------------------------------------------------------------------------------
 
-    def _obey(self, order: EngineCommand) -> dict[str, Any]:
+    def _execute(self, command: EngineCommand) -> dict[str, Any]:
         verbs = {"add": self.add, "remove": self.remove}
         try:
-            if order.verb == "list":
+            if command.verb == "list":
                 engines = list(self._table.engines.values())
                 counts = asyncio.run(_counts([next(iter(engine.urls), "") for engine in engines]))
                 return {"engines": [_row(*both) for both in zip(engines, counts, strict=True)]}
-            if order.verb not in verbs:
-                raise UserError(f"there is no order {order.verb!r}", fix="add, remove or list")
-            return {"said": verbs[order.verb](order.url)}
+            if command.verb not in verbs:
+                raise UserError(f"there is no order {command.verb!r}", fix="add, remove or list")
+            return {"said": verbs[command.verb](command.url)}
         except RunFailed:
             raise
         except UserError as error:
-            logger.warning("%s %s %s: %s", _COMMAND, order.verb, order.url, error)
+            logger.warning("%s %s %s: %s", _COMMAND, command.verb, command.url, error)
             return {"refused": {"what": error.what, "why": error.why, "fix": error.fix}}
-        except (
-            OSError,
-            ValueError,
-            EngineError,
-        ) as error:  # strange answers of what somebody else runs
-            logger.warning("%s %s %s failed", _COMMAND, order.verb, order.url, exc_info=True)
+        except (OSError, ValueError, EngineError) as error:  # odd answers of a foreign server
+            logger.warning("%s %s %s failed", _COMMAND, command.verb, command.url, exc_info=True)
             return {
                 "refused": {
                     "what": f"{type(error).__name__}: {error}",
@@ -438,19 +507,16 @@ class ExternalEngines:
         return [engine for engine in self._table.engines.values() if engine.is_external]
 
 
-def state_of(engine: EngineEntry) -> str:
-    """In a word."""
-    return (
-        "joining"
-        if engine.is_external and engine.state in (State.STARTED, State.REJOINING)
-        else engine.state.value
-    )
+def state_name(engine: EngineEntry) -> str:
+    if engine.is_external and engine.state in (State.STARTED, State.REJOINING):
+        return "joining"
+    return engine.state.value
 
 
 async def _counts(urls: Sequence[str]) -> list[str]:
-    """Of each engine: how many requests it has, as text."""
+    """Return the number of requests of each engine, as text."""
 
-    async def of(url: str) -> str:
+    async def count(url: str) -> str:
         if not url:
             return "-"
         async with EngineClient(url, timeout=deadlines.EXTERNAL_ENGINES_ASK) as engine:
@@ -459,11 +525,17 @@ async def _counts(urls: Sequence[str]) -> list[str]:
             except EngineError:
                 return "no answer"
 
-    return list(await asyncio.gather(*map(of, urls)))
+    return list(await asyncio.gather(*map(count, urls)))
 
 
 def _row(engine: EngineEntry, requests: str) -> dict[str, Any]:
     kind = "external" if engine.is_external else "own" if engine.is_policy else "another model's"
     name = "" if engine.is_external else engine.name
     url = next(iter(engine.urls), "")
-    return {"name": name, "url": url, "state": state_of(engine), "kind": kind, "requests": requests}
+    return {
+        "name": name,
+        "url": url,
+        "state": state_name(engine),
+        "kind": kind,
+        "requests": requests,
+    }

@@ -1,19 +1,17 @@
-"""Whose turn the GPUs are that trainer and engines share (--colocate with --offload-…): the one
-place that knows.
+"""Ownership of the GPU memory that trainer and engines share (--colocate with --offload-…).
 
     launch     engines start ─► engines release all ─► trainer starts
     push       trainer frees all but its weights ─► engines take memory for weights ─► push
     generate   trainer frees its weights ─► engines take memory for caches and graphs ─► generate
     train      engines release all ─► trainer takes its memory back ─► train, save
     restart    dead engines start while the others generate, at the latest with the next rollout;
-    before the trainer
-               takes its memory back they are up, and release all
+               they are up, and release all, before the trainer takes its memory back
     no engine  trainer frees all ─► dead engines start and release all ─► trainer takes its memory
-    back
+               back
 
-At no point does one side take memory before the other has given up what it can do without: the peak
-is the larger of the trainer alone, the engines alone, and both copies of the weights with one or
-two buckets between them.
+Neither side takes memory before the other has released what it can do without. So the peak is the
+largest of the trainer alone, the engines alone, and both copies of the weights plus one or two
+buckets.
 """
 
 from __future__ import annotations
@@ -33,28 +31,31 @@ logger = get_logger(__name__)
 
 
 class MemoryHolder(Enum):
-    """Who has the GPUs' memory."""
+    """The side that has the GPUs' memory."""
 
-    NOBODY = (
-        "nobody"  # or both: before the first turn, and since one began that has not come to its end
-    )
+    NOBODY = "nobody"  # or unknown: before the first hand-over, and after one that failed
     TRAINER = "trainer"
-    PUSH = "push"  # the trainer its weights, the engines theirs
+    PUSH = "push"  # both sides hold their weights only
     ENGINES = "engines"
 
 
 class GpuMemoryOwner:
-    """Moves memory between trainer and engines. Each verb does nothing when things are so already,
-    and can be called again when it has failed because an engine died: the others may have done what
-    was asked, or not.
+    """Moves GPU memory between trainer and engines.
+
+    Each method does nothing if the memory is already there. It can be repeated after it failed
+    because an engine died, whether or not the other engines had done their part.
 
     Args:
-        release, resume: have all engines give up the tagged memory, or take it back; each engine is
-            asked only for what it has not done yet.
-        sleep, wake: have the trainer give its memory up (true: all but its weights), or take it
-            back; metrics.
-        offload_train, offload_rollout: which sides give memory up; where neither does, nobody takes
-            turns and no verb does anything.
+        release, resume: have all engines release or take back the tagged memory; an engine that has
+            done so already is not asked.
+        sleep, wake: have the trainer release its memory (true: all but its weights) or take it
+            back; both return metrics.
+        offload_train, offload_rollout: which sides release memory; without either, no method does
+            anything.
+
+    Attributes:
+        is_shared: one of the sides releases memory for the other.
+        holder: the side that has the memory now.
     """
 
     def __init__(
@@ -73,67 +74,72 @@ class GpuMemoryOwner:
         self._wake_trainer = wake
         self._offload_train = offload_train
         self._offload_rollout = offload_rollout
-        self.taken = offload_train or offload_rollout
-        self.turn = MemoryHolder.NOBODY
+        self.is_shared = offload_train or offload_rollout
+        self.holder = MemoryHolder.NOBODY
         self._metrics: dict[str, float] = {}
 
-    def before_trainer(self) -> None:
-        """At the launch: the engines make room for a trainer that is yet to be set up."""
+    def release_for_launch(self) -> None:
+        """Have the engines release all memory for a trainer that is not set up yet."""
         self._release()
-        self.turn = MemoryHolder.TRAINER
+        self.holder = MemoryHolder.TRAINER
 
     def onload_trainer(self) -> None:
-        """The engines give up everything, then the trainer takes its memory back."""
-        if self.turn is MemoryHolder.TRAINER:
+        """Release all engine memory, then give the trainer its memory back."""
+        if self.holder is MemoryHolder.TRAINER:
             return
-        self.turn = MemoryHolder.NOBODY
+        self.holder = MemoryHolder.NOBODY
         self._release()
         self._wake()
-        self.turn = MemoryHolder.TRAINER
+        self.holder = MemoryHolder.TRAINER
 
     def onload_weights(self) -> None:
-        """Both sides have their weights, and nothing that can be done without."""
-        if not self.taken or self.turn is MemoryHolder.PUSH:
+        """Leave both sides with their weights and nothing else, for a push."""
+        if not self.is_shared or self.holder is MemoryHolder.PUSH:
             return
-        assert self.turn is not MemoryHolder.ENGINES, (
+        assert self.holder is not MemoryHolder.ENGINES, (
             "the trainer pushes what it has trained, before the engines generate"
         )
-        self.turn = MemoryHolder.NOBODY
+        self.holder = MemoryHolder.NOBODY
         self._sleep(keep_weights=True)
         self._resume([WEIGHTS])
-        self.turn = MemoryHolder.PUSH
+        self.holder = MemoryHolder.PUSH
 
     def onload_engines(self) -> bool:
-        """The trainer frees everything, then the engines take what they lack; true when they lacked
-        something."""
-        if self.turn is MemoryHolder.ENGINES:
+        """Release all trainer memory, then give the engines what they lack.
+
+        Returns:
+            Whether the engines lacked something.
+        """
+        if self.holder is MemoryHolder.ENGINES:
             return False
-        self.turn = MemoryHolder.NOBODY
+        self.holder = MemoryHolder.NOBODY
         self._sleep(keep_weights=False)
         self._resume(ALL_MEMORY)
-        self.turn = MemoryHolder.ENGINES
+        self.holder = MemoryHolder.ENGINES
         return self._offload_rollout
 
     @contextmanager
     def offload_all(self) -> Iterator[None]:
-        """Within, nobody has memory, so that dead engines can start again, and be known before the
-        end of the block; afterwards the trainer has it."""
+        """Release all memory within the block, so that dead engines can start there.
+
+        Afterwards the trainer has the memory.
+        """
         self._release()
-        if self.turn is not MemoryHolder.ENGINES:  # in which the trainer sleeps
+        if self.holder is not MemoryHolder.ENGINES:  # else the trainer sleeps already
             self._sleep(keep_weights=False)
-        self.turn = MemoryHolder.NOBODY
+        self.holder = MemoryHolder.NOBODY
         yield
         self._release()  # of those that have just started
         self._wake()
-        self.turn = MemoryHolder.TRAINER
+        self.holder = MemoryHolder.TRAINER
 
     def metrics(self) -> dict[str, float]:
-        """Seconds spent since the last call, and memory as the trainer saw it: ``perf/…``."""
+        """Return the seconds spent since the last call, and the trainer's memory: ``perf/…``."""
         found = self._metrics
         self._metrics = {}
         return found
 
-    # -- what a turn is made of
+    # -- steps of a hand-over
     # --------------------------------------------------------------------------------
 
     def _release(self) -> None:
@@ -166,66 +172,67 @@ class GpuMemoryOwner:
 
 
 class EngineMemory:
-    """Has engines release memory and take it back. Both verbs ask an engine only for what it has
-    not done yet, and raise a `RunFailed` when one died, refused or did not answer; what others have
-    done by then is noted in the table.
+    """Has engines release memory and take it back.
 
-    Models other than the policy take part in no push: they give and take all at once, with the
-    caches.
+    Both methods ask an engine only for what it has not done yet. They raise `RunFailed` if one
+    died, refused or did not answer; the table records what the others have done by then.
+
+    Engines of other models take part in no push: they move all their memory at once, with the
+    policy's caches.
 
     Args:
-        fleet_of: connections to those of the policy, or the others, that run.
-        explained: a context in which errors of engines are worded, told what is being done.
+        fleet_of: returns connections to `EngineTable.policy` or `others`.
+        explain_failures: `Engines.explain_failures`.
     """
 
     def __init__(
         self,
         table: EngineTable,
         fleet_of: Callable[[Sequence[EngineEntry]], EngineFleet],
-        explained: Callable[[str], AbstractContextManager[None]],
+        explain_failures: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._table = table
         self._fleet_of = fleet_of
-        self._explained = explained
+        self._explain_failures = explain_failures
 
     def release(self, tags: Sequence[str]) -> None:
-        """Have every engine give up what it has of the tagged memory, once it has ended its last
-        request."""
+        """Have every engine finish its last requests, then release the tagged memory."""
         path = "/release_memory_occupation"
         table = self._table
-        with self._explained("giving memory up"):
+        with self._explain_failures("giving memory up"):
             if todo := table.to_release(table.policy, tags):
                 self._end_requests(list(todo))
-                self._move(path, table.policy, todo, table.released)
+                self._move(path, table.policy, todo, table.mark_released)
             if CACHE in tags and (todo := table.to_release(table.others, ALL_MEMORY)):
                 self._fleet_of(table.others).flush_cache(deadlines.GPU_MEMORY_MEMORY, list(todo))
-                self._move(path, table.others, todo, table.released)
+                self._move(path, table.others, todo, table.mark_released)
 
     def resume(self, tags: Sequence[str]) -> None:
-        """Have every engine take what it lacks of the tagged memory; the contents are those of
-        before or none."""
+        """Have every engine take back the tagged memory, and continue generation where paused."""
         path = "/resume_memory_occupation"
         table = self._table
-        with self._explained("taking memory back"):
-            self._move(path, table.policy, table.to_resume(table.policy, tags), table.resumed)
+        with self._explain_failures("taking memory back"):
+            self._move(path, table.policy, table.to_resume(table.policy, tags), table.mark_resumed)
             if CACHE in tags:
                 self._move(
-                    path, table.others, table.to_resume(table.others, ALL_MEMORY), table.resumed
+                    path,
+                    table.others,
+                    table.to_resume(table.others, ALL_MEMORY),
+                    table.mark_resumed,
                 )
                 paused: dict[str, Body] = {
                     engine.url: {} for engine in table.policy if engine.paused
                 }
-                self._ask("/continue_generation", table.policy, paused, table.went_on)
+                self._ask("/continue_generation", table.policy, paused, table.mark_continued)
 
     def _end_requests(self, urls: list[str]) -> None:
         policy = self._table.policy
         try:
             self._fleet_of(policy).flush_cache(deadlines.GPU_MEMORY_IDLE, urls)
         except EngineError as error:
-            # a rollout that was given up still sends requests; on memory that is gone they would
-            # kill the engine
+            # an abandoned rollout still sends requests, which would kill an engine without memory
             logger.warning("engines are paused, because they are not idle: %s", error)
-            self._table.paused(urls)  # some of them, even if others fail
+            self._table.mark_paused(urls)  # before the call: it may fail for some of them
             self._ask("/pause_generation", policy, {url: {"mode": "abort"} for url in urls})
             self._fleet_of(policy).flush_cache(deadlines.GPU_MEMORY_MEMORY, urls)
 
@@ -236,7 +243,6 @@ class EngineMemory:
         todo: Mapping[str, list[str]],
         note: Callable[[str, list[str]], None],
     ) -> None:
-        """Have some of ``engines`` release or take these tags, by URL."""
         bodies: dict[str, Body] = {url: {"tags": tags} for url, tags in todo.items()}
         self._ask(path, engines, bodies, lambda url: note(url, todo[url]))
 
@@ -247,12 +253,7 @@ class EngineMemory:
         bodies: Mapping[str, Body],
         note: Callable[[str], None] = lambda url: None,
     ) -> None:
-        """Some of ``engines``, by URL.
-
-        Args:
-            note: called with the URL of each that has done it, before the failure of others is
-                raised.
-        """
+        """Post to some of ``engines``; call ``note`` for each success, then raise a failure."""
         if not bodies:
             return
         outcomes = self._fleet_of(engines).post_to(path, bodies, deadlines.GPU_MEMORY_MEMORY)

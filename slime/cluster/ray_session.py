@@ -43,7 +43,7 @@ from slime.user_code.loading import USER_FOLDERS
 logger = get_logger(__name__)
 
 _TOKEN = "RAY_AUTH_TOKEN"
-_JOINS = (
+_JOIN_SCRIPT = (
     "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 )
 
@@ -59,7 +59,7 @@ _PORTS = (
     "runtime_env_agent_port",
 )
 _ports: dict[str, PortReservation] = {}
-_is_starting = False
+_ray_is_starting = False
 
 #: Variables of the driver that every process gets when the cluster was there before (a local Ray
 #: inherits all).
@@ -105,7 +105,7 @@ def start_ray(
         _check_answers(address, should_stop)
         _join(address, {"env_vars": environment})
         return False
-    _bring_a_token()
+    _provide_token()
     # Ray's own metrics and usage reporting cost processes and start-up time, and report to the
     # outside.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -119,13 +119,13 @@ def start_ray(
     if not_there:
         logger.warning("%s: Ray keeps its sockets and logs in %s", not_there, sockets / "ray")
     try:
-        on_loopback = _on_loopback(not config.cluster.listen_on_network)
+        on_loopback = _loopback_only(not config.cluster.listen_on_network)
         with (
-            _as_a_guest(),
+            _without_side_effects(),
             _with_few_daemons(),
-            _patient(should_stop),
+            _waiting_for_raylet(should_stop),
             on_loopback,
-            _inherited(environment),
+            _with_environment(environment),
         ):
             ray.init(
                 # without it Ray joins whatever cluster was started on this host last
@@ -155,9 +155,9 @@ def start_ray(
     return True
 
 
-def is_starting() -> bool:
+def is_ray_starting() -> bool:
     """Whether this process is in `ray.init`, which may wait in C++ and hear no signal."""
-    return _is_starting
+    return _ray_is_starting
 
 
 def dead_daemons() -> list[str]:
@@ -170,7 +170,7 @@ def dead_daemons() -> list[str]:
     )
 
 
-def _bring_a_token() -> None:
+def _provide_token() -> None:
     """Where Ray finds no token for the cluster that it starts, it leaves one in the home folder,
     for good: every later ``ray start --head`` on this host then asks for it, and ``ray job
     submit``, which sends none by itself, is refused.
@@ -185,7 +185,7 @@ def _check_answers(address: str, should_stop: Callable[[], bool]) -> None:
     """Have a child join the cluster first. `ray.init` waits in C++ with Python's lock held: in this
     process it would hear no signal, for ten minutes where nobody answers."""
     child = subprocess.Popen(
-        [sys.executable, "-P", "-c", _JOINS, address],
+        [sys.executable, "-P", "-c", _JOIN_SCRIPT, address],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -227,7 +227,7 @@ def _join(address: str, environment: dict[str, Any]) -> None:
     # already.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     try:
-        with _as_a_guest():
+        with _without_side_effects():
             ray.init(
                 address=address,
                 job_config=_RayJob(),
@@ -263,7 +263,7 @@ class _Daemon(services.ConsolePopen):
         assert self.stdin is not None
         request = {
             "owner": os.getpid(),
-            "command": _without_dashboard_agent(args),
+            "command": _with_idle_dashboard_agent(args),
             "last_command": _FREE_SHARED_MEMORY,
         }
         with self.stdin as pipe, suppress(BrokenPipeError):  # it is killed already: Ray will notice
@@ -280,7 +280,7 @@ class _Daemon(services.ConsolePopen):
             super().kill()
 
 
-def _without_dashboard_agent(args: Sequence[str]) -> list[str]:
+def _with_idle_dashboard_agent(args: Sequence[str]) -> list[str]:
     """The raylet's command, with a process that does nothing in the place of the agent that serves
     its metrics.
 
@@ -317,7 +317,7 @@ class _RayJob(JobConfig):
 
 
 @contextmanager
-def _as_a_guest() -> Iterator[None]:
+def _without_side_effects() -> Iterator[None]:
     """`ray.init` leaves the signals of this process alone, which are `slime.run.stopping`'s, and
     stays out of its group. Ray's table of jobs gets the command line without secrets."""
     on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -347,10 +347,10 @@ def _with_few_daemons() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _patient(should_stop: Callable[[], bool]) -> Iterator[None]:
+def _waiting_for_raylet(should_stop: Callable[[], bool]) -> Iterator[None]:
     """Reserve the ports of Ray's agents, one of which is fixed otherwise, and wait longer than Ray
     does for the raylet to come up: as long as it lives, and nobody asks the run to stop."""
-    global _ports, _is_starting
+    global _ports, _ray_is_starting
     _ports = {name: reserve_port() for name in _PORTS}
     ports = {name: reserved.port for name, reserved in _ports.items()}
     ask = services.get_node
@@ -368,7 +368,7 @@ def _patient(should_stop: Callable[[], bool]) -> Iterator[None]:
                 if time.monotonic() > end:
                     raise
 
-    _is_starting = True
+    _ray_is_starting = True
     try:
         with (
             _replaced(parameter, RayParams=partial(parameter.RayParams, **ports)),  # type: ignore[arg-type]
@@ -376,11 +376,11 @@ def _patient(should_stop: Callable[[], bool]) -> Iterator[None]:
         ):
             yield
     finally:
-        _is_starting = False
+        _ray_is_starting = False
 
 
 @contextmanager
-def _on_loopback(wanted: bool) -> Iterator[None]:
+def _loopback_only(wanted: bool) -> Iterator[None]:
     """Ray and what goes by its addresses (engines, router, process groups) listen on loopback
     alone. Ray knows this as its way on systems whose firewalls ask, and looks the variable up when
     it is imported: here, and in its daemons."""
@@ -399,7 +399,7 @@ def _on_loopback(wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _inherited(environment: dict[str, str]) -> Iterator[None]:
+def _with_environment(environment: dict[str, str]) -> Iterator[None]:
     """What a local Ray's processes inherit, its agents too. As a runtime environment it would cost
     each worker a Python before its own, that imports Ray, too: half a second of CPU."""
     before = {name: os.environ.get(name) for name in environment}
@@ -440,7 +440,7 @@ def _environment(joined: bool) -> dict[str, str]:
 
 
 @ray.remote(num_cpus=0.01)
-def _where_am_i(bundle: int) -> GpuSlot:
+def _slot_of_bundle(bundle: int) -> GpuSlot:
     gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
     node = ray.get_runtime_context().get_node_id()
     memory = seen_gpu_memory() if gpus else None
@@ -474,7 +474,7 @@ def reserve(
         if on_gpu:
             options = [_on_bundle(group, slot, on_gpu) for slot in range(plan.total)]
             places = {
-                NamedActor(f"slot {i}"): _where_am_i.options(**own).remote(i)
+                NamedActor(f"slot {i}"): _slot_of_bundle.options(**own).remote(i)
                 for i, own in enumerate(options)
             }
             found = wait_for(places, "asking where the slots are", timeout, should_stop)

@@ -1,5 +1,5 @@
-"""The rollout actor: prompts, generation, rewards, conversion and packing in one asyncio process.
-And the driver's handle of it."""
+"""The rollout actor, which does prompts, generation, rewards, conversion and packing in one asyncio
+process, and the driver's handle of it."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ logger = get_logger(__name__)
 
 @dataclass
 class RolloutResult:
-    """What the driver gets of a rollout: references to the shards, never the data itself.
+    """Result of a rollout for the driver: references to the shards, never the data itself.
 
     Attributes:
         shards: one object reference per data-parallel rank.
         metrics: ``rollout/…`` and ``perf/…``.
-        versions: weight versions of a sample's tokens → samples that have these.
-        warnings: for the terminal.
+        versions: weight versions of a sample's tokens → number of such samples.
+        warnings: lines for the terminal.
     """
 
     rollout_id: int
@@ -53,9 +53,20 @@ class RolloutResult:
     warnings: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Generating:
+    """A rollout, or an evaluation, that was started and not yet collected."""
+
+    rollout_id: int
+    ref: ray.ObjectRef
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait at most ``seconds``; return whether it has ended, with or without success."""
+        return bool(ray.wait([self.ref], timeout=seconds)[0])
+
+
 class RolloutActor:
-    """Async actor: `progress`, `save_source` and `close` are answered while a rollout is under
-    way."""
+    """Async actor; it answers other calls while a rollout is under way."""
 
     def __init__(self, config: Config, run_path: Path, checked: Sequence[CheckedRows]) -> None:
         self.config = config
@@ -66,7 +77,7 @@ class RolloutActor:
         self.loop: Any = None  # a `RolloutLoop`, from `connect` on
         self._footprint = Footprint()
         self._recording: asyncio.Future[None] | None = None
-        """What training knew of the last rollout's tokens is being written."""
+        """Writes the last rollout's training data beside its samples."""
         self.journal: Any = None  # a `slime.rollout.journal.Journal`, where there is one
         log_to_file_only(
             "rollout", run_path / "logs", config.observe.log_level, *config.for_hiding()
@@ -76,11 +87,11 @@ class RolloutActor:
         return this_process()
 
     async def setup(self) -> tuple[int, list[str]]:
-        """Open the data and load the tokenizer; returns the number of prompts per epoch (0:
-        unknown, or not needed, because --num-rollout says how long the run is), and warnings for
-        the terminal.
+        """Open the data and load the tokenizer; refuse bad data before engines or trainers start.
 
-        Bad data is refused here, before any engine or trainer is needed.
+        Returns:
+            Prompts per epoch (0: unknown, or not needed because of --num-rollout), and warnings for
+            the terminal.
         """
         return await asyncio.to_thread(self._setup), untold()
 
@@ -104,24 +115,23 @@ class RolloutActor:
         if self.config.debug.dump_details:  # so that the dumped tokens can be read anywhere
             self.tokenizer.save_pretrained(Path(self.config.debug.dump_details) / "tokenizer")
         data = self.config.data
-        # a source of the user's own need not know its length, nor has every run a data set
+        # a user's data source may not know its length, and not every run has a data set
         return len(self.source) if data.num_epoch is not None and not data.streaming_data else 0
 
     async def connect(
         self, router_url: str, router_urls: dict[str, str], run_keys: RunKeys
     ) -> list[str]:
-        """Build the rollout loop on the policy's engines; checks hooks and evaluation data. Returns
-        warnings for the terminal.
+        """Build the rollout loop; check hooks and evaluation data. Return warnings.
 
         Args:
-            router_urls: by model, for functions that ask other models too.
-            run_keys: that these and the engines behind them ask for.
+            router_urls: by model, for user functions that call other models too.
+            run_keys: API keys of routers and engines.
         """
         from slime.rollout.loop import RolloutLoop
 
         keys.use(run_keys)
         keys.own(router_url, *router_urls.values())
-        # functions of the user's own ask the routers with clients that go by the environment
+        # user functions may call the routers with clients that read proxies from the environment
         os.environ.update(
             past_proxies(
                 urlsplit(url).hostname or "" for url in (router_url, *router_urls.values())
@@ -131,7 +141,7 @@ class RolloutActor:
             self.config, self.tokenizer, self.source, router_url, router_urls, self.journal
         )
         self.loop.record_failure = self.recorder.record_failure
-        self.loop.lost = _leave
+        self.loop.lost = _exit_with_reason
         await self.loop.start()
         freeze_gc(many_samples=True)
         return untold()
@@ -139,11 +149,12 @@ class RolloutActor:
     async def generate(
         self, rollout_id: int, layout: TrainLayout, versions: VersionWindow
     ) -> RolloutResult | None:
-        """One rollout, converted, packed and put into the object store, one shard per data-parallel
-        rank; None for one that was given up.
+        """Generate a rollout and put it into the object store, one shard per data-parallel rank.
 
         Args:
-            versions: of weights that its samples may have.
+            versions: weight versions that its samples may have.
+        Returns:
+            None if the rollout was given up.
         """
         task = asyncio.ensure_future(self._generate(rollout_id, layout, versions))
         self._under_way[rollout_id] = task
@@ -155,7 +166,7 @@ class RolloutActor:
             del self._under_way[rollout_id]
 
     async def give_up(self, rollout_id: int) -> None:
-        """End a rollout that nobody will train on. What it has finished stays in the journal."""
+        """Cancel a rollout; its finished samples stay in the journal."""
         if task := self._under_way.get(rollout_id):
             task.cancel()
             await asyncio.wait([task])
@@ -177,7 +188,7 @@ class RolloutActor:
         generated = time.perf_counter()
         batches = to_train_batches(groups, self.config, layout, rollout_id)
         metrics |= batches[0].global_stats
-        shards = self._handed_over(batches, groups)
+        shards = self._put_shards(batches, groups)
         self._groups_of[rollout_id] = [group.index for group in groups]
         converted = time.perf_counter()
         self.recorder.record_rollout(rollout_id, groups)
@@ -192,7 +203,7 @@ class RolloutActor:
     async def load_dump(
         self, rollout_id: int, layout: TrainLayout, versions: VersionWindow
     ) -> RolloutResult:
-        """The samples of ``--load-debug-rollout-data`` instead of generated ones."""
+        """Return the samples of ``--load-debug-rollout-data`` instead of generated ones."""
         from slime.rollout.debug_data import load_rollout
         from slime.samples.convert import to_train_batches
 
@@ -201,31 +212,29 @@ class RolloutActor:
         metrics = dict(batches[0].global_stats)
         self.recorder.record_rollout(rollout_id, groups)
         return RolloutResult(
-            rollout_id, self._handed_over(batches, groups), metrics, warnings=untold()
+            rollout_id, self._put_shards(batches, groups), metrics, warnings=untold()
         )
 
-    def _handed_over(self, batches: list[TrainBatch], groups: list[Group]) -> list[ray.ObjectRef]:
+    def _put_shards(self, batches: list[TrainBatch], groups: list[Group]) -> list[ray.ObjectRef]:
         recorded = self.recorder.token_keys(groups)
         for batch in batches:
             batch.recorded = recorded
         return [ray.put(batch) for batch in batches]
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Metrics ``eval/…`` with the weights that the engines hold now."""
-        is_first = (
-            not self.recorder.has_rollouts
-        )  # now: a rollout may end before this evaluation does
+        """Evaluate the engines' weights; return metrics ``eval/…``."""
+        # asked now, because a rollout may end before this evaluation does
+        is_first = not self.recorder.has_rollouts
         name = self.recorder.evaluation_name(rollout_id)
         output = await self.loop.evaluate(rollout_id, before_training=is_first)
         self.recorder.record_evaluation(name, rollout_id, output.data)
         return dict(output.metrics or {})
 
     async def progress(self, evaluation: bool) -> tuple[dict[str, float], str]:
-        """Counters of what is under way (``done``, ``target``, ``tokens``), for the live display;
-        and, where nothing moves, who waits for whom.
+        """Return counters (``done``, ``target``, ``tokens``), and who waits for whom if stuck.
 
         Args:
-            evaluation: rather of an evaluation than of a rollout, where both are under way.
+            evaluation: prefer an evaluation to a rollout if both are under way.
         """
         return (
             (self.loop.progress(evaluation), self.loop.waits(evaluation))
@@ -236,14 +245,15 @@ class RolloutActor:
     async def mark_consumed(
         self, rollout_id: int, trained: Sequence[TrainedTokens] = ()
     ) -> dict[str, float]:
-        """Training has taken the groups of ``rollout_id``: a resumed run will not draw them again.
-        Metrics of what was asked of the engines since the last call.
+        """Mark the prompts of ``rollout_id`` as trained on: a resumed run does not draw them again.
 
         Args:
-            trained: what is recorded beside the samples, while the next rollout goes on.
+            trained: training data of the tokens, written beside the samples meanwhile.
+        Returns:
+            Metrics of the engines' requests since the last call.
         """
         self.source.mark_consumed(self._groups_of.pop(rollout_id, []))
-        await self._recorded()
+        await self._wait_until_recorded()
         if trained:
             writing = asyncio.to_thread(self.recorder.record_training, rollout_id, trained)
             self._recording = asyncio.ensure_future(writing)
@@ -254,33 +264,35 @@ class RolloutActor:
         return metrics | {"perf/rollout_memory_gb": self._footprint.gigabytes(os.getpid())}
 
     async def save_source(self, rollout_id: int) -> dict[str, Any]:
-        """The data position for the checkpoint of ``rollout_id``; a source of the user's own writes
-        its file. What older checkpoints have passed goes from the journal."""
+        """Return the data position for a checkpoint; drop what it passes from the journal.
+
+        A user's data source writes its own file.
+        """
         if self.journal is not None:
-            self.journal.drop(oldest_needed(self.config))
+            self.journal.drop(oldest_needed_rollout(self.config))
         return save_source(self.source, self.config, rollout_id)
 
     async def forget(self, rollout_id: int) -> None:
-        """Training has failed on the groups of ``rollout_id``: whoever goes on from here has them
-        generated anew."""
+        """Drop groups that training failed on from the journal, so that a resume generates them
+        again.
+        """
         if self.journal is not None:
             self.journal.forget(rollout_id, self._groups_of.get(rollout_id))
 
     async def forget_newer(self, rollout_id: int, version: int) -> None:
-        """What of ``rollout_id`` has tokens of newer weights than these is generated anew."""
+        """Drop groups of ``rollout_id`` with newer weight versions than ``version``."""
         if self.journal is not None:
             self.journal.forget_newer(rollout_id, version)
 
     async def load_source(
         self, config: Config, rollout_id: int | None, state: dict[str, Any], is_again: bool
     ) -> list[str]:
-        """Go on where `save_source` was called for ``rollout_id`` and returned ``state``. Returns
-        warnings for the terminal.
+        """Restore the data position that `save_source` returned; return warnings.
 
         Args:
-            config: that of the launch; where trainers were started again, it says what they load.
+            config: that of the launch, or with the checkpoint that restarted trainers load.
             rollout_id: None for the state at the launch, which is in no checkpoint.
-            is_again: trainers were started again, and the source was drawn from.
+            is_again: trainers were restarted, so prompts were drawn from the source already.
         """
         self._groups_of.clear()
         if is_again:
@@ -291,15 +303,14 @@ class RolloutActor:
         return untold()
 
     async def source_state(self) -> dict[str, Any]:
-        """The data position without a checkpoint, for a run that may have to begin again before it
-        has one."""
+        """Return the data position at the launch, for a restart before the first checkpoint."""
         return self.source.state_dict()
 
     async def newest_version(self) -> int:
-        """Of the weights that sampled what the journal has."""
+        """Return the newest weight version in the journal; 0 without a journal."""
         return self.journal.newest_version if self.journal is not None else 0
 
-    async def _recorded(self) -> None:
+    async def _wait_until_recorded(self) -> None:
         if self._recording is not None:
             await self._recording
 
@@ -308,31 +319,29 @@ class RolloutActor:
             await self.loop.close()
         if self.journal is not None:
             self.journal.close()
-        await self._recorded()
-        end_children()  # of users' functions: what they have left behind
+        await self._wait_until_recorded()
+        end_children()  # processes that user functions left behind
 
 
 def say(warnings: Sequence[str]) -> None:
-    """On the terminal, for an actor that has none."""
+    """Log an actor's warnings on the driver's terminal."""
     for warning in warnings:
         logger.warning("%s", warning)
 
 
-def _leave(said: str) -> None:
-    """Nobody here will answer any more: whoever waits for this process learns of its end, and of
-    the reason from the log."""
+def _exit_with_reason(said: str) -> None:
+    # the driver notices the end of this process; the log holds the reason
     logger.error("%s", said)
     logging.shutdown()
     os._exit(1)
 
 
-def oldest_needed(config: Config) -> int:
-    """The first rollout whose file of the journal may still be asked for: by whoever goes on from
-    the second newest checkpoint, should the newest be damaged, and draws what was put back in the
-    rollouts before it. Where one alone is kept (--save-retain 1) there is nothing to go back to
-    behind it.
+def oldest_needed_rollout(config: Config) -> int:
+    """Return the first rollout whose journal file may still be needed.
 
-    Called before the next checkpoint is written, which may fail.
+    A resume may start from the second newest checkpoint, if the newest is damaged, and draw groups
+    that earlier rollouts put back. With --save-retain 1 there is only one checkpoint. This is
+    called before the next checkpoint is written, which may fail.
     """
     flags = config.checkpoint
     root = Path(flags.save or "")
@@ -342,7 +351,7 @@ def oldest_needed(config: Config) -> int:
 
 
 class RolloutHandle:
-    """The `RolloutActor` in the driver's hands. It answers while a rollout is under way.
+    """The driver's handle of the `RolloutActor`, which answers while a rollout is under way.
 
     Attributes:
         worker: for messages, and to wait for its answers.
@@ -366,11 +375,11 @@ class RolloutHandle:
         self.shows_evaluation = False
 
     def begin_setup(self) -> ray.ObjectRef:
-        """To be: what `set_up` takes, see `RolloutActor.setup`."""
+        """Start `RolloutActor.setup`; pass the answer to `set_up`."""
         return self._actor.setup.remote()
 
     def set_up(self, num_prompts: int, warnings: Sequence[str]) -> int:
-        """Says what the actor warns of; the number of prompts per epoch."""
+        """Log the actor's warnings; return the number of prompts per epoch."""
         say(warnings)
         return num_prompts
 
@@ -385,12 +394,12 @@ class RolloutHandle:
     def begin_rollout(
         self, rollout_id: int, layout: TrainLayout, versions: VersionWindow
     ) -> ray.ObjectRef:
-        """To be: a `RolloutResult`; generated, or read with --load-debug-rollout-data."""
+        """Return a ref to a `RolloutResult`, generated or read (--load-debug-rollout-data)."""
         begin = self._actor.load_dump if self._loads_dump else self._actor.generate
         return begin.remote(rollout_id, layout, versions)
 
     def begin_evaluation(self, rollout_id: int) -> ray.ObjectRef:
-        """To be: metrics ``eval/…``."""
+        """Return a ref to metrics ``eval/…``."""
         return self._actor.evaluate.remote(rollout_id)
 
     def mark_consumed(
@@ -413,7 +422,7 @@ class RolloutHandle:
         )
 
     def save_source(self, rollout_id: int) -> dict[str, Any]:
-        """The data position that training has reached, for the checkpoint of ``rollout_id``."""
+        """Return the data position for the checkpoint of ``rollout_id``."""
         ref = self._actor.save_source.remote(rollout_id)
         state: dict[str, Any] = self._answer(ref, "asking for the data position")
         return state
@@ -444,19 +453,18 @@ class RolloutHandle:
         return version
 
     def watch_progress(self, show: Callable[[dict[str, float]], None]) -> Watch:
-        """Calls ``show`` with the counters of what is under way; `counters` and `waits` are what
-        was said last."""
+        """Return a watch that updates `counters` and `waits`, and shows the counters."""
 
-        def hear(name: str, said: tuple[dict[str, float], str]) -> None:
-            self.counters, self.waits = said
+        def on_answer(name: str, answer: tuple[dict[str, float], str]) -> None:
+            self.counters, self.waits = answer
             show(self.counters)
 
         return Watch(
-            {self.worker: lambda: self._actor.progress.remote(self.shows_evaluation)}, hear
+            {self.worker: lambda: self._actor.progress.remote(self.shows_evaluation)}, on_answer
         )
 
     def ping(self) -> ray.ObjectRef:
-        """To be: its `Process`, soon."""
+        """Return a ref to its `Process`."""
         return self._actor.process.remote()
 
     def close(self, timeout: float) -> None:

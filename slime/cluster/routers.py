@@ -1,5 +1,5 @@
-"""The routers of a run: started in front of each model's engines, and with --use-fault-tolerance
-started again at their old addresses, which everybody knows."""
+"""The routers in front of each model's engines. With --use-fault-tolerance a dead router is started
+again at its old address, which all clients know."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ logger = get_logger(__name__)
 
 
 class Routers:
-    """One in front of the engines of each model.
+    """The routers of a run, one per model.
 
     Args:
         models: by name.
-        parts: all of the run's own engines' parts; handles: of their actors, by name.
-        hosts: of the run.
-        run_keys: the routers ask for the run's own.
+        parts: all parts of the run's own engines; handles: of their actors, by name.
+        hosts: hosts of the run's servers.
+        run_keys: API keys; routers ask for the run's own.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
 
     Attributes:
@@ -78,18 +78,17 @@ class Routers:
         self._health = HealthChecks.of(config, path=LIVENESS_PATH) if tolerant else None
         self._fleet: EngineFleet | None = None
         self._last_pid: dict[str, int | None] = {}
-        """Of the process that was lost last; its end may be heard of twice."""
+        """Pid of the process that was lost last; its end may be reported twice."""
         self._deaths: Counter[str] = Counter()
         self._restarts = 0
 
     @property
     def url(self) -> str:
-        """The policy's."""
+        """URL of the policy's router."""
         return next(self.urls[name] for name, model in self._models.items() if model.is_policy)
 
     def start(self, url_of: Mapping[str, str]) -> None:
-        """Args: url_of: of all engines, by the names of their parts; external ones are the
-        policy's."""
+        """Start all routers, given the URL of each engine part by name."""
         asked = {router.worker: self._begin(name, url_of) for name, router in self.handles.items()}
         self.urls = dict(
             zip(
@@ -109,7 +108,7 @@ class Routers:
         ]
 
     def _behind(self, model: str, url_of: Mapping[str, str]) -> list[str]:
-        """Those of the model among ``url_of``."""
+        """Return the URLs of the model's engines; external engines belong to the policy."""
         own = {part.name for part in self._parts}
         external = (
             [url for name, url in url_of.items() if name not in own]
@@ -139,17 +138,15 @@ class Routers:
             behind, list(filter(keys.is_external, behind)), pairs, port
         )
 
-    # -- the policy's engines behind it
+    # -- workers of the policy's router
     # ------------------------------------------------------------------------
 
     def take_out(self, url: str) -> None:
-        """No request goes to this engine any more. Raises EngineError: it is still there, or nobody
-        answers."""
+        """Send this engine no more requests. Raises EngineError if the router refuses or hangs."""
         asyncio.run(remove_worker(self.url, url, deadlines.ROUTERS_REMOVE))
 
     def put_behind(self, url: str) -> None:
-        """Requests go to this engine, too. Raises EngineError: the router refuses it, or does not
-        answer."""
+        """Send requests to this engine. Raises EngineError if the router refuses or hangs."""
         asyncio.run(register_workers(self.url, [url], timeout=deadlines.ROUTERS_JOIN))
 
     # -- death and restart
@@ -159,25 +156,26 @@ class Routers:
     def can_restart(self) -> bool:
         return self._health is not None
 
-    def is_news(self, name: str, server_exit: ServerExit) -> bool:
-        """Whether the end of a router is that of its present process, not of a former one, heard
-        late."""
+    def is_current_process(self, name: str, server_exit: ServerExit) -> bool:
+        """Return whether this is the end of the router's present process, not late news."""
         return name not in self._last_pid or server_exit.pid != self._last_pid[name]
 
     def start_again(
         self, name: str, how: str, serving: Callable[[], Mapping[str, str]]
     ) -> list[str]:
-        """End what is left of a router and start it again. Requests are sent again meanwhile, and
-        weight pushes go past it.
+        """Kill what is left of a router and start it again.
+
+        Clients repeat their requests meanwhile, and weight pushes do not use the router.
 
         Args:
-            name: of its actor; how: it ended.
-            serving: URLs of the engines to put behind it, by name; asked once the old one is gone.
+            name: name of its actor; how: how it ended.
+            serving: returns name → URL of the engines to put behind it; called once the old router
+                is gone.
         Returns:
-            URLs of those that it does not accept.
+            URLs of the engines that it does not accept.
         Raises:
-            RunFailed: there were too many deaths since a rollout was last completed.
-            UserError: it does not come up.
+            RunFailed: there were too many deaths since the last completed rollout.
+            UserError: it does not start.
         """
         model = next(model for model, router in self.handles.items() if router.worker.name == name)
         router = self.handles[model]
@@ -195,29 +193,28 @@ class Routers:
             )
             raise_server_exit(name, server_exit._replace(how=times), [])
         url_of = serving()
-        late = [] if self._is_given_workers(model, url_of) else self._behind(model, url_of)
+        late = [] if self._starts_with_workers(model, url_of) else self._behind(model, url_of)
         asked = {router.worker: self._begin(model, {} if late else url_of, urlsplit(url).port)}
         wait_for(asked, "starting the router again", deadlines.ROUTERS_START, self._should_stop)
-        refused = self._accepted_late(url, late)
+        refused = self._register_late(url, late)
         self._restarts += 1
         if self._health is not None:
-            self._health.begin()  # what the former process was asked is not answered any more
+            self._health.begin()  # checks of the former process are not answered any more
         logger.warning(
             "%s %s; it was started again within %.1f s at its old address, %s",
             with_pid(name, server_exit.pid), how, time.monotonic() - began, url,
         )  # fmt: skip
         return refused
 
-    def _is_given_workers(self, model: str, url_of: Mapping[str, str]) -> bool:
-        """On its command line."""
+    def _starts_with_workers(self, model: str, url_of: Mapping[str, str]) -> bool:
+        """Return whether the workers are on the router's command line."""
         policy = self._config.engine.router.get("policy") or "cache_aware"
         return bool(
             self._first_parts(model, PAIR[0]) or started_with(policy, self._behind(model, url_of))
         )
 
-    def _accepted_late(self, url: str, engines: Iterable[str]) -> list[str]:
-        """Put engines behind a router that runs; those that it does not accept, as one that
-        hangs."""
+    def _register_late(self, url: str, engines: Iterable[str]) -> list[str]:
+        """Register engines with a running router; return those that it does not accept."""
 
         async def put(engine: str) -> str:
             try:
@@ -233,8 +230,7 @@ class Routers:
         return asyncio.run(put_all())
 
     def hanging(self) -> dict[str, str]:
-        """Ask all when it is time, and hear who has answered; never waits. Those that hang, and
-        what is to be said of them."""
+        """Return the routers that hang, with the reason, without waiting."""
         if self._health is None:
             return {}
         if self._fleet is None:
@@ -247,17 +243,17 @@ class Routers:
         }
 
     def reset_death_counts(self) -> None:
-        """A rollout was completed."""
+        """Forget earlier deaths, because a rollout was completed."""
         self._deaths.clear()
 
     def pop_restarts(self) -> int:
-        """Since the last call."""
+        """Return the number of restarts since the last call."""
         count = self._restarts
         self._restarts = 0
         return count
 
     def close(self) -> None:
-        """The connections; its actors' handles are ended by whoever ends the engines'."""
+        """Close the connections. `Engines.close` ends the actors."""
         if self._fleet is not None:
             self._fleet.close()
 

@@ -1,4 +1,4 @@
-"""Everything of a run that lives in Ray, as plain blocking verbs for the drivers."""
+"""Everything of a run that lives in Ray, as plain blocking methods for the driver."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -16,12 +16,11 @@ from slime.checkpoints.load_plan import going_on
 from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
 from slime.cluster.gpu_memory import EngineMemory, GpuMemoryOwner
-from slime.cluster.launch import Generating, LapTimer, Launch, connect, require_launched
 from slime.cluster.placement import GpuSlots
 from slime.cluster.ray_session import reserve, start_ray
-from slime.cluster.rollout_actor import RolloutHandle, RolloutResult
+from slime.cluster.rollout_actor import Generating, RolloutHandle, RolloutResult
 from slime.cluster.slow_waits import stopped_parts
-from slime.cluster.trainer_group import Trainers, TrainerStart, threads_per_process
+from slime.cluster.trainer_group import Launch, Trainers, TrainerStart, threads_per_process
 from slime.cluster.waiting import (
     ActorLost,
     ConnectionBroken,
@@ -30,15 +29,15 @@ from slime.cluster.waiting import (
     StartupProgress,
     StopRequested,
     Watch,
+    describe_unanswered,
     raise_failed,
     wait_for,
-    who_does_not_answer,
 )
 from slime.cluster.weight_push import WeightPush
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.wire.shared_memory import remove_stale
-from slime.errors import UserError
+from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 from slime.memory.check import check_memory_of_cluster
 from slime.placement import PlacementPlan, has_evaluation
@@ -50,21 +49,64 @@ if TYPE_CHECKING:
     from slime.trainer.non_finite import FailedStep
 
 logger = get_logger(__name__)
+T = TypeVar("T")
+
+
+class LapTimer:
+    """Seconds since the last lap, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = now - self._last
+        self._last = now
+
+
+def require_launched(part: T | None) -> T:
+    """Return a part of the cluster, which exists once it is launched."""
+    assert part is not None, "launch comes first"
+    return part
+
+
+def connect_rollout(
+    connect: Callable[[], None],
+    explain_failures: Callable[[str], contextlib.AbstractContextManager[None]],
+    *,
+    tolerant: bool,
+) -> None:
+    """Connect the rollout actor to the router, which may die during the launch.
+
+    Args:
+        connect: has the rollout actor connect to the router's current address.
+        explain_failures: `Engines.explain_failures`.
+        tolerant: a router that dies is started again (--use-fault-tolerance); then try once more.
+    Raises:
+        RunFailed: the router died, or does not answer.
+    """
+    for is_last in (not tolerant, True):
+        try:
+            with explain_failures("connecting to the router"):
+                return connect()
+        except RunFailed:
+            if is_last:
+                raise
 
 
 class Cluster:
-    """Owns Ray, the rollout actor, the trainer ranks, the engines and the router; `close` leaves
-    nothing behind.
+    """Owns Ray, the rollout actor, the trainer ranks, the engines and the routers.
 
-    Who waits for whom: the driver, here, for everybody, with a deadline, while it looks about twice
-    a second whether somebody died; the trainer's rank 0 for engines in a push; the rollout actor
-    for engines and rewards. An actor waits for no other actor.
+    Who waits for whom: the driver, here, waits for everybody, with a deadline, and checks twice a
+    second whether anybody died. The trainer's rank 0 waits for engines in a push. The rollout actor
+    waits for engines and rewards. No actor waits for another actor.
 
     Args:
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
         on_progress: called with the rollout's counters while a rollout is waited for.
-        on_push: called with the version of weights that were pushed unasked, as all engines had
-            died in a rollout.
+        on_push: called with the weight version after a push in the middle of a rollout, which
+            happens when all engines had died.
     """
 
     def __init__(
@@ -82,19 +124,20 @@ class Cluster:
         self._should_stop = should_stop
         self._on_progress = on_progress
         self._on_push = on_push
-        is_sft = config.algorithm.loss_type == "sft_loss"  # its engines, if any, evaluate
-        self.take_turns = is_sft or config.sync.async_buffer_size == 0  # each may use all CPU cores
+        is_sft = config.algorithm.loss_type == "sft_loss"  # its engines, if any, only evaluate
+        self.is_sequential = is_sft or config.sync.async_buffer_size == 0
+        """Trainer and engines do not work at the same time: each may use all CPU cores."""
         self._started_ray = False
         self._slots: GpuSlots | None = None
         self._rollout: RolloutHandle | None = None
         self._trainers: Trainers | None = None
-        self._lacks_trainers = False  # they are lost, and not started again yet
+        self._trainers_are_lost = False  # until they are started again
         self._engines: Engines | None = None
-        self._turns: GpuMemoryOwner | None = None
-        self._weights: WeightPush | None = None  # where there are engines
+        self._gpu_memory: GpuMemoryOwner | None = None
+        self._weights: WeightPush | None = None  # if there are engines
         self._canary: Canary | None = None
         self._generating: dict[int, Generating] = {}
-        """Begun and not collected, by rollout."""
+        """Rollouts that were started and not collected, by id."""
         self._source_at_launch: dict[str, Any] = {}
         self._watches: list[Watch] = []
         self._progress: Watch | None = None
@@ -108,7 +151,7 @@ class Cluster:
     # ------------------------------------------------------------------------------------------
 
     def launch(self) -> Launch:
-        """Start everything; data, trainer ranks and engines come up side by side.
+        """Start everything; data, trainer ranks and engines come up at the same time.
 
         Raises:
             UserError: bad data, a model that does not load, too few GPUs, an engine that does not
@@ -121,33 +164,31 @@ class Cluster:
         slots = self._slots = reserve(
             self.plan, config.cluster.placement_timeout, self._should_stop
         )
-        if not self._started_ray:  # on a Ray of its own the launch has looked at this host already
+        if not self._started_ray:  # with its own Ray, this host is checked before the launch
             check_memory_of_cluster(config, slots.gpu_memory, on_gpu=slots.on_gpu)
         clock.lap("placement")
         rollout = self._rollout = RolloutHandle(config, self.run_path)
         data = {rollout.worker: rollout.begin_setup()}
         coming_up = dict(data)
-        news = StartupProgress(coming_up, self.run_path / "logs")
+        progress = StartupProgress(coming_up, self.run_path / "logs")
 
         def wait(asked: Mapping[NamedActor, ray.ObjectRef], what: str) -> list[Any]:
-            """For these; but whoever fails first ends it."""
+            """Wait for ``asked``; a failure of anything that comes up ends the wait."""
 
-            def look() -> None:
+            def poll() -> None:
                 raise_failed(coming_up, "while the run came up")
-                news.look()
+                progress.poll()
 
-            # the news of the start say more than a silence would
-            return wait_for(asked, what, *self._limits, look, breaks_silence=False)
+            return wait_for(asked, what, *self._limits, poll, logs_slow_waits=False)
 
         engines = self._make_engines(slots)
         trainers = self._make_trainers(slots, config)
         starting = engines.begin_start() if engines is not None else {}
         coming_up.update(starting)
-        if engines is not None and self._turns is not None and self._turns.taken:
-            # engines first, alone on the GPUs: they measure how much memory there is for their
-            # caches
-            engines.put_routers_in_front(wait(starting, "starting"))
-            self._turns.before_trainer()
+        if engines is not None and self._gpu_memory is not None and self._gpu_memory.is_shared:
+            # engines start alone on the GPUs, because they measure the free memory for their caches
+            engines.start_routers(wait(starting, "starting"))
+            self._gpu_memory.release_for_launch()
             clock.lap("engines")
         setting_up = trainers.begin_setup(self._should_stop) if trainers is not None else {}
         coming_up.update(setting_up)
@@ -160,38 +201,39 @@ class Cluster:
         clock.lap("trainer")
         if engines is not None:
             if not engines.routers.urls:
-                engines.put_routers_in_front(wait(starting, "starting"))
+                engines.start_routers(wait(starting, "starting"))
                 clock.lap("engines")
-            tell = rollout.connect
-            front = engines.routers
-            tolerant = config.fault_tolerance.use_fault_tolerance
-            connect(
-                lambda: tell(front.url, front.urls, engines.keys),
-                engines.explained,
-                tolerant=tolerant,
+            routers = engines.routers
+            keys = engines.keys
+            connect_rollout(
+                lambda: rollout.connect(routers.url, routers.urls, keys),
+                engines.explain_failures,
+                tolerant=config.fault_tolerance.use_fault_tolerance,
             )
         self._load_source(config, start)
         if config.fault_tolerance.max_restarts:
             self._source_at_launch = rollout.source_state()
-        # a version in the journal may be of other weights than those that are pushed now
-        self._introduce(max(start.extra_state.get("weight_version", 0), rollout.newest_version()))
+        # versions go on behind those in the journal, which may belong to other weights
+        self._connect_trainers(
+            max(start.extra_state.get("weight_version", 0), rollout.newest_version())
+        )
         self._progress = rollout.watch_progress(self._on_progress)
         clock.lap("connect")
         return start.launch(num_prompts, clock.seconds)
 
     def _load_source(self, config: Config, start: TrainerStart, *, is_again: bool = False) -> None:
-        """Set the data to where the checkpoint says; without one to where the launch began."""
+        """Restore the data position of the checkpoint, or else that of the launch."""
         if start.saved_for is not None or is_again:
             state = start.extra_state.get("source", self._source_at_launch)
             require_launched(self._rollout).load_source(
                 config, start.saved_for, state, is_again=is_again
             )
 
-    def _introduce(self, version: int) -> None:
-        """Trainer and engines to each other, and both to the driver.
+    def _connect_trainers(self, version: int) -> None:
+        """Connect trainer and engines, and watch both.
 
         Args:
-            version: of the weights that the engines have.
+            version: weight version of the engines.
         """
         engines = self._engines
         trainers = self._trainers
@@ -201,24 +243,27 @@ class Cluster:
             )
             tolerant = self.config.fault_tolerance.use_fault_tolerance
             if checks and self._canary is None:
-                with engines.explained("asking the engines what they serve"):
+                with engines.explain_failures("asking the engines what they serve"):
                     self._canary = Canary(self.config, engines.fleet)
             if tolerant:
-                engines.poll_for_deaths()  # who has died while the trainers came up
+                engines.poll_for_deaths()  # some may have died while the trainers came up
             self._weights = WeightPush(
-                engines, trainers, self._turns, self._canary, tolerant=tolerant
+                engines, trainers, self._gpu_memory, self._canary, tolerant=tolerant
             )
             self._weights.connect(version)
         self._watches = [group.watch() for group in (trainers, engines) if group is not None]
 
     def restart_trainers(self, version: int) -> TrainerStart:
         """Start all trainer ranks again from the newest checkpoint; engines and rollout actor stay.
-        What is being generated is waited for, while engines answer, and thrown away: what was
-        finished is in the journal. The ranks come up meanwhile, unless engines have their GPUs'
-        memory then. Raises as `launch`.
 
-        Args: version: of the engines' weights, so that the numbers of pushes go on.
-        Returns: the rollout to go on with, and what its checkpoint has besides the weights.
+        Rollouts under way are collected, as long as engines answer, and thrown away: their finished
+        samples are in the journal. The ranks come up meanwhile, unless engines hold the memory of
+        their GPUs. Raises as `launch`.
+
+        Args:
+            version: weight version of the engines; the next push gets the next number.
+        Returns:
+            The rollout to go on with, and what the checkpoint holds besides the weights.
         """
         config = going_on(self.config)
         slots = require_launched(self._slots)
@@ -226,84 +271,88 @@ class Cluster:
         remove_stale()
         self._watches = [self._engines.watch()] if self._engines is not None else []
         if half_pushed := self._weights is not None and self._weights.is_pushing:
-            require_launched(
-                self._engines
-            ).continue_generation()  # or what is under way would wait for ever
+            # paused engines would never finish the rollouts under way
+            require_launched(self._engines).continue_generation()
         pushed = version if half_pushed else None
-        takes_turns = self._turns is not None and self._turns.taken
-        if takes_turns:
-            self._end_rollouts(pushed)
+        shares_memory = self._gpu_memory is not None and self._gpu_memory.is_shared
+        if shares_memory:
+            self._drain_rollouts(pushed)
         trainers = require_launched(self._make_trainers(slots, config))
-        if takes_turns:
-            require_launched(self._turns).before_trainer()
+        if shares_memory:
+            require_launched(self._gpu_memory).release_for_launch()
         setting_up = trainers.begin_setup(self._should_stop)
-        if not takes_turns:
-            self._end_rollouts(pushed)
-        look = partial(raise_failed, setting_up, "as the trainer came up again")
-        start = trainers.agreed_start(wait_for(setting_up, "setting up again", *self._limits, look))
+        if not shares_memory:
+            self._drain_rollouts(pushed)
+        on_poll = partial(raise_failed, setting_up, "as the trainer came up again")
+        starts = wait_for(setting_up, "setting up again", *self._limits, on_poll)
+        start = trainers.agreed_start(starts)
         self._load_source(config, start, is_again=True)
-        self._introduce(version)
+        self._connect_trainers(version)
         return start
 
-    def _end_rollouts(self, pushed: int | None) -> None:
-        """Without trainers, as long as engines answer. What is called newer than what was
-        ``pushed`` last, since a push was under way that will not come to its end, is of no weights
-        that ever were, and is forgotten."""
-        self._lacks_trainers = True
+    def _drain_rollouts(self, pushed: int | None) -> None:
+        """Collect and discard the rollouts under way, as long as engines answer.
+
+        Args:
+            pushed: the last complete version if a push was interrupted, else None. Groups with a
+                newer version number belong to no weights, and are dropped.
+        """
+        self._trainers_are_lost = True
         try:
             for generating in list(self._generating.values()):
                 try:
                     self.collect(generating)
                 except NoEngineLeft:
-                    require_launched(self._rollout).give_up(
-                        self._generating.pop(generating.rollout_id).rollout_id
-                    )
+                    del self._generating[generating.rollout_id]
+                    require_launched(self._rollout).give_up(generating.rollout_id)
                 if pushed is not None:
                     require_launched(self._rollout).forget_newer(generating.rollout_id, pushed)
         finally:
-            self._lacks_trainers = False
+            self._trainers_are_lost = False
 
     def _make_engines(self, slots: GpuSlots) -> Engines | None:
         if not self.plan.has_engines:
             return None
-        threads = threads_per_process(self.plan.num_engines, self.take_turns)
+        threads = threads_per_process(self.plan.num_engines, self.is_sequential)
         self._engines = Engines(
             self.config, self.plan, slots, self.run_path, threads, *self._limits
         )
         return self._engines
 
     def _make_trainers(self, slots: GpuSlots, config: Config) -> Trainers | None:
-        """And whose turn it is, where engines share the GPUs."""
         if not self.plan.num_train:
             return None
         flags = config.cluster
         threads = threads_per_process(
-            min(self.plan.num_train, flags.actor_num_gpus_per_node), self.take_turns
+            min(self.plan.num_train, flags.actor_num_gpus_per_node), self.is_sequential
         )
         trainers = self._trainers = Trainers(
-            config, self.plan, slots, self.run_path, threads, self._look
+            config, self.plan, slots, self.run_path, threads, self._poll
         )
         if self._engines is not None:
             shares = flags.colocate and (
                 slots.on_gpu or engine_of(self.config).releases_without_gpu
             )
             memory = EngineMemory(
-                self._engines.table, self._engines.fleet_of, self._engines.explained
+                self._engines.table, self._engines.fleet_of, self._engines.explain_failures
             )
-            train = shares and flags.offload_train
-            rollout = shares and flags.offload_rollout
-            sides = memory.release, memory.resume, trainers.sleep, trainers.wake
-            self._turns = GpuMemoryOwner(*sides, offload_train=train, offload_rollout=rollout)
-            self._engines.restarts_at_once = not self._turns.taken
+            self._gpu_memory = GpuMemoryOwner(
+                memory.release,
+                memory.resume,
+                trainers.sleep,
+                trainers.wake,
+                offload_train=shares and flags.offload_train,
+                offload_rollout=shares and flags.offload_rollout,
+            )
+            self._engines.restarts_immediately = not self._gpu_memory.is_shared
         return trainers
 
     def close(self, *, politely: bool = True) -> None:
-        """Stop engines and router, end actors, give the slots back, stop a Ray that was started
-        here.
+        """Stop engines and routers, end actors, release the slots, and stop a Ray started here.
 
         Args:
-            politely: let the processes finish what they do at their end; false after a failure,
-                when some of them may hang, waiting for others that are gone.
+            politely: give the processes time to shut down; false after a failure, when some of them
+                may hang, waiting for others that are gone.
         """
         if not ray.is_initialized():
             return
@@ -318,9 +367,9 @@ class Cluster:
         self._rollout = self._trainers = self._engines = self._slots = None
         if self._started_ray:
             ray.shutdown()
-        remove_stale()  # of trainers that were killed
+        remove_stale()  # shared memory of trainers that were killed
 
-    # -- the verbs of the loop
+    # -- the steps of the loop
     # -----------------------------------------------------------------------------
 
     @property
@@ -334,7 +383,7 @@ class Cluster:
     def start_generating(
         self, rollout_id: int, versions: VersionWindow = ANY_VERSION
     ) -> Generating:
-        """Begin a rollout with samples of these weights; collect it with `collect`."""
+        """Start a rollout with samples of these weight versions; `collect` it later."""
         if self._weights is not None:
             self._weights.wake_engines()
         layout = self._trainers.layout if self._trainers is not None else TrainLayout()
@@ -345,7 +394,7 @@ class Cluster:
         return begun
 
     def collect(self, generating: Generating) -> RolloutResult:
-        """Wait for a rollout; asked again, it is there."""
+        """Wait for a rollout; a second call returns at once."""
         result: RolloutResult = self._wait_rollout(generating.ref, "generating", self._should_stop)
         self._generating.pop(generating.rollout_id, None)
         if self._engines is not None:
@@ -353,57 +402,58 @@ class Cluster:
         return result
 
     def train(self, batch: RolloutResult) -> dict[str, float]:
-        """Train on a rollout; afterwards its prompts count as consumed."""
+        """Train on a rollout, then mark its prompts as consumed."""
         rollout = require_launched(self._rollout)
         if self._trainers is None:
             return rollout.mark_consumed(batch.rollout_id)
-        with self._trainers_turn(), self._forgotten_on_failure(batch):
+        with self._trainer_onloaded(), self._forget_batch_on_failure(batch):
             metrics, tokens = self._trainers.train(batch.shards)
         return metrics | rollout.mark_consumed(batch.rollout_id, tokens)
 
     @contextlib.contextmanager
-    def _forgotten_on_failure(self, batch: RolloutResult) -> Iterator[None]:
-        """A batch that training fails of would be trained on for ever by those who go on; a loss of
-        ranks says nothing of it."""
+    def _forget_batch_on_failure(self, batch: RolloutResult) -> Iterator[None]:
+        """Remove the batch from the journal if training on it raises, unless ranks were lost.
+
+        A resume would fail on it again.
+        """
         try:
             yield
         except Exception as error:
-            if not isinstance(error, StopRequested) and not self.lost_trainers(error):
-                with contextlib.suppress(UserError):  # the error at hand is the one to tell
+            if not isinstance(error, StopRequested) and not self.is_loss_of_trainers(error):
+                with contextlib.suppress(UserError):  # the first error is the one to report
                     require_launched(self._rollout).forget(batch.rollout_id)
             raise
 
-    def turns(self) -> dict[str, float]:
-        """What happened besides since the last call: memory handed over (``perf/sleep_time``, …),
-        engines restarted."""
-        found = self._turns.metrics() if self._turns is not None else {}
+    def pop_metrics(self) -> dict[str, float]:
+        """Return metrics of memory hand-overs and engine restarts since the last call."""
+        found = self._gpu_memory.metrics() if self._gpu_memory is not None else {}
         return found | (self._engines.metrics() if self._engines is not None else {})
 
     def failed_step(self) -> list[FailedStep]:
-        """What each trainer rank kept of a step with NaN or Inf; to be asked for right after that
-        failure."""
+        """Return what each trainer rank kept of a step that has just failed with NaN or Inf."""
         return self._trainers.failed_step() if self._trainers is not None else []
 
     def set_run_length(self, num_rollout: int) -> None:
-        """Tell the trainers how many rollouts there will be, once that is known."""
+        """Tell the trainers the number of rollouts, once it is known."""
         if self._trainers is not None:
             self._trainers.set_run_length(num_rollout)
 
     def update_weights(self) -> dict[str, float]:
-        """Push the trainer's weights to the engines; those that were restarted come back with it
-        (`WeightPush`)."""
+        """Push the trainer's weights to the engines (`WeightPush.push`)."""
         return self._weights.push() if self._weights is not None else {}
 
     def begin_evaluation(self, rollout_id: int) -> Generating | None:
-        """With the weights that the engines hold now; None when there is nothing to evaluate."""
+        """Start an evaluation of the engines' weights; None if there is nothing to evaluate."""
         if self._engines is None or not has_evaluation(self.config):
             return None
         require_launched(self._weights).wake_engines()
         return Generating(rollout_id, require_launched(self._rollout).begin_evaluation(rollout_id))
 
     def collect_evaluation(self, evaluating: Generating) -> dict[str, float]:
-        """Wait for an evaluation: metrics ``eval/…``. One that has ended is there, also after a
-        SIGTERM."""
+        """Wait for an evaluation and return its metrics ``eval/…``.
+
+        If it has ended already, a SIGTERM does not matter.
+        """
         should_stop = (lambda: False) if evaluating.ends_within(0.0) else self._should_stop
         found: dict[str, float] = self._wait_rollout(evaluating.ref, "evaluating", should_stop)
         return found
@@ -411,9 +461,11 @@ class Cluster:
     def save(
         self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]
     ) -> None:
-        """Checkpoint after training ``rollout_id``, with the data position that training has
-        reached, what was ``pushed`` (see `Saving.save`), and the rollout's metrics, which are
-        logged later."""
+        """Write a checkpoint after training on ``rollout_id``.
+
+        It holds the data position, ``pushed`` (see `Saving.save`), and the rollout's metrics, which
+        are logged later.
+        """
         state = {
             "source": require_launched(self._rollout).save_source(rollout_id),
             "rollout_id": rollout_id,
@@ -421,66 +473,64 @@ class Cluster:
         }
         state |= {"weight_version": max(pushed["pushes"], default=0), "metrics": dict(metrics)}
         if self._trainers is not None:
-            with self._trainers_turn():
+            with self._trainer_onloaded():
                 self._trainers.save(rollout_id, state)
 
-    def lost_trainers(self, error: Exception) -> bool:
-        """Whether it tells that trainer ranks died, do not answer, or lost each other."""
+    def is_loss_of_trainers(self, error: Exception) -> bool:
+        """Return whether the error says that trainer ranks died, hang, or lost each other."""
         ranks = self._trainers.names if self._trainers is not None else set()
         return isinstance(error, ConnectionBroken) or (
             isinstance(error, ActorLost) and bool(ranks & set(error.names))
         )
 
     def export(self, directory: Path) -> None:
-        """The trainer's weights as a Hugging Face directory."""
+        """Write the trainer's weights as a Hugging Face directory."""
         if self._trainers is not None:
-            with self._trainers_turn():
+            with self._trainer_onloaded():
                 self._trainers.export(directory)
 
-    def who_is_silent(self) -> str:
-        """Who could not take part in a save, "" for nobody: asked before one that must not take for
-        ever."""
+    def describe_unresponsive(self) -> str:
+        """Name the processes that could not take part in a save; "" if there are none."""
         stopped = ", ".join(stopped_parts().values())
-        if stopped and self._turns is not None and self._turns.taken:
+        if stopped and self._gpu_memory is not None and self._gpu_memory.is_shared:
             return f"{stopped}, which would have to give its memory up"
         asked = self._trainers.ping() if self._trainers is not None else {}
         if self._rollout is not None:
             asked[self._rollout.worker] = self._rollout.ping()
-        silent = who_does_not_answer(asked)
+        silent = describe_unanswered(asked)
         return silent + (f"; stopped: {stopped}" if silent and stopped else "")
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that --async-save may still be writing."""
         if self._trainers is not None:
-            with self._explained():
+            with self._explain_failures():
                 self._trainers.finish_saving()
 
-    def settle_save(self, is_saved: Callable[[], bool], seconds: float) -> None:
-        """`Trainers.settle_save` until what --async-save writes ``is_saved``, a SIGTERM, or so many
-        seconds later."""
+    def wait_for_async_save(self, is_saved: Callable[[], bool], seconds: float) -> None:
+        """Wait until --async-save has written its checkpoint, for a SIGTERM, or for ``seconds``."""
         end = time.monotonic() + seconds
         if self._trainers is not None:
-            self._trainers.settle_save(
+            self._trainers.wait_for_async_save(
                 lambda: is_saved() or self._should_stop() or time.monotonic() > end
             )
 
-    # -- turns and care
+    # -- memory and dead engines
     # --------------------------------------------------------------------------------------
 
-    def _trainers_turn(self) -> contextlib.AbstractContextManager[None]:
-        """The trainers have their memory from now on; in the context, errors are explained."""
+    def _trainer_onloaded(self) -> contextlib.AbstractContextManager[None]:
+        """Give the trainers their memory; the context explains failures of engines."""
         if self._weights is not None:
             self._weights.onload_trainer()
-        return self._explained()
+        return self._explain_failures()
 
-    def _care_for(self, engines: Engines) -> None:
-        """While a rollout is waited for, with --use-fault-tolerance."""
+    def _handle_dead_engines(self, engines: Engines) -> None:
+        """Restart dead or hanging engines while a rollout is waited for."""
         engines.kill_hanging()
-        if self._lacks_trainers:  # without a push no engine comes back
-            if not engines.table.those(State.SERVING):
+        if self._trainers_are_lost:  # no engine comes back without a push
+            if not engines.table.in_state(State.SERVING):
                 raise NoEngineLeft
-        elif self._trainers is None:  # the weights that engines start with are right
-            require_launched(self._weights).take_in()
+        elif self._trainers is None:  # engines start with the right weights
+            require_launched(self._weights).rejoin_restarted()
             engines.admit()
         elif not engines.table.policy:
             metrics = self.update_weights()
@@ -490,38 +540,46 @@ class Cluster:
     # ---------------------------------------------------------------------------------------------
 
     def _wait_rollout(self, ref: ray.ObjectRef, what: str, should_stop: Callable[[], bool]) -> Any:
-        """The rollout loop has its own watchdog, which knows more than this outer deadline."""
+        # the rollout loop has its own, more precise deadlines; this is the outer one
         engines = self._engines
         if engines is not None:
-            engines.begin_rollout()
+            engines.begin_health_checks()
 
         def poll() -> None:
-            self._look()
+            self._poll()
             if engines is not None and self.config.fault_tolerance.use_fault_tolerance:
-                self._care_for(engines)
+                self._handle_dead_engines(engines)
             if self._progress is not None:
-                self._progress.look()
+                self._progress.poll()
 
         rollout = require_launched(self._rollout)
         limit = self.config.rollout.rollout_timeout
         rollout.shows_evaluation = what == "evaluating"
-        signs = (lambda: rollout.counters), (lambda: rollout.waits)
-        with self._explained():
-            return wait_for({rollout.worker: ref}, what, limit, should_stop, poll, *signs)[0]
+        with self._explain_failures():
+            return wait_for(
+                {rollout.worker: ref},
+                what,
+                limit,
+                should_stop,
+                poll,
+                progress=lambda: rollout.counters,
+                details=lambda: rollout.waits,
+            )[0]
 
-    def _look(self) -> None:
-        """Whoever died ends the wait for the others; and where some part is stopped, so does a
-        SIGTERM."""
+    def _poll(self) -> None:
+        """End the wait for all if a process died, or after a SIGTERM if a process is stopped."""
         for watch in self._watches:
-            watch.look()
+            watch.poll()
         if self._engines is not None:
-            self._engines.look()
-            if (
-                self._generating and self._weights is not None and self._weights.can_generate
-            ):  # beside the trainer
+            self._engines.poll()
+            if self._generating and self._weights is not None and self._weights.can_generate:
                 self._engines.kill_hanging()
         if self._should_stop() and stopped_parts():
             raise StopRequested("while parts of it are stopped")
 
-    def _explained(self) -> contextlib.AbstractContextManager[None]:
-        return self._engines.explained() if self._engines is not None else contextlib.nullcontext()
+    def _explain_failures(self) -> contextlib.AbstractContextManager[None]:
+        return (
+            self._engines.explain_failures()
+            if self._engines is not None
+            else contextlib.nullcontext()
+        )

@@ -1,12 +1,10 @@
-"""Silence has an end: while nothing is heard from those who are waited for, lines say who they are
-and what they do.
+"""Log lines about waits that take long: who is waited for, and what they do.
 
     training: nothing heard for 60 s from trainer-0 (pid 4711 on node-1: 29 s of CPU in 30 s),
-        trainer-1 (pid 4712 on
-    node-1: stopped); stopped besides: pid 4800 (python -m slime.embedded …)
+        trainer-1 (pid 4712 on node-1: stopped); stopped besides: pid 4800 (python -m
+        slime.embedded …)
 
-A deadline ends a wait (docs/deadlines.md); long before that, somebody who looks at the terminal
-wants to know.
+A deadline ends a wait (docs/deadlines.md), but a user at the terminal wants to know much earlier.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class Waited(Protocol):
 
 
 class SlowWaitLogger:
-    """Of one wait.
+    """Logs who is waited for while one wait makes no progress.
 
     Args:
         what: "training", for the line.
@@ -52,7 +50,7 @@ class SlowWaitLogger:
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._what = what
         self._clock = clock
-        self._last_sign: object = None
+        self._last_state: object = None
         self._begin()
 
     def _begin(self) -> None:
@@ -60,20 +58,20 @@ class SlowWaitLogger:
         self._next = deadlines.SLOW_WAITS_QUIET
         self._cpu: dict[int, tuple[float, float]] = {}
 
-    def look(
-        self, waited_for: Sequence[Waited], sign: object = None, words: Callable[[], str] = str
+    def poll(
+        self, waited_for: Sequence[Waited], state: object = None, details: Callable[[], str] = str
     ) -> None:
-        """To be called about twice a second while waiting.
+        """Log a line if it is due. Call this about twice a second while waiting.
 
         Args:
-            waited_for: those who have not answered.
-            sign: anything; when it has changed, something was heard.
-            words: what is known besides, asked for when there is a line.
+            waited_for: actors that have not answered.
+            state: any value that changes with progress.
+            details: returns more to say, called only for a line.
         """
-        if sign != self._last_sign:
-            if self._last_sign is not None:
-                open_waits.heard()
-            self._last_sign = sign
+        if state != self._last_state:
+            if self._last_state is not None:
+                open_waits.note_progress()
+            self._last_state = state
             self._begin()
         quiet = self._clock() - self._since
         here = [worker for worker in waited_for if _is_here(worker)]
@@ -91,7 +89,7 @@ class SlowWaitLogger:
         )
         text = f"{self._what}: nothing heard for {quiet:.0f} s from {', '.join(rows)}"
         text += f"; stopped besides: {', '.join(stopped)}" if stopped else ""
-        text += f"; {said}" if (said := words()) else ""
+        text += f"; {more}" if (more := details()) else ""
         if is_odd or quiet >= deadlines.SLOW_WAITS_STACKS:
             names = {_pid(worker): worker.name for worker in here}
             if asked := stacks.ask(pid for pid in names if pid not in stopped_parts()):
@@ -123,9 +121,9 @@ class SlowWaitLogger:
 
 
 def stopped_parts() -> dict[int, str]:
-    """Process id → "pid 4711 (its command)" of the run's processes on this host that are stopped
-    (SIGSTOP), and so will answer nobody. Those are the descendants of this process; of a Ray that
-    it has not started there are none."""
+    """Return process id → "pid 4711 (its command)" of the stopped (SIGSTOP) descendants of this
+    process. Processes of a Ray that it has not started are no descendants.
+    """
     found = {}
     for process in psutil.Process().children(recursive=True):
         try:
@@ -137,8 +135,7 @@ def stopped_parts() -> dict[int, str]:
 
 
 def own_actors() -> list[int]:
-    """Process ids of Ray's workers on this host, idle ones included, as far as this process has
-    started them."""
+    """Return the process ids of Ray's workers among the descendants of this process."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # gone meanwhile
@@ -159,21 +156,20 @@ def _pid(worker: Waited) -> int:
 
 
 def pid_here(worker: Waited) -> int | None:
-    """Its process, where that is one of this host's, and of this run."""
+    """Return the process id of an actor that runs on this host, else None."""
     return _pid(worker) if _is_here(worker) else None
 
 
 def _is_here(worker: Waited) -> bool:
-    """Its process is one of this host's, and of this run."""
     process = worker.process
     return process is not None and psutil.pid_exists(process[0]) and process[1] in own_addresses()
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Of a process and its children: an engine's actor only watches its server."""
     total = 0.0
     try:
         process = psutil.Process(pid)
+        # an engine's actor only watches its server, a child
         family = [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return total

@@ -1,14 +1,13 @@
-"""A part of the run that is stopped (SIGSTOP) answers nobody: a thread of the driver sees it, and
-ends the wait for it.
+"""A thread of the driver that ends the wait for a stopped process (SIGSTOP), which answers nobody.
 
     pid 4711 (ray::TrainerActor) is stopped since 14:03:12; the driver waits since 14:03:10
     (training) for trainer-0. It ends at 14:13:12 if nothing is heard until then; kill -CONT 4711
     lets it go on
 
 Deadlines of calls (docs/deadlines.md) fit the work that is waited for, up to hours, and a call into
-Ray may not come back at all while one of Ray's daemons is stopped. So the thread counts from when a
-part was seen stopped and nothing was heard, raises `DeadlinePassed` in the main thread, and where
-that does not hear it ends the program.
+Ray may never return while one of Ray's daemons is stopped. So the thread measures the time since a
+process was seen stopped and since the last progress. At its limit it raises `DeadlinePassed` in the
+main thread, and if that has no effect it ends the program.
 """
 
 from __future__ import annotations
@@ -31,19 +30,21 @@ from slime.processes import stacks
 
 logger = get_logger(__name__)
 
-#: Nobody else's: a handler runs in the main thread, between two steps of Python.
+#: Used by nothing else. Its handler runs in the main thread, between two bytecodes.
 _SIGNAL = signal.SIGRTMIN + 3
 
 
 class StoppedProcessMonitor:
-    """Begun in the main thread; in another one it only speaks.
+    """Logs stopped processes and ends waits for them.
+
+    If it is not started in the main thread, it only logs.
 
     Args:
-        limit: seconds that a part may be stopped while nothing is heard.
-        log: of the driver, for its own stacks.
-        ends: called by the thread, with the error that keeps the run from going on, before it ends
-            the program over a main thread that does not hear.
-        look: process id → name of the parts that are stopped.
+        limit: seconds that a process may be stopped without any progress.
+        log: the driver's log, for its own stacks.
+        before_exit: called by the thread with the error before it ends the program, because the
+            main thread does not react.
+        find_stopped: returns process id → name of the stopped processes.
         clock: seconds.
     """
 
@@ -51,93 +52,91 @@ class StoppedProcessMonitor:
         self,
         limit: float,
         log: Path,
-        ends: Callable[[BaseException], None],
-        look: Callable[[], dict[int, str]] = stopped_parts,
+        before_exit: Callable[[BaseException], None],
+        find_stopped: Callable[[], dict[int, str]] = stopped_parts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limit = limit
         self._log = log
-        self._ends = ends
-        self._find = look
+        self._before_exit = before_exit
+        self._find_stopped = find_stopped
         self._clock = clock
         self._interval = min(deadlines.STOPPED_PROCESSES_LOOK, limit / 8)
-        self._said_after = min(deadlines.STOPPED_PROCESSES_SAID, limit / 3)
+        self._warn_after = min(deadlines.STOPPED_PROCESSES_SAID, limit / 3)
         self._since: dict[int, float] = {}
         self._said: set[int] = set()
         self._error: BaseException | None = None
         self._raised_at: float | None = None
         self._is_leaving = False
-        self._settles = False
+        self._waits_for_save = False
         self._is_over = threading.Event()
         self._is_main = False
 
     def begin(self) -> None:
-        """To be called once."""
         self._is_main = threading.current_thread() is threading.main_thread()
         if self._is_main:
             signal.signal(_SIGNAL, self._raise)
-        threading.Thread(target=self._keep_looking, name="watchman", daemon=True).start()
+        threading.Thread(target=self._run, name="stopped-processes", daemon=True).start()
 
     def end(self) -> None:
-        """From now on it neither raises nor ends anything; twice is once. Its signal may still be
-        on the way."""
+        """Stop the thread. This may be called twice."""
         self._is_over.set()
-        open_waits.end_with(None)
-        if self._is_main:
+        open_waits.interrupt_with(None)
+        if self._is_main:  # the thread's signal may still be on the way
             signal.signal(_SIGNAL, signal.SIG_IGN)
 
-    def leaving(self, error: BaseException, *, settles: bool) -> None:
-        """The run has failed: nothing is raised any more, but a part that is stopped may keep it
-        from leaving.
+    def leaving(self, error: BaseException, *, waits_for_save: bool) -> None:
+        """Raise nothing more, because the run has failed; but end the program if a stopped process
+        keeps it from ending.
 
         Args:
-            settles: it may wait for a checkpoint that is being written, and so is left alone.
+            waits_for_save: the run may wait for a checkpoint that is being written; never end it.
         """
         self._error = error
         self._is_leaving = True
-        self._settles = settles
-        open_waits.end_with(None)
+        self._waits_for_save = waits_for_save
+        open_waits.interrupt_with(None)
         self._raised_at = self._clock()
 
     # -- the thread
     # ------------------------------------------------------------------------------------
 
-    def _keep_looking(self) -> None:
+    def _run(self) -> None:
         while not self._is_over.wait(self._interval):
-            self.look()
+            self.poll()
 
-    def look(self) -> None:
-        """What the thread does now and then."""
+    def poll(self) -> None:
+        """Look for stopped processes; log and end waits that are due."""
         now = self._clock()
-        stopped = self._find()
+        stopped = self._find_stopped()
         for pid in self._said - stopped.keys():
             logger.info("pid %d goes on, or is gone", pid)
         self._said &= stopped.keys()
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
         if self._raised_at is not None:
-            self._see_whether_it_was_heard(now, stopped)
+            self._exit_if_not_raised(now, stopped)
         if not stopped:
             return
-        left = max(min(self._since.values()), open_waits.heard_at()) + self._limit - now
-        self._say(
+        left = max(min(self._since.values()), open_waits.last_progress()) + self._limit - now
+        self._warn(
             {
                 pid: name
                 for pid, name in stopped.items()
-                if now - self._since[pid] >= self._said_after
+                if now - self._since[pid] >= self._warn_after
             },
             left,
         )
         if self._raised_at is None and left <= 0 and self._is_main:
             self._expire(now, stopped)
 
-    def _say(self, stopped: dict[int, str], left: float) -> None:
+    def _warn(self, stopped: dict[int, str], left: float) -> None:
         if not (news := {pid: name for pid, name in stopped.items() if pid not in self._said}):
             return
         self._said |= news.keys()
         logger.warning(
             "%s; the driver %s. It ends at %s if nothing is heard until then; kill -CONT %s lets "
             "it go on",
-            self._stopped(news), open_waits.words(), _time_in(left),
+            self._stopped(news), open_waits.describe(), _time_in(left),
             " ".join(map(str, news)),
         )  # fmt: skip
 
@@ -146,16 +145,14 @@ class StoppedProcessMonitor:
         return ", ".join(f"{name} is stopped since {since[pid]}" for pid, name in stopped.items())
 
     def _expire(self, now: float, stopped: dict[int, str]) -> None:
-        heard_at = open_waits.heard_at()
+        last_progress = open_waits.last_progress()
         asked = stacks.ask((pid for pid in own_actors() if pid not in stopped), wait=True)
         self._write_own_stacks()
-        if (
-            open_waits.heard_at() != heard_at
-        ):  # meanwhile: who waited found it out, and may have begun again
-            return
+        if open_waits.last_progress() != last_progress:
+            return  # the wait has ended meanwhile, and the trainer may have been restarted
         error = self._error = DeadlinePassed(
             f"{self._stopped(stopped)}, and the run does not go on: the driver "
-            f"{open_waits.words()}",
+            f"{open_waits.describe()}",
             why="a process that is stopped (SIGSTOP) answers nobody, and nothing was heard for "
             f"{self._limit:.0f} s "
             "(--distributed-timeout-minutes)",
@@ -167,24 +164,27 @@ class StoppedProcessMonitor:
         )
         error.names = tuple(open_waits.names_of(stopped))
         self._raised_at = now
-        open_waits.end_with(error)
-        if not self._is_over.wait(deadlines.STOPPED_PROCESSES_TAKES_UP) and open_waits.is_ending():
+        open_waits.interrupt_with(error)
+        if (
+            not self._is_over.wait(deadlines.STOPPED_PROCESSES_TAKES_UP)
+            and open_waits.is_interrupt_pending()
+        ):
             os.kill(os.getpid(), _SIGNAL)
 
-    def _see_whether_it_was_heard(self, now: float, stopped: Collection[int]) -> None:
-        """A run that has begun again, without the one that was stopped, is as good as new."""
+    def _exit_if_not_raised(self, now: float, stopped: Collection[int]) -> None:
         assert self._raised_at is not None
-        if open_waits.heard_at() > self._raised_at and not self._is_leaving:
+        # progress: the error was raised, and the run goes on without the stopped process
+        if open_waits.last_progress() > self._raised_at and not self._is_leaving:
             self._raised_at = None
         elif (
             now - self._raised_at > deadlines.STOPPED_PROCESSES_HEARS
             and stopped
-            and not self._settles
+            and not self._waits_for_save
             and not self._is_over.is_set()
         ):
             assert self._error is not None
             try:
-                self._ends(self._error)
+                self._before_exit(self._error)
             finally:
                 os._exit(1)
 
@@ -196,7 +196,7 @@ class StoppedProcessMonitor:
             logger.error("could not write %s: %s", self._log, problem)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        open_waits.look()
+        open_waits.raise_interrupt()
 
 
 def _time_in(seconds: float) -> str:

@@ -1,5 +1,5 @@
-"""Trainer ranks as Ray actors, each with one rank of the Megatron backend and its side of weight
-sync; and all of them in the driver's hands."""
+"""Trainer ranks as Ray actors, each with one rank of the Megatron backend and of weight sync, and
+the driver's handle of all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from slime import deadlines
-from slime.cluster.launch import Launch
 from slime.cluster.placement import GpuSlots
 from slime.cluster.waiting import (
     NamedActor,
@@ -41,28 +40,48 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: Products on a CPU keep code for each shape that they met, and every micro-batch is another shape:
-#: with the 1024 entries that both caches (of torch, of oneDNN) may have, half a GB, reached only
-#: after hundreds of steps.
+#: Matrix products on a CPU cache code per shape, and every micro-batch has another shape. The
+#: default of 1024 entries in torch's and oneDNN's caches grows to half a GB over hundreds of steps.
 _CPU_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 
-_COLOCATED_SHARE = (
-    0.4  # of a slot; engines take 0.2 (the reference's fractions), so both fit on one GPU
-)
+#: Share of a slot; engines take 0.2 (the reference's fractions), so both fit on one GPU.
+_COLOCATED_SHARE = 0.4
 _HANDING_OVER = "handing memory over"
 
 
 @dataclass(frozen=True)
-class TrainerStart:
-    """What a rank found when it was set up.
+class Launch:
+    """What the driver must know once everything runs.
 
     Attributes:
-        start_rollout_id: the next rollout to train.
-        extra_state: what was saved beside the weights (data position, weight version, …), {} on a
+        start_rollout_id: the first rollout of this launch.
+        num_prompts: prompts per epoch, for --num-epoch; 0 if unknown (streaming) or not needed.
+        seconds: duration of each part of the launch.
+        saved_metrics: metrics of the step that the checkpoint holds, as far as they were known when
+            it was written.
+        pushes: weight version → rollouts trained on when it was pushed, from the checkpoint.
+        lineages: rollouts trained on → ancestry of the weights, from the checkpoint.
+    """
+
+    start_rollout_id: int
+    num_prompts: int
+    seconds: dict[str, float]
+    saved_metrics: dict[str, float]
+    pushes: dict[int, int] = field(default_factory=dict)
+    lineages: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainerStart:
+    """State of a rank after its setup.
+
+    Attributes:
+        start_rollout_id: the next rollout to train on.
+        extra_state: what was saved besides the weights (data position, weight version, …); {} on a
             fresh start.
-        layout: what packing must know.
-        reports: this rank's metrics are those to log.
-        skipped: a line for each damaged checkpoint that was passed over.
+        layout: data that packing needs.
+        reports: whether this rank's metrics are logged.
+        skipped: a line for each damaged checkpoint that was skipped.
     """
 
     start_rollout_id: int
@@ -73,7 +92,7 @@ class TrainerStart:
 
     @property
     def saved_for(self) -> int | None:
-        """The rollout after which the data position in it was saved; None: there is none."""
+        """The rollout after which the saved data position was written; None if there is none."""
         return (
             self.extra_state.get("rollout_id", self.start_rollout_id - 1)
             if "source" in self.extra_state
@@ -100,9 +119,8 @@ class TrainerActor:
         self.num_threads = num_threads
         self.backend: Any = None  # from `setup` on
         self.sync: Any = None  # from `connect_engines` on
-        os.environ.update(
-            _variables(config)
-        )  # secrets among them are in no runtime environment, which Ray logs
+        # Ray logs the runtime environment, so secrets are set only here
+        os.environ.update(_variables(config))
         log_to_file_only(
             f"trainer-{rank}", run_path / "logs", config.observe.log_level, *config.for_hiding()
         )
@@ -111,7 +129,7 @@ class TrainerActor:
         return this_process()
 
     def address(self) -> tuple[str, int]:
-        """Where rank 0 listens for the process group's rendezvous."""
+        """Reserve and return the address for the process group's rendezvous, on rank 0."""
         self._reservation = reserve_port()
         return ray.util.get_node_ip_address(), self._reservation.port
 
@@ -140,8 +158,7 @@ class TrainerActor:
         self.backend.set_run_length(num_rollout)
 
     def connect_engines(self, engines: list[EngineSlots], on_this_node: bool, version: int) -> None:
-        """Call again when the engines have changed: ``version`` then counts no more, the number of
-        pushes goes on."""
+        """Connect to the engines, again when they change. ``version`` counts only once."""
         from slime.weights.sync import WeightSync
 
         assert self.backend.hf_config is not None
@@ -175,23 +192,24 @@ class TrainerActor:
         return receipt.metrics() | metrics, log_probs
 
     def sleep(self, keep_weights: bool) -> dict[str, float]:
-        """Free the GPU for the engines; returns what was measured."""
+        """Free the GPU for the engines; return metrics."""
         return self.backend.sleep(keep_weights=keep_weights)
 
     def wake(self) -> dict[str, float]:
-        """Take the GPU's memory back; returns what was measured."""
+        """Take the GPU's memory back; return metrics."""
         with self._phase("wake"):
             return self.backend.wake()
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
-        """Running out of memory inside is explained."""
+        """Return a context that explains errors of memory."""
         from slime.trainer.memory import PhaseMemory
 
         return PhaseMemory(self.config, self.backend.device).phase(name)
 
     def train(self, shards: list[ray.ObjectRef]) -> tuple[dict[str, float], list[TrainedTokens]]:
-        """One rollout's training steps on this rank's shard: metrics, and what is recorded of its
-        tokens. Collective.
+        """Do one rollout's training steps on this rank's shard; return metrics and data of tokens.
+
+        Collective.
 
         Args:
             shards: references to the `TrainBatch` of each data-parallel rank, so that a rank
@@ -224,16 +242,17 @@ class TrainerActor:
 
 
 class Trainers:
-    """All trainer ranks in the driver's hands. A call asks every rank at once, since what they do
-    is collective, and waits for all; the first failure is raised at once.
+    """The driver's handle of all trainer ranks.
+
+    A call asks all ranks at once, because their work is collective, and waits for all of them. The
+    first failure is raised at once.
 
     Args:
-        on_wait: called about twice a second while ranks are waited for; what it raises ends the
-            wait.
+        on_wait: called about twice a second while waiting; what it raises ends the wait.
 
     Attributes:
-        layout: of the ranks, known once they are set up.
-        nodes: of each rank.
+        layout: data that packing needs, known after setup.
+        nodes: node of each rank.
     """
 
     def __init__(
@@ -255,26 +274,26 @@ class Trainers:
         self._reporting_rank = 0
         self._actors: dict[NamedActor, Any] = {}
         limit = config.cluster.distributed_timeout_minutes * 60.0
-        # collectives inside have the process group's time-out; this outer one only catches what
-        # that cannot see
-        self._answer_seconds, self._work_seconds = limit, max(3600.0, 4 * limit)
+        self._answer_seconds = limit
+        # collectives have the process group's timeout; this outer one catches what that cannot see
+        self._work_seconds = max(3600.0, 4 * limit)
 
     @property
     def names(self) -> set[str]:
-        """Of the ranks, as errors name them."""
+        """Names of the ranks in errors."""
         return {worker.name for worker in self._actors}
 
     # -- coming up
     # ---------------------------------------------------------------------------------------------
 
     def begin_setup(self, should_stop: Callable[[], bool]) -> dict[NamedActor, ray.ObjectRef]:
-        """Start all ranks and begin to set them up; the answers go to `agreed_start`. Rank 0 is
-        waited for, which says where the others find it."""
+        """Start all ranks and their setup; pass the answers to `agreed_start`.
+
+        This waits for rank 0, which reserves the rendezvous address.
+        """
         share = _COLOCATED_SHARE if self.config.cluster.colocate else 1.0
         environment = trainer_environment(self.config, self._num_threads, on_gpu=self._slots.on_gpu)
-        remote: Any = ray.remote(
-            TrainerActor
-        )  # Ray makes the methods remote; its types do not say so
+        remote: Any = ray.remote(TrainerActor)  # Ray's types do not know the remote methods
         for rank in range(len(self.nodes)):
             options = {"runtime_env": {"env_vars": environment}, **self._slots.options(rank, share)}
             actor = remote.options(name=None, max_restarts=0, **options).remote(
@@ -286,7 +305,7 @@ class Trainers:
             {first: actor.address.remote()}, "starting", deadlines.TRAINER_GROUP_START, should_stop
         )
         if len(set(self.nodes)) == 1:
-            address = "127.0.0.1"  # nobody else needs to reach rank 0
+            address = "127.0.0.1"  # no other node needs to reach rank 0
         local_ranks = [self.nodes[:rank].count(node) for rank, node in enumerate(self.nodes)]
         return {
             worker: actor.setup.remote(address, port, local)
@@ -294,7 +313,7 @@ class Trainers:
         }
 
     def agreed_start(self, starts: Sequence[TrainerStart]) -> TrainerStart:
-        """Take note of the layout and of who reports, from all ranks' answers to `begin_setup`.
+        """Store layout and reporting rank from the answers to `begin_setup`; return the start.
 
         Raises:
             UserError: ranks found different checkpoints.
@@ -333,26 +352,29 @@ class Trainers:
     # ----------------------------------------------------------------------------------------------
 
     def train(self, shards: list[ray.ObjectRef]) -> tuple[dict[str, float], list[TrainedTokens]]:
-        """One rollout's training steps; metrics of the rank that reports: the first of the last
-        pipeline stage, which sees the loss. And of all ranks what is recorded of single tokens."""
+        """Do one rollout's training steps.
+
+        Returns:
+            Metrics of the reporting rank, the first of the last pipeline stage, and data of tokens
+            from all ranks.
+        """
         answers = self._ask(lambda actor: actor.train.remote(shards), "training")
         return answers[self._reporting_rank][0], [one for _, trained in answers for one in trained]
 
     def update_weights(self, canary: list[int]) -> tuple[dict[str, float], Sequence[float]]:
-        """Push to the connected engines; the push's metrics, and the log-probs of ``canary[1:]``
-        unless it is empty."""
+        """Push to the connected engines; return metrics and the log-probs of ``canary[1:]``."""
         by_rank = self._ask(lambda actor: actor.update_weights.remote(canary), "pushing weights")
         return by_rank[0][0], by_rank[self._reporting_rank][1] or ()
 
     def sleep(self, keep_weights: bool) -> dict[str, float]:
-        """Free the GPUs for the engines; what rank 0 measured."""
+        """Free the GPUs for the engines; return rank 0's metrics."""
         found: dict[str, float] = self._ask(
             lambda actor: actor.sleep.remote(keep_weights), _HANDING_OVER
         )[0]
         return found
 
     def wake(self) -> dict[str, float]:
-        """Take the GPUs' memory back; what rank 0 measured."""
+        """Take the GPUs' memory back; return rank 0's metrics."""
         found: dict[str, float] = self._ask(lambda actor: actor.wake.remote(), _HANDING_OVER)[0]
         return found
 
@@ -363,12 +385,11 @@ class Trainers:
         """Write the model as a Hugging Face directory."""
         self._ask(lambda actor: actor.export.remote(str(directory)), "exporting the model")
 
-    def settle_save(self, is_settled: Callable[[], bool]) -> None:
-        """After a failure: wait until the ranks have finished the checkpoint that --async-save is
-        writing, or ``is_settled``.
+    def wait_for_async_save(self, is_settled: Callable[[], bool]) -> None:
+        """Wait, after a failure, until the ranks have finished an async save or ``is_settled``.
 
-        Their writers are threads, which go on also where a rank waits in vain for another one that
-        failed in training: such a rank does not answer.
+        The writers are threads, which continue even if their rank waits forever for another one
+        that failed. Such a rank does not answer.
 
         Raises:
             UserError: the save failed. ActorDied: a rank is gone.
@@ -382,11 +403,11 @@ class Trainers:
         self._ask(lambda actor: actor.finish_saving.remote(), "finishing the checkpoint")
 
     def ping(self) -> dict[NamedActor, ray.ObjectRef]:
-        """To be: where each rank lives, as soon as it has nothing else to do."""
+        """Return refs to each rank's pid and host, answered between calls."""
         return {worker: actor.process.remote() for worker, actor in self._actors.items()}
 
     def failed_step(self) -> list[FailedStep]:
-        """What each rank that was not waiting for others kept of a step with NaN or Inf."""
+        """Return what ranks that did not wait for others kept of a step with NaN or Inf."""
         parts = self._ask(
             lambda a: a.failed_step.remote(),
             "asking for the step that failed",
@@ -398,7 +419,7 @@ class Trainers:
     # ----------------------------------------------------------------------------------------------
 
     def watch(self) -> Watch:
-        """Raises an `ActorDied` soon after a rank is gone, also while the trainer is not needed."""
+        """Return a watch that raises `ActorDied` soon after a rank is gone."""
         return Watch({worker: actor.process.remote for worker, actor in self._actors.items()})
 
     def close(self, timeout: float) -> None:
@@ -411,19 +432,21 @@ class Trainers:
     def _ask(
         self, begin: Callable[[Any], ray.ObjectRef], what: str, seconds: float | None = None
     ) -> list[Any]:
-        """Every rank; their answers by rank.
+        """Ask every rank; return the answers by rank.
 
         Args:
-            begin: asks one rank.
-            seconds: that all may take; by default what work may take.
+            begin: starts the call of one rank.
+            seconds: deadline for all, by default that of training.
         """
         asked = {worker: begin(actor) for worker, actor in self._actors.items()}
         return wait_for(asked, what, seconds or self._work_seconds, on_poll=self._on_wait)
 
 
 def trainer_environment(config: Config, num_threads: int, *, on_gpu: bool) -> dict[str, str]:
-    """Variables of every trainer rank, on top of the driver's; those of ``--train-env-vars`` win.
-    Without secrets."""
+    """Return environment variables of every trainer rank, without secrets.
+
+    They come on top of the driver's; those of ``--train-env-vars`` win.
+    """
     # an OpenMP pool's size is read when torch is first imported
     found = {"OMP_NUM_THREADS": str(num_threads)}
     if not on_gpu:
@@ -442,11 +465,10 @@ def _variables(config: Config) -> dict[str, str]:
 
 
 def threads_per_process(num_processes_on_node: int, take_turns: bool) -> int:
-    """CPU threads for each of ``num_processes_on_node`` that work at the same time.
+    """Return the CPU threads of each of ``num_processes_on_node``.
 
     Args:
-        take_turns: trainer and engines do not run at the same time (synchronous loop), so each may
-            use all cores.
+        take_turns: trainer and engines never run at the same time, so each may use all cores.
     """
     cores = len(os.sched_getaffinity(0))
     share = cores if take_turns else max(1, cores // 2)

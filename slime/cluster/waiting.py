@@ -1,5 +1,4 @@
-"""Waiting for actors: with a deadline, the name and process of who is waited for, and an ear for
-SIGTERM."""
+"""Waits for actors: deadlines, messages that name actors and their processes, and SIGTERM."""
 
 from __future__ import annotations
 
@@ -28,15 +27,16 @@ class StopRequested(Exception):
 
 
 class ActorLost(RunFailed):
-    """Actors are gone, or as good as that.
+    """Actors died or do not answer.
 
     Attributes:
-        names: of the actors; () where nobody could tell.
+        names: names of the actors; () if not known.
     """
 
     names: tuple[str, ...] = ()
 
-    def of(self, *workers: NamedActor) -> ActorLost:
+    def naming(self, *workers: NamedActor) -> ActorLost:
+        """Set ``names`` and return the error itself."""
         self.names = tuple(worker.name for worker in workers)
         return self
 
@@ -50,16 +50,15 @@ class ActorDied(ActorLost):
 
 
 class ConnectionBroken(ActorLost):
-    """Actors that work together lost each other, and none of them has said why."""
+    """Actors lost their connections to each other, and none of them has said why."""
 
 
 class NoEngineLeft(Exception):
-    """No engine is left that what is being generated could wait for, nor anybody who could bring
-    one back."""
+    """No engine is left for the rollout under way, and none can come back."""
 
 
 class Process(NamedTuple):
-    """Where an actor lives, as the actor itself says."""
+    """Process id and host of an actor, as reported by the actor."""
 
     pid: int
     host: str
@@ -69,17 +68,15 @@ class Process(NamedTuple):
 
 
 def this_process() -> Process:
-    """What an actor answers to the question for its `Process`."""
+    """Return the `Process` of this actor."""
     return Process(os.getpid(), ray.util.get_node_ip_address())
 
 
 class NamedActor:
-    """An actor as messages name it: "trainer-0 (pid 4711 on 10.0.0.3)", as soon as its process has
-    said so.
+    """An actor as messages name it: "trainer-0 (pid 4711 on 10.0.0.3)", once its process is known.
 
     Args:
-        process: the reference to the actor's `this_process`, asked first of all; None where nobody
-            was asked.
+        process: reference to the actor's `this_process`; None if it was not asked.
     """
 
     def __init__(self, name: str, process: ray.ObjectRef | None = None) -> None:
@@ -89,7 +86,7 @@ class NamedActor:
 
     @property
     def process(self) -> Process | None:
-        """None while it has not answered, and when it died before it could."""
+        """None until the actor has answered, and if it died before."""
         if (
             self._found is not None
             or self._process is None
@@ -107,7 +104,7 @@ class NamedActor:
         return f"{self.name} ({process})" if process is not None else self.name
 
 
-#: What was asked of whom, the answers to come.
+#: Actor → reference to its answer.
 Asked = Mapping[NamedActor, ray.ObjectRef]
 
 
@@ -117,23 +114,24 @@ def wait_for(
     timeout: float,
     should_stop: Callable[[], bool] = lambda: False,
     on_poll: Callable[[], None] = lambda: None,
-    sign: Callable[[], object] = lambda: None,
-    words: Callable[[], str] = str,
+    progress: Callable[[], object] = lambda: None,
+    details: Callable[[], str] = str,
     *,
-    breaks_silence: bool = True,
+    logs_slow_waits: bool = True,
 ) -> list[Any]:
-    """The answers, in the order of ``asked``. The first failure is raised at once, the others are
-    not waited for. While nothing is heard, lines name who is waited for
-    (`slime.cluster.slow_waits`).
+    """Wait for all answers and return them in the order of ``asked``.
+
+    The first failure is raised at once, without waiting for the others. While there is no progress,
+    log lines name who is waited for (`slime.cluster.slow_waits`).
 
     Args:
         what: "training", "pushing weights"; names the wait in errors.
         timeout: seconds for all of them together.
-        should_stop: asked about twice a second; when true, `StopRequested` is raised.
-        on_poll: called as often, e.g. to refresh a progress display; what it raises ends the wait.
-        sign: anything that changes while there is progress.
-        words: what is known of those who are waited for, besides.
-        breaks_silence: false where ``on_poll`` says who is waited for.
+        should_stop: polled about twice a second; if true, `StopRequested` is raised.
+        on_poll: called as often; what it raises ends the wait.
+        progress: returns any value that changes with progress.
+        details: returns what else is known about the actors, for log lines.
+        logs_slow_waits: false if ``on_poll`` logs who is waited for.
     Raises:
         UserError: an actor raised one. DeadlinePassed, ActorDied, StopRequested; others as the
             actor raised them.
@@ -141,14 +139,14 @@ def wait_for(
     end = time.monotonic() + timeout
     worker_of = {ref: worker for worker, ref in asked.items()}
     pending = list(worker_of)
-    silence = SlowWaitLogger(what)
+    slow_wait = SlowWaitLogger(what)
     with open_waits.waiting(what) as wait:
         while pending:
             if should_stop():
                 raise StopRequested(what)
-            open_waits.look()
+            open_waits.raise_interrupt()
             silent = [worker_of[ref] for ref in pending]
-            wait.whom = {worker.name: pid_here(worker) or 0 for worker in silent}
+            wait.pending = {worker.name: pid_here(worker) or 0 for worker in silent}
             left = end - time.monotonic()
             if left <= 0:
                 raise _deadline_passed(silent, what, timeout, wait.since)
@@ -163,36 +161,39 @@ def wait_for(
                 except Exception as error:
                     _raise_cause(error, pending, what, worker_of)
             if done:
-                open_waits.heard()
+                open_waits.note_progress()
             on_poll()
-            if breaks_silence:
-                silence.look([worker_of[ref] for ref in pending], (len(pending), sign()), words)
+            if logs_slow_waits:
+                state = len(pending), progress()
+                slow_wait.poll([worker_of[ref] for ref in pending], state, details)
     return [_fetch(ref, what, worker) for worker, ref in asked.items()]
 
 
 @contextmanager
 def waiting_for(what: str) -> Iterator[Callable[[Asked], None]]:
-    """A wait whose end the caller knows: what it is given waits a moment, for one answer at most,
-    and lines say who is waited for while nothing is heard, as in `wait_for`."""
-    silence = SlowWaitLogger(what)
+    """Yield a function that waits a moment, for one answer at most; the caller decides when to end.
+
+    Log lines name who is waited for, as in `wait_for`.
+    """
+    slow_wait = SlowWaitLogger(what)
     with open_waits.waiting(what) as wait:
 
         def a_moment(asked: Asked) -> None:
-            open_waits.look()
-            wait.whom = {worker.name: pid_here(worker) or 0 for worker in asked}
+            open_waits.raise_interrupt()
+            wait.pending = {worker.name: pid_here(worker) or 0 for worker in asked}
             ray.wait(list(asked.values()), num_returns=1, timeout=deadlines.WAITING_POLL)
-            silence.look(list(asked), sorted(worker.name for worker in asked))
+            slow_wait.poll(list(asked), sorted(worker.name for worker in asked))
 
         yield a_moment
 
 
 def all_answered(asked: Asked) -> bool:
-    """Well or not; never waits."""
+    """Return whether all have answered or failed, without waiting."""
     return len(ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)[0]) == len(asked)
 
 
-def who_does_not_answer(asked: Asked) -> str:
-    """For messages, when what was asked is at hand; "" when all answer."""
+def describe_unanswered(asked: Asked) -> str:
+    """Wait shortly and name the actors that do not answer; "" if all do."""
     try:
         wait_for(asked, "asking who still answers", deadlines.WAITING_PING)
     except RunFailed as error:
@@ -201,7 +202,7 @@ def who_does_not_answer(asked: Asked) -> str:
 
 
 def raise_failed(asked: Asked, what: str) -> None:
-    """Raise the error of the first that has failed by now; never waits."""
+    """Raise the error of the first actor that has failed by now, without waiting."""
     done = (
         set(ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)[0])
         if asked
@@ -213,29 +214,27 @@ def raise_failed(asked: Asked, what: str) -> None:
 
 
 class Watch:
-    """Keeps one question open with each of several actors, and so notices soon when one of them is
-    gone.
+    """Keeps one call open with each of several actors, to notice soon when one of them is gone.
 
     Args:
-        questions: by actor; each asks something that is answered quickly when the actor gets its
-            turn.
-        judge: called with name and answer; may raise.
+        questions: actor → a function that starts a call which the actor answers quickly.
+        on_answer: called with name and answer; may raise.
     """
 
     def __init__(
         self,
         questions: Mapping[NamedActor, Callable[[], ray.ObjectRef]],
-        judge: Callable[[str, Any], None] = lambda name, answer: None,
+        on_answer: Callable[[str, Any], None] = lambda name, answer: None,
     ) -> None:
         self._questions = questions
-        self._judge = judge
+        self._on_answer = on_answer
         self._asked: dict[NamedActor, ray.ObjectRef] = {}
 
-    def look(self) -> None:
-        """Deal with the answers that have come, ask those actors again; never waits.
+    def poll(self) -> None:
+        """Handle the answers that have come and ask those actors again, without waiting.
 
         Raises:
-            ActorDied: one of them is gone. What ``judge`` raises.
+            ActorDied: one of them is gone. Also what ``on_answer`` raises.
         """
         open_refs = list(self._asked.values())
         done = (
@@ -248,16 +247,17 @@ class Watch:
             if ref is not None:
                 if ref not in done:
                     continue
-                self._judge(worker.name, _fetch(ref, "while it was needed", worker))
+                self._on_answer(worker.name, _fetch(ref, "while it was needed", worker))
             self._asked[worker] = ask()
 
 
 class StartupProgress:
-    """Names, at growing intervals, those that are still coming up, with the last line of their log:
-    an engine loads, compiles and captures graphs for minutes, and a silent wait looks like a hang.
+    """Logs, at growing intervals, which actors are still starting, with the last line of their log.
+
+    An engine loads, compiles and captures graphs for minutes, and a silent wait looks like a hang.
 
     Args:
-        logs: folder of ``<name>.log``; logs that are on another host are left out.
+        logs: folder of ``<name>.log``; logs on another host are left out.
         clock: seconds.
     """
 
@@ -275,8 +275,8 @@ class StartupProgress:
         self._started = clock()
         self._next = deadlines.WAITING_FIRST_NEWS
 
-    def look(self) -> None:
-        """To be called now and then; never waits."""
+    def poll(self) -> None:
+        """Log the lines that are due, without waiting."""
         waited = self._clock() - self._started
         if waited < self._next:
             return
@@ -304,8 +304,7 @@ class StartupProgress:
 def _deadline_passed(
     silent: list[NamedActor], what: str, timeout: float, since: float
 ) -> ActorLost:
-    """Everybody is asked for the stacks: who is waited for may wait for another one, which may be
-    stopped."""
+    # all actors write their stacks: one of ``silent`` may wait for another one
     process = next((worker.process for worker in silent if worker.process is not None), None)
     dump = (
         f"py-spy dump --pid {process.pid}, on {process.host},"
@@ -330,7 +329,7 @@ def _deadline_passed(
         if stopped
         else "",
         fix=f"{where}{dump} shows where it hangs",
-    ).of(*silent)
+    ).naming(*silent)
 
 
 def _raise_cause(
@@ -339,9 +338,9 @@ def _raise_cause(
     what: str,
     worker_of: Mapping[ray.ObjectRef, NamedActor],
 ) -> None:
-    """Raise the `UserError` of another actor, should there be one, else ``error``.
+    """Raise the `UserError` of another actor if there is one, else ``error``.
 
-    When one rank is killed or refuses, the others see a broken connection, often first.
+    If one rank is killed or refuses, the others often report a broken connection first.
     """
     late, _ = (
         ray.wait(pending, num_returns=len(pending), timeout=deadlines.WAITING_CAUSE)
@@ -367,22 +366,20 @@ def _raise_cause(
             why=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
             fix="look into the logs of all of them, and at their hosts: memory, network, a "
             "process that was stopped",
-        ).of(*silent) from error
+        ).naming(*silent) from error
     raise error
 
 
 def _is_broken_connection(error: Exception) -> bool:
-    """torch's words for a peer that does not answer, of which only NCCL's have a type of their
-    own."""
+    # torch raises plain RuntimeErrors for most lost peers; only NCCL's have their own type
     text = f"{type(error).__name__} {error}".lower()
     return any(
         word in text for word in ("gloo", "nccl", "distbackenderror", "diststoreerror", "tcpstore")
     )
 
 
-def _made_by_the_dead(what: str, worker: NamedActor) -> ActorDied:
-    """What an actor was given lies with the process that made it: samples with the rollout
-    actor."""
+def _object_lost(what: str, worker: NamedActor) -> ActorDied:
+    # an object in Ray's store dies with the process that made it: samples with the rollout actor
     return ActorDied(
         f"{worker} lacks what it was to work on ({what}): the process that had made it is gone",
         why="the rollout actor, which holds the samples, or its node died or was killed, perhaps "
@@ -393,15 +390,15 @@ def _made_by_the_dead(what: str, worker: NamedActor) -> ActorDied:
 
 
 def _fetch(ref: ray.ObjectRef, what: str, worker: NamedActor) -> Any:
-    """`ray.get` of a finished ref, with the actor's own exception instead of Ray's wrapper."""
+    """Return the value of a finished ref, or raise the actor's own exception, not Ray's wrapper."""
     try:
         return ray.get(ref)
     except ObjectLostError as error:
-        raise _made_by_the_dead(what, worker) from error
+        raise _object_lost(what, worker) from error
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         if isinstance(cause, ObjectLostError):
-            raise _made_by_the_dead(what, worker) from error
+            raise _object_lost(what, worker) from error
         raise cause from error  # the remote traceback stays visible to those who ask for it
     except OutOfMemoryError as error:
         raise ActorDied(
@@ -412,7 +409,7 @@ def _fetch(ref: ray.ObjectRef, what: str, worker: NamedActor) -> Any:
             fix="lower --max-tokens-per-gpu or --micro-batch-size, put fewer processes on a host, "
             "or raise Ray's "
             "threshold (RAY_memory_usage_threshold)",
-        ).of(worker) from error
+        ).naming(worker) from error
     except RayActorError as error:
         if worker.name == "rollout":  # where rewards, generate functions and filters run
             why = (
@@ -430,4 +427,4 @@ def _fetch(ref: ray.ObjectRef, what: str, worker: NamedActor) -> Any:
                 "look into its log; when memory ran out, lower --max-tokens-per-gpu or "
                 "--micro-batch-size"
             )
-        raise ActorDied(f"{worker} died ({what})", why=why, fix=fix).of(worker) from error
+        raise ActorDied(f"{worker} died ({what})", why=why, fix=fix).naming(worker) from error

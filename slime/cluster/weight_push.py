@@ -1,9 +1,8 @@
-"""The trainer's weights to the engines: who is connected, restarted engines that come back, and
-proof that it worked.
+"""Pushes of the trainer's weights to the engines: connections, restarted engines that come back,
+and the canary that proves the result.
 
-A push is for a moment between two rollouts. Engines that were started again are taken in right
-before it, since only with it do they have the policy's weights, and requests go to them right after
-it.
+A push happens between two rollouts. Engines that were started again rejoin right before it, because
+only it gives them the policy's weights, and requests go to them right after it.
 """
 
 from __future__ import annotations
@@ -16,32 +15,30 @@ from slime.weights.canary import Canary
 
 
 class WeightPush:
-    """From the trainer ranks to all engines of the policy.
-
-    Those that joined since the last push are taken in as restarted ones are.
+    """Pushes weights from the trainer ranks to all engines of the policy.
 
     Args:
-        turns: whose turn the GPUs are; None where there are no trainers.
-        canary: a prompt that engines and trainer must score alike; None where it is not checked.
+        gpu_memory: owner of the shared GPU memory; None without trainers.
+        canary: a prompt that engines and trainer must score alike; None if it is not checked.
         tolerant: engines that die are started again (--use-fault-tolerance).
 
     Attributes:
-        is_pushing: or has failed at it, so that engines may be paused, with weights of two
-            versions.
+        is_pushing: a push is under way or has failed, so that engines may be paused and hold
+            weights of two versions.
     """
 
     def __init__(
         self,
         engines: Engines,
         trainers: Trainers | None,
-        turns: GpuMemoryOwner | None,
+        gpu_memory: GpuMemoryOwner | None,
         canary: Canary | None,
         *,
         tolerant: bool,
     ) -> None:
         self._engines = engines
         self._trainers = trainers
-        self._turns = turns
+        self._gpu_memory = gpu_memory
         self._canary = canary
         self._tolerant = tolerant
         self._version = 0
@@ -50,47 +47,44 @@ class WeightPush:
 
     @property
     def can_generate(self) -> bool:
-        """Engines generate beside the trainer, and are not being pushed to."""
-        return not self.is_pushing and (self._turns is None or not self._turns.taken)
+        """Whether engines may be generating while the trainer works."""
+        return not self.is_pushing and (self._gpu_memory is None or not self._gpu_memory.is_shared)
 
     def connect(self, version: int | None = None) -> None:
-        """Introduce the engines that run to the trainer; where none is left, those that come back
-        are.
+        """Connect the trainer to the running engines.
 
         Args:
-            version: that the engines have, the first time.
+            version: weight version of the engines, the first time.
         """
-        if self._trainers is None:
+        trainers = self._trainers
+        if trainers is None:
             return
         with self._engines.external.freeze_membership():
-            self._connect(self._trainers, version)
-
-    def _connect(self, trainers: Trainers, version: int | None) -> None:
-        self._version = self._version if version is None else version
-        layout = self._engines.layout
-        self._connected = [engine.url for engine in layout]
-        if layout:
-            on_this_node = self._engines.nodes <= {
-                trainers.nodes[0]
-            }  # external ones are known by address only
-            trainers.connect_engines(layout, self._version, on_this_node=on_this_node)
+            self._version = self._version if version is None else version
+            layout = self._engines.layout
+            self._connected = [engine.url for engine in layout]
+            if layout:
+                # the node of an external engine is not known; it is reached by its address
+                on_this_node = self._engines.nodes <= {trainers.nodes[0]}
+                trainers.connect_engines(layout, self._version, on_this_node=on_this_node)
 
     def push(self) -> dict[str, float]:
-        """Push to the engines, which then say the same of the canary as the trainer. When one dies
-        of it, the others are pushed to again."""
+        """Push to all engines, check the canary, and admit rejoined engines; return metrics.
+
+        If an engine dies during the push, it is repeated for the others.
+        """
         engines = self._engines
         if self._trainers is None:
             return {}
         self.is_pushing = True
         with engines.external.freeze_membership():
-            metrics = engines.again_without_dead(self._push_once, "a weight push")
-            if engines.table.those(State.REJOINING):
-                engines.again_without_dead(
-                    self._to_engines, "taking memory back"
-                )  # requests may come from now on
+            metrics = engines.retry_without_dead(self._push_once, "a weight push")
+            if engines.table.in_state(State.REJOINING):
+                # requests may come from now on
+                engines.retry_without_dead(self._onload_engines, "taking memory back")
                 engines.admit()
         self.is_pushing = False
-        engines.begin_rollout()  # questions that met a pause are asked anew
+        engines.begin_health_checks()  # checks that met paused engines are not answered
         return metrics
 
     def _push_once(self) -> dict[str, float]:
@@ -99,30 +93,24 @@ class WeightPush:
         assert trainers is not None
         if self._tolerant:
             engines.poll_for_deaths()
-        self.take_in()
-        if (
-            self._tolerant
-            and self._turns is not None
-            and self._turns.turn is not MemoryHolder.TRAINER
-        ):
-            self._turns.onload_trainer()  # an engine died of the push
-        with engines.external.newcomers_are_blamed():
+        self.rejoin_restarted()
+        memory = self._gpu_memory
+        if self._tolerant and memory is not None and memory.holder is not MemoryHolder.TRAINER:
+            memory.onload_trainer()  # the push is repeated, because an engine died
+        with engines.external.drop_newcomers_on_failure():
             if self._connected != [engine.url for engine in engines.table.policy]:
                 self.connect()
-            return self._push_to_all(trainers)
-
-    def _push_to_all(self, trainers: Trainers) -> dict[str, float]:
-        canary = self._canary
-        if self._turns is not None:
-            self._turns.onload_weights()
-        if canary is None:
-            return trainers.update_weights([])[0]
-        metrics, canary.expected = trainers.update_weights(canary.tokens)
-        self._to_engines()  # without their caches they answer nothing
-        return metrics | self._check_canary("a weight push", metrics)
+            if memory is not None:
+                memory.onload_weights()
+            canary = self._canary
+            if canary is None:
+                return trainers.update_weights([])[0]
+            metrics, canary.expected = trainers.update_weights(canary.tokens)
+            self._onload_engines()  # without their caches they do not answer
+            return metrics | self._check_canary("a weight push", metrics)
 
     def _check_canary(self, event: str, pushed: dict[str, float] | None = None) -> dict[str, float]:
-        """`Canary.check` of all engines that run; {} without a canary, or when none is left."""
+        """Check the canary on all running engines; {} without a canary or without engines."""
         engines = self._engines
         canary = self._canary
         if canary is None:
@@ -135,53 +123,56 @@ class WeightPush:
             canary.pushed = pushed
             return canary.check(event)
 
-        return engines.again_without_dead(check, "the check of the canary")
+        return engines.retry_without_dead(check, "the check of the canary")
 
-    def take_in(self) -> None:
-        """Between rollouts: restarted engines that are up count among those that pushes go to.
-        Others are waited for when no engine is left; where trainer and engines take turns, for all,
-        which nobody may have memory beside."""
+    def rejoin_restarted(self) -> None:
+        """Let restarted engines that are up take part in pushes; call this between rollouts.
+
+        If no engine is left, wait for the first one. If trainer and engines share GPUs, wait for
+        all, since they start only while nobody else has memory.
+        """
         engines = self._engines
         if not engines.table.away:
             return
-        if not engines.table.policy and self._turns is not None and self._turns.taken:
-            with self._turns.offload_all():
-                engines.start_again()
+        if not engines.table.policy and self._gpu_memory is not None and self._gpu_memory.is_shared:
+            with self._gpu_memory.offload_all():
+                engines.restart_dead()
                 engines.wait_for_restarts(for_all=True)
                 engines.table.rejoin()
             return
         if not engines.table.policy:
             engines.wait_for_restarts(for_all=False)
-        engines.look()
+        engines.poll()
         engines.table.rejoin()
 
     def wake_engines(self) -> None:
-        """Before they are asked anything. Those that were asleep must still compute what the
-        trainer computed."""
+        """Give the engines their memory before requests; then check the canary again."""
         engines = self._engines
         if self._tolerant:
             engines.poll_for_deaths()
             if not engines.table.policy:
-                return  # whoever waits for the rollout brings them back
-        if engines.again_without_dead(self._to_engines, "taking memory back"):
+                return  # the wait for the rollout brings them back
+        if engines.retry_without_dead(self._onload_engines, "taking memory back"):
             self._check_canary("taking its memory back")
 
-    def _to_engines(self) -> bool:
-        took = self._turns is not None and self._turns.onload_engines()
-        self._engines.restarts_at_once = True
-        self._engines.start_again()  # what died while the trainer had the GPUs
+    def _onload_engines(self) -> bool:
+        took = self._gpu_memory is not None and self._gpu_memory.onload_engines()
+        self._engines.restarts_immediately = True
+        self._engines.restart_dead()  # those that died while the trainer had the GPUs
         return took
 
     def onload_trainer(self) -> None:
-        """The trainer takes its memory back, where engines had it. Those that are starting come up
-        first, since they measure how much there is for them; what dies from now on starts when the
-        trainer sleeps again."""
+        """Give the trainer its memory back if it shares GPUs with engines.
+
+        Engines that are starting come up first, because they measure their free memory. An engine
+        that dies from now on is started when the trainer sleeps again.
+        """
         engines = self._engines
-        turns = self._turns
-        if turns is None or not turns.taken:
+        memory = self._gpu_memory
+        if memory is None or not memory.is_shared:
             return
-        engines.restarts_at_once = False
-        engines.end_rollout()
+        engines.restarts_immediately = False
+        engines.stop_health_checks()
         engines.wait_for_restarts(for_all=True)
         engines.table.rejoin()
-        engines.again_without_dead(turns.onload_trainer, "giving memory up")
+        engines.retry_without_dead(memory.onload_trainer, "giving memory up")

@@ -92,8 +92,8 @@ class PushLog:
     def __init__(self, folder: Path, config: Config) -> None:
         self._path, self._training, self._initial = (
             folder / "pushes.jsonl",
-            training_of(config),
-            initial_of(config),
+            training_fingerprint(config),
+            initial_fingerprint(config),
         )
         self.earlier, self._is_damaged = _read(self._path)
         self._of = {push.version: push for push in self.earlier}
@@ -106,12 +106,12 @@ class PushLog:
 
         Args:
             trained: rollouts that are trained on.
-            lineages: `recent_lineages` of the checkpoint; {} for weights without a past.
+            lineages: `recent_ancestries` of the checkpoint; {} for weights without a past.
         """
         known = {count: ancestry for count, ancestry in lineages.items() if count <= trained}
         self._lineages = {trained: _next(self._initial, str(trained)), **known}
         self.unreachable = frozenset(
-            v for v, push in self._of.items() if not self._is_on_the_way(push)
+            v for v, push in self._of.items() if not self._is_reachable(push)
         )
         if self._is_damaged:  # what a line that cannot be read said of its version is not known
             self.unreachable |= {
@@ -121,7 +121,7 @@ class PushLog:
             }
         self._begins = True
 
-    def _is_on_the_way(self, push: Push) -> bool:
+    def _is_reachable(self, push: Push) -> bool:
         """Also where it is not known: nobody asks of what was long ago."""
         known = self._lineage(push.trained)
         return not push.ancestry or known is None or push.ancestry == known
@@ -132,7 +132,7 @@ class PushLog:
             self._lineages[count] = _next(self._lineages[count - 1], self._training)
         return self._lineages.get(trained)
 
-    def recent_lineages(self, trained: int) -> dict[int, str]:
+    def recent_ancestries(self, trained: int) -> dict[int, str]:
         """Rollouts trained on → lineage, up to a checkpoint after ``trained`` of them, for that
         checkpoint."""
         self._lineage(trained)
@@ -156,7 +156,13 @@ class PushLog:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "ab") as file:
                 # the break ends what a crash has left of the line before
-                file.write(b"\n" + orjson.dumps({**push._asdict(), "checksum": _checksum(push)}))
+                row = {
+                    "version": push.version,
+                    "trained": push.trained,
+                    "lineage": push.ancestry,
+                    "checksum": _checksum(push),
+                }
+                file.write(b"\n" + orjson.dumps(row))
         except OSError as problem:  # a full disk, of which the journal tells
             logger.warning("%s: %s", self._path, problem)
 
@@ -204,7 +210,7 @@ def _next(ancestry: str, step: str) -> str:
 # --------------------------------------------------------------------------------------------
 
 
-def training_of(config: Config) -> str:
+def training_fingerprint(config: Config) -> str:
     """A text that tells apart what makes other weights out of the same weights and samples: flags
     of the algorithm and of the optimizer, and the files of the user's own functions in them."""
     values: dict[str, Any] = {}
@@ -242,7 +248,7 @@ def training_of(config: Config) -> str:
     return fingerprint(json_safe([values, config.extra]), functions)
 
 
-def trains_with(flag: str) -> bool:
+def affects_training(flag: str) -> bool:
     """Whether other weights come out of training where this flag, or the function that it names, is
     another."""
     spec = all_flags()[flag]
@@ -260,7 +266,7 @@ def _goes_by_length(config: Config) -> bool:
     return (decays and open_end) or megatron.weight_decay_incr_style != "constant"
 
 
-def initial_of(config: Config) -> str:
+def initial_fingerprint(config: Config) -> str:
     """A text that tells apart the weights with which a run begins, before its first checkpoint."""
     flags = config.checkpoint
     load = _place(flags.load)

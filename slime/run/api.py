@@ -113,7 +113,7 @@ def train(
         )
     settings: dict[str, Any] = {"hf_checkpoint": str(model), "save": "{run}/checkpoints"}
     if callable(reward):
-        settings["custom_rm_path"] = reward if flags.get("group_rm") else _by_name(reward)
+        settings["custom_rm_path"] = reward if flags.get("group_rm") else _callable_reward(reward)
     elif isinstance(reward, str):
         settings["custom_rm_path" if "." in reward or ":" in reward else "rm_type"] = reward
     elif reward is not None:
@@ -125,15 +125,15 @@ def train(
         settings["num_epoch"] = 1
     settings |= flags
     rows = {"train": _rows(data)} | ({"eval": _rows(eval_data)} if eval_data is not None else {})
-    with _python_words():
+    with _argument_names():
         _check_flags(settings)
-        settings |= _keys(rows["train"], settings)
+        settings |= _data_keys(rows["train"], settings)
     _check_name(Path(output_dir), name, flags)
 
-    inputs = _claim(Path(output_dir) / _INPUTS, name)
+    inputs = _new_inputs_folder(Path(output_dir) / _INPUTS, name)
     name = name or inputs.name
     files = {
-        part: str(_written(content, inputs / f"{part}.jsonl")) for part, content in rows.items()
+        part: str(_write_rows(content, inputs / f"{part}.jsonl")) for part, content in rows.items()
     }
     settings |= {"prompt_data": files["train"], "output_dir": str(output_dir), "run_name": name}
     if "eval" in files:
@@ -274,7 +274,7 @@ class TrainingRun:
                 raise RunFailed(
                     f"the run {self.path} ended with status {self._process.returncode}", why=said
                 )
-            with _python_words():
+            with _argument_names():
                 raise RunFailed(told["what"], why=told["why"] or "", fix=told["fix"] or "")
         return self
 
@@ -360,7 +360,7 @@ def _check_flags(settings: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _python_words() -> Iterator[None]:
+def _argument_names() -> Iterator[None]:
     """What is said of flags of the command line is said of arguments: ``input_key`` for
     --input-key."""
     try:
@@ -386,7 +386,7 @@ def _check_name(output_dir: Path, name: str | None, flags: Mapping[str, Any]) ->
         )
 
 
-def _claim(folder: Path, name: str | None) -> Path:
+def _new_inputs_folder(folder: Path, name: str | None) -> Path:
     """A new folder in ``folder`` for what is handed to a run: nothing is written over what an
     earlier one was given.
 
@@ -432,7 +432,7 @@ def _rows(data: Any) -> str | list[dict[str, Any]]:
     return rows
 
 
-def _written(rows: str | list[dict[str, Any]], file: Path) -> str | Path:
+def _write_rows(rows: str | list[dict[str, Any]], file: Path) -> str | Path:
     """The path of the rows, written to ``file`` where they have none."""
     if isinstance(rows, str):
         return rows
@@ -442,7 +442,7 @@ def _written(rows: str | list[dict[str, Any]], file: Path) -> str | Path:
     return file
 
 
-def _keys(rows: str | list[dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, str]:
+def _data_keys(rows: str | list[dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, str]:
     """--input-key and --label-key by the columns of the first row, where they are not given.
 
     Raises:
@@ -457,16 +457,16 @@ def _keys(rows: str | list[dict[str, Any]], settings: Mapping[str, Any]) -> dict
         column = next((name for name in names if name in first), None)
         if flag not in settings and column is not None:
             found[flag] = column
-        elif flag not in settings and flag in _needed(settings):
+        elif flag not in settings and flag in _needed_columns(settings):
             raise UserError(
-                f"no column of the data is known for {_needed(settings)[flag]}",
+                f"no column of the data is known for {_needed_columns(settings)[flag]}",
                 why=f"the columns are: {', '.join(first)}; looked for: {', '.join(names)}",
                 fix=f"pass {flag}=, the name of the column",
             )
     return found
 
 
-def _needed(settings: Mapping[str, Any]) -> dict[str, str]:
+def _needed_columns(settings: Mapping[str, Any]) -> dict[str, str]:
     """Flag of a column that the run cannot do without → what is in it."""
     from slime.rollout.rewards.by_name import RewardByName
 
@@ -481,7 +481,7 @@ def _needed(settings: Mapping[str, Any]) -> dict[str, str]:
     )
 
 
-def _by_name(function: Callable[..., Any]) -> Callable[..., Any]:
+def _callable_reward(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` as a run calls rewards.
 
     Raises:

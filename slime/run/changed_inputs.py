@@ -17,7 +17,7 @@ from slime.data_path import split_name, split_slice
 from slime.errors import UserError
 from slime.files import content_fingerprint
 from slime.rollout.journal import MAKERS
-from slime.run.ancestry import trains_with
+from slime.run.ancestry import affects_training
 from slime.user_code.hooks import HOOKS
 from slime.user_code.loading import fingerprint
 
@@ -56,14 +56,14 @@ def changes(
         else "the run begins anew with the weights of it"
     )
     return [
-        f"{name} has changed since the last launch of this run: {_what_follows(flag, weights)}"
+        f"{name} has changed since the last launch of this run: {_consequence(flag, weights)}"
         for flag, value in _inputs(config)
         if (name := f"{option_of(flag)} {value}") in now
         and before.get(name) not in (None, now[name])
     ]
 
 
-def _what_follows(flag: str, weights: str) -> str:
+def _consequence(flag: str, weights: str) -> str:
     if flag == "prompt_data":
         return (
             "groups in the journal whose prompt and label are the same are trained on as they "
@@ -84,7 +84,7 @@ def _what_follows(flag: str, weights: str) -> str:
             " data stays"
         )
     if flag == "ref_load":
-        return f"the KL term compares with it from now on; {_of_training()}"
+        return f"the KL term compares with it from now on; {_training_consequence()}"
     if flag in MAKERS:
         return f"{_AGAIN} with it; the position in the data and the weights stay"
     if flag == "data_source_path":
@@ -92,15 +92,15 @@ def _what_follows(flag: str, weights: str) -> str:
             "groups in the journal whose prompt and label are the same stay; where it draws is "
             f"its own; {_STAYS}"
         )
-    if trains_with(flag):
-        return _of_training()
+    if affects_training(flag):
+        return _training_consequence()
     return (
         "it counts from the next rollout on; the journal and the position in the data stay; "
         f"{_STAYS}"
     )
 
 
-def _of_training() -> str:
+def _training_consequence() -> str:
     return (
         "groups in the journal by weights that were pushed after the checkpoint are generated "
         "again, others stay, as"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime import deadlines
 from slime.checkpoints.load_plan import LoadPlan, check_length, resolve_reference
-from slime.cluster.engine_fit import ask, check_fit, named
+from slime.cluster.engine_fit import check_fit, external_urls, fetch_engine_info
 from slime.compat.plugin_imports import check_plugin_imports
 from slime.config.config import Config
 from slime.config.flag import option_of
@@ -214,8 +214,10 @@ def check_engine(config: Config) -> None:
 def check_external_engines(config: Config) -> None:
     """Engines that others have started answer, and can take part as far as they say so without
     being compared."""
-    for url in named(config) if needs_engines(config) else ():
-        check_fit(config, url, replace(ask(url), tokens=None), None, lambda warning: None)
+    for url in external_urls(config) if needs_engines(config) else ():
+        check_fit(
+            config, url, replace(fetch_engine_info(url), tokens=None), None, lambda warning: None
+        )
 
 
 def check_transformer_engine(config: Config) -> None:
@@ -306,7 +308,7 @@ def check_rewards(config: Config) -> None:
             "may read it)",
             reward.custom_rm_path,
         )
-    if not _has_rewards(config):
+    if not _may_have_rewards(config):
         raise UserError(
             "there is no reward function",
             why="neither --rm-type nor --custom-rm-path is set, and the first rows name no "
@@ -323,7 +325,7 @@ def check_rewards(config: Config) -> None:
         )
 
 
-def _has_rewards(config: Config) -> bool:
+def _may_have_rewards(config: Config) -> bool:
     """Something gives samples a reward, or may do so: functions of the user's own are given the
     benefit of doubt."""
     rollout = config.rollout
@@ -583,7 +585,7 @@ def _check_answers(address: str) -> None:
             fix="pass --ray-address host:port or auto",
         )
     try:
-        answers = _gcs_answers(host.strip("[]"), int(port))
+        answers = _is_gcs(host.strip("[]"), int(port))
     except OSError as error:
         raise UserError(f"no Ray cluster answers at {address}", why=str(error), fix=fix) from error
     if not answers:
@@ -595,7 +597,7 @@ def _check_answers(address: str) -> None:
         )
 
 
-def _gcs_answers(host: str, port: int) -> bool:
+def _is_gcs(host: str, port: int) -> bool:
     """Does Ray's GCS listen there? With Ray's TLS switched on it is enough that somebody does; one
     that wants Ray's token is Ray as well.
 

@@ -1,12 +1,11 @@
-"""What is kept of a run: its checkpoints, the models that people take from it, and what becomes of
-both at its end."""
+"""Checkpoints and models of a run: when they are written, and what happens to them at its end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from slime import deadlines
 from slime.checkpoints.directory import discard_partial, is_saved, iteration_name, newest_whole
@@ -21,37 +20,22 @@ from slime.processes.host import slime_command
 from slime.run.schedule import Schedule
 from slime.run.stopping import StopSignals
 
+if TYPE_CHECKING:
+    from slime.cluster.run_cluster import Cluster
+
 logger = get_logger(__name__)
 
 
-class Saves(Protocol):
-    """What is asked of the cluster (`slime.cluster.run_cluster.Cluster`), whose ranks write."""
-
-    @property
-    def has_trainers(self) -> bool: ...
-
-    def save(
-        self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]
-    ) -> None: ...
-
-    def export(self, directory: Path) -> None: ...
-
-    def finish_saving(self) -> None: ...
-
-    def settle_save(self, is_saved: Callable[[], bool], seconds: float) -> None: ...
-
-
 class Saving:
-    """Of one run.
+    """Writes the checkpoints and models of one run.
 
     Attributes:
-        last: the newest rollout that was handed over to be written; with --async-save not yet
-            written.
+        last: the newest rollout that was saved; with --async-save it may still be being written.
         model: the newest Hugging Face directory of this launch.
     """
 
     def __init__(
-        self, config: Config, run: RunFolder, sinks: Sinks, cluster: Saves, schedule: Schedule
+        self, config: Config, run: RunFolder, sinks: Sinks, cluster: Cluster, schedule: Schedule
     ) -> None:
         self._flags = config.checkpoint
         self._run = run
@@ -66,14 +50,14 @@ class Saving:
 
     @property
     def keeps(self) -> bool:
-        """Something of this run's training is written."""
+        """Whether checkpoints or models of this run are written."""
         return self._cluster.has_trainers and bool(self._flags.save or self._flags.save_hf)
 
     # -- when
     # ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The launch is over, or the trainer began again: time counts from now on."""
+        """Start counting time, after the launch or a restart of the trainer."""
         self._at = time.monotonic()
         self._begun = None
         self.last = None
@@ -86,7 +70,6 @@ class Saving:
         return self._flags.save is not None and self._flags.save_interval is None
 
     def _when(self) -> str:
-        """For people."""
         flags = self._flags
         interval = self._schedule.save_interval
         often = "after every rollout" if interval == 1 else f"every {interval} rollouts"
@@ -117,35 +100,34 @@ class Saving:
     def save(
         self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]
     ) -> None:
-        """Checkpoint after training on a rollout; with --async-save the writing goes on beside the
-        next steps.
+        """Write a checkpoint after training on a rollout, or with --async-save start writing it.
 
         Args:
             pushed: "pushes" (`StalenessTracker.recent_pushes`) and "lineages"
-                (`PushLog.recent_lineages`).
+                (`PushLog.recent_ancestries`).
         """
         self._begun = rollout_id
         with self._sinks.phase("save_model"):
             self._cluster.save(rollout_id, pushed, metrics)
-        self.last, self._at, self._is_overdue = rollout_id, time.monotonic(), False
+        self.last = rollout_id
+        self._at = time.monotonic()
+        self._is_overdue = False
         if self._flags.save_hf:
             self.model = fill(self._flags.save_hf, rollout_id)
 
     def finish(self) -> None:
-        """Wait for the last checkpoint, and write the model as it is now where no --save-hf has
-        done so."""
+        """Wait for the last checkpoint, and export the model unless --save-hf has done so."""
         flags = self._flags
         if self.last is not None and flags.async_save:
             with self._sinks.phase("save_model"):
                 self._cluster.finish_saving()
         if self.last is None:
-            self._make_up_for_the_model()
+            self._export_missing_model()
         elif flags.save and flags.export_model and not flags.save_hf:
             self._export(self._run.model)
 
-    def _make_up_for_the_model(self) -> None:
-        """Nothing was left to train on. The launch before this one may have been killed between its
-        last checkpoint and its model, whose weights are those that were loaded."""
+    def _export_missing_model(self) -> None:
+        """Export the loaded weights if the last launch was killed between checkpoint and model."""
         done = self._schedule.start_rollout_id - 1
         newest = self.newest() if self._cluster.has_trainers and done >= 0 else None
         if newest is None or newest.name != iteration_name(done):
@@ -165,11 +147,11 @@ class Saving:
     # -- a run that ends early
     # -------------------------------------------------------------------------------
 
-    def would_lose(self, trained: int | None) -> str:
-        """What a run that ended now would lose ("rollout 12"), "" for nothing.
+    def unsaved_work(self, trained: int | None) -> str:
+        """Name the work that is not on disk ("rollout 12"); "" if there is none.
 
         Args:
-            trained: the rollout that was trained on last; None for none.
+            trained: the rollout that was trained on last, if any.
         """
         if trained is None or not self.keeps:
             return ""
@@ -178,11 +160,11 @@ class Saving:
         return "" if on_disk else f"rollout {trained}"
 
     def wait_for_async_save(self, signals: StopSignals | None = None) -> None:
-        """Give the checkpoint that --async-save is writing time to become whole.
+        """Wait for the checkpoint that --async-save is writing.
 
         Args:
-            signals: of a run that ends, which what came before asked for; None where it goes on,
-                and where whoever asks for its end meanwhile is to be heard.
+            signals: if the run ends, so that the signal that ended it does not end this wait; None
+                if the run goes on.
         """
         flags = self._flags
         rollout_id = self.last
@@ -199,9 +181,9 @@ class Saving:
             rollout_id, deadlines.RUN_SAVING_SETTLE,
         )  # fmt: skip
         if signals is not None:
-            signals.taken_up()
+            signals.acknowledge()
         try:
-            self._cluster.settle_save(
+            self._cluster.wait_for_async_save(
                 lambda: is_saved(root, rollout_id), deadlines.RUN_SAVING_SETTLE
             )
         except KeyboardInterrupt:
@@ -210,21 +192,21 @@ class Saving:
             logger.error("the checkpoint of rollout %d is lost: %s", rollout_id, problem)
 
     def discard_unfinished(self) -> None:
-        """Remove what there is of a checkpoint that nobody writes any more."""
+        """Remove a partial checkpoint whose writers are gone."""
         if self._flags.save is not None and self._begun is not None:
             final = Path(self._flags.save) / iteration_name(self._begun)
             if discard_partial(final):
                 logger.warning("%s was not finished; what there was of it is removed", final)
 
-    # -- for people
+    # -- what to resume from
     # ------------------------------------------------------------------------------------------
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint, also of an earlier launch."""
+        """Return the newest complete checkpoint, also of an earlier launch."""
         return newest_whole(Path(self._flags.save)) if self._flags.save else None
 
-    def to_go_on(self) -> str:
-        """Where a run that failed can go on from, and how; "" for one that saves no checkpoints."""
+    def resume_hint(self) -> str:
+        """Say how to resume a failed run; "" if it saves no checkpoints."""
         root = self._flags.save
         newest = self.newest()
         if root is None or not self._cluster.has_trainers:

@@ -136,7 +136,7 @@ class StalenessTracker:
         self._first = self.version = 0
         self._trained: list[int] = []
         """Rollouts trained on at each push, from that of version `_first` on, without a gap."""
-        self._most: list[int] = []
+        self._max_trained: list[int] = []
         """The most of these up to each push: where it is few, no version before is of more."""
 
     def pushed(self, version: int, trained: int) -> None:
@@ -146,15 +146,18 @@ class StalenessTracker:
         if not self._trained or version < self._first:
             self._first = version
             self._trained = []
-            self._most = []
+            self._max_trained = []
         del (
             self._trained[version - self._first :],
-            self._most[version - self._first :],
+            self._max_trained[version - self._first :],
         )  # of a life that ended before
         for number in range(self._first + len(self._trained), version + 1):
             self._trained.append(trained if number == version else self.trained_when(number))
-            self._most.append(
-                max(self._trained[-1], self._most[-1] if self._most else self._trained[-1])
+            self._max_trained.append(
+                max(
+                    self._trained[-1],
+                    self._max_trained[-1] if self._max_trained else self._trained[-1],
+                )
             )
 
     def remember(self, pushes: Mapping[int, int]) -> None:
@@ -195,7 +198,7 @@ class StalenessTracker:
         return (self._trained[-1] // interval + index + 1 - len(self._trained)) * interval
 
     @property
-    def _checked_against(self) -> int | None:
+    def _max_age(self) -> int | None:
         """The age above which a sample is too old: --max-staleness, or what is said at launch; None
         in lock step."""
         sync = self._config.sync
@@ -206,7 +209,7 @@ class StalenessTracker:
         )
 
     @property
-    def of_put_back(self) -> str:
+    def put_back_policy(self) -> str:
         """How old samples may be that an earlier rollout had begun or finished and put back, in
         words."""
         sync = self._config.sync
@@ -254,7 +257,7 @@ class StalenessTracker:
         """(version, rollouts trained on when it was pushed), back from the version before the
         newest, until no earlier one can be of so many."""
         for index in range(self.version - 1 - self._first, -1, -1):
-            if self._most[index] < trained:
+            if self._max_trained[index] < trained:
                 return
             yield self._first + index, self._trained[index]
 
@@ -277,7 +280,7 @@ class StalenessTracker:
         """
         if not versions:
             return {}
-        most = self._checked_against
+        most = self._max_age
         behind = {
             each: max(abs(trained - self.trained_when(version)) for version in each)
             for each in versions

@@ -1,19 +1,18 @@
-"""What SIGTERM, SIGHUP and Ctrl-C mean to a run, from before Ray starts until its folder is closed.
+"""Signals of a run, from before Ray starts until its folder is closed.
 
-    SIGHUP               the terminal is gone, and the run goes on without it
-    SIGTERM              the step under way ends, or is given up while it is generated; then what
-    was trained is saved another one          nothing: `timeout` and schedulers send it to a process
-    and to its group, and it is under way Ctrl-C               the same where training would be
-    lost; otherwise the run is left at once another one          the run is left at once, without a
-    save that is not finished SIGQUIT              the stacks of all threads are written, and the
-    run is left at once once the end began   the end takes place, and faster after Ctrl-C; nothing
-    may come after it
+    SIGHUP               the terminal is gone, and the run continues without it
+    SIGTERM              finish the step under way, or abandon it while it is generated; then save
+      another one        nothing: `timeout` and schedulers signal both a process and its group
+    Ctrl-C               like SIGTERM if training would be lost, else leave at once
+      another one        leave at once, without a save that is not finished
+    SIGQUIT              write the stacks of all threads, and leave at once
+    once the end began   finish ending, faster after Ctrl-C; nothing may start after it
 
-A signal that was ignored when the run began (`nohup`, a background job) stays so.
+A signal that was ignored when the run began (`nohup`, a background job) stays ignored.
 
-A part of the run that is stopped (SIGSTOP) may keep the driver from ever looking at a signal: a
-call into Ray waits for a frozen daemon inside of C++. So a thread hears of signals, too; where
-somebody ``blocks`` the end for ten seconds, it ends the program without them.
+A stopped process (SIGSTOP) may keep the driver from handling a signal, because a call into Ray
+waits for it inside C++. So a thread receives signals too; if something blocks the end for ten
+seconds, the thread ends the program.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ logger = get_logger(__name__)
 
 
 class StopSignals:
-    """The signals of a run, while used as a context manager in the main thread; in another one
-    there are none.
+    """Context manager that handles the signals of a run; in another than the main thread it does
+    nothing.
 
     Attributes:
-        would_lose: says what was trained and is not on the disk ("rollout 12"), "" for nothing.
-        blocks: says who is in the way of an end ("pid 4711 (raylet) is stopped"), "" for nobody;
-            asked by a thread.
-        gives_up: called by that thread before it ends the program, with who is in the way.
-        insists: there was a Ctrl-C when the run had been asked to stop before.
+        unsaved_work: returns what was trained and is not on disk ("rollout 12"), or "".
+        what_blocks_exit: returns what keeps the run from ending ("pid 4711 (raylet) is stopped"),
+            or ""; called by a thread.
+        before_forced_exit: called by that thread with what blocks, before it ends the program.
+        insists: Ctrl-C was pressed after the run had been asked to stop.
         hurry: set by Ctrl-C during the end.
     """
 
     def __init__(self) -> None:
-        self.would_lose: Callable[[], str] = lambda: ""
-        self.blocks: Callable[[], str] = lambda: ""
-        self.gives_up: Callable[[str], None] = lambda who: None
+        self.unsaved_work: Callable[[], str] = lambda: ""
+        self.what_blocks_exit: Callable[[], str] = lambda: ""
+        self.before_forced_exit: Callable[[str], None] = lambda who: None
         self.insists = False
         self.hurry = threading.Event()
         self._asked = threading.Event()
@@ -64,27 +63,23 @@ class StopSignals:
         self._before: dict[int, Any] = {}
         self._before_pipe = -1
         self._pipe: tuple[int, int] | None = None
-        """The kernel's word that a signal came, whatever the main thread does: its reading and its
-        writing end."""
+        """Reading and writing end; each signal's number is written here at once."""
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             handlers = {
                 signal.SIGTERM: self._on_stop,
-                signal.SIGHUP: self._on_hang_up,
+                signal.SIGHUP: self._on_sighup,
                 signal.SIGINT: self._on_ctrl_c,
                 signal.SIGQUIT: self._on_quit,
             }
             for number, handler in handlers.items():
                 before = signal.getsignal(number)
                 if before is not signal.SIG_IGN:
-                    self._before[number] = (
-                        signal.SIG_DFL if before is None else before
-                    )  # None: not Python's
+                    # None: the handler was not installed by Python
+                    self._before[number] = signal.SIG_DFL if before is None else before
                     signal.signal(number, handler)
-            if (
-                signal.SIGQUIT in self._before
-            ):  # in C, also while the main thread is in a call that does not return
+            if signal.SIGQUIT in self._before:  # works in C, also while the main thread is stuck
                 faulthandler.register(
                     signal.SIGQUIT, file=sys.__stderr__ or sys.stderr, all_threads=True, chain=True
                 )
@@ -92,7 +87,7 @@ class StopSignals:
             os.set_blocking(self._pipe[0], True)
             self._before_pipe = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             threading.Thread(
-                target=self._stand_by, name="stop", args=(self._pipe[0],), daemon=True
+                target=self._watch_signals, name="stop", args=(self._pipe[0],), daemon=True
             ).start()
         return self
 
@@ -105,35 +100,34 @@ class StopSignals:
             signal.set_wakeup_fd(self._before_pipe)
             os.close(self._pipe[1])  # the thread closes the other one
 
-    # -- what the run asks
+    # -- for the run
     # -----------------------------------------------------------------------------
 
     def requested(self) -> bool:
-        """The run was asked to stop and has not begun to."""
+        """Return whether the run was asked to stop and has not acknowledged it."""
         return self._pending.is_set()
 
-    def taken_up(self) -> None:
-        """The run has begun to stop, or to fail: what it waits for now is waited for."""
+    def acknowledge(self) -> None:
+        """Note that the run has begun to end, so that its last waits are not interrupted."""
         self._pending.clear()
 
     def ending(self) -> None:
-        """From now on nothing is raised here."""
+        """Raise nothing from now on."""
         self._ending = True
 
     def end_program(self) -> NoReturn:
-        """Exit status 0 after SIGTERM, that of the signal after Ctrl-C or SIGQUIT."""
+        """Exit with status 0 after SIGTERM, with that of the signal after Ctrl-C or SIGQUIT."""
         raise KeyboardInterrupt(self._by) if self._interrupted else SystemExit(0)
 
     def end_if_asked(self) -> None:
-        """After the end of a run that reached its goal: what came meanwhile also stops what would
-        come next."""
+        """End the program after a finished run if a signal came meanwhile."""
         if self._interrupted or self._asked.is_set():
             self.end_program()
 
     # -- the thread
     # ------------------------------------------------------------------------------------
 
-    def _stand_by(self, pipe: int) -> None:
+    def _watch_signals(self, pipe: int) -> None:
         limit = math.inf
         quits = False
         poller = select.poll()
@@ -147,16 +141,16 @@ class StopSignals:
                     limit = min(limit, time.monotonic() + deadlines.STOPPING_BLOCKED)
                 quits = quits or signal.SIGQUIT in numbers
             if time.monotonic() > limit and (
-                who := self.blocks() or ("the main thread" if quits else "")
+                who := self.what_blocks_exit() or ("the main thread" if quits else "")
             ):
-                self.gives_up(who)
+                self.before_forced_exit(who)
                 os._exit(1)
         os.close(pipe)
 
     # -- handlers
     # --------------------------------------------------------------------------------------
 
-    def _on_hang_up(self, number: int, frame: FrameType | None) -> None:
+    def _on_sighup(self, number: int, frame: FrameType | None) -> None:
         lose_terminal()
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
@@ -181,7 +175,7 @@ class StopSignals:
         if self._ending:
             self.hurry.set()
             return
-        if not self.insists and (lost := self.would_lose()):
+        if not self.insists and (lost := self.unsaved_work()):
             self._asked.set()
             self._pending.set()
             logger.warning("Ctrl-C: %s is saved first; press it again to leave without", lost)

@@ -106,7 +106,7 @@ def stop(driver: Driver, part: str, phase: str = "") -> list[psutil.Process]:
     return found
 
 
-def state_of(driver: Driver) -> str:
+def state_name(driver: Driver) -> str:
     return str(json.loads((Path(driver.path) / "run.json").read_text())["stages"][""]["state"])
 
 
@@ -144,7 +144,7 @@ def test_a_part_that_is_stopped_is_named_and_ends_its_wait(
     if phase != "end":  # which waits for nobody for long, and needs no line
         wait_while_running(driver, lambda: first.search(driver.stderr), f"the line of {part}")
     (hold / f"hold-{held_at(phase)}").unlink()
-    ended = driver.end(PATIENCE), state_of(driver)
+    ended = driver.end(PATIENCE), state_name(driver)
     expected = goes_on(phase, part)
     if ended != (0, "finished") or expected is False:
         error = "\n".join(driver.error())
@@ -197,7 +197,7 @@ def test_a_daemon_of_ray_that_is_stopped_while_ray_starts(
     driver = start_held(flags_of(world, name, "launch"), world.outputs / name)
     wait_while_running(driver, lambda: driver.family(_TITLES[part]), part)
     [stopped] = stop(driver, part)
-    assert driver.end() in (1, 2) and state_of(driver) == "failed", driver.stderr[-3000:]
+    assert driver.end() in (1, 2) and state_name(driver) == "failed", driver.stderr[-3000:]
     error = "\n".join(driver.error())
     assert f"pid {stopped.pid} (" in error and "is stopped" in error, error
     driver.leaves_nothing()

@@ -505,7 +505,7 @@ def finished_differently(hold: Path) -> dict[str, set[str]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [41, 42])
-def test_pushes_in_flight_under_kills_and_stops(
+def test_ancestry_in_flight_under_kills_and_stops(
     begin: Callable[..., Driver], world: World, hold: Path, seed: int
 ) -> None:
     """What is generated then depends on timing. But every group is trained on once, none is older

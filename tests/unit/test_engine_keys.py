@@ -183,7 +183,7 @@ def test_an_engine_of_others_that_asks_for_another_key() -> None:
             with pytest.raises(
                 UserError, match=f"the engine at {server.url} asks for another key"
             ) as caught:
-                await asyncio.to_thread(engine_fit.ask, server.url)
+                await asyncio.to_thread(engine_fit.fetch_engine_info, server.url)
             assert VARIABLE in caught.value.fix and "of-others" not in str(caught.value)
 
     asyncio.run(ask())

@@ -29,7 +29,7 @@ class Events(RuleBasedStateMachine):
         self.version = 0
         self.num_starts = 0
         for number in range(4):
-            self.table.launched(number, [self.server()])
+            self.table.mark_launched(number, [self.server()])
 
     def server(self) -> str:
         self.num_starts += 1
@@ -45,26 +45,26 @@ class Events(RuleBasedStateMachine):
     def dies(self, number: int) -> None:
         if engine := self.engine(number, State.SERVING, State.REJOINING):
             url, lost = engine.url, self.table.num_lost
-            assert self.table.is_news(engine.name, url)
+            assert self.table.is_current_server(engine.name, url)
             del self.held[url]
-            self.table.lost(number, "was killed")
-            assert self.table.num_lost == lost + 1 and not self.table.is_news(engine.name, url), (
-                "it is heard once"
-            )
+            self.table.mark_lost(number, "was killed")
+            assert self.table.num_lost == lost + 1 and not self.table.is_current_server(
+                engine.name, url
+            ), "it is heard once"
 
     @rule(number=NUMBERS)
     def starts_again(self, number: int) -> None:
         if engine := self.engine(number, State.DOWN):
-            self.table.started_again(number, {"engine": "answer"})
+            self.table.mark_started_again(number, {"engine": "answer"})
             assert engine.starting
 
     @rule(number=NUMBERS, fails=st.booleans())
     def start_ends(self, number: int, fails: bool) -> None:
         if self.engine(number, State.STARTING):
             if fails:
-                self.table.start_failed(number)
+                self.table.mark_start_failed(number)
             else:
-                self.table.came_up(number, [self.server()])
+                self.table.mark_came_up(number, [self.server()])
 
     @rule()
     def push(self) -> None:
@@ -72,13 +72,13 @@ class Events(RuleBasedStateMachine):
         self.version += 1
         for engine in self.table.policy:
             self.weights[engine.url] = self.version
-        assert not self.table.those(State.STARTED)
+        assert not self.table.in_state(State.STARTED)
 
     @rule(number=NUMBERS)
     def is_admitted(self, number: int) -> None:
         if engine := self.engine(number, State.REJOINING):
             self.now += 1.0
-            assert self.table.admitted(number) == self.now - engine.since > 0
+            assert self.table.mark_admitted(number) == self.now - engine.since > 0
 
     @rule(tags=TAGS, others=st.booleans(), first_fails=st.booleans())
     def release(self, tags: list[str], others: bool, first_fails: bool) -> None:
@@ -86,7 +86,7 @@ class Events(RuleBasedStateMachine):
         for url in list(todo)[first_fails:]:
             assert todo[url] and set(todo[url]) <= self.held[url], "asked twice"
             self.held[url] -= set(todo[url])
-            self.table.released(url, todo[url])
+            self.table.mark_released(url, todo[url])
 
     @rule(tags=TAGS, others=st.booleans(), first_fails=st.booleans())
     def resume(self, tags: list[str], others: bool, first_fails: bool) -> None:
@@ -94,17 +94,17 @@ class Events(RuleBasedStateMachine):
         for url in list(todo)[first_fails:]:
             assert todo[url] and not set(todo[url]) & self.held[url], "asked twice"
             self.held[url] |= set(todo[url])
-            self.table.resumed(url, todo[url])
+            self.table.mark_resumed(url, todo[url])
 
     @rule()
     def pause(self) -> None:
-        self.table.paused(engine.url for engine in self.table.policy)
+        self.table.mark_paused(engine.url for engine in self.table.policy)
 
     @precondition(lambda self: any(engine.paused for engine in self.table.policy))
     @rule()
     def continue_generation(self) -> None:
         for engine in self.table.policy:
-            self.table.went_on(engine.url)
+            self.table.mark_continued(engine.url)
 
     @rule()
     def rollout_is_completed(self) -> None:
@@ -132,7 +132,7 @@ class Events(RuleBasedStateMachine):
 
     @invariant()
     def requests_go_only_where_a_push_went(self) -> None:
-        restarted = [engine for engine in self.table.those(State.SERVING) if engine.reason]
+        restarted = [engine for engine in self.table.in_state(State.SERVING) if engine.reason]
         assert all(engine.url in self.weights for engine in restarted)
 
 
@@ -142,25 +142,25 @@ TestEvents = Events.TestCase
 
 def test_dying_once_too_often() -> None:
     table = EngineTable([EngineEntry(0, ("engine-0",))])
-    table.launched(0, ["http://host:1"])
+    table.mark_launched(0, ["http://host:1"])
     for _ in range(MOST_RESTARTS):
-        assert not table.lost(0, "was killed").died_too_often
-        table.started_again(0, {})
-        table.came_up(0, ["http://host:1"])
+        assert not table.mark_lost(0, "was killed").died_too_often
+        table.mark_started_again(0, {})
+        table.mark_came_up(0, ["http://host:1"])
         table.rejoin()
-        table.admitted(0)
-    assert table.lost(0, "was killed").died_too_often
+        table.mark_admitted(0)
+    assert table.mark_lost(0, "was killed").died_too_often
     assert len(table.pop_seconds_away()) == MOST_RESTARTS and table.pop_seconds_away() == []
 
 
 def test_what_is_no_state_for_it_is_our_mistake() -> None:
     table = EngineTable([EngineEntry(0, ("engine-0", "engine-0-node-1"))])
-    table.launched(0, ["http://a:1", "http://b:1"])
+    table.mark_launched(0, ["http://a:1", "http://b:1"])
     with pytest.raises(AssertionError, match="engine 0 is serving"):
-        table.came_up(0, ["http://a:1"])
+        table.mark_came_up(0, ["http://a:1"])
     with pytest.raises(AssertionError, match="was asked to take"):
-        table.resumed("http://a:1", ["weights"])
+        table.mark_resumed("http://a:1", ["weights"])
     assert table.find("engine-0-node-1") is table.engines[0] and table.find("router") is None
-    assert table.is_news("engine-0-node-1", "http://b:1") and not table.is_news(
+    assert table.is_current_server("engine-0-node-1", "http://b:1") and not table.is_current_server(
         "engine-0-node-1", "http://a:1"
     )

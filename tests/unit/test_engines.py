@@ -19,7 +19,6 @@ from slime.cluster import engines as module
 from slime.cluster import open_waits, waiting
 from slime.cluster import routers as routers_module
 from slime.cluster.engine_actor import ServerExit
-from slime.cluster.engine_memory import EnginesMemory
 from slime.cluster.engine_table import (
     CACHE,
     GRAPHS,
@@ -29,7 +28,7 @@ from slime.cluster.engine_table import (
     EngineTable,
     State,
 )
-from slime.cluster.engines import Engines
+from slime.cluster.engines import EngineHostMemory, Engines
 from slime.cluster.external_engines import ExternalEngines
 from slime.cluster.gpu_memory import EngineMemory, GpuMemoryOwner, MemoryHolder
 from slime.cluster.routers import Routers
@@ -98,10 +97,10 @@ class World:
             use_fault_tolerance=tolerant, check_canary=False, hf_checkpoint="model"
         )
         self.engines = engines = Engines.__new__(Engines)  # no actors: that would need Ray
-        engines.config, engines.nodes, engines.restarts_at_once = config, {"n"}, True
+        engines.config, engines.nodes, engines.restarts_immediately = config, {"n"}, True
         engines._tolerant, engines._health, engines._checking_seconds = tolerant, None, 0.0
         engines._fleets = Fleets(None, lambda: engines.table.groups)
-        engines._memory = EnginesMemory(())
+        engines._memory = EngineHostMemory(())
         engines._start_seconds = limits.get("start_seconds", 600.0)
         engines._should_stop = limits.get("should_stop", lambda: False)
         policy, group = (
@@ -130,9 +129,9 @@ class World:
         self.routers._last_pid, self.routers._deaths = {}, Counter()
         engines.table = self.table = EngineTable([EngineEntry(n, (f"engine-{n}",)) for n in (0, 1)])
         for n in (0, 1):
-            self.table.launched(n, [f"http://engine-{n}/0"])
+            self.table.mark_launched(n, [f"http://engine-{n}/0"])
         engines.external = ExternalEngines(config, self.table, engines, None, shares_gpus=False)
-        engines._ended = set()
+        engines._stopped = set()
         trainers: Any = SimpleNamespace(
             nodes=["n"], connect_engines=self.connect, update_weights=self.push
         )
@@ -140,7 +139,7 @@ class World:
 
     @property
     def serving(self) -> set[int]:
-        return {engine.number for engine in self.table.those(State.SERVING)}
+        return {engine.number for engine in self.table.in_state(State.SERVING)}
 
     # -- what is done to them
     # ------------------------------------------------------------------------------
@@ -235,7 +234,7 @@ def test_a_dead_engine_leaves_at_once_and_comes_back_with_a_push(
     world.weights.push()  # not up yet: the other one goes on alone
     assert world.log[2:] == ["connect", "push"] and world.serving == {0}
     world.come_up()
-    world.engines.look()
+    world.engines.poll()
     assert world.behind_router == {0}, "no request before it has the weights"
     world.weights.push()
     assert world.log[4:] == ["connect", "push", "router 1"] and world.serving == {0, 1}
@@ -355,7 +354,7 @@ def test_without_the_flag_a_death_ends_the_run_and_says_what_was_done(worlds: Wo
         pytest.raises(
             RunFailed, match=r"^taking memory back: engine-0 \(pid 4711\) was killed \(SIGKILL\)"
         ) as failed,
-        world.engines.explained("taking memory back"),
+        world.engines.explain_failures("taking memory back"),
     ):
         raise EngineError("http://engine-0/0", "connection reset")
     assert "--use-fault-tolerance" in failed.value.fix and world.engines.metrics() == {}
@@ -365,12 +364,12 @@ def test_an_error_that_no_death_explains_is_worded_once(worlds: Worlds) -> None:
     world = worlds()
     with (
         pytest.raises(RunFailed, match=r"^giving memory up: http://engine-0/0: no") as failed,
-        world.engines.explained(),
-        world.engines.explained("giving memory up"),
+        world.engines.explain_failures(),
+        world.engines.explain_failures("giving memory up"),
     ):
         raise EngineError("http://engine-0/0", "no", 500)
     assert "take turns" in failed.value.why
-    with pytest.raises(ZeroDivisionError), world.engines.explained("training"):
+    with pytest.raises(ZeroDivisionError), world.engines.explain_failures("training"):
         raise ZeroDivisionError
 
 
@@ -405,9 +404,9 @@ def test_a_start_that_fails_is_tried_again_so_many_times(worlds: Worlds) -> None
         assert len(world.starts) == attempt + 1
         world.starts[-1][1].set_exception(UserError("out of memory"))
         if attempt + 1 < MOST_RESTARTS:
-            world.engines.look()
+            world.engines.poll()
     with pytest.raises(UserError, match="out of memory"):
-        world.engines.look()
+        world.engines.poll()
 
 
 def test_an_engine_that_the_router_refuses_is_lost_again(worlds: Worlds) -> None:
@@ -427,9 +426,9 @@ def test_the_last_engine_is_waited_for(worlds: Worlds, monkeypatch: pytest.Monke
         refs: list[Future[Any]], num_returns: int, timeout: float
     ) -> tuple[list[Any], list[Any]]:
         polls.append(timeout)
-        assert re.search(r"\(restarting engines\) for engine-0, engine-1$", open_waits.words()), (
-            open_waits.words()
-        )
+        assert re.search(
+            r"\(restarting engines\) for engine-0, engine-1$", open_waits.describe()
+        ), open_waits.describe()
         if len(polls) == 5:
             world.come_up()
         return [ref for ref in refs if ref.done()], []
@@ -492,7 +491,7 @@ def test_in_any_order_requests_go_only_to_engines_with_the_current_weights(
             elif event == "come up":
                 world.come_up()
             elif event == "look":
-                world.engines.look()
+                world.engines.poll()
             elif event == "push":
                 world.engines.poll_for_deaths()
                 if not world.table.policy:
@@ -577,10 +576,10 @@ def test_engines_are_not_blamed_for_the_death_of_a_trainer(
 ) -> None:
     """Those that hang in a broadcast whose sender is dead are well."""
     world = worlds()
-    monkeypatch.setattr(Engines, "_lose_silent", lambda self: pytest.fail("they are asked"))
+    monkeypatch.setattr(Engines, "_drop_unresponsive", lambda self: pytest.fail("they are asked"))
 
     def die(number: int) -> None:
-        raise ActorDied("trainer-0 died").of(NamedActor("trainer-0"))
+        raise ActorDied("trainer-0 died").naming(NamedActor("trainer-0"))
 
     world.fails = die
     with pytest.raises(ActorDied):
@@ -610,8 +609,8 @@ def test_an_engine_that_joins_gets_weights_before_requests(
     world = worlds(tolerant=False)
     world.weights.connect()
     world.weights.push()
-    world.table.joined("http://engine-2/0", 1)
-    world.engines.look()
+    world.table.mark_joined("http://engine-2/0", 1)
+    world.engines.poll()
     assert world.behind_router == {0, 1} and world.engines.layout[-1].url != "http://engine-2/0"
     world.weights.push()
     assert world.log == ["connect", "push", "connect", "push", "router 2"] and world.serving == {
@@ -628,7 +627,7 @@ def test_a_newcomer_that_cannot_be_pushed_to_ends_no_run(
 ) -> None:
     world = worlds(tolerant=False)
     world.weights.connect()
-    world.table.joined("http://engine-2/0", 1)
+    world.table.mark_joined("http://engine-2/0", 1)
 
     def refuse(number: int) -> None:
         if number == 1:
@@ -669,12 +668,12 @@ def test_an_engine_starts_while_the_others_generate(
     def release(tags: Any) -> None:
         for url, todo in sorted(table.to_release(table.policy, tags).items()):
             log.append(f"{url[7:15]} releases " + " ".join(sorted(todo)))
-            table.released(url, todo)
+            table.mark_released(url, todo)
 
     def resume(tags: Any) -> None:
         for url, todo in sorted(table.to_resume(table.policy, tags).items()):
             log.append(f"{url[7:15]} resumes " + " ".join(sorted(todo)))
-            table.resumed(url, todo)
+            table.mark_resumed(url, todo)
 
     def sleep(keep_weights: bool) -> dict[str, float]:
         log.append("sleep but for weights" if keep_weights else "sleep")
@@ -684,15 +683,15 @@ def test_an_engine_starts_while_the_others_generate(
         log.append("wake")
         return {}
 
-    turns = world.weights._turns = GpuMemoryOwner(
+    turns = world.weights._gpu_memory = GpuMemoryOwner(
         release, resume, sleep, wake, offload_train=True, offload_rollout=True
     )
-    world.engines.restarts_at_once = False
+    world.engines.restarts_immediately = False
     monkeypatch.setattr(
-        Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look())
+        Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.poll())
     )
     everything, rest = f"{GRAPHS} {CACHE} {WEIGHTS}", f"{GRAPHS} {CACHE}"
-    turns.before_trainer()
+    turns.release_for_launch()
     if turn is not MemoryHolder.TRAINER:
         turns.onload_weights()
     if turn is MemoryHolder.ENGINES:
@@ -751,11 +750,11 @@ def test_where_no_engine_is_left_it_starts_while_nobody_has_memory(
     turns = GpuMemoryOwner(
         no_memory, no_memory, note("sleep"), note("wake"), offload_train=True, offload_rollout=True
     )
-    world.weights._turns, world.engines.restarts_at_once = turns, False
+    world.weights._gpu_memory, world.engines.restarts_immediately = turns, False
     monkeypatch.setattr(
-        Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look())
+        Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.poll())
     )
-    turns.before_trainer()
+    turns.release_for_launch()
     for number in (0, 1):
         world.die(number)
     world.weights.push()
@@ -802,21 +801,21 @@ def test_an_engine_that_dies_of_taking_its_memory_back_for_a_push(
     """The other one has its memory by then, and is not asked again before it has given it up."""
     world = worlds()
     log, fleet = world.log, DyingFleet(world)
-    memory = EngineMemory(world.table, lambda engines: fleet, world.engines.explained)  # type: ignore[arg-type, return-value]
+    memory = EngineMemory(world.table, lambda engines: fleet, world.engines.explain_failures)  # type: ignore[arg-type, return-value]
 
     def note(*words: str) -> Callable[..., dict[str, float]]:
         return lambda *keep: log.append(words[any(keep)]) or {}  # type: ignore[func-returns-value]
 
-    turns = world.weights._turns = GpuMemoryOwner(
+    turns = world.weights._gpu_memory = GpuMemoryOwner(
         memory.release, memory.resume, note("sleep", "sleep but for weights"), note("wake"),
         offload_train=True, offload_rollout=True,
     )  # fmt: skip
-    world.engines.restarts_at_once = False
+    world.engines.restarts_immediately = False
     monkeypatch.setattr("slime.deadlines.ENGINES_DEATH_OF_CONNECTION", 0.0)
     monkeypatch.setattr(
-        Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look())
+        Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.poll())
     )
-    turns.before_trainer()
+    turns.release_for_launch()
     world.weights.connect()
     log.clear()
     world.weights.push()
@@ -840,7 +839,7 @@ def test_before_a_release_those_that_died_or_hang_are_left_out(
     monkeypatch.setattr(Engines, "fleet", None)
     world.engines._health = SimpleNamespace(end=end, timeout=3)  # type: ignore[assignment]
     world.die(0)
-    world.engines.end_rollout()
+    world.engines.stop_health_checks()
     assert world.log == ["out 0", "start 0", "end", "out 1", "start 1"]
-    world.engines.end_rollout()
+    world.engines.stop_health_checks()
     assert world.log[5:] == [], "there is nobody to wait for"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.launch import Launch
+from slime.cluster.trainer_group import Launch
 from slime.cluster.waiting import StopRequested
 from slime.config import make_config
 from slime.errors import UserError
@@ -46,7 +46,7 @@ class Cluster:
     has_trainers = has_engines = True
 
     def __init__(self, *, looks: int = 99, fails: int = -1, take_turns: bool = False) -> None:
-        self.looks, self.fails, self.take_turns = looks, fails, take_turns
+        self.looks, self.fails, self.is_sequential = looks, fails, take_turns
         self.done: list[str] = []
         self.version = self.begun = 0
         self.evaluating: Evaluating | None = None
@@ -54,7 +54,7 @@ class Cluster:
     def launch(self) -> Launch:
         return Launch(0, 0, {}, {})
 
-    def turns(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         return {}
 
     def start_generating(self, rollout_id: int, versions: VersionWindow) -> int:
@@ -100,7 +100,7 @@ class Cluster:
         self.done.append("restart")
         return SimpleNamespace(start_rollout_id=self.restarts_at, extra_state={})
 
-    def who_is_silent(self) -> str:
+    def describe_unresponsive(self) -> str:
         return ""
 
     restarts_at = 0
@@ -243,7 +243,7 @@ def test_whoever_is_asked_to_stop_saves_first_and_takes_what_is_nearly_there(
         no_export_model=True,
     )
     session.log(session.evaluate(0))
-    session._last_trained, session._not_logged = 0, {"rollout/raw_reward": 0.5}
+    session._last_trained, session._unlogged_metrics = 0, {"rollout/raw_reward": 0.5}
     session.saving.finish = lambda: None
     session.leave()
     assert cluster.done[1:] == expected

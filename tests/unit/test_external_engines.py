@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 
 from slime.cli import engines as command
-from slime.cluster.command_inbox import FOLDER, CommandInbox, EngineCommand, give_order
+from slime.cluster.command_inbox import FOLDER, CommandInbox, EngineCommand, send_command
 from slime.cluster.engine_table import ALL_MEMORY, EngineEntry, EngineTable, State, external_engine
 from slime.cluster.external_engines import ExternalEngines
 from slime.cluster.waiting import ActorDied, NamedActor
@@ -118,23 +118,23 @@ class Company:
         self.answers_alone = True
         self.table = EngineTable([EngineEntry(n, (f"engine-{n}",)) for n in (0, 1)])
         for n in (0, 1):
-            self.table.launched(n, [f"http://127.0.0.1:{n + 1}"])
+            self.table.mark_launched(n, [f"http://127.0.0.1:{n + 1}"])
         self.external = ExternalEngines(config, self.table, self, desk, shares_gpus=shares_gpus)
 
     def drop_fleets(self) -> None: ...
 
-    def end(self, engine: EngineEntry) -> None:
+    def stop_engine(self, engine: EngineEntry) -> None:
         self.log.append(f"end {engine.name}")
 
     def admit(self) -> None:
-        for engine in self.table.those(State.REJOINING):
-            self.table.admitted(engine.number)
+        for engine in self.table.in_state(State.REJOINING):
+            self.table.mark_admitted(engine.number)
 
     def join(self, url: str) -> EngineEntry:
         """As after `add` and a push."""
-        engine = self.table.joined(url, 1)
+        engine = self.table.mark_joined(url, 1)
         self.table.rejoin()
-        self.table.admitted(engine.number)
+        self.table.mark_admitted(engine.number)
         return engine
 
 
@@ -166,11 +166,11 @@ def test_it_joins_with_the_next_push(companies: Companies, serve: Serve) -> None
     company, server = companies(), serve()
     said = company.external.add(server.url.removeprefix("http://"))
     assert said == f"{server.url} gets weights with the next push, then requests"
-    [engine] = company.table.those(State.STARTED)
+    [engine] = company.table.in_state(State.STARTED)
     assert engine.url == server.url and engine not in company.table.policy
     company.table.rejoin()
     assert engine in company.table.policy and not company.table.to_release([engine], ALL_MEMORY)
-    assert company.table.admitted(engine.number) >= 0
+    assert company.table.mark_admitted(engine.number) >= 0
     assert company.table.pop_seconds_away() == [], "it is no restart"
     with pytest.raises(UserError, match="is an engine of this run already"):
         company.external.add(server.url)
@@ -179,14 +179,14 @@ def test_it_joins_with_the_next_push(companies: Companies, serve: Serve) -> None
 def test_without_a_trainer_it_has_requests_at_once(companies: Companies, serve: Serve) -> None:
     company, server = companies(debug_rollout_only=True), serve()
     assert "there is no trainer" in company.external.add(server.url)
-    assert [engine.url for engine in company.table.those(State.SERVING)][-1] == server.url
+    assert [engine.url for engine in company.table.in_state(State.SERVING)][-1] == server.url
 
 
 def test_an_engine_of_several_ranks(companies: Companies, serve: Serve) -> None:
     loaders = ["slime.engines.sglang.weight_probe.report"]
     company, server = companies(), serve(version="0.5.16", tp_size=4, custom_weight_loader=loaders)
     company.external.add(server.url)
-    assert company.table.those(State.STARTED)[0].ranks == 4
+    assert company.table.in_state(State.STARTED)[0].ranks == 4
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_what_it_was_started_with_does_not_fit(
     assert (
         why in caught.value.why
         and "start it" in caught.value.fix
-        and not company.table.those(State.STARTED)
+        and not company.table.in_state(State.STARTED)
     )
 
 
@@ -254,8 +254,8 @@ def unlaunched(*urls: str) -> list[EngineEntry]:
 def test_equal_seeds_are_warned_of(companies: Companies, serve: Serve) -> None:
     company, first, second = companies(), serve(), serve()
     company.join(first.url)
-    company.table.left(0)
-    company.table.left(1)
+    company.table.mark_left(0)
+    company.table.mark_left(1)
     assert "same random_seed" in company.external.add(second.url)
 
 
@@ -338,12 +338,12 @@ def test_one_that_joins_may_leave_before_it_serves(companies: Companies, serve: 
     company, server = companies(), serve()
     company.external.add(server.url)
     company.external.remove(server.url)
-    assert company.log == [] and not company.table.those(State.STARTED) and not server.aborted
+    assert company.log == [] and not company.table.in_state(State.STARTED) and not server.aborted
 
 
 def test_one_that_is_restarted_cannot_leave(companies: Companies) -> None:
     company = companies(use_fault_tolerance=True)
-    company.table.lost(1, "was killed")
+    company.table.mark_lost(1, "was killed")
     with pytest.raises(UserError, match="engine-1 cannot leave while it is down"):
         company.external.remove("engine-1")
 
@@ -374,20 +374,20 @@ def answering(company: Company, *answers: Future[Any]) -> None:
     fleet = SimpleNamespace(
         urls=("http://ext:1",), start_get=lambda *_: left.pop(0), close=lambda: None
     )
-    company.external._signs._fleet = fleet  # type: ignore[assignment]
+    company.external._liveness._fleet = fleet  # type: ignore[assignment]
 
 
 def test_without_fault_tolerance_its_death_ends_the_run(companies: Companies) -> None:
     company = companies()
     company.join("http://ext:1")
     answering(company, dead(), dead())
-    company.external.look()
+    company.external.poll()
     # the first answer; another question, as one may meet a connection that was closed
-    company.external.look()
+    company.external.poll()
     with pytest.raises(
         RunFailed, match="the external engine http://ext:1 does not answer any more"
     ) as caught:
-        company.external.look()
+        company.external.poll()
     assert "--use-fault-tolerance" in caught.value.fix
 
 
@@ -407,11 +407,11 @@ def test_one_that_was_lost_behind_the_routers_back_is_taken_out_later(companies:
     """Back alive, it would get requests, and no weights."""
     company = companies(use_fault_tolerance=True)
     taken_out, company.routers.take_out = company.routers.take_out, no_answer
-    company.external.lost(company.join("http://ext:1"), "hangs")
+    company.external.drop(company.join("http://ext:1"), "hangs")
     with pytest.raises(UserError, match="cannot leave now: the router"):
         company.external.remove(company.join("http://ext:2").url)
     company.routers.take_out = taken_out
-    company.external.look()
+    company.external.poll()
     assert company.log == ["out http://ext:1"]
 
 
@@ -422,16 +422,16 @@ def no_answer(url: str) -> None:
 def test_numbers_are_not_given_twice(companies: Companies) -> None:
     """The slots of the engines that were started with the run go by them."""
     company = companies()
-    company.table.left(1)
-    assert company.table.joined("http://ext:1", 4).number == 2
+    company.table.mark_left(1)
+    assert company.table.mark_joined("http://ext:1", 4).number == 2
 
 
 def test_newcomers_are_not_blamed_for_the_death_of_a_trainer(companies: Companies) -> None:
     company = companies()
-    company.table.joined("http://ext:1", 1)
+    company.table.mark_joined("http://ext:1", 1)
     company.table.rejoin()
-    with pytest.raises(ActorDied), company.external.newcomers_are_blamed():
-        raise ActorDied("trainer-0 died").of(NamedActor("trainer-0"))
+    with pytest.raises(ActorDied), company.external.drop_newcomers_on_failure():
+        raise ActorDied("trainer-0 died").naming(NamedActor("trainer-0"))
     assert company.table.num_lost == 0 and len(company.table.policy) == 3
 
 
@@ -440,7 +440,7 @@ def test_who_is_slow_lives(companies: Companies) -> None:
     company.join("http://ext:1")
     answering(company, *(slow() for _ in range(4)))
     for _ in range(3):
-        company.external.look()
+        company.external.poll()
     company.external.poll_for_deaths()
     assert len(company.table.policy) == 3
 
@@ -448,21 +448,27 @@ def test_who_is_slow_lives(companies: Companies) -> None:
 def test_the_last_one_ends_the_run(companies: Companies) -> None:
     company = companies(use_fault_tolerance=True)
     engine = company.join("http://ext:1")
-    company.table.left(0)
-    company.table.left(1)
+    company.table.mark_left(0)
+    company.table.mark_left(1)
     with pytest.raises(RunFailed, match="http://ext:1 hangs") as caught:
-        company.external.lost(engine, "hangs")
+        company.external.drop(engine, "hangs")
     assert caught.value.why == "it was the last engine"
 
 
 def test_a_push_that_fails_of_a_newcomer_is_repeated_without_it(companies: Companies) -> None:
     company = companies()
-    company.table.joined("http://ext:1", 1)
+    company.table.mark_joined("http://ext:1", 1)
     company.table.rejoin()
-    with pytest.raises(UserError, match="shapes differ"), company.external.newcomers_are_blamed():
+    with (
+        pytest.raises(UserError, match="shapes differ"),
+        company.external.drop_newcomers_on_failure(),
+    ):
         raise UserError("shapes differ")
     assert company.table.num_lost == 1 and len(company.table.policy) == 2
-    with pytest.raises(UserError, match="shapes differ"), company.external.newcomers_are_blamed():
+    with (
+        pytest.raises(UserError, match="shapes differ"),
+        company.external.drop_newcomers_on_failure(),
+    ):
         raise UserError("shapes differ")
     assert company.table.num_lost == 1, "then it is nobody's fault, and the push is not repeated"
 
@@ -483,7 +489,7 @@ def test_orders_are_obeyed_and_answered(companies: Companies, serve: Serve, tmp_
     order(tmp_path, "2", verb="add", url=server.url)
     order(tmp_path, "3", verb="dance")
     order(tmp_path, "4", verb="list")
-    company.external.look()
+    company.external.poll()
     answers = [read_object(tmp_path / FOLDER / f"{n:0>16}.answer.json") for n in (1, 2, 3, 4)]
     assert "next push" in answers[0]["said"] and "already" in answers[1]["refused"]["what"]
     assert "no order 'dance'" in answers[2]["refused"]["what"]
@@ -498,10 +504,12 @@ def test_nobody_moves_during_a_push(companies: Companies, serve: Serve, tmp_path
     waiting = order(tmp_path, "1", verb="add", url=server.url)
     listing = order(tmp_path, "2", verb="list")
     with company.external.freeze_membership():
-        company.external.look()
-        assert waiting.exists() and not listing.exists() and not company.table.those(State.STARTED)
-    company.external.look()
-    assert not waiting.exists() and company.table.those(State.STARTED)
+        company.external.poll()
+        assert (
+            waiting.exists() and not listing.exists() and not company.table.in_state(State.STARTED)
+        )
+    company.external.poll()
+    assert not waiting.exists() and company.table.in_state(State.STARTED)
 
 
 def test_what_others_put_there_harms_nobody(tmp_path: Path) -> None:
@@ -544,20 +552,20 @@ def running(run: Path, state: str = "running", pid: int | None = None) -> Path:
 )
 def test_a_run_that_does_not_run(state: str, pid: int | None, said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"does not run: it is .*{said}"):
-        give_order(running(tmp_path, state, pid), "list")
+        send_command(running(tmp_path, state, pid), "list")
 
 
 def test_a_folder_of_no_run_and_a_run_without_engines(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run folder"):
-        give_order(tmp_path, "list")
+        send_command(tmp_path, "list")
     with pytest.raises(UserError, match="has no engines"):
-        give_order(running(tmp_path), "list")
+        send_command(running(tmp_path), "list")
 
 
 def test_an_order_that_nobody_answers_is_taken_back(tmp_path: Path) -> None:
     CommandInbox(running(tmp_path))
     with pytest.raises(RunFailed, match=r"no answer within 0 s, and the order was taken back"):
-        give_order(tmp_path, "add", "host:1", seconds=0.0)
+        send_command(tmp_path, "add", "host:1", seconds=0.0)
     assert not list((tmp_path / FOLDER).iterdir())
 
 
@@ -567,13 +575,13 @@ def test_the_command(
     """With a driver that looks about, in a thread."""
     company, server = companies(CommandInbox(running(tmp_path))), serve()
     server.requests = 2
-    company.table.left(0)
+    company.table.mark_left(0)
     company.join(server.url)
     stop = threading.Event()
 
     def drive() -> None:
         while not stop.wait(0.02):
-            company.external.look()
+            company.external.poll()
 
     driver = threading.Thread(target=drive)
     driver.start()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import ray
 
-from slime.cluster import engine_memory
-from slime.cluster.engine_memory import EnginesMemory
+from slime.cluster import engines as engines_module
+from slime.cluster.engines import EngineHostMemory
 from slime.processes.footprint import Footprint, of_this_host, own_bytes
 
 MB = 1_000_000
@@ -68,8 +68,8 @@ def test_engines_tell_at_the_next_step_and_nobody_waits(monkeypatch: pytest.Monk
         get=get,
         exceptions=ray.exceptions,
     )
-    monkeypatch.setattr(engine_memory, "ray", fake)
-    memory = EnginesMemory(handles)
+    monkeypatch.setattr(engines_module, "ray", fake)
+    memory = EngineHostMemory(handles)
     assert memory.metrics() == {} and asked == ["a", "b"]
     assert memory.metrics() == {} and asked == ["a", "b"], (
         "a question that is open is not asked again"

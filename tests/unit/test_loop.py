@@ -67,7 +67,7 @@ class Session:
 
     def stop_if_asked(self) -> None: ...
 
-    def may_begin_again(self, error: Exception) -> bool:
+    def may_restart_trainer(self, error: Exception) -> bool:
         self.restarts -= isinstance(error, Lost)
         return isinstance(error, Lost) and self.restarts >= 0
 

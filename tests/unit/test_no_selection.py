@@ -52,7 +52,7 @@ class Session:
 
     def __init__(self, *, draw_size: int = TARGET, train_turns: int = 50, **flags: Any) -> None:
         self.config = make_config(rollout_batch_size=TARGET, num_rollout=ROLLOUTS, **flags)
-        self.schedule, self.ages = Schedule(self.config), StalenessTracker(self.config)
+        self.schedule, self.staleness = Schedule(self.config), StalenessTracker(self.config)
         self.schedule.begin(0, 0)
         self.saving = SimpleNamespace(is_due=lambda rollout_id: False)
         self.draw_size, self.train_turns, self.step = draw_size, train_turns, 0
@@ -84,10 +84,12 @@ class Session:
             return await collector.collect()
 
     def may_start(self, rollout_id: int) -> bool:
-        return self.ages.may_start(rollout_id)
+        return self.staleness.may_start(rollout_id)
 
     def start_generating(self, rollout_id: int) -> asyncio.Task[Collected]:
-        return self.loop.create_task(self._generate(rollout_id, self.ages.versions(rollout_id)))
+        return self.loop.create_task(
+            self._generate(rollout_id, self.staleness.versions(rollout_id))
+        )
 
     def collect(self, generating: asyncio.Task[Collected]) -> Collected:
         return self.loop.run_until_complete(generating)
@@ -99,10 +101,12 @@ class Session:
     def train(self, batch: Collected) -> dict[str, float]:
         samples = [sample for run in batch.chosen for sample in run.samples]
         versions = Counter(sample.token_versions() or (0,) for sample in samples)
-        behind = [self.step - self.ages.trained_when(min(each)) for each in versions.elements()]
+        behind = [
+            self.step - self.staleness.trained_when(min(each)) for each in versions.elements()
+        ]
         sync = self.config.sync
         bound = sync.max_staleness if sync.max_staleness is not None else sync.staleness
-        told = self.ages.metrics(versions, self.step).get("rollout/staleness/num_too_old")
+        told = self.staleness.metrics(versions, self.step).get("rollout/staleness/num_too_old")
         if sync.async_buffer_size or sync.max_staleness is not None:
             assert told == sum(age > bound for age in behind)
             self.too_old += int(told)
@@ -112,8 +116,8 @@ class Session:
         return {}
 
     def update_weights(self) -> dict[str, float]:
-        self.client.weight_version = self.ages.version + 1
-        self.ages.pushed(self.ages.version + 1, self.step)
+        self.client.weight_version = self.staleness.version + 1
+        self.staleness.pushed(self.staleness.version + 1, self.step)
         return {}
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:

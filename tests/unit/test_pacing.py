@@ -39,19 +39,19 @@ class Session:
     step: int = 0
 
     def __post_init__(self) -> None:
-        self.schedule, self.ages = Schedule(self.config), StalenessTracker(self.config)
+        self.schedule, self.staleness = Schedule(self.config), StalenessTracker(self.config)
         self.schedule.begin(self.start, 0)
         self.saving = SimpleNamespace(is_due=lambda rollout_id: False)
         self.step, self.under_way = self.start, set[int]()
         self.update_weights()
 
     def may_start(self, rollout_id: int) -> bool:
-        return self.ages.may_start(rollout_id)
+        return self.staleness.may_start(rollout_id)
 
     def start_generating(self, rollout_id: int) -> tuple[int, int]:
         self.begun.append(rollout_id)
         self.under_way.add(rollout_id)
-        return rollout_id, self.ages.version
+        return rollout_id, self.staleness.version
 
     def collect(self, generating: tuple[int, int]) -> tuple[int, int]:
         self.under_way.discard(generating[0])
@@ -63,7 +63,7 @@ class Session:
 
     def train(self, batch: tuple[int, int]) -> dict[str, float]:
         rollout_id, version = batch
-        found = self.ages.metrics({(version,): 4}, self.step)
+        found = self.staleness.metrics({(version,): 4}, self.step)
         self.ages_seen.append(int(found["rollout/staleness/max"]))
         assert found.get("rollout/staleness/num_too_old", 0) == 0
         self.begun_by.append(len(self.begun))
@@ -73,7 +73,7 @@ class Session:
 
     def update_weights(self) -> dict[str, float]:
         assert not self.under_way or self.config.sync.update_weights_in_flight
-        self.ages.pushed(self.ages.version + 1, self.step)
+        self.staleness.pushed(self.staleness.version + 1, self.step)
         return {}
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
@@ -268,10 +268,10 @@ def test_without_max_staleness_the_bound_that_the_launch_says_is_checked(
 def test_what_a_launch_says_of_groups_that_were_put_back() -> None:
     assert (
         "may be older, and are counted"
-        in StalenessTracker(make_config(rollout_batch_size=4, entry="train_async")).of_put_back
+        in StalenessTracker(make_config(rollout_batch_size=4, entry="train_async")).put_back_policy
     )
     said = {
-        name: StalenessTracker(make_config(max_staleness=2, stale_samples=name)).of_put_back
+        name: StalenessTracker(make_config(max_staleness=2, stale_samples=name)).put_back_policy
         for name in ("requeue", "drop")
     }
     assert said["requeue"].startswith("are generated anew when they are older than 2")

@@ -76,11 +76,11 @@ def test_a_raylet_that_does_not_come_up_is_not_waited_for(
 
     monkeypatch.setattr(ray_session.services, "get_node", is_not_there)
     monkeypatch.setattr(ray_session._Daemon, "raylet", SimpleNamespace(poll=lambda: status))
-    with ray_session._patient(lambda: asked):
-        assert ray_session.is_starting()
+    with ray_session._waiting_for_raylet(lambda: asked):
+        assert ray_session.is_ray_starting()
         with pytest.raises(error, match="starting Ray" if asked else "ended as it started"):
             ray_session.services.get_node("address", "node")
-    assert not ray_session.is_starting() and ray_session.services.get_node is is_not_there
+    assert not ray_session.is_ray_starting() and ray_session.services.get_node is is_not_there
 
 
 def test_the_raylet_is_told_of_reserved_ports_and_of_no_agent_that_serves_metrics(
@@ -92,8 +92,8 @@ def test_the_raylet_is_told_of_reserved_ports_and_of_no_agent_that_serves_metric
         "--node_id=abc",
         "--dashboard_agent_command=python agent.py",
     ]
-    with ray_session._patient(lambda: False):
-        command = ray_session._without_dashboard_agent([*given, "--head"])
+    with ray_session._waiting_for_raylet(lambda: False):
+        command = ray_session._with_idle_dashboard_agent([*given, "--head"])
         ports = {name: reserved.port for name, reserved in ray_session._ports.items()}
     assert command == [*given[:-1], ray_session._NO_AGENT, "--head"]
     assert {
@@ -152,7 +152,7 @@ def test_a_run_brings_a_token_where_none_is(
     else:
         for name, value in given.items():
             monkeypatch.setenv(name, value)
-    ray_session._bring_a_token()
+    ray_session._provide_token()
     after = os.environ.get("RAY_AUTH_TOKEN", "")
     assert len(after) == 64 if brings else after == given.get("RAY_AUTH_TOKEN", "")
 
@@ -160,7 +160,7 @@ def test_a_run_brings_a_token_where_none_is(
 def test_what_a_local_ray_inherits_is_not_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEPT", "mine")
     monkeypatch.delenv("NEW", raising=False)
-    with pytest.raises(KeyError), ray_session._inherited({"KEPT": "its", "NEW": "its"}):
+    with pytest.raises(KeyError), ray_session._with_environment({"KEPT": "its", "NEW": "its"}):
         assert os.environ["KEPT"] == os.environ["NEW"] == "its"
         raise KeyError
     assert os.environ["KEPT"] == "mine" and "NEW" not in os.environ

@@ -15,8 +15,8 @@ import pytest
 from slime.checkpoints.directory import partial_dir
 from slime.checkpoints.load_plan import LoadPlan
 from slime.cluster import trainer_group, waiting
-from slime.cluster.launch import Launch
 from slime.cluster.run_cluster import Cluster
+from slime.cluster.trainer_group import Launch
 from slime.cluster.waiting import NamedActor
 from slime.config import make_config
 from slime.errors import RunFailed, UserError
@@ -46,13 +46,13 @@ class Trainers:
     def update_weights(self) -> dict[str, float]:
         return {}
 
-    def turns(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         return {}
 
     def save(self, rollout_id: int, pushed: Any, metrics: dict[str, float]) -> None:
         (partial_dir(self.root / f"iter_{rollout_id:07d}") / "data.distcp").write_text("half")
 
-    def settle_save(self, is_saved: Callable[[], bool], seconds: float) -> None:
+    def wait_for_async_save(self, is_saved: Callable[[], bool], seconds: float) -> None:
         self.asked.append(seconds)
         assert not is_saved()
         self.settles(is_saved)
@@ -397,15 +397,15 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 def test_a_rank_that_hangs_does_not_keep_a_finished_save_waiting(cluster: Cluster) -> None:
     looks = iter([False, False, True])
-    cluster.settle_save(lambda: next(looks), seconds=60)
+    cluster.wait_for_async_save(lambda: next(looks), seconds=60)
     assert next(looks, "all were used") == "all were used"
 
 
 def test_the_wait_has_a_deadline_and_listens_to_sigterm(cluster: Cluster) -> None:
-    cluster.settle_save(lambda: False, seconds=0.02)
+    cluster.wait_for_async_save(lambda: False, seconds=0.02)
     asked = iter([False, True])
     cluster._should_stop = lambda: next(asked)
-    cluster.settle_save(lambda: False, seconds=60)
+    cluster.wait_for_async_save(lambda: False, seconds=60)
     assert next(asked, "all were used") == "all were used"
 
 

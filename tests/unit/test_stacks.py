@@ -67,7 +67,7 @@ def test_whoever_waits_for_it_asks(
     clock = [0.0]
     silence = SlowWaitLogger("training", lambda: clock[0])
     for clock[0] in (30.0, 60.0, 130.0, 270.0):
-        silence.look([worker])
+        silence.poll([worker])
     said = ["Python stacks: trainer-0.log" in line for line in caplog.messages]
     assert said == [True, False, True], "idle, as this clock runs; at work; silent for long"
     wait_until(lambda: log.read_text().count("in spin_without_an_end") == 3, "its stacks")

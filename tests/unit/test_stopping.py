@@ -59,7 +59,7 @@ def test_only_the_first_one_stops_the_run(signals: StopSignals) -> None:
     assert not signals.requested()
     send(signal.SIGTERM)
     assert signals.requested()
-    signals.taken_up()  # the save is waited for
+    signals.acknowledge()  # the save is waited for
     send(signal.SIGTERM)
     assert not signals.requested()
     with pytest.raises(SystemExit) as end:
@@ -74,10 +74,10 @@ def test_ctrl_c_with_nothing_to_lose_leaves_at_once(signals: StopSignals) -> Non
 
 
 def test_ctrl_c_saves_first_and_the_second_one_does_not(signals: StopSignals) -> None:
-    signals.would_lose = lambda: "rollout 12"
+    signals.unsaved_work = lambda: "rollout 12"
     send(signal.SIGINT)
     assert signals.requested() and not signals.insists
-    signals.taken_up()
+    signals.acknowledge()
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT)
     assert signals.insists
@@ -86,7 +86,7 @@ def test_ctrl_c_saves_first_and_the_second_one_does_not(signals: StopSignals) ->
 
 
 def test_ctrl_c_after_sigterm_leaves_at_once(signals: StopSignals) -> None:
-    signals.would_lose = lambda: "rollout 12"
+    signals.unsaved_work = lambda: "rollout 12"
     send(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT)
@@ -96,7 +96,7 @@ def test_ctrl_c_after_sigterm_leaves_at_once(signals: StopSignals) -> None:
 def test_sigquit_writes_stacks_and_leaves_at_once(
     signals: StopSignals, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    signals.would_lose = lambda: "rollout 12"
+    signals.unsaved_work = lambda: "rollout 12"
     with pytest.raises(KeyboardInterrupt) as end:
         send(signal.SIGQUIT)
     assert signals.insists and end.value.args == (signal.SIGQUIT,)
@@ -254,8 +254,8 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RL
 files = [os.dup(0) for _ in range({files})]
 deadlines.STOPPING_BLOCKED = 0.2
 with stopping.StopSignals() as signals:
-    signals.blocks = lambda: {who!r}
-    signals.gives_up = lambda who: os.write(1, f"gave up on {{who}}".encode())
+    signals.what_blocks_exit = lambda: {who!r}
+    signals.before_forced_exit = lambda who: os.write(1, f"gave up on {{who}}".encode())
     try:
         os.kill(os.getpid(), signal.{number})
         time.sleep({seconds})

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from slime.cluster import run_cluster as module
-from slime.cluster.launch import Generating, connect
-from slime.cluster.run_cluster import Cluster
+from slime.cluster.rollout_actor import Generating
+from slime.cluster.run_cluster import Cluster, connect_rollout
 from slime.cluster.trainer_group import TrainerStart
 from slime.cluster.waiting import NoEngineLeft, StopRequested
 from slime.config import make_config
@@ -26,14 +26,14 @@ class Told(Cluster):
     """What `restart_trainers` does, in order, on parts that only say that they were asked."""
 
     def __init__(
-        self, path: Path, *, takes_turns: bool, half_pushed: bool = False, answers: bool = True
+        self, path: Path, *, shares_memory: bool, half_pushed: bool = False, answers: bool = True
     ) -> None:
-        super().__init__(make_config(rollout_batch_size=1, colocate=takes_turns), path)
+        super().__init__(make_config(rollout_batch_size=1, colocate=shares_memory), path)
         self.done: list[str] = []
         self._answers = answers
         self._slots: Any = SimpleNamespace()
-        self._turns: Any = SimpleNamespace(
-            taken=takes_turns, before_trainer=lambda: self.done.append("memory")
+        self._gpu_memory: Any = SimpleNamespace(
+            is_shared=shares_memory, release_for_launch=lambda: self.done.append("memory")
         )
         self._weights: Any = SimpleNamespace(is_pushing=half_pushed)
         self._engines: Any = SimpleNamespace(
@@ -49,7 +49,7 @@ class Told(Cluster):
         self._generating = {rollout: Generating(rollout, None) for rollout in (4, 5)}  # type: ignore[arg-type]
 
     def collect(self, generating: Generating) -> Any:
-        assert self._lacks_trainers, "no engine is waited for that only a push brings back"
+        assert self._trainers_are_lost, "no engine is waited for that only a push brings back"
         if not self._answers:
             raise NoEngineLeft
         self.done.append(f"collect {generating.rollout_id}")
@@ -64,7 +64,7 @@ class Told(Cluster):
     def _load_source(self, *_: Any, **__: Any) -> None:
         self.done.append("load")
 
-    def _introduce(self, version: int) -> None:
+    def _connect_trainers(self, version: int) -> None:
         self.done.append(f"introduce {version}")
 
 
@@ -76,13 +76,13 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_on_gpus_of_their_own_come_up_beside_what_is_under_way(tmp_path: Path) -> None:
-    cluster = Told(tmp_path, takes_turns=False)
+    cluster = Told(tmp_path, shares_memory=False)
     cluster.restart_trainers(7)
     assert cluster.done == ["close", "set up", "collect 4", "collect 5", "load", "introduce 7"]
 
 
 def test_ranks_that_share_their_gpus_wait_until_the_engines_give_memory_up(tmp_path: Path) -> None:
-    cluster = Told(tmp_path, takes_turns=True)
+    cluster = Told(tmp_path, shares_memory=True)
     cluster.restart_trainers(7)
     assert cluster.done == [
         "close",
@@ -98,7 +98,7 @@ def test_ranks_that_share_their_gpus_wait_until_the_engines_give_memory_up(tmp_p
 def test_after_a_push_that_broke(tmp_path: Path) -> None:
     """Engines go on with what they have, and what is called newer than the last push is forgotten;
     with no engine left, rollouts are given up, and what they had finished before stays."""
-    cluster = Told(tmp_path, takes_turns=False, half_pushed=True, answers=False)
+    cluster = Told(tmp_path, shares_memory=False, half_pushed=True, answers=False)
     cluster.restart_trainers(7)
     ended = [
         f"{verb} {rollout}{more}"
@@ -124,7 +124,7 @@ class DyingRouter:
             raise EngineError("http://router", "connection refused")
 
     @contextmanager
-    def explained(self, what: str) -> Iterator[None]:
+    def explain_failures(self, what: str) -> Iterator[None]:
         try:
             yield
         except EngineError as error:
@@ -139,7 +139,7 @@ def test_a_router_that_dies_in_the_launch_is_asked_again_where_it_is_started_aga
 ) -> None:
     router: Any = DyingRouter(tries)
     with nullcontext() if works else pytest.raises(RunFailed, match="connecting to the router"):
-        connect(router.connect, router.explained, tolerant=tolerant)
+        connect_rollout(router.connect, router.explain_failures, tolerant=tolerant)
     assert router.asked == 1 + tolerant
 
 
@@ -155,11 +155,11 @@ def test_no_trainer_is_started_again_without_ray(
     monkeypatch.setattr(session, "dead_daemons", lambda: dead)
     run: Any = SimpleNamespace(
         config=make_config(rollout_batch_size=1, save="checkpoints", max_restarts=2),
-        cluster=SimpleNamespace(lost_trainers=lambda error: True),
+        cluster=SimpleNamespace(is_loss_of_trainers=lambda error: True),
         signals=SimpleNamespace(requested=lambda: False),
         _restarts=0,
     )
-    assert session.Session.may_begin_again(run, RunFailed("trainer-0 died")) == (not dead)
+    assert session.Session.may_restart_trainer(run, RunFailed("trainer-0 died")) == (not dead)
     assert ("Ray's raylet has ended" in caplog.text) == bool(dead)
 
 
@@ -169,10 +169,10 @@ def test_no_trainer_is_started_again_of_a_run_that_is_to_stop(
     monkeypatch.setattr(session, "dead_daemons", lambda: [])
     run: Any = SimpleNamespace(
         config=make_config(rollout_batch_size=1, save="checkpoints", max_restarts=2),
-        cluster=SimpleNamespace(lost_trainers=lambda error: True),
+        cluster=SimpleNamespace(is_loss_of_trainers=lambda error: True),
         signals=SimpleNamespace(requested=lambda: True),
         _restarts=0,
     )
     with pytest.raises(StopRequested):
-        session.Session.may_begin_again(run, RunFailed("trainer-0 died"))
+        session.Session.may_restart_trainer(run, RunFailed("trainer-0 died"))
     assert run._restarts == 0

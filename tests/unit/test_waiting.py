@@ -135,5 +135,5 @@ def test_a_watch_asks_again_only_when_it_was_answered() -> None:
         lambda name, answer: heard.append((name, answer)),
     )
     for _ in range(3):
-        watch.look()
+        watch.poll()
     assert asked == ["a", "b", "a", "a"] and heard == [("a", "fine")] * 2

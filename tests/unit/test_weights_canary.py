@@ -467,20 +467,20 @@ def cluster(tmp_path: Path) -> tuple[Cluster, list[str]]:
         fleet = None
         table = SimpleNamespace(policy=[1], rejoin=lambda: None)
 
-        def start_again(self) -> None: ...
+        def restart_dead(self) -> None: ...
 
         def wait_for_restarts(self, *, for_all: bool) -> None: ...
 
-        def again_without_dead(self, work: Callable[[], Any], what: str) -> Any:
+        def retry_without_dead(self, work: Callable[[], Any], what: str) -> Any:
             return work()
 
-        def end_rollout(self) -> None: ...
+        def stop_health_checks(self) -> None: ...
 
-        def explained(self) -> AbstractContextManager[None]:
+        def explain_failures(self) -> AbstractContextManager[None]:
             return nullcontext()
 
     turns = GpuMemoryOwner(*[lambda *given: {}] * 4, offload_train=True, offload_rollout=True)  # type: ignore[arg-type, list-item]
-    cluster._engines, cluster._turns = Engines(), turns  # type: ignore[assignment]
+    cluster._engines, cluster._gpu_memory = Engines(), turns  # type: ignore[assignment]
     cluster._weights = WeightPush(cluster._engines, None, turns, Logged(), tolerant=False)  # type: ignore[arg-type]
     return cluster, log
 
@@ -489,13 +489,13 @@ def test_engines_are_checked_when_they_wake_and_only_then(
     cluster: tuple[Cluster, list[str]],
 ) -> None:
     it, log = cluster
-    assert it._turns is not None and it._weights is not None
-    it._turns.before_trainer()
+    assert it._gpu_memory is not None and it._weights is not None
+    it._gpu_memory.release_for_launch()
     it._weights.wake_engines()
     assert log == ["taking its memory back"]
     it._weights.wake_engines()
     assert len(log) == 1
-    with it._trainers_turn():
+    with it._trainer_onloaded():
         pass
     it._weights.wake_engines()
     assert len(log) == 2

@@ -30,7 +30,7 @@ def test_who_is_late_is_named_with_the_last_line_of_its_log(
             if second == 150:
                 finished |= {"engine-1", "engine-2"}
             caplog.clear()
-            news.look()
+            news.poll()
             said += [(second, record.getMessage()) for record in caplog.records]
     assert said[:3] == [
         (45, f"engine-0 is coming up for 45 s; {tmp_path / 'engine-0.log'}: Capturing graphs"),

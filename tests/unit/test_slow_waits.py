@@ -60,7 +60,7 @@ def test_lines_come_at_growing_intervals_while_somebody_works(
     said = {}
     for second in range(500):
         clock.now = float(second)
-        silence.look([worker("trainer-0", os.getpid()), worker("trainer-1")])
+        silence.poll([worker("trainer-0", os.getpid()), worker("trainer-1")])
         if lines := lines_of(caplog):
             [said[second]] = lines
     assert list(said) == [60, 120, 240, 480]
@@ -77,10 +77,10 @@ def test_a_sign_begins_the_silence_anew(caplog: pytest.LogCaptureFixture) -> Non
     silence = SlowWaitLogger("generating", clock)
     for second in range(130):
         clock.now = float(second)
-        silence.look([worker("rollout")], sign=second // 50)
+        silence.poll([worker("rollout")], state=second // 50)
     assert lines_of(caplog) == []
     clock.now = 161.0
-    silence.look([worker("rollout")], sign=2, words=lambda: "engine http://e: no answer")
+    silence.poll([worker("rollout")], state=2, details=lambda: "engine http://e: no answer")
     assert lines_of(caplog) == [
         "generating: nothing heard for 61 s from rollout (which has not started); engine "
         "http://e: no answer"
@@ -98,7 +98,7 @@ def test_who_is_stopped_is_named_every_minute(
     silence = SlowWaitLogger("pushing weights", clock)
     for second in range(200):
         clock.now = float(second)
-        silence.look([worker("trainer-0", sleeper.pid)])
+        silence.poll([worker("trainer-0", sleeper.pid)])
     lines = lines_of(caplog)
     assert len(lines) == 3 and all(
         f"trainer-0 (pid {sleeper.pid} on {HERE}: stopped)" in line for line in lines
@@ -106,7 +106,7 @@ def test_who_is_stopped_is_named_every_minute(
     assert "stopped besides" not in lines[0]
     other = SlowWaitLogger("training", clock)
     clock.now = 300.0
-    other.look([worker("trainer-1", 1, "192.0.2.77")])
+    other.poll([worker("trainer-1", 1, "192.0.2.77")])
     [line] = lines_of(caplog)
     assert line.startswith("training: nothing heard for 101 s from trainer-1 (pid 1 on 192.0.2.77)")
     assert f"stopped besides: pid {sleeper.pid} (python" in line
@@ -120,7 +120,7 @@ def test_an_idle_one_is_told_and_so_is_one_that_is_gone(
     silence = SlowWaitLogger("saving a checkpoint", clock)
     for second in (30, 60, 90, 120):
         clock.now = float(second)
-        silence.look([worker("trainer-0", sleeper.pid)])
+        silence.poll([worker("trainer-0", sleeper.pid)])
     assert [line.rpartition(": ")[2] for line in lines_of(caplog)] == ["idle)", "idle)"]
 
 

@@ -22,18 +22,18 @@ STOPPED = {4711: "pid 4711 (ray::TrainerActor)"}
 
 
 class Scene:
-    """A watchman of a minute, its clock and what it sees."""
+    """A monitor with a limit of a minute, its clock and what it sees."""
 
     def __init__(self, log: Path) -> None:
         self.now, self.stopped, self.ended = time.monotonic(), dict(STOPPED), [BaseException()][:0]
-        self.watchman = StoppedProcessMonitor(
+        self.stopped_monitor = StoppedProcessMonitor(
             60.0, log, self.ended.append, lambda: self.stopped, lambda: self.now
         )
-        self.watchman._is_main = True
+        self.stopped_monitor._is_main = True
 
     def after(self, seconds: float) -> None:
         self.now += seconds
-        self.watchman.look()
+        self.stopped_monitor.poll()
 
 
 @pytest.fixture
@@ -43,9 +43,9 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr(
         os, "kill", lambda pid, number: None
     )  # the main thread looks by itself here
-    open_waits.heard()
+    open_waits.note_progress()
     yield Scene(tmp_path / "driver.log")
-    open_waits.end_with(None)
+    open_waits.interrupt_with(None)
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -59,7 +59,7 @@ def test_it_names_who_is_stopped_and_who_waits_once(
 ) -> None:
     caplog.set_level("INFO")
     with open_waits.waiting("training") as wait:
-        wait.whom = {"trainer-0": 4711}
+        wait.pending = {"trainer-0": 4711}
         scene.after(0)
         scene.after(19)
         assert lines_of(caplog) == []
@@ -76,31 +76,33 @@ def test_it_names_who_is_stopped_and_who_waits_once(
 
 def test_it_ends_the_wait_with_its_names(scene: Scene) -> None:
     with open_waits.waiting("training") as wait:
-        wait.whom = {"trainer-0": 4711, "trainer-1": 4712}
+        wait.pending = {"trainer-0": 4711, "trainer-1": 4712}
         scene.after(0)
         scene.after(59)
-        open_waits.look()  # not yet
+        open_waits.raise_interrupt()  # not yet
         scene.after(1)
         with pytest.raises(
             DeadlinePassed, match=r"pid 4711 .* is stopped since .*the run does not go on"
         ) as failed:
-            open_waits.look()
+            open_waits.raise_interrupt()
     assert failed.value.names == ("trainer-0",)
     assert (
         "nothing was heard for 60 s" in failed.value.why and "kill -CONT 4711" in failed.value.fix
     )
-    assert "test_it_ends_the_wait" in scene.watchman._log.read_text(), "the driver's own stacks"
+    assert "test_it_ends_the_wait" in scene.stopped_monitor._log.read_text(), (
+        "the driver's own stacks"
+    )
 
 
 def test_what_is_heard_counts_anew(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.after(0)
-    monkeypatch.setattr(open_waits, "_heard_at", scene.now + 50)
+    monkeypatch.setattr(open_waits, "_last_progress", scene.now + 50)
     scene.after(61)
     scene.after(48)
-    open_waits.look()
+    open_waits.raise_interrupt()
     scene.after(1)
     with pytest.raises(DeadlinePassed):
-        open_waits.look()
+        open_waits.raise_interrupt()
 
 
 def test_another_part_that_is_stopped_later_does_not_count_anew(scene: Scene) -> None:
@@ -108,7 +110,7 @@ def test_another_part_that_is_stopped_later_does_not_count_anew(scene: Scene) ->
     scene.stopped |= {4712: "pid 4712 (gcs_server)"}
     scene.after(60)
     with pytest.raises(DeadlinePassed, match=r"pid 4712 .gcs_server. is stopped"):
-        open_waits.look()
+        open_waits.raise_interrupt()
 
 
 def test_a_wait_that_ends_while_the_stacks_are_asked_for_is_not_ended_again(
@@ -118,23 +120,23 @@ def test_a_wait_that_ends_while_the_stacks_are_asked_for_is_not_ended_again(
     old ones."""
 
     def asked(*_: object, **__: object) -> list[int]:
-        open_waits.heard()
+        open_waits.note_progress()
         return []
 
     monkeypatch.setattr(module.stacks, "ask", asked)
     with open_waits.waiting("starting"):
         scene.after(0)
         scene.after(61)
-        open_waits.look()
+        open_waits.raise_interrupt()
         scene.stopped = {}
         scene.after(61)
-        open_waits.look()
+        open_waits.raise_interrupt()
 
 
 def test_nobody_stopped_ends_nothing(scene: Scene) -> None:
     scene.stopped = {}
     scene.after(10_000)
-    open_waits.look()
+    open_waits.raise_interrupt()
 
 
 def test_a_main_thread_that_does_not_hear_is_ended(
@@ -156,7 +158,7 @@ def test_a_run_that_has_begun_again_is_as_good_as_new(
     monkeypatch.setattr(os, "_exit", pytest.fail)
     scene.after(0)
     scene.after(60)
-    monkeypatch.setattr(open_waits, "_heard_at", scene.now + 1)
+    monkeypatch.setattr(open_waits, "_last_progress", scene.now + 1)
     scene.after(30)
     scene.stopped = {}
     scene.after(30)
@@ -167,10 +169,10 @@ def test_one_that_has_failed_is_ended_where_a_part_keeps_it_from_leaving(
 ) -> None:
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
-    scene.watchman.leaving(RuntimeError("first"), settles=True)
+    scene.stopped_monitor.leaving(RuntimeError("first"), waits_for_save=True)
     scene.after(60)
     assert left == [], "it may wait for a checkpoint"
-    scene.watchman.leaving(RuntimeError("second"), settles=False)
+    scene.stopped_monitor.leaving(RuntimeError("second"), waits_for_save=False)
     scene.after(16)
     assert left == [1] and [str(error) for error in scene.ended] == ["second"]
 
@@ -182,11 +184,11 @@ def test_it_is_raised_in_a_main_thread_that_does_not_look(
     monkeypatch.setattr("slime.deadlines.STOPPED_PROCESSES_TAKES_UP", 0.1)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
         process.send_signal(signal.SIGSTOP)
-        watchman = StoppedProcessMonitor(0.4, tmp_path / "driver.log", lambda error: None)
+        monitor = StoppedProcessMonitor(0.4, tmp_path / "driver.log", lambda error: None)
         try:
-            watchman.begin()
+            monitor.begin()
             with pytest.raises(DeadlinePassed, match=f"pid {process.pid} "):
                 process.wait(60)
         finally:
-            watchman.end()
+            monitor.end()
             process.kill()

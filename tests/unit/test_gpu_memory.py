@@ -55,7 +55,7 @@ class GPU:
 def test_one_step_in_order() -> None:
     gpu = GPU()
     gpu.trainer = set()  # it is not there yet
-    gpu.turns.before_trainer()
+    gpu.turns.release_for_launch()
     gpu.trainer = {"weights", "rest"}
     gpu.turns.onload_weights()
     gpu.turns.onload_engines()
@@ -84,7 +84,7 @@ VERBS = st.lists(
 def test_any_order_of_phases_fits(verbs: list[str]) -> None:
     gpu = GPU()
     gpu.trainer = set()
-    gpu.turns.before_trainer()
+    gpu.turns.release_for_launch()
     gpu.trainer = {"weights", "rest"}
     for verb in verbs:  # the account itself asserts
         if verb in ("generate", "evaluate"):
@@ -109,7 +109,7 @@ def test_one_side_alone(side: str) -> None:
     sides = {"offload_train": side == "train", "offload_rollout": side == "rollout"}
     turns = GpuMemoryOwner(note("release"), note("resume"), note("sleep"), note("wake"), **sides)
     for verb in (
-        turns.before_trainer,
+        turns.release_for_launch,
         turns.onload_weights,
         turns.onload_engines,
         turns.onload_trainer,
@@ -119,7 +119,7 @@ def test_one_side_alone(side: str) -> None:
         set(log)
         == {"train": {"sleep", "wake"}, "rollout": {"release", "resume"}, "nobody": set()}[side]
     )
-    assert turns.taken is (side != "nobody") and turns.turn is MemoryHolder.TRAINER
+    assert turns.is_shared is (side != "nobody") and turns.holder is MemoryHolder.TRAINER
 
 
 @pytest.mark.parametrize("rollout", [True, False])
@@ -143,7 +143,7 @@ def test_whether_engines_lacked_something_is_told_also_when_it_was_tried_again(
         offload_train=True,
         offload_rollout=rollout,
     )
-    turns.before_trainer()
+    turns.release_for_launch()
     if rollout:
         with pytest.raises(EngineError):
             turns.onload_engines()
@@ -163,15 +163,15 @@ class Fleet:
             [EngineEntry(number, (f"engine-{number}",)) for number in range(3)]
         )
         for number in range(3):
-            self.table.launched(number, [f"http://engine-{number}/0"])
+            self.table.mark_launched(number, [f"http://engine-{number}/0"])
         self.held = {engine.url: set(ALL) for engine in self.table.policy}
         self.paused: set[str] = set()
         self.busy = False
         self.dying: str | None = None
-        self.memory = EngineMemory(self.table, lambda engines: self, self.explained)  # type: ignore[arg-type, return-value]
+        self.memory = EngineMemory(self.table, lambda engines: self, self.explain_failures)  # type: ignore[arg-type, return-value]
 
     @contextmanager
-    def explained(self, what: str) -> Iterator[None]:
+    def explain_failures(self, what: str) -> Iterator[None]:
         yield
 
     def flush_cache(self, timeout: float, urls: Sequence[str]) -> None:
@@ -208,16 +208,16 @@ class Fleet:
         self.dying = None
         del self.held[engine.url]
         self.paused.discard(engine.url)
-        self.table.lost(engine.number, "was killed")
+        self.table.mark_lost(engine.number, "was killed")
 
-    def start_again(self) -> None:
+    def restart_dead(self) -> None:
         """With the ports that they had before."""
         assert not any(self.held.values()), "they start beside others' memory"
         for engine in self.table.away:
             url = f"http://engine-{engine.number}/0"
             self.held[url] = set(ALL)
-            self.table.started_again(engine.number, {})
-            self.table.came_up(engine.number, [url])
+            self.table.mark_started_again(engine.number, {})
+            self.table.mark_came_up(engine.number, [url])
         self.table.rejoin()
 
 
@@ -251,7 +251,7 @@ def test_who_survives_the_death_of_another_is_not_asked_twice(
     turns = GpuMemoryOwner(
         memory.release, memory.resume, sleep, wake, offload_train=True, offload_rollout=True
     )
-    turns.before_trainer()
+    turns.release_for_launch()
     order = [
         (turns.onload_weights, {WEIGHTS}),
         (turns.onload_engines, ALL),
@@ -268,7 +268,7 @@ def test_who_survives_the_death_of_another_is_not_asked_twice(
             fleet.lose()
             if then == "restart":
                 with turns.offload_all():
-                    fleet.start_again()
+                    fleet.restart_dead()
                     assert trainer_sleeps[0]
                 assert not trainer_sleeps[0] and not any(fleet.held.values())
             verb()
@@ -299,9 +299,9 @@ def test_a_model_that_judges_gives_and_takes_all_at_once() -> None:
     fleet = Fleet()
     fleet.table = table
     for number in (0, 1):
-        table.launched(number, [f"http://engine-{number}/0"])
+        table.mark_launched(number, [f"http://engine-{number}/0"])
     del fleet.held["http://engine-2/0"]
-    memory = EngineMemory(table, lambda engines: fleet, fleet.explained)  # type: ignore[arg-type, return-value]
+    memory = EngineMemory(table, lambda engines: fleet, fleet.explain_failures)  # type: ignore[arg-type, return-value]
     judge = "http://engine-1/0"
     memory.release([CACHE, WEIGHTS, GRAPHS])
     assert not any(fleet.held.values())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slime.config import Config, make_config
 from slime.rollout.journal import Journal, RecordKind, drawn_as
-from slime.run.ancestry import PushLog, training_of
+from slime.run.ancestry import PushLog, training_fingerprint
 from slime.run.schedule import StalenessTracker
 from slime.samples.types import VersionWindow
 from tests.support.journals import drawn, generated, note
@@ -47,7 +47,7 @@ class Run:
             if notes:
                 log.note(version, trained)
             if trained > start and trained % 2 == 0:
-                self.saved[trained] = log.recent_lineages(trained)
+                self.saved[trained] = log.recent_ancestries(trained)
         return log
 
     def unreachable(self, training: str, start: int) -> set[int]:
@@ -183,7 +183,7 @@ def test_without_a_change_nothing_is_gone(
 def test_of_a_long_run_the_last_lineages_are_kept(run: Run) -> None:
     log = run.live("a", 0, *((i + 1, i) for i in range(200)))
     assert (
-        sorted(log.recent_lineages(198)) == list(range(135, 199))
+        sorted(log.recent_ancestries(198)) == list(range(135, 199))
         and run.unreachable("a", 198) == set()
     )
     assert run.unreachable("b", 196) == {198, 199, 200}
@@ -231,7 +231,7 @@ def test_a_rollout_is_told_what_is_gone() -> None:
 
 
 def training(**flags: Any) -> str:
-    return training_of(
+    return training_fingerprint(
         make_config(rollout_batch_size=4, n_samples_per_prompt=2, **{"num_rollout": 5, **flags})
     )
 
