@@ -6,8 +6,7 @@ and bytes.
 
 Groups as a rollout finishes them are noted in a journal on --folder's disk, and forced to it at the
 end. ``--step-seconds`` is what a step with so many tokens takes elsewhere; the share of it is
-printed, and is to be 1 % at most.
-"""
+printed, and is to be 1 % at most."""
 
 from __future__ import annotations
 

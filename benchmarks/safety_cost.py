@@ -5,8 +5,7 @@ in turns.
 
 A step of this toy takes a few tenths of a second, of which milliseconds are a percent; so the
 milliseconds are what to look at. Real steps take seconds to minutes. Medians over the steps behind
-the first three of each run.
-"""
+the first three of each run."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ python tools/changed_tests.py --seconds 60      # run them; what was not reached
 python tools/changed_tests.py --against HEAD~3
 
 A test is near when few imports lie between it and a changed file. Files that are no modules (data,
-pages) concern the modules that name them.
-"""
+pages) concern the modules that name them."""
 
 from __future__ import annotations
 

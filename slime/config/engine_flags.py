@@ -91,8 +91,10 @@ class ForeignArg:
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> ForeignArg:
-        tuples = {key: tuple(row[key]) for key in ("choices", "aliases") if key in row}
-        values: dict[str, Any] = {**row, **tuples}
+        values = {
+            key: tuple(value) if key in ("choices", "aliases") else value
+            for key, value in row.items()
+        }
         return ForeignArg(**values)
 
 

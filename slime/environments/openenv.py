@@ -2,13 +2,12 @@
 next message.
 
     world = OpenEnvEnvironment("http://127.0.0.1:8000", act=lambda text: {"message": text},
-    observe=lambda seen: …) generate = world.generate           # --custom-generate-function-path
-    my_file.py:generate world.write_prompts("episodes.jsonl", [{"seed": seed} for seed in
-    range(100)])
+    observe=lambda seen: …)
+    generate = world.generate           # --custom-generate-function-path my_file.py:generate
+    world.write_prompts("episodes.jsonl", [{"seed": seed} for seed in range(100)])
 
 Written for version 0.10 of the package, which is imported when it is needed; any client with its
-methods will do.
-"""
+methods will do."""
 
 from __future__ import annotations
 

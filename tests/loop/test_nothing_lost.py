@@ -159,8 +159,8 @@ def kept(folder: Path) -> dict[str, bytes]:
 def test_another_learning_rate_behind_a_kill(begin: Callable[..., Driver], hold: Path) -> None:
     """Killed in the second rollout, before the first checkpoint. The weights of the first step are
     no more when the run goes on at another rate, and what they had generated is generated again:
-    the end is that of a run that had this rate from the start. What the weights of the beginning
-    have generated is not."""
+    the end is that of a run that had this rate
+    from the start. What the weights of the beginning have generated is not."""
     (hold / "hold-sample-15").touch()
     flags = ("--num-rollout", 2, "--save-interval", 9)
     driver = begin("rate", *flags, "--lr", 3e-2)

@@ -35,7 +35,6 @@ PLACES: dict[str, tuple[Part, ...]] = {
     "cluster/routers.py": ("engine", "router"),
     "cluster/trainer_group.py": ("trainer",),
     "cluster/weight_push.py": ("push",),
-    "agents": ("generation",),
     "embedded": ("engine",),
     "engines": ("engine",),
     "environments": ("generation",),

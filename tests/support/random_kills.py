@@ -8,8 +8,7 @@ again whenever it ended of one. A line of FOLDER/kills.jsonl says what was kille
 everything that is wrong with the end: steps, samples, what was generated twice, and processes that
 were left 5 s after an end. Its weights are kept, to be compared bit by bit with those of an
 undisturbed run, which the plan makes too. What is not finished when the seconds are over is killed,
-and goes on with the next call.
-"""
+and goes on with the next call."""
 
 from __future__ import annotations
 
