@@ -91,7 +91,7 @@ class ForeignArg:
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> ForeignArg:
-        values = {
+        values: dict[str, Any] = {
             key: tuple(value) if key in ("choices", "aliases") else value
             for key, value in row.items()
         }
