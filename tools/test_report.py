@@ -1,12 +1,10 @@
 """`make test-full`: run every test but those that need a GPU, and record the result in
 docs/test-report.md.
 
-# all of them: hours; called again it goes on where it ended
-python tools/test_report.py
-# some files or folders, each file for so long at most
-python tools/test_report.py tests/unit --minutes 5
-python tools/test_report.py --jobs 8                 # so many files at a time: one per two cores
-python tools/test_report.py --again                  # forget what was run at this commit
+python tools/test_report.py                         # all: hours; called again it goes on
+python tools/test_report.py tests/unit --minutes 5  # some files or folders, each file for so long
+python tools/test_report.py --jobs 8                # so many files at a time: one per two cores
+python tools/test_report.py --again                 # forget what was run at this commit
 
 Each file is a process of its own, so that one that crashes or hangs costs its own results alone.
 Every test's outcome is written down as it comes, and the report after every file: a run that is

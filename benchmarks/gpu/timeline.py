@@ -1,8 +1,8 @@
 """Where a GPU had nothing to do: the gaps between kernels in a profile, and what the host did
 meanwhile.
 
-gaps = find_gaps(json.load(open("trace.json"))["traceEvents"])      # of torch.profiler's
-export_chrome_trace print(summary(gaps))
+gaps = find_gaps(json.load(open("trace.json"))["traceEvents"])  # by torch.profiler
+print(summary(gaps))
 """
 
 from __future__ import annotations

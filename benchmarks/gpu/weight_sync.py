@@ -1,7 +1,8 @@
 """One weight push, pause to continue, no request in flight: colocated by handles, or to GPUs of its
 own by NCCL.
 
-    python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way colocated                 # 1 GPU
+    # 1 GPU
+    python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way colocated
     # 1 -> 1, 2 GPUs
     python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way apart
     # 2 -> 2, 4 GPUs

@@ -1,5 +1,7 @@
-"""python -m examples.environments.train openenv|verifiers|harbor [steps]: a small model is trained
-in one of them."""
+"""Train a small model in one of the environments.
+
+python -m examples.environments.train openenv|verifiers|harbor [steps]
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A model that may run Python: several turns with a sandbox between them, as one training sample.
 
 user         What is 37 times 46?
-assistant    <python>print(37*46)</python>       sampled, trained on; generation stops at the stop
-string tool         1702                                the sandbox's output, appended, never
-trained on assistant    1702                                sampled, trained on
+assistant    <python>print(37*46)</python>    sampled, trained on; ends at the stop string
+tool         1702                             the sandbox's output, appended, never trained on
+assistant    1702                             sampled, trained on
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 sample.
 
 user         How high is the Zugspitze?
-assistant    <search>Zugspitze</search>          sampled, trained on; generation stops at the stop
-string tool         The Zugspitze is 2962 m high.       appended, never trained on assistant    2962
-sampled, trained on
+assistant    <search>Zugspitze</search>       sampled, trained on; ends at the stop string
+tool         The Zugspitze is 2962 m high.    appended, never trained on
+assistant    2962                             sampled, trained on
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Two agents, one model: it plays Nim against itself, and both sides of a game are trained on.
 
-    user         9 stones                 the first player's conversation
-    assistant    1                        sampled, trained on
-    user         5 stones                 the second player took 3: sampled, and trained on in its
-    own conversation assistant    1  …
+    user         9 stones    the first player's conversation
+    assistant    1           sampled, trained on
+    user         5 stones    the second player took 3: sampled, and trained on in its conversation
+    assistant    1           …
 
 A move takes one, two or three stones; whoever takes the last one wins.
 """

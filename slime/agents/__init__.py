@@ -1,7 +1,7 @@
 """Agents that only speak an API: an endpoint for each sample, in front of the rollout's engines.
 
-agent ──► chat_api, responses_api, messages_api ──► conversation ──► turns ──► generate ──► router
-──► engines
-          (shapes of three protocols)               (messages to      (a tree)
-                                                     tokens and back)
+agent ─► chat_api, responses_api, messages_api ─► conversation ─► turns ─► generate ─► router
+         (shapes of three protocols)              (messages to    (a tree)               │
+                                                  tokens and back)                       ▼
+                                                                                       engines
 """

@@ -3,9 +3,9 @@ exist as a whole.
 
     hidden [N, H] ──┐
                     ├─ block of rows × block of vocabulary ─► running max, sum, target logit, Σ p·x
-                    ─► log-prob, entropy
-    weight [V, H] ──┘                      (backward: the same blocks again, each written once into
-    the gradients)
+    weight [V, H] ──┘                                         ─► log-prob, entropy
+
+    backward: the same blocks again, each written once into the gradients
 
 Logits of 16k tokens over a vocabulary of 150k are 10 GB in float32, and a backward pass holds
 several of them. Here a block of a few million logits is all there is at any time, for one more

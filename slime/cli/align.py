@@ -1,21 +1,22 @@
-"""`slime align`: where trainer and engine part, when their log-probs of the same tokens differ, and
-why, ranked.
+r"""`slime align`: where trainer and engine part, when their log-probs of the same tokens differ,
+and why, ranked.
 
-slime align --config my.yaml --lr 1e-6             a fresh round with the flags of `slime train`
-slime align train-async --config my.yaml           those of `slime train-async`
-slime align outputs/sums                           what this run has dumped (--dump-details,
---save-debug-train-data) slime align dumps/train_data/0.pt dumps/rollout_data/0.pt --hf-checkpoint
-models/mine --rollout-temperature 0.7
+slime align --config my.yaml --lr 1e-6        a fresh round with the flags of `slime train`
+slime align train-async --config my.yaml      those of `slime train-async`
+slime align outputs/sums                      what this run has dumped (--dump-details,
+                                              --save-debug-train-data)
+slime align dumps/train_data/0.pt dumps/rollout_data/0.pt \
+    --hf-checkpoint models/mine --rollout-temperature 0.7
 
   --json             for programs
   --model DIR        the weights that scored the tokens: a Hugging Face directory, a run folder, a
-  --save directory;
-                     default: those that the run begins with
+                     --save directory; default: those that the run begins with
   --also DIR         other weights that the engine may have had
   --engine URL       an engine that still runs: its weights are compared, and it is asked again
   --of-rollout N     of a run folder, default 0
   --max-tokens N     look at samples of so many tokens, those that differ most; default 4096 on a
-  GPU, 1024 without --all              measure all causes, also where the sides are alike
+                     GPU, 1024 without
+  --all              measure all causes, also where the sides are alike
 
 The model is computed in this process besides, in float32, on a GPU where there is one. Ends with 0
 when nothing parts them, with 1 when something does.

@@ -1,8 +1,7 @@
 """`slime chat`: talk to a model in the terminal.
 
-slime chat outputs/sums                                the newest model of a run
-echo 'What is 17 + 25?' | slime chat Qwen3-0.6B        without a terminal: a question per line, an
-answer for each
+slime chat outputs/sums                            the newest model of a run
+echo 'What is 17 + 25?' | slime chat Qwen3-0.6B    without a terminal: a question per line
 
 /reset forgets the conversation, /system TEXT sets the system prompt and begins anew, /quit leaves
 (Ctrl-D too); Ctrl-C ends an answer early.

@@ -1,12 +1,11 @@
-"""`slime convert`: checkpoints between Hugging Face and Megatron, GGUF to Hugging Face, quantised
-weights.
+"""`slime convert`: checkpoints between Hugging Face and Megatron, from GGUF, and quantised ones.
 
     slime convert hf-to-megatron --hf_model_path Qwen3-0.6B --save_path ckpt
     slime convert megatron-to-hf --load_path ckpt --hf_model_path Qwen3-0.6B --save_path exported
     slime convert gguf-to-hf --gguf_path model.gguf --save_path model
-    slime convert hf-to-int4 --hf_model_path GLM-4.5-Air --save_path GLM-4.5-Air-INT4 --group_size
-    32 slime convert hf-to-fp8 --hf_model_path Qwen3-4B --save_path Qwen3-4B-FP8 --block_size 128
-    128 slime convert quantised-to-hf --hf_model_path DeepSeek-V3 --save_path DeepSeek-V3-bf16
+    slime convert hf-to-int4 --hf_model_path GLM-4.5-Air --save_path GLM-INT4 --group_size 32
+    slime convert hf-to-fp8 --hf_model_path Qwen3-4B --save_path Qwen3-FP8 --block_size 128 128
+    slime convert quantised-to-hf --hf_model_path DeepSeek-V3 --save_path DeepSeek-V3-bf16
 
 Training needs none of these: it reads Hugging Face directories itself. One process, on the GPU if
 there is one; under torchrun a large model is spread over the ranks. What is written loads at any

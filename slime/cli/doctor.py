@@ -1,11 +1,11 @@
 """`slime doctor FLAGS`: look at machine, model, data, rewards and plan of a run before it starts,
 and say all that is wrong at once.
 
-slime doctor --config my.yaml --lr 1e-6           the flags of `slime train`
-slime doctor train-async --config my.yaml         those of `slime train-async`
-slime doctor --json ...                           for programs
-slime doctor --round ...                          one round, too: a few answers, one step, a push,
-all weights compared
+slime doctor --config my.yaml --lr 1e-6      the flags of `slime train`
+slime doctor train-async --config my.yaml    those of `slime train-async`
+slime doctor --json ...                      for programs
+slime doctor --round ...                     one round, too: a few answers, one step, a push, and
+                                             all weights compared
 
 Without --round it starts, downloads and writes nothing, and needs no GPU. Ends with 0 when nothing
 stands in the way of the run, with 1 when something does; what is only worth a look does not count.

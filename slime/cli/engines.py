@@ -2,8 +2,8 @@
 
 slime engines outputs/sums                            its engines, what they are at, their requests
 slime engines add outputs/sums 10.0.0.7:30000         one that you have started joins
-slime engines remove outputs/sums 10.0.0.7:30000      it leaves; also engine-1, of the run's own,
-which is ended then
+slime engines remove outputs/sums 10.0.0.7:30000      it leaves
+slime engines remove outputs/sums engine-1            the run's own leave, too; they are ended then
 
 An engine that joins gets weights with the run's next push, and requests after it. Its weights are
 replaced with every push for as long as it takes part.

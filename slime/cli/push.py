@@ -1,8 +1,7 @@
 """`slime push`: upload a model to the hub, with a card that says how it was trained.
 
 HF_TOKEN=… slime push outputs/sums me/sums
-slime push outputs/sums me/sums --card-only > README.md          look at the card first; nothing is
-uploaded
+slime push outputs/sums me/sums --card-only > README.md     see the card first; nothing is uploaded
 """
 
 from __future__ import annotations

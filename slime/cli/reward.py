@@ -1,9 +1,10 @@
-"""``slime reward``: run a reward function on its own, on rows of data, without engines or trainer.
+r"""`slime reward`: run a reward function on its own, on rows of data, without engines or trainer.
 
-slime reward --custom-rm-path my.reward --prompt-data answers.jsonl --label-key label --response-key
-response slime reward --rm-type math --prompt-data train.jsonl --input-key question --label-key
-answer --response 42 slime reward --custom-rm-path my.reward --prompt-data
-outputs/run/samples/rollout_000000.jsonl
+slime reward --custom-rm-path my.reward --prompt-data answers.jsonl \
+    --label-key label --response-key response
+slime reward --rm-type math --prompt-data train.jsonl \
+    --input-key question --label-key answer --response 42
+slime reward --custom-rm-path my.reward --prompt-data outputs/run/samples/rollout_000000.jsonl
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A thread of the driver that ends the wait for a stopped process (SIGSTOP), which answers nobody.
 
     pid 4711 (ray::TrainerActor) is stopped since 14:03:12; the driver waits since 14:03:10
-    (training) for trainer-0. It ends at 14:13:12 if nothing is heard until then; kill -CONT 4711
-    lets it go on
+        (training) for trainer-0. It ends at 14:13:12 if nothing is heard until then;
+        kill -CONT 4711 lets it go on
 
 Deadlines of calls (docs/deadlines.md) fit the work that is waited for, up to hours, and a call into
 Ray may never return while one of Ray's daemons is stopped. So the thread measures the time since a

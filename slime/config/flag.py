@@ -1,16 +1,14 @@
 """What a flag is: the declaration that `--help`, docs/flags.md, the checks and the refusals are
 made from.
 
-    temperature: float = flag(1.0, range=more_than(0))         →  --temperature 0.7
-    colocate: bool = flag(False)                               →  --colocate  (and --no-colocate, to
-        undo a YAML file)
-    stop: tuple[str, ...] = flag(())                           →  --stop A B
-    env: dict[str, Any] = flag({})                             →  --env '{"A": "1"}'
-    num_engines: int = derived("formula")                      →  a flag whose default is computed
-        in `resolve`
+    temperature: float = flag(1.0, range=more_than(0))  →  --temperature 0.7
+    colocate: bool = flag(False)                        →  --colocate, and --no-colocate to undo it
+    stop: tuple[str, ...] = flag(())                    →  --stop A B
+    env: dict[str, Any] = flag({})                      →  --env '{"A": "1"}'
+    num_engines: int = derived("formula")               →  its default is computed in `resolve`
     tis_clip: float = flag(2.0, needs=on("use_tis") | on("get_mismatch_metrics"))
-    eps_clip_c: float | None = flag(None, needs=unless("advantage_estimator", "cispo", why="CISPO
-        clips the weight"))
+    eps_clip_c: float | None = flag(
+        None, needs=unless("advantage_estimator", "cispo", why="CISPO clips the weight"))
 
 The annotation gives the type, the docstring under the field the help text. Megatron's, SGLang's and
 the router's flags have the same record, from the tables in `megatron_flags` and `engine_flags`.

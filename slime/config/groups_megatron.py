@@ -35,8 +35,7 @@ _SHARDED = (
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig:
-    """Parallel layout, precision, recompute, optimizer and schedule, with Megatron's own names and
-    meaning.
+    """Parallel layout, precision, recompute, optimizer and schedule, by Megatron's own names.
 
     Only what the user set of Megatron's further fields, by field name, ready to pass on:
         transformer: of `TransformerConfig` and `ModelParallelConfig`. Combine it with what the

@@ -12,8 +12,9 @@ _TRAINS = unless("debug_rollout_only", why="nothing is trained")
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedConfig:
-    """What the trainer makes of it that engines hold quantised weights (quantization_config of
-    --hf-checkpoint)."""
+    """How the trainer takes the quantised weights of engines into account.
+
+    Engines hold such weights if --hf-checkpoint has a quantization_config."""
 
     SERVES: ClassVar[tuple[Part, ...]] = ("trainer",)
 

@@ -2,11 +2,10 @@
 torch alone.
 
     HTTP thread (aiohttp)                        engine thread
-    server, generate_routes, control_routes  ──►  engine ── scheduler ─┬─ kv_cache   slots, prefixes
-    openai_routes, request parsing, text     ◄──  (events per step)    ├─ model      prefill, decode
-                                                                       ├─ sampler    tokens,
-                                                                       log-probs └─ weights
-                                                                       Hugging Face names, updates
+    server, generate_routes, control_routes  ──► engine ── scheduler ─┬─ kv_cache  slots, prefixes
+    openai_routes, request parsing, text     ◄── (events per step)    ├─ model     prefill, decode
+                                                                      ├─ sampler   tokens, log-probs
+                                                                      └─ weights   names, updates
 
 One request is one or more `Sequence`; a sequence has a slot in the KV cache from its prefill to its
 last token. Each step of the engine thread admits what waits, prefills a bounded number of tokens,

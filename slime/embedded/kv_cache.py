@@ -2,8 +2,9 @@
 added as needed.
 
     position:   0       64      128      192      256      320 …
-    block:      │  64   │   64   │   64   │   64   │   64   │ …      sizes grow later, so that their
-                number stays small each: keys and values [layers, slots, kv_heads, size, head_dim]
+    block:      │  64   │   64   │   64   │   64   │   64   │ …
+                each: keys and values [layers, slots, kv_heads, size, head_dim]
+                later blocks are larger, so that their number stays small
 
 Decoding reads slots 0 … n-1 of a block as one contiguous [n * kv_heads, size, head_dim]: in place,
 which torch's batched products only do with contiguous operands; and a block is read only for the

@@ -1,7 +1,7 @@
 """The decoder forward over packed tokens, with keys and values in a slot cache.
 
-hidden ─► norm ─► projections ─► attend ─► output (─► norm) ─► + ─► norm ─► MLP or experts (─► norm)
-─► +
+hidden ─► norm ─► projections ─► attend ─► output (─► norm) ─► +
+       ─► norm ─► MLP or experts (─► norm) ─► +
 """
 
 from __future__ import annotations

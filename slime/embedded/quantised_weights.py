@@ -1,7 +1,7 @@
 """Keep the stored form of quantised weights in an engine that computes with dequantised ones.
 
-    update ─► stored parts (INT4, FP8), kept as they came ─► weight in the engine's dtype, once all
-    its parts are there
+    update ─► stored parts (INT4, FP8), kept as they came
+           ─► weight in the engine's dtype, once all its parts are there
 
 What came is kept because it is what trainer and engine compare; it is a quarter or half of the
 weights in size.

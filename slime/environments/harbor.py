@@ -5,8 +5,8 @@ task's tests score.
     generate = tasks.generate           # --custom-generate-function-path my_file.py:generate
     tasks.write_prompts("tasks", "tasks.jsonl")
 
-    task.toml  instruction.md  environment/  tests/test.sh ──► /logs/verifier/reward.json, or
-    reward.txt
+    task.toml  instruction.md  environment/  tests/test.sh
+        ──► /logs/verifier/reward.json, or reward.txt
 
 docs/environments.md says which tasks need more than that.
 """

@@ -1,8 +1,8 @@
 """Environments behind OpenEnv's servers: the model's text becomes an action, the observation the
 next message.
 
-    world = OpenEnvEnvironment("http://127.0.0.1:8000", act=lambda text: {"message": text},
-    observe=lambda seen: …)
+    world = OpenEnvEnvironment(
+        "http://127.0.0.1:8000", act=lambda text: {"message": text}, observe=lambda seen: …)
     generate = world.generate           # --custom-generate-function-path my_file.py:generate
     world.write_prompts("episodes.jsonl", [{"seed": seed} for seed in range(100)])
 

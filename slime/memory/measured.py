@@ -1,9 +1,8 @@
 """Compare measured memory with the plan, once, and again whenever it grows.
 
-    perf/forward_backward_peak_memory_gb   ◄─►   phase train, the trainer's part without its CUDA
-                                                 context
-    perf/ref_log_probs_peak_memory_gb      ◄─►   phase log-probs
-    perf/trainer_asleep_gb                 ◄─►   what a sleeping trainer may keep in tensors
+    perf/forward_backward_peak_memory_gb  ◄─►  phase train: the trainer, less its CUDA context
+    perf/ref_log_probs_peak_memory_gb     ◄─►  phase log-probs
+    perf/trainer_asleep_gb                ◄─►  what a sleeping trainer may keep in tensors
 
 Adam makes its moments in the first update, after the passes that were measured. Unless a checkpoint
 brought them, they are in the peaks from the second update on, so the first update is only checked

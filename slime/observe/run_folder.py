@@ -9,9 +9,9 @@ outputs/<run_name>/
   trace/                timelines that open in Perfetto, per rollout
   logs/                 one file per process
   model/                with --save: the model at the end, a Hugging Face directory
-  journal/              while it runs: what was generated and not trained on yet, and when which
-  weights were pushed crash/                traceback, last metrics and configuration of a failed
-  run report.html           all of it on one page
+  journal/              while it runs: what is not trained on yet, and when weights were pushed
+  crash/                traceback, last metrics and configuration of a failed run
+  report.html           all of it on one page
 """
 
 from __future__ import annotations

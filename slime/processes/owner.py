@@ -1,9 +1,9 @@
 """How a process ends with the one that it belongs to, however that one ended.
 
     die_with_parent    the kernel kills it at once: servers, graders
-    follow_parent      it is told, has a moment to end tidily, and leaves: embedded engines, workers
-    of the data check end_within         the other way round: what has a deadline to end, before its
-    owner leaves without it
+    follow_parent      it is told, has a moment to end tidily, and leaves: embedded engines,
+                       workers of the data check
+    end_within         the other way round: what has a deadline to end, before its owner leaves
 
 What a local Ray starts ends as a whole (`slime.processes.tree`).
 """

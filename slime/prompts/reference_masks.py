@@ -1,9 +1,11 @@
 """``--loss-mask-type``: which text the reference system's rules for loss masks train, to compare it
 with ours.
 
-    qwen          each message rendered alone; an assistant's is trained behind the generation
-    prompt qwen3         the same, rendered behind a user's message qwen3_5       the whole
-    conversation rendered; from behind ``<|im_start|>assistant`` (and an opened ``<think>``) on
+    qwen          each message rendered alone; an assistant's is trained from behind the
+                  generation prompt on
+    qwen3         the same, rendered behind a user's message
+    qwen3_5       the whole conversation rendered; trained from behind ``<|im_start|>assistant``
+                  (and an opened ``<think>``) on
     distill_qwen  the first message as prompt, the last message's content as answer
 
 The first three also train the line break behind the end of a turn, which no engine generates; that

@@ -2,8 +2,8 @@
 consumed.
 
     rows ─► checked and measured ─► order of the epoch ─► groups ─► rollout ─┐
-                                           ▲                                 │ aborted or surplus
-                                           groups └───────────── buffer ◄───────────┘
+                                           ▲                                 │ aborted or
+                                           └───────────── buffer ◄───────────┘ surplus groups
 
 What a resumed run draws follows from what was *consumed*, not from what was drawn: groups that were
 under way when the run stopped are drawn again, with the same indices and in the same order.

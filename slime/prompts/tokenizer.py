@@ -172,8 +172,7 @@ def end_token_conflicts(tokenizer: Any, path: str) -> list[str]:
 
     Example (config.json names 2, the tokenizer <|im_end|>):
         >>> end_token_conflicts(tokenizer, path)  # doctest: +SKIP
-        ["the model's files name different end tokens: tokenizer '<|im_end|>' (151645), config.json
-        '\"' (2) ..."]
+        ["the model's files name different end tokens: tokenizer '<|im_end|>' (151645), ..."]
     """
     config = Path(path) / "config.json"
     read = orjson.loads(config.read_bytes()) if config.is_file() else {}

@@ -2,13 +2,13 @@
 the rest back.
 
     source ─► drawn ─► running ─┬─► failed ──────► discarded, another is drawn
-              (over_sampling_   ├─► dropped ─────► discarded, another is drawn      (dynamic filter)
-               batch_size at    └─► kept ─┬──────► chosen: the batch                (first
-               rollout_batch_size) a time)                    └──────► surplus: put back as it is,
-               nothing is generated twice
-              still running when the batch is full ─► aborted, put back: as far as it came with
-              --partial-rollout,
-                                                      else as a prompt
+              (over_sampling_   ├─► dropped ─────► discarded, another is drawn (dynamic filter)
+               batch_size at    └─► kept ─┬──────► chosen: the batch (first rollout_batch_size)
+               a time)                    └──────► surplus: put back, nothing is generated twice
+
+    still running when the batch is full ─► aborted, put back: with --partial-rollout as far as
+                                            it came, else as a prompt
+
 Every drawn group ends in exactly one of: chosen, discarded, put back.
 
 Which groups are chosen: the first to finish; in deterministic mode the first by order of drawing,

@@ -7,8 +7,7 @@ existing plugins):
 
     async def two_turns(args, sample, sampling_params):
         sample = await generate(args, sample, sampling_params)
-        if sample.status is not SampleStatus.COMPLETED:  # aborted at the end of the rollout, or out
-        of room
+        if sample.status is not SampleStatus.COMPLETED:  # aborted, or out of room
             return sample
         append_message(sample, {"role": "tool", "content": tool(sample.response)})
         return await generate(args, sample, sampling_params)

@@ -1,9 +1,8 @@
 """The rollout station: prompts in, groups with rewards out.
 
-    source ──► DynamicSampler ──► GroupRunner ──► generate function ──► RolloutClient ──► router ──►
-    engines
-               (which)       (one group)     (one sample)          (one request)
-                                   └───────► rewards (worker processes)
+    source ─► DynamicSampler ─► GroupRunner ─► generate function ─► RolloutClient ─► router, engines
+              (which)           (one group)    (one sample)         (one request)
+                                     └───────► rewards (worker processes)
 
 `RolloutLoop.generate_batch` is what happens between two training steps; a user's
 ``--rollout-function-path`` may take its place, and may call `generate_rollout` (the built-in one)
@@ -87,8 +86,8 @@ class RolloutLoop:
     Example:
         loop = RolloutLoop(config, tokenizer, source, "http://127.0.0.1:30000")
         await loop.start()
-        output = await loop.generate_batch(0)      # output.samples: rollout_batch_size groups,
-        sorted by sample index
+        output = await loop.generate_batch(0)
+        output.samples      # rollout_batch_size groups, sorted by sample index
     """
 
     def __init__(

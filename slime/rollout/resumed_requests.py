@@ -1,8 +1,8 @@
 """Answers that take several requests, as one answer.
 
-    request ─► answer, aborted ─► request for the rest ─► answer      joined: as if nothing had cut
-    it, with the
-                                                                      weight version of every token
+    request ─► answer, aborted ─► request for the rest ─► answer
+               └──── joined: as if nothing had cut it ────┘
+                     with the weight version of every token
 
 Engines abort what they are at before they take new weights, and when another rollout ends. And what
 an engine that dies was at is lost, so a long answer may be asked for piece by piece

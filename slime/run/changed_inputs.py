@@ -30,8 +30,7 @@ def fingerprints(config: Config) -> dict[str, str]:
 
     Example:
         >>> fingerprints(config)  # doctest: +SKIP
-        {'--prompt-data sums.jsonl': '9b1f…', '--hf-checkpoint Qwen3-4B': '03ac…', '--custom-rm-path
-        mine.reward': …}
+        {'--prompt-data sums.jsonl': '9b1f…', '--hf-checkpoint Qwen3-4B': '03ac…', …}
     """
     return {
         f"{option_of(flag)} {value}": found

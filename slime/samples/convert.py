@@ -1,7 +1,6 @@
 """Converts finished groups to one `TrainBatch` per data-parallel rank.
 
-groups ─► trainable samples ─► columns (rewards, masks, denominators) ─► packing ─► shards of
-tensors
+groups ─► trainable samples ─► columns (rewards, masks, denominators) ─► packing ─► tensor shards
 """
 
 from __future__ import annotations

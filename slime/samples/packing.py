@@ -1,8 +1,9 @@
 """Packing: which sample goes into which optimizer step, data-parallel rank and micro-batch. Pure
 functions.
 
-    samples ─► steps (whole trajectories) ─► micro-batches (token cap) ─► ranks (equal counts,
-    balanced cost)
+    samples ─► steps         ─► micro-batches  ─► ranks
+               (whole           (token cap)       (equal counts,
+               trajectories)                      balanced cost)
 
 Invariants, each one a property test:
   * every sample is in exactly one micro-batch of one rank of one step; nothing is dropped;

@@ -3,7 +3,7 @@
 The format is the reference system's (``format_version`` 2): one `torch.save` per rollout of
 
     {"format_version": 2, "rollout_id", "rank", "samples": [{...}], "dp_shards": [{...}],
-    "raw_reward": [...]}
+     "raw_reward": [...]}
 
 with the samples of all data-parallel ranks in the order of their index. It holds plain containers
 and tensors only, so ``torch.load(path)`` reads it with its safe defaults.

@@ -1,8 +1,8 @@
 """Records that the parts of an update hand to each other, with tensors on the trainer's device.
 
 TrainBatch ─► RolloutTensors ─ per micro-batch ─► LossInputs ──┐
-                   ▲                              TokenScores ─┴─► MicroBatchResult ─ per step ─►
-                   StepOutcome └──────────────── log-probs of the training pass ───┘
+                   ▲                              TokenScores ─┴─► MicroBatchResult ─► StepOutcome
+                   └──────────────── log-probs of the training pass ───┘
 """
 
 from __future__ import annotations

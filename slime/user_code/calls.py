@@ -1,12 +1,13 @@
 """Users' code, called so that what goes wrong in it ends with its own call, on an event loop that
 others share.
 
-    in_thread     a sync function, in a thread. Hung: the processes that it waits for are killed, an
-    exception is raised
-                  in it; what even then does not end is named with its stack, and holds nothing up
-    alone         a coroutine, in a task of its own; one that swallows its cancellation is left
-    behind, and named watch_loop    a loop that code blocks: named with the stack within half a
-    minute, and freed where that is possible
+    run_in_thread  a sync function, in a thread. Hung: the processes that it waits for are killed,
+                   an exception is raised in it; what even then does not end is named with its
+                   stack, and holds nothing up
+    run_isolated   a coroutine, in a task of its own; one that swallows its cancellation is left
+                   behind, and named
+    watch_loop     a loop that code blocks: named with the stack within half a minute, and freed
+                   where that is possible
 
 Nobody can kill a thread: the exception reaches Python code at its next step, but no call of C that
 does not return (`time.sleep`, a lock, a socket). On an event loop that means the end of the

@@ -1,10 +1,11 @@
 """What rollout and weight sync rely on, of every engine: the embedded one, SGLang's stand-in, and a
 real SGLang.
 
-    pytest tests/contracts/test_shared_contract.py                                  # both that run
-    on a CPU pytest tests/contracts --engine sglang --model DIR                              # a
-    real one, on a GPU pytest tests/contracts --engine sglang --model DIR --engine-flags
-    "--mem-fraction-static 0.5"
+    # both that run on a CPU
+    pytest tests/contracts/test_shared_contract.py
+    # a real one, on a GPU
+    pytest tests/contracts --engine sglang --model DIR
+    pytest tests/contracts --engine sglang --model DIR --engine-flags "--mem-fraction-static 0.5"
 
 Only this file's tests are run against another engine than the embedded one; comparisons leave room
 for its precision.

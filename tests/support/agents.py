@@ -1,8 +1,8 @@
 """A model that plays its part, and a generate function around it, for tests of agents' endpoints.
 
 play = Play(["Hello<|im_end|>", "Bye<|im_end|>"])
-play.run(agent)            # `agent(endpoint)` talks to the endpoint; play.asked: prompts that the
-engine saw
+play.run(agent)    # `agent(endpoint)` talks to the endpoint
+play.asked         # prompts that the engine saw
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Greedy tokens of a GGUF file, by llama.cpp: a script for whatever interpreter has the package
 xllamacpp.
 
-python llama_cpp_generate.py FILE '["a prompt", …]' NUM_TOKENS  →  [[number of prompt tokens,
-[token, …]], …] as the last line of stdout
+python llama_cpp_generate.py FILE '["a prompt", …]' NUM_TOKENS
+
+The last line of stdout is [[number of prompt tokens, [token, …]], …].
 """
 
 from __future__ import annotations

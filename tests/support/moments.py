@@ -3,8 +3,7 @@
 As a script it is the process that adopts whatever loses its parent: nothing that a launch has
 started can hide from it.
 
-    python -m tests.support.moments '{"seconds": 3.2, "signal": "SIGKILL", "flags": […], "folder":
-    …}'
+    python -m tests.support.moments '{"seconds": 3.2, "signal": "SIGKILL", "flags": […], …}'
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ class ExpertRun:
         """None for the name of a single tensor.
 
         Example:
-            >>> ExpertRun.parse("model.layers.3.mlp.experts.32-63.up_proj.weight")
-            ExpertRun(owner='model.layers.3.mlp.experts', first=32, last=63, projection='up',
-            leaf='weight')
+            >>> run = ExpertRun.parse("model.layers.3.mlp.experts.32-63.up_proj.weight")
+            >>> run.owner, run.first, run.last, run.projection, run.leaf
+            ('model.layers.3.mlp.experts', 32, 63, 'up', 'weight')
         """
         found = _HF_RUN.fullmatch(name)
         if found is None:

@@ -5,8 +5,8 @@ hang and draw from the global ``random``.
 
 A row's metadata has what the benchmarks' files have:
 
-    {"instruction_id_list": ["count:word_count_range"], "kwargs": [{"min_words": 50, "max_words":
-    60}]}
+    {"instruction_id_list": ["count:word_count_range"],
+     "kwargs": [{"min_words": 50, "max_words": 60}]}
 """
 
 from __future__ import annotations

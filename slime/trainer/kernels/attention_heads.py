@@ -1,11 +1,9 @@
 """From the product of the query, key and value weights to what attention takes: one pass over
 memory, and one back.
 
-    mixed [T, groups, (per group + 2) · dim]  ─►  query [T, groups · per group, dim]   normalised,
-    rotated
-       q q q q k v │ q q q q k v │ …              key   [T, groups, dim]               normalised,
-       rotated
-                                                  value [T, groups, dim]
+    mixed [T, groups, (per group + 2) · dim] ─► query [T, groups · per group, dim]  norm, rotation
+       q q q q k v │ q q q q k v │ …            key   [T, groups, dim]              norm, rotation
+                                                value [T, groups, dim]
 
 Written out, that is a copy, two norms and two rotations, each reading and writing everything, and
 twice that going back. Inside, everything is float32.

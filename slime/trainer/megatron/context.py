@@ -1,9 +1,9 @@
 """Context parallelism: the ranks of a context group share the tokens of a micro-batch, and the
 heads of its attention.
 
-    tokens of the micro-batch     0 1 2 3 4 5 6 7          attention of a layer, group of two
-    rank 0 holds                  0   2   4   6            rank 0: all tokens, first half of the
-    heads rank 1 holds                    1   3   5   7          rank 1: all tokens, second half
+    tokens of the micro-batch     0 1 2 3 4 5 6 7      attention of a layer, group of two
+    rank 0 holds                  0   2   4   6        rank 0: all tokens, first half of the heads
+    rank 1 holds                    1   3   5   7      rank 1: all tokens, second half
 
 Everything outside attention works token by token, so a rank computes it for its stripe alone.
 Around the attention one all-to-all gives each rank all tokens of some heads, and one gives the

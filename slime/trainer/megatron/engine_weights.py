@@ -1,7 +1,7 @@
 """The weights that quantised engines compute with, in the trainer's own model.
 
-    parameter ─ pieces of the tensor ranks ─► Hugging Face weights ─ quantise, dequantise ─► this
-    rank's piece again
+    parameter ─ pieces of the tensor ranks ─► Hugging Face weights
+              ─ quantise, dequantise ─► this rank's piece again
 
 Swapped in around a pass, they make the trainer compute what engines compute after a push of its
 weights: the same bits (`slime.engines.wire.quantised` has the arithmetic, for pushes too), at any

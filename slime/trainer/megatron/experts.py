@@ -1,8 +1,7 @@
 """The experts of one rank as stacked weights: one parameter per projection, one product over all
 experts.
 
-    rows [R, H], sorted by expert ── fc1 ──► [gate | up] ── swiglu · weight ──► [R, F] ── fc2 ──►
-    [R, H]
+    rows [R, H], sorted by expert ─ fc1 ─► [gate | up] ─ swiglu · weight ─► [R, F] ─ fc2 ─► [R, H]
 
 On a GPU in bfloat16 the product is `torch._grouped_mm`, one kernel for all experts; elsewhere a
 loop over them. Neither needs the number of rows per expert to be a multiple of anything.

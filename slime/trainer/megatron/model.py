@@ -1,8 +1,9 @@
 """The policy as megatron-core modules, built from a `ModelSpec`.
 
     embedding ─► decoder (local layer spec; our attention, norm and activation) ─► hidden states
-                                       └─ last stage: rows that predict responses ─► log-probs
-                                       (never logits)
+                                     └─ last stage: rows that predict responses ─► log-probs
+
+The logits never exist as a whole.
 
 Parameters carry Megatron's names and sharding, so converters and checkpoints need not know about
 any of this.

@@ -1,8 +1,7 @@
 """Tokens to their experts and back, over the ranks that hold the experts.
 
-    tokens [n, H] ── take ──► rows by expert ── all-to-all ──► rows of my experts ── sort ──►
-    experts output [n, H] ◄── sum ─── rows by expert ◄── all-to-all ── rows of my experts ◄─ unsort
-    ──┘
+    tokens [n, H] ─ take ─► rows by expert ─ all-to-all ─► rows of my experts ─ sort ─► experts
+    output [n, H] ◄─ sum ── rows by expert ◄─ all-to-all ─ rows of my experts ◄─ unsort ───┘
 
 A token becomes one row per expert it is sent to. Rows are only ever gathered: going forward by the
 index of their token, coming back by the table of each token's rows, whose sum is taken in a fixed

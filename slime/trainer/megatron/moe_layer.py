@@ -1,7 +1,7 @@
 """The layer of experts in Megatron's slot for it, and the settings of Megatron's that it implies.
 
-    hidden [T, 1, H] ─► (its part of the tokens) ─► router ─► dispatch ─► experts ─► sum ─► (all
-    tokens) ─► + shared
+    hidden [T, 1, H] ─► (its part of the tokens) ─► router ─► dispatch ─► experts ─► sum
+                     ─► (all tokens) ─► + shared
 
 Under tensor parallelism each rank routes its part of the tokens. With sequence parallelism that is
 what it has anyway; without, the layer takes the part and gathers the result, so that no token goes

@@ -1,10 +1,9 @@
 """The router: scores in float32, the k best experts of each token or those that are replayed, and
 balance losses.
 
-    hidden [n, H] ─► logits ─► scores ─► choices [n, k] ─► weights [n, k], from the current scores
-    at the choices
-                                          ▲
-                                          └─ top-k (of groups; with the expert bias), or replayed
+    hidden [n, H] ─► logits ─► scores ─► choices [n, k] ─► weights [n, k]
+                                         ▲                 └─ the current scores at the choices
+                                         └─ top-k (of groups; with the expert bias), or replayed
 
 Parameters, buffers and their names are Megatron's `TopKRouter`; what is computed with them is here,
 in the compact form [n, k] that the dispatch wants.

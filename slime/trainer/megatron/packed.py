@@ -1,9 +1,9 @@
 """A micro-batch as the model sees it: sequences one after the other, no padding between them.
 
     samples          p p p r r r     q q r r
-    tokens   [1, T]  p p p r r       q q r        a sample's last token predicts nothing and is left
-    out rows     [N]         2 3 4         6 7        the positions whose hidden state predicts a
-    response token targets  [N]         r r r         r r
+    tokens   [1, T]  p p p r r       q q r        without each sample's last, which predicts nothing
+    rows     [N]         2 3 4         6 7        positions that predict a response token
+    targets  [N]         r r r         r r
 
 Only ``rows`` go through the vocabulary product: with long prompts that saves most of it.
 

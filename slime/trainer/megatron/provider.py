@@ -5,8 +5,9 @@
     from slime.trainer.megatron.provider import default_model
 
     def provider(pre_process, post_process, vp_stage=None):
-        model = default_model(pre_process, post_process, vp_stage)    # as it would be without a
-        provider for layer in model.decoder.layers[:2]:
+        # as it would be without a provider
+        model = default_model(pre_process, post_process, vp_stage)
+        for layer in model.decoder.layers[:2]:
             layer.requires_grad_(False)
         return model
 
@@ -20,8 +21,8 @@ refuses what it cannot place.
     from slime.trainer.megatron.provider import default_layer_spec
 
     def my_spec(args, config, vp_stage):
-        block = default_layer_spec(args, config, vp_stage)            # as it would be without
-        --spec for layer in block.layer_specs:
+        block = default_layer_spec(args, config, vp_stage)  # as it would be without --spec
+        for layer in block.layer_specs:
             layer.submodules.self_attention.module = MyAttention
         return block
 

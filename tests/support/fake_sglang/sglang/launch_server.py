@@ -2,11 +2,12 @@
 on CPU.
 
 Environment:
-    FAKE_SGLANG_CALLS   file to which every steering call is appended, one JSON object per line
-    FAKE_SGLANG_CRASH   text to print before ending with status 1, at the start
-    FAKE_SGLANG_DIES_AT path of the first request that it dies of, as SGLang does of a scheduler's
-    exception FAKE_SGLANG_DIES_ONCE file that the first one to die of that makes; no other dies
-    while it is there
+    FAKE_SGLANG_CALLS      file to which every steering call is appended, one JSON object per line
+    FAKE_SGLANG_CRASH      text to print before ending with status 1, at the start
+    FAKE_SGLANG_DIES_AT    path of the first request that it dies of, as SGLang does of a
+                           scheduler's exception
+    FAKE_SGLANG_DIES_ONCE  file that the first one to die of that makes; no other dies while it
+                           is there
 """
 
 from __future__ import annotations
