@@ -90,9 +90,10 @@ class Config:
     Example:
         >>> config = make_config(
         ...     rollout_batch_size=32, n_samples_per_prompt=8, num_steps_per_rollout=2)
-        >>> config.train.global_batch_size, config.origins["global_batch_size"]
-        (128, 'derived: rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout = 32 × 8 ÷
-        2')
+        >>> config.train.global_batch_size
+        128
+        >>> config.origins["global_batch_size"]
+        'derived: rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout = 32 × 8 ÷ 2'
     """
 
     cluster: ClusterConfig

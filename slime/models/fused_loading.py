@@ -74,7 +74,7 @@ class LoadGroups:
             >>> LoadGroups(DEEPSEEK_V3.fused, spec).members(
             ...     "model.layers.3.self_attn.q_a_proj.weight")
             ('model.layers.3.self_attn.q_a_proj.weight',
-            'model.layers.3.self_attn.kv_a_proj_with_mqa.weight')
+             'model.layers.3.self_attn.kv_a_proj_with_mqa.weight')
         """
         module, _, leaf = name.rpartition(".")
         found = self._find(module)

@@ -73,8 +73,8 @@ def doubt_label(rm_type: str | None, label: Any) -> tuple[str, str] | None:
 
     Example:
         >>> doubt_label("math", "<")
-        ('have a label that --rm-type math compares as text', "is '<', which has neither a number
-        nor a word")
+        ('have a label that --rm-type math compares as text',
+         "is '<', which has neither a number nor a word")
     """
     rm_type = rm_type or ""
     if rm_type.removeprefix("boxed_") not in ("math", "deepscaler"):
