@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.checkpoints.directory import retain, set_latest
-from slime.cluster.rollout_actor import oldest_needed
+from slime.cluster.rollout_actor import oldest_needed_rollout
 from slime.config import make_config
 from slime.rollout import journal as module
 from slime.rollout.journal import Journal, RecordKind, drawn_as, open_journal
@@ -160,7 +160,7 @@ def test_files_go_when_two_checkpoints_have_passed_them(tmp_path: Path, folder: 
         note(journal, RecordKind.FINISHED, rollout_id, generated(rollout_id))
         if rollout_id in (2, 4, 6):
             complete(root, rollout_id)
-            journal.drop(oldest_needed(config))
+            journal.drop(oldest_needed_rollout(config))
     assert sorted(path.name for path in folder.iterdir()) == [
         f"rollout_{k:06d}.log" for k in (4, 5, 6, 7)
     ]
@@ -172,7 +172,7 @@ def test_the_one_checkpoint_that_is_kept_is_enough(tmp_path: Path, folder: Path)
     config = make_config(save=str(root), save_retain=1, rollout_batch_size=1)
     for rollout_id in range(6):
         note(journal, RecordKind.FINISHED, rollout_id, generated(rollout_id))
-        journal.drop(oldest_needed(config))
+        journal.drop(oldest_needed_rollout(config))
         complete(root, rollout_id)
         retain(root, 1)
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -246,7 +246,7 @@ def test_a_branch_that_was_left_drops_nothing_of_this_one(tmp_path: Path) -> Non
     for iteration in (2, 4, 6, 8):
         complete(tmp_path, iteration)
     set_latest(tmp_path, 4)
-    assert oldest_needed(make_config(save=str(tmp_path), rollout_batch_size=1)) == 2
+    assert oldest_needed_rollout(make_config(save=str(tmp_path), rollout_batch_size=1)) == 2
 
 
 def test_what_cannot_be_written_does_not_end_the_run(
