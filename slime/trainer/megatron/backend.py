@@ -124,7 +124,7 @@ class MegatronBackend:
         self.spec = spec
         check_layout(self.spec, config)
         self.ranks = parallel.initialise(self.rank_info, config, virtual_stages(self.spec, config))
-        self._call_hook("custom_megatron_init_path")
+        self._call_hook("custom_megatron_init_path", config.train.custom_megatron_init_path)
         with PhaseMemory(config, self.ranks.device).phase("setup"):
             self._set_up_model(initialise)
         return self.next_rollout_id
@@ -161,9 +161,8 @@ class MegatronBackend:
         spec = family_of(hf_config, flags.model_name).model_spec(hf_config)
         return spec.padded(self.config.megatron.tensor_model_parallel_size), hf_config
 
-    def _call_hook(self, name: str, *args: Any) -> None:
-        """Call the user's function of this flag, if it is set."""
-        path = getattr(self.config.train, name)
+    def _call_hook(self, name: str, path: str | None, *args: Any) -> None:
+        """Call the user's function at ``path``, the value of flag ``name``, if it is set."""
         if path:
             user_function(path, option_of(name))(self.functions.args, *args)
 
@@ -369,7 +368,10 @@ class MegatronBackend:
             store_prefix: handed to ``--custom-megatron-before-log-prob-hook-path``.
         """
         self._call_hook(
-            "custom_megatron_before_log_prob_hook_path", self.model_chunks, store_prefix
+            "custom_megatron_before_log_prob_hook_path",
+            self.config.train.custom_megatron_before_log_prob_hook_path,
+            self.model_chunks,
+            store_prefix,
         )
         packed = self._pack(
             batch, [samples for step in batch.steps for samples in step.micro_batches]
@@ -426,6 +428,7 @@ class MegatronBackend:
         self.optimizer.zero_grad()
         self._call_hook(
             "custom_megatron_before_train_step_hook_path",
+            self.config.train.custom_megatron_before_train_step_hook_path,
             batch.rollout_id,
             step_id,
             self.model_chunks,
