@@ -162,7 +162,7 @@ def status(url: str, key: str = "", method: str = "POST") -> int:
 
 def engine_url(driver: Driver) -> str:
     """By its command line: asked for a page, the ports of gloo in the same process never answer."""
-    commands = [process.cmdline() for process in driver.family("slime.engines.")]
+    commands = [process.cmdline() for process in driver.family("slime.embedded")]
     (words,) = [words for words in commands if "--port" in words]
     return f"http://{words[words.index('--host') + 1]}:{words[words.index('--port') + 1]}"
 

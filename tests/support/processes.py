@@ -153,7 +153,7 @@ class Driver:
     def key(self) -> str:
         """That its engines and routers ask for; the system shows their environment to their own
         user alone."""
-        for process in self.family("slime.engines."):
+        for process in [*self.family("slime.embedded"), *self.family("slime.engines.")]:
             with contextlib.suppress(psutil.Error):
                 if key := process.environ().get(VARIABLE):
                     return key

@@ -58,7 +58,7 @@ def test_a_router_that_is_killed_while_it_takes_in_its_engines(
     with nullcontext() if works else pytest.raises(RunFailed, match=said):
         actor.start_router(["http://127.0.0.1:1"], [])
     assert len(killed) == len(set(killed)) == kills
-    assert (actor.obituary() is None) == works
+    assert (actor.server_exit() is None) == works
 
 
 @pytest.mark.parametrize("actor", [True], indirect=True)
@@ -71,4 +71,4 @@ def test_a_router_that_refuses_an_engine_is_not_started_again(
     monkeypatch.setattr(module, "register_workers", register)
     with pytest.raises(EngineError, match="it is none"):
         actor.start_router(["http://127.0.0.1:1"], [])
-    assert actor.obituary() is None, "it lives"
+    assert actor.server_exit() is None, "it lives"

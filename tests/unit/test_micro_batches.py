@@ -109,18 +109,19 @@ def test_what_turns_packing_off(
     assert ("not packed" in packing_line(config)) is not dynamic
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--micro-batch-size 1 --max-tokens-per-gpu 4096",
-        "--micro-batch-size 2 --use-dynamic-batch-size",
-    ],
-)
-def test_a_flag_that_the_other_makes_useless_is_refused(
-    folders: dict[str, Path], words: str
-) -> None:
+def test_a_flag_that_the_other_makes_useless_is_refused(folders: dict[str, Path]) -> None:
+    words = "--micro-batch-size 1 --max-tokens-per-gpu 4096"
     with pytest.raises(UserError, match="has no effect"):
         config_of(folders["HuggingFaceTB/SmolLM2-135M"], *words.split())
+
+
+def test_a_size_that_packing_makes_useless_is_warned_of(
+    folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    words = "--micro-batch-size 2 --use-dynamic-batch-size"
+    config = config_of(folders["HuggingFaceTB/SmolLM2-135M"], *words.split())
+    assert config.train.use_dynamic_batch_size
+    assert "--micro-batch-size has no effect" in caplog.text
 
 
 def test_resolved_flags_can_be_given_again(folders: dict[str, Path], tmp_path: Path) -> None:
