@@ -1,4 +1,4 @@
-"""Who may ask a server of ours: the Host and Origin headers, keys, and which routes are open.
+"""Access rules of our HTTP servers: Host and Origin headers, keys, and the open routes.
 
 Everybody on the host can reach a server on loopback, and so can every page in the user's browser.
 `foreign` refuses pages from another origin, and those whose own name leads to this host (DNS

@@ -173,7 +173,7 @@ class AgentSession:
         return params
 
     def cut_short(self, ends: Sequence[Turn]) -> Turn | None:
-        """Of branches, the one that the agent would have gone on with, had its last request not
+        """Return the branch that the agent would have continued, had its last request not
         been too long."""
         if self._full is None:
             return None

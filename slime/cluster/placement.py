@@ -155,7 +155,7 @@ def parts_by_number(parts: Sequence[EnginePart]) -> dict[int, list[EnginePart]]:
 
 
 def table_of(parts: Sequence[EnginePart], external: Sequence[str]) -> EngineTable:
-    """Of engines that are yet to be launched.
+    """Return the table of engines that are yet to be launched.
 
     Args:
         external: URLs of those that somebody else has started.

@@ -161,7 +161,7 @@ def is_ray_starting() -> bool:
 
 
 def dead_daemons() -> list[str]:
-    """Those of a Ray that this process has started without which it starts nothing any more:
+    """Name the dead daemons without which a Ray of this process can start nothing:
     "raylet", "gcs_server"."""
     local = ray._private.worker._global_node
     needed = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
@@ -517,7 +517,7 @@ def _wait_for(group: PlacementGroup, timeout: float, should_stop: Callable[[], b
 
 
 def _places(group: PlacementGroup) -> list[GpuSlot]:
-    """Of slots without a GPU, whose number only a process on the slot could tell."""
+    """Return the places of slots without a GPU, whose number only a process there knows."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
     return [GpuSlot(bundle, addresses[node], node, "") for bundle, node in sorted(nodes.items())]

@@ -36,8 +36,8 @@ def read_file(path: str) -> Iterator[dict[str, Any]]:
 def filter_long_prompt(
     origin_samples: list[Sample], tokenizer: Any, processor: Any, max_length: int | None
 ) -> list[Sample]:
-    """Those of at most ``max_length`` tokens, in their order; all without a limit. Messages that no
-    template has made text of are kept: they have no length yet."""
+    """Keep samples of at most ``max_length`` tokens, in their order; all without a limit. Messages
+    that no template has made text of are kept: they have no length yet."""
     if max_length is None:
         return origin_samples
 

@@ -166,7 +166,7 @@ async def _stop_engines(tasks: Tasks, home: asyncio.AbstractEventLoop) -> Tasks:
 
 
 async def _ended(tasks: Tasks) -> Tasks:
-    """Those that end within the deadline; the others are cancelled."""
+    """Return the tasks that end within the deadline; cancel the others."""
     done, late = (
         await asyncio.wait(tasks, timeout=deadlines.DYNAMIC_SAMPLING_ABORT)
         if tasks

@@ -33,7 +33,7 @@ def own_bytes(pid: int) -> int:
 
 
 class Footprint:
-    """Of a process and its descendants."""
+    """Memory of a process and its descendants."""
 
     def __init__(self) -> None:
         self._pid = 0
@@ -52,7 +52,7 @@ class Footprint:
 
 
 def of_this_host() -> dict[str, float]:
-    """Of this process alone, and what the host has left."""
+    """Measure this process alone, and what the host has left."""
     return {
         "perf/driver_memory_gb": own_bytes(os.getpid()) / _GB,
         "perf/host_free_memory_gb": free_host_memory() / _GB,

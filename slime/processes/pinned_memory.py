@@ -77,7 +77,8 @@ class BuffersAhead:
         self._thread.start()
 
     def take(self) -> list[Tensor]:
-        """Those that are ready, once; no more are begun. Waits for the one that is being made."""
+        """Take the buffers that are ready, once, and start no more. Waits for the one being
+        made."""
         self._enough.set()
         self._thread.join(deadlines.PINNED_MEMORY_LOCK)
         if self._thread.is_alive():

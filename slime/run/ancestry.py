@@ -64,7 +64,7 @@ _OF_MEMORY = ("offload", "overlap", "barrier", "fusion")
 
 
 class Push(NamedTuple):
-    """Of weights to the engines.
+    """A push of weights to the engines.
 
     Attributes:
         version: their number.
@@ -78,7 +78,7 @@ class Push(NamedTuple):
 
 
 class PushLog:
-    """Of one run folder (or stage).
+    """The pushes of one run folder (or stage).
 
     Args:
         folder: of the journal; made when something is written.
@@ -127,7 +127,8 @@ class PushLog:
         return not push.ancestry or known is None or push.ancestry == known
 
     def _lineage(self, trained: int) -> str | None:
-        """Of the weights after so many rollouts; None for those long before the checkpoint."""
+        """Return the lineage of the weights after so many rollouts; None for those long before the
+        checkpoint."""
         for count in range(max(self._lineages) + 1, trained + 1) if self._lineages else ():
             self._lineages[count] = _next(self._lineages[count - 1], self._training)
         return self._lineages.get(trained)

@@ -33,8 +33,8 @@ def is_due(
 
 
 class Schedule:
-    """Of one launch. ``rollout_id`` is the rollout that was trained on last, from 0 in the run's
-    first launch.
+    """The schedule of one launch. ``rollout_id`` is the rollout that was trained on last, from 0 in
+    the run's first launch.
 
     Attributes:
         start_rollout_id: the first rollout of this launch.
@@ -82,7 +82,7 @@ class Schedule:
 
     @property
     def rollout_ids(self) -> range:
-        """Of this launch; training on a rollout is a step of the run."""
+        """Yield the rollouts of this launch; training on a rollout is a step of the run."""
         return range(self.start_rollout_id, self.num_rollout)
 
     @property

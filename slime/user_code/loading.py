@@ -317,7 +317,7 @@ def _accepted_keywords(fn: Any) -> frozenset[str] | None:
 
 
 def accepted(fn: Any, optional: dict[str, Any]) -> dict[str, Any]:
-    """Those of the ``optional`` keyword arguments that ``fn`` accepts.
+    """Return the ``optional`` keyword arguments that ``fn`` accepts.
 
     Example:
         >>> accepted(lambda args, sample, evaluation: 0, {"evaluation": True, "rollout_id": 3})
