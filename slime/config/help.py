@@ -301,8 +301,7 @@ def flags_page() -> str:
     sglang = with_prefix("sglang", arguments, SGLANG_RESERVED, version).values()
     parts.append(
         f"## SGLang\n\nOptions of SGLang's server behind `--sglang-` (table of sglang {version}; "
-        "an installed SGLang's "
-        "own options are taken instead). Its documentation has their "
+        "an installed release from 0.5.12 on has a table of its own). Its documentation has their "
         f"meaning.\n\n{_TABLE_HEAD}\n{_rows(sglang)}\n"
     )
     router = [spec for spec in flags if "router" in spec.sections]
