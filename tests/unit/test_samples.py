@@ -181,7 +181,8 @@ def test_a_conversation_that_the_template_rewrites_becomes_several_samples_of_on
 
 @settings(max_examples=25, deadline=None)
 @given(
-    turns=st.lists(st.integers(1, 4), min_size=2, max_size=6),
+    # the first row is short, so that one fits where others are too long
+    turns=st.lists(st.integers(1, 4), min_size=1, max_size=5).map(lambda turns: [1, *turns]),
     template=st.sampled_from([CHATML, THINKING]),
     num_ranks=st.sampled_from([1, 2]),
     seq_length=st.sampled_from([None, 60]),
