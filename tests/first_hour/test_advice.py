@@ -184,7 +184,7 @@ def test_sections_of_a_configuration_file(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("rollout:\n  num_rollout: 3\n")
     with pytest.raises(UserError, match="'rollout' is a section") as caught:
         parse_args(["--config", str(tmp_path / "c.yaml")])
-    assert "left edge: num_rollout" in caught.value.fix
+    assert "left edge: num_rollout" in str(caught.value)
 
 
 @pytest.mark.parametrize(

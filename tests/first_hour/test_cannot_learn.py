@@ -13,7 +13,11 @@ from tests.support.runs import GRPO, Run
 CODE = """\
 import asyncio
 
+from slime.rollout.generate import is_in_run
+
 async def never(args, sample, **kwargs):
+    if not is_in_run():  # the launch tries it on a label
+        return 0.0
     await asyncio.Event().wait()
 
 def raises(args, sample, **kwargs):

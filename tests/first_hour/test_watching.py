@@ -39,9 +39,6 @@ def test_a_run_of_few_words_is_told_in_short_lines_and_has_a_page_while_it_goes_
     lines = [
         line for line in capsys.readouterr().err.splitlines() if line.startswith("first-look  ")
     ]
-    assert any("warning: Many responses are truncated" in line for line in lines), (
-        "as they are, at four tokens"
-    )
     lines = [line for line in lines if "  warning: " not in line]
     told = [" ".join(line.split()[1:4]) for line in lines]
     assert told == [
