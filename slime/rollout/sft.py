@@ -96,7 +96,7 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
                 continue
             source.mark_discarded([index])
             left_out_in_a_row += 1
-            if left_out_in_a_row >= _MOST_LEFT_OUT:
+            if left_out_in_a_row >= _most_left_out(source):
                 if not samples:
                     raise UserError(f"none of {left_out_in_a_row} rows in a row can be trained on")
                 raise _all_too_long(left_out[-left_out_in_a_row:], limit, prompt_limit)
@@ -122,6 +122,14 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
         "rollout/sft_lost_reasoning": float(encoder.totals.lost_reasoning),
     }
     return RolloutFnTrainOutput(groups, counts)
+
+
+def _most_left_out(source: DataSource) -> int:
+    """Return how many rows in a row may be left out. Two epochs' worth holds a whole epoch,
+    wherever it begins."""
+    if isinstance(source, PromptSource):
+        return min(_MOST_LEFT_OUT, 2 * len(source))
+    return _MOST_LEFT_OUT
 
 
 def sft_limits(config: Config) -> tuple[int | None, int | None]:

@@ -179,6 +179,15 @@ def test_a_conversation_that_the_template_rewrites_becomes_several_samples_of_on
     assert batch.rollout_mask_sums[:2] == [sum(trained)] * 2, "and is weighted as one"
 
 
+def test_data_of_which_no_row_fits_is_refused_after_a_whole_epoch(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(CHATML)
+    rows = [{"messages": chat("q", "a" * 100)}] * 3
+    path = write_jsonl(tmp_path / "s.jsonl", rows)
+    config = config_for(prompt_data=path, input_key="messages", seq_length=60)
+    with pytest.raises(UserError, match="6 samples in a row are longer than 60 tokens"):
+        generate_sft(config, PromptSource(config, tokenizer), tokenizer)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     # the first row is short, so that one fits where others are too long
