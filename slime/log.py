@@ -122,8 +122,8 @@ def log_to_file_only(role: str, log_dir: Path, level: str | None = None, *settin
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     # what a killed process printed must not be lost in a buffer: write line by line
-    out = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-    err = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    out = os.fdopen(1, "w", 1, encoding="utf-8", errors="replace", closefd=False)
+    err = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
     sys.stdout = cast(TextIO, Redacting(out))
     sys.stderr = cast(TextIO, Redacting(err))
     faulthandler.enable()

@@ -172,16 +172,19 @@ _PRIVATE_KEY = re.compile(
 #: What a key looks like by itself: those of the hub, W&B, OpenAI and the like, GitHub, AWS, Google,
 #: Slack, JWTs.
 _SHAPES = re.compile(
-    r"(?P<before>(?:hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/\d+/|api\.telegram\.org/bot)?)"
+    r"(?P<before>(?:hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/\d+/|"
+    r"api\.telegram\.org/bot)?)"
     r"(?P<secret>(?<=services/)[\w/-]{12,}|(?<=webhooks/)[\w/-]{12,}|(?<=\.org/bot)\d+:[\w-]{12,}"
     r"|\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|wandb_v\d_[\w-]{16,}|local-[0-9a-f]{40}"
     r"|gh[opsru]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{12,}|(?:AKIA|ASIA)[0-9A-Z]{12,}"
-    r"|AIza[\w-]{20,}|xox[abeprs]-[\w-]{10,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}|[rs]k_(?:live|test)_[A-Za-z0-9]{16,}"
+    r"|AIza[\w-]{20,}|xox[abeprs]-[\w-]{10,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}|[rs]k_(?:live|"
+    r"test)_[A-Za-z0-9]{16,}"
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})|(?<![\w/.-])sk-(?=[\w-]{0,80}\d)[\w-]{12,})"
 )
 #: user:password@, :password@ and a long user, which is a token.
 _IN_URL = re.compile(
-    r"(?P<before>\b[a-zA-Z][a-zA-Z0-9+.-]{1,20}://(?:[^/\s:@'\"]{0,200}:(?=[^/\s'\"]{1,400}@)|(?=[^/\s:@'\"]{16,400}@)))"
+    r"(?P<before>\b[a-zA-Z][a-zA-Z0-9+.-]{1,20}://(?:[^/\s:@'\"]{0,200}:(?=[^/\s'\"]{1,400}@)|"
+    r"(?=[^/\s:@'\"]{16,400}@)))"
     r"(?P<secret>[^/\s'\"]{1,400})(?P<after>@)"
 )
 _IN_QUERY = re.compile(r"(?P<before>[?&;#](?P<name>[\w.-]{1,60})=)(?P<secret>[^&#\s\"'<>\\]+)")
@@ -189,7 +192,8 @@ _QUERY_NAMES = ("key", "sig", "signature", "token", "auth", "pass", "sas")
 _BEARER = re.compile(r"(?P<before>\b(?i:bearer|basic|token) +)(?P<secret>[\w.~+/=-]{12,})")
 #: NAME=value, "name": "value", --name value; the name decides.
 _NAMED = re.compile(
-    r"""(?P<before>(?P<name>-{0,2}\b[A-Za-z][\w-]{2,60})(?P<between>["']?\s{0,3}[=:]\s{0,3}|\s(?=[^\s-])))"""
+    r"""(?P<before>(?P<name>-{0,2}\b[A-Za-z][\w-]{2,60})"""
+    r"""(?P<between>["']?\s{0,3}[=:]\s{0,3}|\s(?=[^\s-])))"""
     r"""(?P<mark>["']?)(?P<secret>(?<=")[^"\n]*|(?<=')[^'\n]*|[^\s,;"'}\])]+)"""
 )
 

@@ -85,7 +85,8 @@ class AgentServer:
         )
         await self._runner.setup()
         await web.SockSite(self._runner, listener, backlog=1024).start()
-        self.host, self.port = host, int(listener.getsockname()[1])
+        self.host = host
+        self.port = int(listener.getsockname()[1])
         logger.info("agents are answered at http://%s:%d", host, self.port)
 
     async def close(self) -> None:

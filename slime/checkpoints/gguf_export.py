@@ -51,7 +51,8 @@ QWEN_WORDS = (
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 TEKKEN_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?"
     r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| "
     r"?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
@@ -364,9 +365,11 @@ class _Vocabulary:
                 text = added[number]["content"]
                 kind = TokenType.CONTROL if added[number]["special"] else TokenType.USER_DEFINED
             elif number in by_id:
-                text, kind = by_id[number], TokenType.NORMAL
+                text = by_id[number]
+                kind = TokenType.NORMAL
             else:
-                text, kind = f"[PAD{number}]", TokenType.UNUSED
+                text = f"[PAD{number}]"
+                kind = TokenType.UNUSED
             if is_pieces and re.fullmatch(r"<0x[0-9A-F]{2}>", text):
                 kind = TokenType.BYTE
             elif is_pieces and text == model.get("unk_token"):

@@ -337,11 +337,9 @@ class HfWriter:
         quantised: bool = False,
     ) -> None:
         self._quantised = quantised
-        self.directory, self.assets_from, self.shard_bytes = (
-            Path(directory),
-            Path(assets_from),
-            shard_bytes,
-        )
+        self.directory = Path(directory)
+        self.assets_from = Path(assets_from)
+        self.shard_bytes = shard_bytes
         check_export(self.directory, {"--hf-checkpoint": self.assets_from})
 
     def __enter__(self) -> HfWriter:

@@ -147,7 +147,10 @@ def _layer_numbers(chunk: nn.Module) -> dict[int, int]:
     """Local layer id → global layer id, both from 0; the layers know their global number, from
     1."""
     layers = chunk.get_submodule("decoder.layers")
-    return {int(local): int(layer.layer_number) - 1 for local, layer in layers.named_children()}  # type: ignore[arg-type]
+    return {
+        int(local): int(layer.layer_number) - 1  # type: ignore[arg-type]
+        for local, layer in layers.named_children()
+    }
 
 
 def _globalised(name: str, layer_numbers: dict[int, int], first_expert: int) -> str:

@@ -34,7 +34,8 @@ def read_table(path: Path) -> Table:
         SafetensorError, OSError: the file is damaged or cut short.
     """
     with safe_open(path, framework="pt") as content:
-        pieces = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  not a dict
+        names = content.keys()  # ``content`` is no dict
+        pieces = {name: content.get_slice(name) for name in names}
         return {
             name: (_NAMES[piece.get_dtype()], tuple(piece.get_shape()))
             for name, piece in pieces.items()

@@ -176,7 +176,8 @@ class _RankSave:
     group: Any
 
     def __post_init__(self) -> None:
-        self.rank, self.started = dist.get_rank(), time.perf_counter()
+        self.rank = dist.get_rank()
+        self.started = time.perf_counter()
         self.partial = self.final.with_name(f".{self.final.name}.partial")
 
     def snapshot(self, memory: HostMemory) -> None:

@@ -117,7 +117,8 @@ def _lines(spec: FlagSpec, config: Config | None) -> list[str]:
     if config is not None:
         values = config.values()
         shown = redacted(values[spec.dest], spec.dest) if spec.dest in values else "not set"
-        facts["value"], facts["origin"] = str(shown), config.origins.get(spec.dest, "default")
+        facts["value"] = str(shown)
+        facts["origin"] = config.origins.get(spec.dest, "default")
     head = f"{', '.join(spec.options)} {metavar(spec)}".rstrip()
     lines = [f"    {with_doc_urls(spec.help)}"] if spec.help else []
     return [head, *lines, *(f"    {fact}: {text}" for fact, text in facts.items() if text)]

@@ -300,6 +300,8 @@ def _welcome(url: str, name: str, new_key: str) -> str:
 
 from openai import OpenAI
 client = OpenAI(base_url="{url}/v1", api_key={key})
-answer = client.chat.completions.create(model="{name}", messages=[{{"role": "user", "content": "Hello"}}])
+answer = client.chat.completions.create(
+    model="{name}", messages=[{{"role": "user", "content": "Hello"}}]
+)
 print(answer.choices[0].message.content)
-"""  # noqa: E501
+"""

@@ -159,12 +159,17 @@ class EngineTable:
 
     def mark_launched(self, number: int, urls: Sequence[str]) -> None:
         engine = self._expect_state(number, State.STARTING)
-        engine.state, engine.urls = State.SERVING, tuple(urls)
+        engine.state = State.SERVING
+        engine.urls = tuple(urls)
 
     def mark_lost(self, number: int, reason: str) -> EngineEntry:
         engine = self._expect_state(number, State.SERVING, State.REJOINING)
-        engine.state, engine.urls, engine.released, engine.paused = State.DOWN, (), set(), False
-        engine.reason, engine.since = reason, self._clock()
+        engine.state = State.DOWN
+        engine.urls = ()
+        engine.released = set()
+        engine.paused = False
+        engine.reason = reason
+        engine.since = self._clock()
         engine.deaths += 1
         self.num_lost += 1
         return engine
@@ -182,7 +187,9 @@ class EngineTable:
 
     def mark_came_up(self, number: int, urls: Sequence[str]) -> None:
         engine = self._expect_state(number, State.STARTING)
-        engine.state, engine.urls, engine.starting = State.STARTED, tuple(urls), {}
+        engine.state = State.STARTED
+        engine.urls = tuple(urls)
+        engine.starting = {}
 
     def mark_joined(self, url: str, ranks: int) -> EngineEntry:
         """Add an engine that was started outside the run."""
@@ -192,7 +199,8 @@ class EngineTable:
         engine.ranks = ranks
         engine.state = State.STARTED
         engine.urls = (url,)
-        engine.reason, engine.since = "joined", self._clock()
+        engine.reason = "joined"
+        engine.since = self._clock()
         self.engines[engine.number] = engine
         return engine
 

@@ -100,7 +100,8 @@ class LivenessProbe:
     def _reconnect(self, urls: Sequence[str]) -> None:
         if urls and (self._fleet is None or not set(urls) <= set(self._fleet.urls)):
             self.close()
-            self._asked, self._fleet = {}, EngineFleet(urls)
+            self._asked = {}
+            self._fleet = EngineFleet(urls)
         self._asked = {url: answer for url, answer in self._asked.items() if url in urls}
         self._num_misses = {url: count for url, count in self._num_misses.items() if url in urls}
 

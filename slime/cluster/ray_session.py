@@ -352,7 +352,7 @@ def _waiting_for_raylet(should_stop: Callable[[], bool]) -> Iterator[None]:
     does for the raylet to come up: as long as it lives, and nobody asks the run to stop."""
     global _ports, _ray_is_starting
     _ports = {name: reserve_port() for name in _PORTS}
-    ports = {name: reserved.port for name, reserved in _ports.items()}
+    ports: dict[str, Any] = {name: reserved.port for name, reserved in _ports.items()}
     ask = services.get_node
     end = time.monotonic() + deadlines.RAY_SESSION_START
 
@@ -371,7 +371,7 @@ def _waiting_for_raylet(should_stop: Callable[[], bool]) -> Iterator[None]:
     _ray_is_starting = True
     try:
         with (
-            _replaced(parameter, RayParams=partial(parameter.RayParams, **ports)),  # type: ignore[arg-type]
+            _replaced(parameter, RayParams=partial(parameter.RayParams, **ports)),
             _replaced(services, get_node=get_node),
         ):
             yield

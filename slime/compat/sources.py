@@ -126,7 +126,8 @@ class RolloutDataSource(PromptSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.metadata, self._own_index = state.get("metadata", {}), state.get("sample_index")
+        self.metadata = state.get("metadata", {})
+        self._own_index = state.get("sample_index")
         if (
             self._own_index is not None
         ):  # the class makes its groups itself: it counts on, and none is drawn again

@@ -115,7 +115,9 @@ class _Adder:
             return
         self._left -= len(content)
         info = tarfile.TarInfo(f"{self._root}/{self._scrub(name)}")
-        info.size, info.mtime, info.mode = len(content), int(time.time()), 0o644
+        info.size = len(content)
+        info.mtime = int(time.time())
+        info.mode = 0o644
         self._tar.addfile(info, io.BytesIO(content))
         self._packed.sizes[name] = len(content)
 

@@ -202,7 +202,8 @@ class KVCache:
         for block in self.blocks:
             old_keys = block.keys
             old_values = block.values
-            block.keys, block.values = self._allocate(block.size), self._allocate(block.size)
+            block.keys = self._allocate(block.size)
+            block.values = self._allocate(block.size)
             block.keys[:, :kept] = old_keys[:, :kept]
             block.values[:, :kept] = old_values[:, :kept]
 

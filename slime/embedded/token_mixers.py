@@ -105,7 +105,8 @@ class LatentAttention:
         queries = self.query(compressed).view(-1, heads, plain + position)
         down, key_position = self.key_down(normed).split([len(self.key_norm), position], dim=-1)
         expanded = self.key_value(_latent_norm(down, self.key_norm)).unflatten(-1, (heads, -1))
-        keys, values = expanded[..., :plain], expanded[..., plain:]
+        keys = expanded[..., :plain]
+        values = expanded[..., plain:]
         rotated = arch.rope.rotate(
             torch.cat([queries[..., plain:], key_position[:, None]], 1), cos, sin
         )

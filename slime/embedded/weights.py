@@ -91,7 +91,8 @@ class WeightStore:
         self.check(((name, tuple(tensor.shape)) for name, tensor in table))
         self._check_parts(table)
         if version is not None and version != self.version:
-            self.version, self.pushed = version, set()
+            self.version = version
+            self.pushed = set()
             if self.form is not None:
                 self.form.begin()
         for name, tensor in table:
@@ -181,7 +182,8 @@ class WeightStore:
         if absent:
             raise WeightError(f"{path} lacks {len(absent)} parameters of the model: {_few(absent)}")
         self.check(shapes.items())
-        self.broken, self.pushed = f"an update from {path} stopped half way", set()
+        self.broken = f"an update from {path} stopped half way"
+        self.pushed = set()
         for file in files:
             with _open(file) as content:
                 names = [name for name in content.keys() if name in shapes]  # noqa: SIM118

@@ -204,7 +204,8 @@ class RolloutClient:
         self.request_timeout = request_timeout
         self.retry_seconds = retry_seconds
         self.send_routing_key = send_routing_key
-        self.counters, self.busy = ClientCounters(), BusyClock()
+        self.counters = ClientCounters()
+        self.busy = BusyClock()
         self.in_flight: dict[int, InFlight] = {}
         self.last_progress = time.monotonic()
         self._aborting = asyncio.Event()
@@ -240,7 +241,9 @@ class RolloutClient:
             own_slots: as many again, for what shall not queue behind the others' samples.
         """
         client = copy.copy(self)
-        client.counters, client.in_flight, client._aborting = ClientCounters(), {}, asyncio.Event()
+        client.counters = ClientCounters()
+        client.in_flight = {}
+        client._aborting = asyncio.Event()
         client._on_abort = set()
         client.last_progress = time.monotonic()
         if own_slots:

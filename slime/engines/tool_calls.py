@@ -267,7 +267,8 @@ def _llama(text: str, tools: Tools) -> Iterator[Call]:
     while text[at:].strip():
         value, at = _object(text, at)
         yield _call(value)
-        at += len(re.match(r"[\s;]*", text[at:]).group())  # type: ignore[union-attr]  # it matches nothing, too
+        while at < len(text) and (text[at].isspace() or text[at] == ";"):
+            at += 1
 
 
 def _glm4(text: str, tools: Tools) -> Iterator[Call]:

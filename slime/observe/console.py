@@ -230,7 +230,9 @@ class ConsoleSink:
     # ---------------------------------------------------------------------------------------
 
     def phase_changed(self, name: str | None) -> None:
-        self._phase, self._phase_start, self._counters = name, self._clock(), {}
+        self._phase = name
+        self._phase_start = self._clock()
+        self._counters = {}
         self._next_news = self._phase_start + _FIRST_NEWS
         self._trains |= name == "train"
 

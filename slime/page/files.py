@@ -47,6 +47,10 @@ def is_unchanged(path: Path, place: ReadPosition) -> bool:
     return (status.st_ino, status.st_mtime_ns) == (place.inode, place.mtime)
 
 
+def _open_without_waiting(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NONBLOCK)
+
+
 def new_lines(
     path: Path, place: ReadPosition
 ) -> tuple[bool, Iterator[JsonLine], list[ReadPosition]]:
@@ -59,7 +63,7 @@ def new_lines(
         (whether it is another file now, or was written anew, so that the lines are those from its
         beginning; the lines; a list that holds the new place once they are used up).
     """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):  # a pipe, whose reader would wait
         file.close()

@@ -98,7 +98,8 @@ _USER_MARK = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _TURN_END = re.compile(
-    r"<[|｜][^<>\n]{1,40}[|｜]?>|<[^<>\s]{0,30}(?:end|turn|assistant)[^<>\s]{0,12}>|</?s>|\[/INST\]|^assistant\s?:",
+    r"<[|｜][^<>\n]{1,40}[|｜]?>|<[^<>\s]{0,30}(?:end|turn|assistant)[^<>\s]{0,12}>|</?s>|\[/INST\]|"
+    r"^assistant\s?:",
     re.IGNORECASE | re.MULTILINE,
 )
 #: Markers of a user's turn that an environment or a tool wrote.

@@ -51,7 +51,8 @@ class Runs:
         self._cache = cache
         self._watches: dict[Path, RunWatch] = {}
         self._troubles: dict[Path, str] = {}
-        self._stop, self._looking = threading.Event(), threading.Lock()
+        self._stop = threading.Event()
+        self._looking = threading.Lock()
         runs_below(paths)  # mistakes are told at once
         self._find()
         self._thread = threading.Thread(target=self._keep_looking, name="watch", daemon=True)

@@ -43,7 +43,8 @@ class Footprint:
     def gigabytes(self, pid: int) -> float:
         """10⁹ bytes that they hold now; a child counts from the next look at the children on."""
         if pid != self._pid or time.monotonic() > self._looked + _CHILDREN_AGE:
-            self._pid, self._looked = pid, time.monotonic()
+            self._pid = pid
+            self._looked = time.monotonic()
             try:
                 self._family = [child.pid for child in psutil.Process(pid).children(recursive=True)]
             except psutil.NoSuchProcess:

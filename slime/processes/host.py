@@ -229,7 +229,8 @@ def past_proxies(hosts: Iterable[str], environ: Mapping[str, str] = os.environ) 
     proxy is set. Our own clients of engines never read them.
 
     Example:
-        >>> past_proxies(["10.0.0.7"], {"NO_PROXY": "intranet", "HTTP_PROXY": "http://proxy:3128"})["no_proxy"]
+        >>> environment = {"NO_PROXY": "intranet", "HTTP_PROXY": "http://proxy:3128"}
+        >>> past_proxies(["10.0.0.7"], environment)["no_proxy"]
         'intranet,localhost,127.0.0.1,10.0.0.7'
     """
     known = environ.get("no_proxy") or environ.get("NO_PROXY") or ""

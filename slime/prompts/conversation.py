@@ -719,10 +719,9 @@ class UnreadKeys:
 
     def warning(self, path: str, num_rows: int) -> str:
         """One sentence; "" where every key is read."""
-        said = [
-            f"the {what} "
-            f"{', '.join(f'{key} ({count} of {num_rows} rows)' for key, count in found.most_common())}"  # noqa: E501
-            for what, found in (("columns", self.columns), ("message keys", self.keys))
-            if found
-        ]
+        said = []
+        for what, found in (("columns", self.columns), ("message keys", self.keys)):
+            if found:
+                counts = (f"{key} ({n} of {num_rows} rows)" for key, n in found.most_common())
+                said.append(f"the {what} {', '.join(counts)}")
         return f"{path}: nothing reads {', nor '.join(said)}" if said else ""

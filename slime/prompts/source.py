@@ -397,7 +397,8 @@ class PromptSource(DataSource):
             "and on; %d groups that the checkpoint has in the buffer keep their old prompts",
             self._next, len(self._held),
         )  # fmt: skip
-        self._done, self._held = set(), set()
+        self._done = set()
+        self._held = set()
         self._order.seek(0, 0)
 
 

@@ -121,7 +121,8 @@ class RolloutLoop:
             False: [],
         }  # evaluations; rollouts
         self._last: GenerateState | None = None  # of the one that ended last
-        self._starting, self._one_at_a_time = asyncio.Lock(), asyncio.Lock()
+        self._starting = asyncio.Lock()
+        self._one_at_a_time = asyncio.Lock()
         self._vocab_size = vocab_size_of(
             config.checkpoint.hf_checkpoint, config.checkpoint.model_name
         )

@@ -129,7 +129,8 @@ class Trajectory:
         return any(sample.status is SampleStatus.ABORTED for sample in self.samples)
 
     def enter(self, activity: Activity) -> None:
-        self.activity, self.since = activity, time.monotonic()
+        self.activity = activity
+        self.since = time.monotonic()
 
     def rewind(self) -> None:
         """Back to what it was when this rollout took it up."""
@@ -238,17 +239,16 @@ class GroupRun:
 def copy_of_prompt(sample: Sample) -> Sample:
     """A copy that shares nothing mutable that generation touches."""
     twin = copy.copy(sample)
-    twin.tokens, twin.metadata = list(sample.tokens), copy.deepcopy(sample.metadata)
+    twin.tokens = list(sample.tokens)
+    twin.metadata = copy.deepcopy(sample.metadata)
     twin.loss_mask = None if sample.loss_mask is None else list(sample.loss_mask)
     twin.rollout_log_probs = (
         None if sample.rollout_log_probs is None else list(sample.rollout_log_probs)
     )
     twin.token_spans = [copy.copy(token_span) for token_span in sample.token_spans]
     twin.weight_versions = list(sample.weight_versions)
-    twin.spec_info, twin.prefix_cache_info = (
-        copy.copy(sample.spec_info),
-        copy.copy(sample.prefix_cache_info),
-    )
+    twin.spec_info = copy.copy(sample.spec_info)
+    twin.prefix_cache_info = copy.copy(sample.prefix_cache_info)
     if sample.trace is not None:  # whose events stay as they are
         twin.trace = {**sample.trace, "events": list(sample.trace.get("events", ()))}
     return twin

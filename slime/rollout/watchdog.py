@@ -82,7 +82,8 @@ class Watchdog:
             return
         loads = await self._client.worker_loads()
         if loads != self._last_loads and any(requests > 0 for requests, _ in loads.values()):
-            self._last_loads, self._engines_moved = loads, time.monotonic()
+            self._last_loads = loads
+            self._engines_moved = time.monotonic()
             return
         stalled = self.report(groups, loads, time.monotonic() - moved)
         if time.monotonic() - moved >= self.limit:

@@ -90,11 +90,9 @@ class PushLog:
     """
 
     def __init__(self, folder: Path, config: Config) -> None:
-        self._path, self._training, self._initial = (
-            folder / "pushes.jsonl",
-            training_fingerprint(config),
-            initial_fingerprint(config),
-        )
+        self._path = folder / "pushes.jsonl"
+        self._training = training_fingerprint(config)
+        self._initial = initial_fingerprint(config)
         self.earlier, self._is_damaged = _read(self._path)
         self._of = {push.version: push for push in self.earlier}
         self._lineages: dict[int, str] = {}

@@ -102,7 +102,8 @@ def _columns(result: Any, origin: str) -> dict[str, list[Any]]:
                 fix="give a list, an entry per sample",
             )
         is_array = hasattr(column, "tolist") and getattr(column, "ndim", 0) == 1
-        data[_HOOK_NAMES.get(name) or str(name)] = column.tolist() if is_array else list(column)  # type: ignore[attr-defined]
+        values = column.tolist() if is_array else list(column)  # type: ignore[attr-defined]
+        data[_HOOK_NAMES.get(name) or str(name)] = values
     missing = [name for name in ("tokens", "response_lengths", "rewards") if name not in data]
     known = {f.name for f in fields(Columns)} - {"weight_versions", "payloads"}
     unknown = sorted(data.keys() - known - PAYLOADS.keys())

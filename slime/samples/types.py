@@ -347,7 +347,8 @@ class Sample:
         ) = None
         self.weight_versions = []
         self.token_spans = []
-        self.spec_info, self.prefix_cache_info = SpecInfo(), PrefixCacheInfo()
+        self.spec_info = SpecInfo()
+        self.prefix_cache_info = PrefixCacheInfo()
         self.reward = None
         self.status = SampleStatus.PENDING
 

@@ -147,11 +147,9 @@ class _Call:
     is_named: bool = False
 
     def run(self) -> None:
-        self.thread, self.native, owner = (
-            threading.get_ident(),
-            threading.get_native_id(),
-            os.getpid(),
-        )
+        self.thread = threading.get_ident()
+        self.native = threading.get_native_id()
+        owner = os.getpid()
         result = None
         error = None
         try:
@@ -303,7 +301,8 @@ class WatchedLoop:
         self._ended = False
 
     def _answer(self) -> None:
-        self.thread, self.native = threading.get_ident(), threading.get_native_id()
+        self.thread = threading.get_ident()
+        self.native = threading.get_native_id()
         self._since = ticks()
         self._answered = True
 

@@ -43,7 +43,9 @@ class DiskTransport(Transport):
         assets_from: str | Path,
         keep: bool = False,
     ) -> None:
-        self._fleet, self._directory, self._dtype = fleet, Path(directory), dtype
+        self._fleet = fleet
+        self._directory = Path(directory)
+        self._dtype = dtype
         self._assets_from = Path(assets_from)
         self._keep = keep
 

@@ -79,7 +79,8 @@ class DistributedTransport(Transport):
         self._buffer_size = buffer_size
         self._dtype = dtype
         self._timeout = timeout
-        self._backend, self._ranks = backend, list(ranks_per_engine or [1] * len(fleet.urls))
+        self._backend = backend
+        self._ranks = list(ranks_per_engine or [1] * len(fleet.urls))
         self._stage = stage
         self._await_turn = await_turn
         on_gpu = backend == "nccl"

@@ -18,7 +18,8 @@ class WeightMismatch(Exception):
 
     def __init__(self, version: int, mismatches: Sequence[str]) -> None:
         super().__init__(version, tuple(mismatches))
-        self.version, self.mismatches = version, tuple(mismatches)
+        self.version = version
+        self.mismatches = tuple(mismatches)
 
     def __str__(self) -> str:
         shown = "; ".join(self.mismatches[:6])

@@ -47,7 +47,8 @@ class _Layer:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.method = module, _method(module)
+        self.module = module
+        self.method = _method(module)
         owners: list[Any] = [module, self.method, vars(module).get("scheme")]
         self.kept = [(owner, _tensors(owner)) for owner in owners if owner is not None]
         self._marks = {mark: vars(module)[mark] for mark in _DONE_MARKS if mark in vars(module)}

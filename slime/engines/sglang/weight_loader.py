@@ -62,7 +62,8 @@ class StackedExperts:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._tree = weakref.ref(model), Tree(model)
+        self._model = weakref.ref(model)
+        self._tree = Tree(model)
         self._is_plain: dict[tuple[Any, ...], bool] = {}
 
     def take(self, run: ExpertRun, sent: torch.Tensor) -> bool:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 RUN_BYTES = 64 << 20
 
 _HF_RUN = re.compile(
-    r"(?P<owner>.*\.experts)\.(?P<first>\d+)-(?P<last>\d+)\.(?P<projection>gate|up|down)_proj\.(?P<leaf>weight\w*)"
+    r"(?P<owner>.*\.experts)\.(?P<first>\d+)-(?P<last>\d+)\.(?P<projection>gate|up|"
+    r"down)_proj\.(?P<leaf>weight\w*)"
 )
 _MEGATRON_RUN = re.compile(
     r"(?P<stem>.*\.experts\.linear_fc[12]\.weight)(?P<first>\d+)-(?P<last>\d+)"

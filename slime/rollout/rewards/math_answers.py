@@ -172,7 +172,8 @@ _CUPS = re.compile(
     r"\s*\\(?:cup|cap|setminus)(?![A-Za-z])\s*|\s+U\s+|(?<=[)\]}])\s*U\s*(?=[(\[\\])"
 )
 _SIGNS = re.compile(
-    r"\s*(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\approx(?![A-Za-z])|\\equiv(?![A-Za-z])|\\in(?![A-Za-z])|"
+    r"\s*(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\approx(?![A-Za-z])|"
+    r"\\equiv(?![A-Za-z])|\\in(?![A-Za-z])|"
     r"\\to(?![A-Za-z])|<=|>=|!=|==|=|<|>)\s*"
 )
 _SIGN_NAMES = {"<=": r"\le", ">=": r"\ge", "!=": r"\ne", "==": "="}
@@ -230,7 +231,8 @@ _CURRENCY = re.compile(
 )
 _PERCENT = re.compile(r"(.+?)\s*(?:\\?%|\bpercent(?:age)?s?\b|\bpct\b|\bper cent\b)", re.S | re.I)
 _BASE = re.compile(
-    r"\(?\s*([0-9A-Fa-f]+(?:\.[0-9A-Fa-f]+)?)\s*\)?_\s*(?:\{?\s*\(?\s*(?:(\d{1,2})|([a-z]+))\s*\)?\s*\}?)"
+    r"\(?\s*([0-9A-Fa-f]+(?:\.[0-9A-Fa-f]+)?)\s*\)?_\s*(?:\{?\s*\(?\s*(?:(\d{1,2})|"
+    r"([a-z]+))\s*\)?\s*\}?)"
 )
 _IN_BASE = re.compile(r"([0-9A-Fa-f]+)\s*(?:\(?\s*(?:in\s+)?base\s*[- ]?\s*(\d{1,2}|[a-z]+)\s*\)?)")
 _BASES = {
@@ -238,7 +240,8 @@ _BASES = {
     "ten": 10, "eleven": 11, "twelve": 12, "sixteen": 16, "hex": 16, "binary": 2, "octal": 8,
 }  # fmt: skip
 _CLOCK = re.compile(
-    r"(\d{1,2})(?::(\d{2})(?::(\d{2}))?)?\s*([ap])\.?\s?m\.?|(\d{1,2}):(\d{2})(?::(\d{2}))?(?:\s*o'clock)?",
+    r"(\d{1,2})(?::(\d{2})(?::(\d{2}))?)?\s*([ap])\.?\s?m\.?|"
+    r"(\d{1,2}):(\d{2})(?::(\d{2}))?(?:\s*o'clock)?",
     re.I,
 )
 _MONTHS = [
@@ -540,7 +543,8 @@ def _read_list(text: str, depth: int) -> Any:
         return Opaque(_squeezed(text))
     if _is_sentence(text, parts):
         return _words(text)
-    if _CURRENCY.fullmatch(text) and _THOUSANDS.fullmatch(_CURRENCY.fullmatch(text)[4]):  # type: ignore[index]
+    amount = _CURRENCY.fullmatch(text)
+    if amount and _THOUSANDS.fullmatch(amount[4]):
         return None
     if all(_ONLY_COMMA.fullmatch(separator) for separator in separators) and (
         joined := _measured_thousands(text)
@@ -1305,7 +1309,8 @@ def _is_name(side: Any) -> bool:
 
 
 _NAME = re.compile(
-    r"\\?[A-Za-z]+(?:_(?:\{[^{}]*\}|\w))?'*(?:\([^()=]*\))?|[A-Za-z]+\^\{?(?:-1|\\circ|\\prime|\*|')\}?(?:\([^()=]*\))?|"
+    r"\\?[A-Za-z]+(?:_(?:\{[^{}]*\}|\w))?'*(?:\([^()=]*\))?|[A-Za-z]+\^\{?(?:-1|\\circ|\\prime|\*|"
+    r"')\}?(?:\([^()=]*\))?|"
     r"\|\\?[A-Za-z]+ ?\||(?:m ?)?\\angle "
     r"?[A-Z]+|\\(?:overline|vec|hat|overrightarrow)\{[A-Za-z]+\}|[A-Za-z][A-Za-z ]+|"
     r"\\frac\{d[a-z]\}\{d[a-z]\}"

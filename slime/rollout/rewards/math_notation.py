@@ -39,18 +39,22 @@ _UNICODE = {
 _TABLE = str.maketrans(_UNICODE)
 
 _SPACES = re.compile(
-    r"\\(?:[,;:>\s]|quad\b|qquad\b|enspace\b|enskip\b|thinspace\b|medspace\b|thickspace\b|hspace\*?\{[^}]*\}|"
+    r"\\(?:[,;:>\s]|quad\b|qquad\b|enspace\b|enskip\b|thinspace\b|medspace\b|thickspace\b|"
+    r"hspace\*?\{[^}]*\}|"
     r"hfill\b|hskip\b|space\b)|(?<!\\)~"
 )
 _LOOK = re.compile(
-    r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|left(?![a-z])|right(?![a-z])|[bB]igg?[lrm]?(?![a-z])|"
+    r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|left(?![a-z])|right(?![a-z])|"
+    r"[bB]igg?[lrm]?(?![a-z])|"
     r"middle|boxed(?=\s*$)|mathstrut|strut|,|!|/)\.?"
     r"|\\(?:phantom|vphantom|hphantom|label|tag\*?|color)\{[^{}]*\}"
 )
 _DELIMITERS = re.compile(r"\$\$?|\\\(|\\\)|\\\[|\\\](?!\w)")
 _TEXT = re.compile(
-    r"\\(?:text|textbf|textit|textrm|textsf|texttt|textup|textnormal|textsc|emph|mbox|hbox|mathrm|mathbf|mathit|"
-    r"mathsf|mathtt|mathnormal|boldsymbol|bm|bold|operatorname\*?|underline|underbrace|fbox|boxed|pmb|rm|bf|it)"
+    r"\\(?:text|textbf|textit|textrm|textsf|texttt|textup|textnormal|textsc|emph|mbox|hbox|mathrm|"
+    r"mathbf|mathit|"
+    r"mathsf|mathtt|mathnormal|boldsymbol|bm|bold|operatorname\*?|underline|underbrace|fbox|boxed|"
+    r"pmb|rm|bf|it)"
     r"\s*\{([^{}]*)\}"
 )
 _OLD_FONT = re.compile(r"\\(?:rm|bf|it|sf|tt|bfseries|itshape|mathrm|mathbf|text)\b\s*")

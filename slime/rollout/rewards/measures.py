@@ -148,7 +148,8 @@ def _read_table() -> dict[str, Unit]:
 
 _UNITS = _read_table()
 _TOKEN = re.compile(
-    r"\s*(?:(?P<power>\^\s*\{?\(?\s*(?P<exponent>[-+]?\d)\s*\)?\}?)|(?P<over>/|\bper\b)|(?P<open>[({])|(?P<close>[)}])|"
+    r"\s*(?:(?P<power>\^\s*\{?\(?\s*(?P<exponent>[-+]?\d)\s*\)?\}?)|(?P<over>/|\bper\b)|"
+    r"(?P<open>[({])|(?P<close>[)}])|"
     r"(?P<degree>(?:\^\{?)?\\circ\}?\s*(?P<scale>[CF]\b)?)|(?P<times>\\cdot|\\times|\*|-)|"
     r"(?P<name>\\\$|\\Omega|\\mu\s*m\b|[$€£¥₹¢%]|[A-Za-zµμΩ]+\.?(?:\d(?!\d))?))"
 )

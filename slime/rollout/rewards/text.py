@@ -127,7 +127,8 @@ ANSWER_LINE = r"(?i)Answer\s*:\s*([^\n]+)"
 _DAPO_TAIL = 300
 #: Units and nouns that an answer is compared without.
 _DAPO_UNITS = re.compile(
-    r"(?<![A-Za-z\\])(?:square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees|"
+    r"(?<![A-Za-z\\])(?:square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|"
+    r"minutes|digits|cents|degrees|"
     r"cm|gm|pounds|meters|meals|edges|students|childrentickets|children|tickets|multiples)"
     r"(?![A-Za-z])(?:\s*\^\s*\{?[23]\}?)?"
 )
@@ -239,8 +240,10 @@ def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple
 _LETTERS = "ABCDEFGHIJ"
 #: LaTeX that changes the font of a choice and nothing else.
 _FONTS = re.compile(
-    r"\\(?:text|textbf|textit|textrm|textsf|texttt|textup|mathrm|mathbf|mathit|mathsf|mathtt|mathcal|mathbb|bm|"
-    r"boldsymbol|bold|mbox|hbox|operatorname|emph|underline|fbox|large|Large|rm|bf|it|displaystyle|left|right)"
+    r"\\(?:text|textbf|textit|textrm|textsf|texttt|textup|mathrm|mathbf|mathit|mathsf|mathtt|"
+    r"mathcal|mathbb|bm|"
+    r"boldsymbol|bold|mbox|hbox|operatorname|emph|underline|fbox|large|Large|rm|bf|it|"
+    r"displaystyle|left|right)"
     r"(?![A-Za-z])\s*"
 )
 _SPACES = re.compile(r"\\[,;:! ]|~|\\quad|\\qquad|\s+")
@@ -250,10 +253,10 @@ _STATEMENTS = re.compile(
     r"""(?ix)
     答案\s*(?:是|为)?\s*:?
     | \b(?:answer|ans\.?|choice|option|selection|response|letter|solution|result)s?\b
-        (?:\s+(?:to|for|of|here|would|should|must|will|can|could|choose|chose|select|from|among|above|given|the|
-            this|that|problem|question|q\d*|choices|options|provided|most|likely|probably|is|are|be|was|therefore|
-            thus|hence|clearly|then|also|definitely|certainly|simply|indeed|correct|right|best|final|letter|option|
-            choice|answer|number|:)\b)*
+        (?:\s+(?:to|for|of|here|would|should|must|will|can|could|choose|chose|select|from|among|
+            above|given|the|this|that|problem|question|q\d*|choices|options|provided|most|likely|
+            probably|is|are|be|was|therefore|thus|hence|clearly|then|also|definitely|certainly|
+            simply|indeed|correct|right|best|final|letter|option|choice|answer|number|:)\b)*
         [\s*_`"'“‘]*(?:\bis\b|\bare\b|\bbe\b|:|=|-+>|→|⇒|[\s(*]\Z)?
     | \b(?:i|we|i'd|i'll|i'm|i\ am|we're|i\ would|i\ will|let's|you\ should)\s+
         (?:therefore\ |thus\ |would\ |will\ |shall\ |can\ )?
@@ -267,7 +270,8 @@ _STATEMENTS = re.compile(
     """
 )
 _GAP = re.compile(
-    r"(?i)[\s:=\-–—<>→⇒*_`\"'“‘$]*(?:(?:the|option|choice|answer|letter|is|be|correct|right|best|final|definitely|"
+    r"(?i)[\s:=\-–—<>→⇒*_`\"'“‘$]*(?:(?:the|option|choice|answer|letter|is|be|correct|right|best|"
+    r"final|definitely|"
     r"clearly|therefore|thus|indeed|probably|likely|most)\b[\s:*_`\"'“‘$=]*)*"
 )
 _NEGATION = re.compile(
@@ -410,7 +414,8 @@ def _stated_letters(
         elif texts and (by_text := _text_after(text, found.end(), texts)):
             yield found.end(), by_text
     after = re.compile(
-        rf"(?:(?<![\w'’-])(?:[Oo]ption|[Cc]hoice|[Aa]nswer|[Ss]tatement)\s+)?(?<![\w'’-])[(*_`\"]*([{group}])[)*_`\"]*\s+"
+        rf"(?:(?<![\w'’-])(?:[Oo]ption|[Cc]hoice|[Aa]nswer|"
+        rf"[Ss]tatement)\s+)?(?<![\w'’-])[(*_`\"]*([{group}])[)*_`\"]*\s+"
         r"(?:is|must be|has to be|would be|should be)\s+(?:therefore |thus |hence |clearly "
         r"|indeed )?(?:the )?"
         r"(?:only )?(?:correct|right|best|answer|true|final)\b"
@@ -508,7 +513,8 @@ def _only_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | 
     if re.search(rf"\b[{group}]\W+(?:and|or|&|,)?\W*[{group}]\b", text):
         return None
     bare = re.findall(
-        rf"(?:^|\b(?:is|be|say|think|guess|option|choice|with|pick|choose)\s+)([{group}])(?![\w'’+#-])",
+        rf"(?:^|\b(?:is|be|say|think|guess|option|choice|with|pick|"
+        rf"choose)\s+)([{group}])(?![\w'’+#-])",
         text.strip(),
     )
     if len(set(bare) - {"A", "I"}) == 1 and len(text.split()) <= 8 and not _NEGATION.search(text):

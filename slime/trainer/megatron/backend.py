@@ -22,37 +22,37 @@ from slime.user_code.loading import user_function
 
 device.install()  # before anything imports megatron
 
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slime.checkpoints.hf_io import load_hf  # noqa: E402
-from slime.checkpoints.load_plan import LoadPlan, resolve_reference  # noqa: E402
-from slime.checkpoints.loading import load as load_checkpoint  # noqa: E402
-from slime.checkpoints.loading import saved_reference  # noqa: E402
-from slime.checkpoints.resuming import agreed_plan  # noqa: E402
-from slime.checkpoints.saving import CheckpointWriter  # noqa: E402
-from slime.checkpoints.trainer_state import TrainerState  # noqa: E402
-from slime.models import family_of  # noqa: E402
-from slime.models.layout_rules import check_layout, virtual_stages  # noqa: E402
-from slime.models.spec import ModelSpec, check_same_model, read_hf_config  # noqa: E402
-from slime.paths import fill  # noqa: E402
-from slime.trainer.ci_checks import check_grad_norms, check_rollout  # noqa: E402
-from slime.trainer.megatron import forward, optimizer, parallel, te_layers  # noqa: E402
-from slime.trainer.megatron.engine_weights import EngineWeights  # noqa: E402
-from slime.trainer.megatron.model import build_model_chunks  # noqa: E402
-from slime.trainer.megatron.moe_layer import uses_balance_losses  # noqa: E402
-from slime.trainer.megatron.offload import Offloader, WeightsCopy, host_states_of, torch_optimizers  # noqa: E402
-from slime.trainer.megatron.packed import PackedMicroBatch, PackingOptions  # noqa: E402
-from slime.trainer.megatron.parallel import RankInfo  # noqa: E402
-from slime.trainer.megatron.replay import RoutingGuide, guide_for  # noqa: E402
-from slime.trainer.memory import PhaseMemory  # noqa: E402
-from slime.trainer.non_finite import FailedStep  # noqa: E402
-from slime.trainer.records import LossInputs, MicroBatchResult, StepOutcome, TokenScores  # noqa: E402
-from slime.trainer.role import POLICY, REFERENCE, policy_loss, roles_of  # noqa: E402
-from slime.trainer.update import update  # noqa: E402
-from slime.trainer.user_functions import UserFunctions  # noqa: E402
-from slime.weights.source import save_hf  # noqa: E402
+from slime.checkpoints.hf_io import load_hf
+from slime.checkpoints.load_plan import LoadPlan, resolve_reference
+from slime.checkpoints.loading import load as load_checkpoint
+from slime.checkpoints.loading import saved_reference
+from slime.checkpoints.resuming import agreed_plan
+from slime.checkpoints.saving import CheckpointWriter
+from slime.checkpoints.trainer_state import TrainerState
+from slime.models import family_of
+from slime.models.layout_rules import check_layout, virtual_stages
+from slime.models.spec import ModelSpec, check_same_model, read_hf_config
+from slime.paths import fill
+from slime.trainer.ci_checks import check_grad_norms, check_rollout
+from slime.trainer.megatron import forward, optimizer, parallel, te_layers
+from slime.trainer.megatron.engine_weights import EngineWeights
+from slime.trainer.megatron.model import build_model_chunks
+from slime.trainer.megatron.moe_layer import uses_balance_losses
+from slime.trainer.megatron.offload import Offloader, WeightsCopy, host_states_of, torch_optimizers
+from slime.trainer.megatron.packed import PackedMicroBatch, PackingOptions
+from slime.trainer.megatron.parallel import RankInfo
+from slime.trainer.megatron.replay import RoutingGuide, guide_for
+from slime.trainer.memory import PhaseMemory
+from slime.trainer.non_finite import FailedStep
+from slime.trainer.records import LossInputs, MicroBatchResult, StepOutcome, TokenScores
+from slime.trainer.role import POLICY, REFERENCE, policy_loss, roles_of
+from slime.trainer.update import update
+from slime.trainer.user_functions import UserFunctions
+from slime.weights.source import save_hf
 
 logger = get_logger(__name__)
 

@@ -335,7 +335,7 @@ def _import_megatron() -> None:
     everyone else.
     """
     original_compile = torch.compile
-    torch.compile = lambda function=None, **kwargs: function or (lambda f: f)  # type: ignore[assignment]
+    vars(torch)["compile"] = lambda function=None, **kwargs: function or (lambda f: f)
     try:
         # brings setuptools along, for allocators of memory on a GPU
         compiler = types.ModuleType("torch.utils.cpp_extension")

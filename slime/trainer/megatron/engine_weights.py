@@ -57,7 +57,8 @@ class EngineWeights:
         self._scheme = quantisation.scheme
         self._dtype = dtype
         family = family_of(hf_config, model_name)
-        self._spec, self._placement = family.model_spec(hf_config), Placement.current()
+        self._spec = family.model_spec(hf_config)
+        self._placement = Placement.current()
         chosen = {matrix.weight for matrix in check(family, self._spec, quantisation).quantised}
         self._matches: dict[str, Match] = {}
         holders: dict[int, bool] = {}

@@ -119,8 +119,10 @@ class StackedLinear(torch.nn.Module):
         super().__init__()
         self.cut_axis = 1 if cut == "out" else 2
         self.halves = halves
-        self.shard, self.shards = groups.expt_tp.rank(), groups.expt_tp.size()
-        self.expert_rank, self.expert_ranks = groups.ep.rank(), groups.ep.size()
+        self.shard = groups.expt_tp.rank()
+        self.shards = groups.expt_tp.size()
+        self.expert_rank = groups.ep.rank()
+        self.expert_ranks = groups.ep.size()
         self.replica = groups.expt_dp.rank()
         rows = width_out * halves // (self.shards if cut == "out" else 1)
         columns = width_in // (self.shards if cut == "in" else 1)

@@ -198,7 +198,8 @@ def balance_metrics(layers: Sequence[ExpertLayer], gradient_scale: float) -> dic
         tokens = table[:, :-2]
         losses = table[:, -2:] / gradient_scale
         sums[0] = len(statistics)
-        sums[1], sums[2] = tokens.amax(dim=1).sum(), tokens.mean(dim=1).sum()
+        sums[1] = tokens.amax(dim=1).sum()
+        sums[2] = tokens.mean(dim=1).sum()
         sums[3:] = losses.sum(dim=0)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())

@@ -149,7 +149,8 @@ def _weights(chunks: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def _gradients(chunks: Sequence[nn.Module]) -> list[Tensor]:
-    return [p.main_grad for chunk in chunks for p in chunk.parameters() if p.requires_grad]  # type: ignore[attr-defined]
+    trained = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
+    return [p.main_grad for p in trained]  # type: ignore[attr-defined]
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
