@@ -45,7 +45,8 @@ class Tab:
             if "id" in event:
                 self._answers.pop(event["id"]).set_result(event)
                 continue
-            method, told = event["method"], event["params"]
+            method = event["method"]
+            told = event["params"]
             if method == "Runtime.exceptionThrown":
                 self.errors.append(json.dumps(told["exceptionDetails"])[:800])
             elif method == "Runtime.consoleAPICalled" and told["type"] in ("error", "assert"):

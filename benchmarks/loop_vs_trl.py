@@ -222,7 +222,8 @@ def measure(side: str, dtype: str, options: argparse.Namespace) -> Row:
             raise RuntimeError(f"{log.stdout[-2000:]}\n{log.stderr[-4000:]}")
         data: Row = json.loads(Path(result.name).read_text())
     steady = data["seconds"][WARM_UP_STEPS:]
-    data["median"], data["range"] = statistics.median(steady), [min(steady), max(steady)]
+    data["median"] = statistics.median(steady)
+    data["range"] = [min(steady), max(steady)]
     data["samples_per_second"] = options.prompts * SAMPLES / data["median"]
     data["mean_length"] = statistics.mean(data["lengths"][WARM_UP_STEPS:])
     if "phases" in data:

@@ -113,11 +113,9 @@ class Prompts(DataSource):
     """Prompts that are tokens already, as those of a data set are once it is read."""
 
     def __init__(self, group_size: int, prompt_tokens: int) -> None:
-        self._group_size, self._tokens, self._drawn = (
-            group_size,
-            list(range(10, 10 + prompt_tokens)),
-            0,
-        )
+        self._group_size = group_size
+        self._tokens = list(range(10, 10 + prompt_tokens))
+        self._drawn = 0
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         first = self._drawn

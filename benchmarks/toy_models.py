@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 CHARACTERS = "0123456789+="
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+PAD = "<pad>"
+EOS = "<eos>"
+UNKNOWN = "<unk>"
 VOCABULARY = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *CHARACTERS])}
 DIGIT = "7"
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "norm_topk_prob": True}

@@ -29,8 +29,11 @@ def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def metrics_row(step: int, steps: int, chance: random.Random) -> dict[str, Any]:
-    share, noise = step / steps, chance.uniform(-0.04, 0.04)
-    rollout, train, push = 2.1 - share / 2 + 4 * noise, 1.2 + noise, 0.15
+    share = step / steps
+    noise = chance.uniform(-0.04, 0.04)
+    rollout = 2.1 - share / 2 + 4 * noise
+    train = 1.2 + noise
+    push = 0.15
     return {
         "step": step,
         "time": 1.7e9 + 4 * step,
@@ -69,7 +72,8 @@ def sample_row(
     rollout, group, index = place
     said = [f" {word}" for word in chance.choices(words, k=chance.randint(12, 40))]
     told = [f" {word}" for word in _TOOL.split()] if tool else []
-    text, half = [*said[:8], *told, *said[8:]], len(told)
+    text = [*said[:8], *told, *said[8:]]
+    half = len(told)
     mask = [[1, 8], [0, half], [1, len(said) - 8]] if tool else [[1, len(said)]]
     log_probs = [round(-chance.expovariate(1.6), 3) for _ in text]
     row = {
@@ -121,11 +125,9 @@ def trace_events(samples: int, chance: random.Random) -> list[dict[str, Any]]:
         )
     ]
     for i in range(samples):
-        start, queue, decode = (
-            chance.uniform(0, 0.2),
-            chance.uniform(0.01, 0.2),
-            chance.uniform(0.3, 1.4),
-        )
+        start = chance.uniform(0, 0.2)
+        queue = chance.uniform(0.01, 0.2)
+        decode = chance.uniform(0.3, 1.4)
         events.append(
             {
                 "ph": "M",
@@ -185,7 +187,8 @@ def make_run(
     × ``size`` samples. Prompts come back every second rollout; the first sample of each group has
     called a tool.
     """
-    chance, words = random.Random(seed), vocabulary()
+    chance = random.Random(seed)
+    words = vocabulary()
     write_lines(
         folder / "metrics.jsonl",
         [metrics_row(step, rollouts, chance) for step in range(1, rollouts + 1)],

@@ -121,7 +121,8 @@ def make_tokenizer(texts: Iterable[str], template: str = TEMPLATE) -> Any:
         word: number for number, word in enumerate([*special, *sorted(words - set(special))])
     }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer, tokenizer.decoder = split, decoders.Fuse()
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=UNKNOWN
     )

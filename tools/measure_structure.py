@@ -176,7 +176,8 @@ class CallGraph:
 
     def callee(self, call: ast.Call, caller: tuple[str, str]) -> tuple[str, str] | None:
         """Find the function that is called: by its name, its module, or a method's unique name."""
-        file, owner = caller[0], caller[1].rpartition(".")[0]
+        file = caller[0]
+        owner = caller[1].rpartition(".")[0]
         imported = self._imported[file]
         candidates: list[tuple[str, str]] = []
         if isinstance(call.func, ast.Name):

@@ -172,7 +172,8 @@ class Sampler:
 
     def __init__(self, interval: float) -> None:
         self.samples: list[tuple[float, Row]] = []
-        self._interval, self._over = interval, threading.Event()
+        self._interval = interval
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Sampler:

@@ -96,7 +96,9 @@ class Run:
     """
 
     def __init__(self, folder: Path, flags: list[str]) -> None:
-        self.folder, self.path, self.kills = folder, folder / "run", list[float]()
+        self.folder = folder
+        self.path = folder / "run"
+        self.kills = list[float]()
         self._driver: subprocess.Popen[bytes] | None = None
         self.start([*flags, "--output-dir", str(folder), "--run-name", "run"])
 

@@ -69,17 +69,16 @@ class Server:
         self.shape = shape
         self.form = form
         self.model = model
-        self.ready, self.over = threading.Event(), threading.Event()
+        self.ready = threading.Event()
+        self.over = threading.Event()
         self.failure = ""
         self.seconds = 0.0
         self.graphs = graphs
-        self._log, self._flags, self._env, self._wait, self._delay = (
-            log,
-            list(flags),
-            env,
-            wait,
-            delay,
-        )
+        self._log = log
+        self._flags = list(flags)
+        self._env = env
+        self._wait = wait
+        self._delay = delay
         self._held = [reserve_port(HOST), reserve_port(HOST)]
         self.process: ServerProcess | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -132,7 +131,8 @@ class Server:
                     self.failure = f"{error.what}: {self.why()}"
                     if number + 1 == len(graphs):
                         return
-            self.failure, self.seconds = "", time.monotonic() - began
+            self.failure = ""
+            self.seconds = time.monotonic() - began
             self.ready.set()
             self.over.wait()  # the kernel ends a process with the thread that started it
         except Exception as error:  # whoever waits for it is told

@@ -38,7 +38,8 @@ class Letters(Environment):
         self._letter = ""
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Asked:
-        self._rng, self._state = random.Random(seed), State(episode_id=episode_id, step_count=0)
+        self._rng = random.Random(seed)
+        self._state = State(episode_id=episode_id, step_count=0)
         return self._ask(None)
 
     def step(self, action: Say, timeout_s: float | None = None, **_: Any) -> Asked:  # type: ignore[override]
