@@ -1,4 +1,5 @@
-"""Processes that this process has started: those of one thread, when each began, and their end."""
+"""The child processes of this process: list the children of one thread, find out when a process
+started, and kill children that were left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def children_of(native: int) -> list[psutil.Process]:
-    """Processes that the thread of this process with that number of the kernel's has started."""
+    """Return the processes that one thread of this process has started.
+
+    Args:
+        native: the kernel's id of the thread (`threading.Thread.native_id`).
+    """
     try:
         pids = [
             int(word) for word in Path(f"/proc/self/task/{native}/children").read_text().split()
@@ -31,15 +36,15 @@ def children_of(native: int) -> list[psutil.Process]:
 
 
 def ticks() -> float:
-    """Seconds on a clock that no correction of the time of day moves, in the kernel's whole
-    ticks."""
+    """Return the seconds since boot, rounded down to whole ticks of the kernel; setting the system
+    time does not change them."""
     return (
         math.floor(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_SECOND) / _TICKS_PER_SECOND
     )
 
 
 def began_at(pid: int) -> float:
-    """When a process began, on the clock of `ticks`; 0 where it is gone."""
+    """Return when a process started, on the clock of `ticks`; 0 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -48,7 +53,7 @@ def began_at(pid: int) -> float:
 
 
 def end_children() -> None:
-    """Kill all that this process has started, with all that they have started."""
+    """Kill all descendants of this process."""
     running = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
@@ -59,13 +64,13 @@ def end_children() -> None:
 
 
 def kill(processes: list[psutil.Process]) -> str:
-    """Kill them with their descendants; says which."""
-    said = []
+    """Kill the processes and their descendants; return a list of them for a message."""
+    killed = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
             family = [process, *process.children(recursive=True)]
-            said.append(f"{process.pid} ({' '.join(process.cmdline())[:80]})")
+            killed.append(f"{process.pid} ({' '.join(process.cmdline())[:80]})")
             for one in family:
                 with contextlib.suppress(psutil.Error):
                     one.kill()
-    return ", ".join(said)
+    return ", ".join(killed)

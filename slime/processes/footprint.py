@@ -1,8 +1,7 @@
-"""How much host memory processes hold for themselves: what grows when something is kept that nobody
-needs.
+"""Measure the host memory that processes hold for themselves, which grows when a process leaks.
 
-Pages that are shared with others (weights on their way, libraries) are left out. A look costs some
-20 µs a process.
+Pages shared with other processes (weights during a push, libraries) do not count. Measuring costs
+about 20 µs per process.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from slime.processes.host import free_host_memory
 
 _GB = 1e9
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-#: Seconds after which the children are looked up anew; that costs a look at every process of the
-#: host.
+#: Seconds after which the list of children is refreshed, which reads every process of the host.
 _CHILDREN_AGE = 60.0
 
 
 def own_bytes(pid: int) -> int:
-    """Resident memory of a process without shared pages; 0 where it is gone, or the system does not
-    tell."""
+    """Return the resident memory of a process without shared pages; 0 if it has ended or the system
+    does not report it."""
     try:
         _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
     except (OSError, ValueError):
@@ -38,13 +36,14 @@ class Footprint:
     def __init__(self) -> None:
         self._pid = 0
         self._family: list[int] = []
-        self._looked = 0.0
+        self._refreshed = 0.0
 
     def gigabytes(self, pid: int) -> float:
-        """10⁹ bytes that they hold now; a child counts from the next look at the children on."""
-        if pid != self._pid or time.monotonic() > self._looked + _CHILDREN_AGE:
+        """Return the gigabytes (10⁹ bytes) held by process ``pid`` and its descendants. A new child
+        counts once the list of children is refreshed."""
+        if pid != self._pid or time.monotonic() > self._refreshed + _CHILDREN_AGE:
             self._pid = pid
-            self._looked = time.monotonic()
+            self._refreshed = time.monotonic()
             try:
                 self._family = [child.pid for child in psutil.Process(pid).children(recursive=True)]
             except psutil.NoSuchProcess:
@@ -53,7 +52,7 @@ class Footprint:
 
 
 def of_this_host() -> dict[str, float]:
-    """Measure this process alone, and what the host has left."""
+    """Return metrics of this process's own memory (without children) and the host's free memory."""
     return {
         "perf/driver_memory_gb": own_bytes(os.getpid()) / _GB,
         "perf/host_free_memory_gb": free_host_memory() / _GB,

@@ -1,5 +1,4 @@
-"""When Python's garbage collector looks, and at what: in processes that hold millions of objects
-for good."""
+"""Settings of Python's garbage collector for processes that keep millions of objects."""
 
 from __future__ import annotations
 
@@ -9,14 +8,13 @@ from contextlib import contextmanager
 
 
 def freeze_gc(*, many_samples: bool = False) -> None:
-    """Take all objects that are here out of the garbage collector's sight, which would halt
-    everything for 0.3 s now and then to look through a million of them. To be called once all is
-    set up that stays as long as the process.
+    """Exclude all existing objects from garbage collection; a full collection of a million objects
+    halts the process for 0.3 s. Call it after setup, when the objects that live as long as the
+    process exist.
 
     Args:
-        many_samples: thousands of samples will be on their way at once. The collector then looks at
-            new objects when there are 50,000 more instead of 700; it would look at them all the
-            time, and find no cycles.
+        many_samples: the process handles thousands of samples at once. The collector then runs
+            after 50,000 new objects instead of 700, since samples form no cycles.
     """
     gc.collect()
     gc.freeze()
@@ -26,9 +24,9 @@ def freeze_gc(*, many_samples: bool = False) -> None:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """The collector does not look inside. For imports, which make a million objects and no garbage:
-    looking through them again and again is a fifth of what importing torch and megatron-core
-    takes."""
+    """Switch the garbage collector off inside the block. Used for imports, which create a million
+    objects and no garbage: collections would take a fifth of the time that importing torch and
+    megatron-core takes."""
     was_on = gc.isenabled()
     gc.disable()
     try:

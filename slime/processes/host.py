@@ -1,5 +1,5 @@
-"""What this host has, found without torch: processors, memory, limits, addresses, free ports, the
-way past proxies."""
+"""Facts about this host, found without torch: processors, memory, limits of open files, folders,
+addresses, free ports and proxy settings."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _MEMINFO = Path("/proc/meminfo")
 _FIRST_PORT = 15000  # below the kernel's ephemeral range: no outgoing connection takes one
 _LAST_PORT = 32000
 _PORT_TRIES = 200
-#: Open files that are enough for any run, and without which none comes up.
+#: Limits of open files: enough for any run, and the least with which a run starts.
 MANY_FILES = 65536
 FEWEST_FILES = 256
-#: Bytes of a folder with /ray/session_<26 characters>_<pid>/sockets/plasma_store in it, of the 107
-#: of a socket's name.
+#: A socket's path may have 107 bytes; Ray appends /ray/session_<26
+#: characters>_<pid>/sockets/plasma_store to the folder, 68 bytes.
 _LONGEST_FOLDER = 107 - 68
 _SHORT_FOLDERS = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
-#: Ray's logs of a start.
+#: Bytes written to test a folder: about what Ray logs while it starts.
 _TRIED_BYTES = 1 << 20
 _CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -45,10 +45,8 @@ _CGROUPS = (
 
 
 def num_gpus(environ: dict[str, str] | None = None, devices: Path = Path("/dev")) -> int:
-    """GPUs of this host that the process may use.
-
-    ``SLIME_NUM_GPUS`` overrides; else the NVIDIA device nodes, narrowed by
-    ``CUDA_VISIBLE_DEVICES``.
+    """Return the number of this host's GPUs that the process may use: ``SLIME_NUM_GPUS`` if set,
+    else the NVIDIA device nodes that ``CUDA_VISIBLE_DEVICES`` allows.
 
     Example:
         >>> num_gpus({"SLIME_NUM_GPUS": "4"})
@@ -58,34 +56,35 @@ def num_gpus(environ: dict[str, str] | None = None, devices: Path = Path("/dev")
         UserError: SLIME_NUM_GPUS is no number.
     """
     env = os.environ if environ is None else environ
-    told = env.get("SLIME_NUM_GPUS", "")
-    if told.isdigit():
-        return int(told)
-    if told:
+    given = env.get("SLIME_NUM_GPUS", "")
+    if given.isdigit():
+        return int(given)
+    if given:
         raise UserError(
-            f"SLIME_NUM_GPUS is {told!r}", fix="set it to the number of GPUs of a host, or unset it"
+            f"SLIME_NUM_GPUS is {given!r}",
+            fix="set it to the number of GPUs of a host, or unset it",
         )
-    there = sum(1 for node in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", node.name))
+    installed = sum(1 for node in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", node.name))
     visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or there == 0:
-        return there
+    if visible is None or installed == 0:
+        return installed
     names = [name for name in visible.split(",") if name.strip() and name.strip() != "-1"]
-    return min(there, len(names))
+    return min(installed, len(names))
 
 
 def num_cpus() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def host_memory() -> float:
-    """Bytes of this host, or what its container may have."""
+    """Return the bytes of this host's memory, or of its container's limit if that is lower."""
     limits = [_number(limit) for limit, _ in _CGROUPS]
     return min([_meminfo("MemTotal"), *(limit for limit in limits if limit is not None)])
 
 
 def free_host_memory() -> float:
-    """Bytes that new processes can have."""
+    """Return the bytes of memory that new processes can allocate."""
     free = [_meminfo("MemAvailable")]
     for limit, used in _CGROUPS:
         most = _number(limit)
@@ -105,7 +104,7 @@ def _meminfo(key: str) -> float:
 
 
 def _number(path: Path) -> float | None:
-    """None for no such file, and for "max"."""
+    """Return the number in a file of the control group; None if there is no file or no limit."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -118,11 +117,11 @@ def _number(path: Path) -> float | None:
 
 
 def raise_open_files() -> int:
-    """Raise the soft limit of open files towards the hard one, for this process and those that it
-    starts.
+    """Raise the soft limit of open files towards the hard limit, for this process and its future
+    children.
 
     Returns:
-        The limit from now on.
+        The new soft limit.
     Raises:
         UserError: the hard limit is too low for a run.
     """
@@ -142,11 +141,11 @@ def raise_open_files() -> int:
 
 
 def folder_of_sockets(environ: Mapping[str, str] = os.environ) -> tuple[Path, str]:
-    """Return the folder in which Ray keeps its sockets and logs, and why it is not the one that
-    TMPDIR names, or "".
+    """Return the folder for Ray's sockets and logs, and the reason why it is not TMPDIR ("" if it
+    is).
 
     Raises:
-        UserError: RAY_TMPDIR names a folder that does not serve, or none does.
+        UserError: RAY_TMPDIR names an unsuitable folder, or no folder is suitable.
     """
     named = environ.get("RAY_TMPDIR")
     wanted = Path(named or environ.get("TMPDIR") or "/tmp").absolute()
@@ -168,13 +167,13 @@ def _why_no_sockets(folder: Path) -> str:
     length = len(os.fsencode(folder))
     if length > _LONGEST_FOLDER:
         return f"{folder} has {length} bytes, and names of sockets leave room for {_LONGEST_FOLDER}"
-    there = folder / "ray"  # made by whoever comes first
-    while not there.is_dir() and there != there.parent:
-        there = there.parent
+    nearest = folder / "ray"  # may belong to another user: the first one to start Ray creates it
+    while not nearest.is_dir() and nearest != nearest.parent:
+        nearest = nearest.parent
     try:
-        _write_to(there)
+        _write_to(nearest)
     except OSError as error:
-        return f"{there} cannot be written: {error.strerror}"
+        return f"{nearest} cannot be written: {error.strerror}"
     return ""
 
 
@@ -189,13 +188,13 @@ def _write_to(folder: Path) -> None:
 
 
 def own_addresses() -> set[str]:
-    """Every address of this host's network interfaces."""
+    """Return every address of this host's network interfaces."""
     return {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
 
 
 def slime_command() -> str:
-    """How the command `slime` is called here: by its name where a shell finds it, else through this
-    interpreter."""
+    """Return the command to show to users: "slime" if it is on the PATH, else this interpreter with
+    ``-m slime``."""
     return "slime" if shutil.which("slime") else f"{sys.executable} -m slime"
 
 
@@ -225,8 +224,8 @@ def without_working_directory() -> Iterator[None]:
 
 
 def past_proxies(hosts: Iterable[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables by which clients that read them reach ``hosts`` and this one directly, whatever
-    proxy is set. Our own clients of engines never read them.
+    """Return environment variables that make HTTP clients bypass a configured proxy for ``hosts``
+    and localhost. Our own clients of engines ignore proxies anyway.
 
     Example:
         >>> environment = {"NO_PROXY": "intranet", "HTTP_PROXY": "http://proxy:3128"}
@@ -235,15 +234,13 @@ def past_proxies(hosts: Iterable[str], environ: Mapping[str, str] = os.environ) 
     """
     known = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
     names = dict.fromkeys([*filter(None, known.split(",")), "localhost", "127.0.0.1", *hosts])
-    return {
-        "no_proxy": ",".join(names),
-        "NO_PROXY": ",".join(names),
-    }  # libraries differ in which one they read
+    # libraries differ in which of the two they read
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(names))
 
 
 @dataclass
 class PortReservation:
-    """A reserved port; ``release`` gives it back."""
+    """A reserved port, held until ``release``."""
 
     port: int
     _lock: IO[str]
@@ -253,16 +250,15 @@ class PortReservation:
 
 
 def reserve_port(host: str = "0.0.0.0", port: int | None = None) -> PortReservation:
-    """Reserve a free TCP port on this node, by a lock file and a test of binding.
+    """Reserve a free TCP port on this node with a lock file and a trial bind.
 
-    It is held until `PortReservation.release`, so that of two servers that start at once each gets
-    its own: guessing ports ends in "Max retries exceeded … /get_model_info" when several start on
-    one host.
+    The lock keeps servers that start on one host at the same time from choosing the same port,
+    which would end in "Max retries exceeded … /get_model_info".
 
     Args:
-        port: this one.
+        port: reserve this port instead of any free one.
     Raises:
-        UserError: no free port was found, or this one is taken.
+        UserError: no free port was found, or ``port`` is taken.
     """
     folder = Path(tempfile.gettempdir()) / f"slime-ports-{os.getuid()}"
     folder.mkdir(exist_ok=True)
@@ -290,18 +286,22 @@ def reserve_port(host: str = "0.0.0.0", port: int | None = None) -> PortReservat
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port for a server that binds it by itself, soon: not of those from which the kernel gives
-    one to every outgoing connection, as it does where port 0 is bound to find one."""
+    """Return a free port for a server that binds it soon. It lies outside the kernel's ephemeral
+    range, so no outgoing connection takes it in the meantime, as could happen with a port found by
+    binding port 0."""
     reservation = reserve_port(host)
     reservation.release()
     return reservation.port
 
 
 def bind(host: str, port: int, inherited_fd: int | None = None) -> socket.socket:
-    """The listening socket, before anything slow happens, so that a clash shows at once.
+    """Return a listening socket. Call it before any slow work, so that a taken port is reported at
+    once.
 
+    Args:
+        inherited_fd: descriptor of a socket that the parent process is already listening on.
     Raises:
-        UserError: the port is taken, or the address is not one of this host.
+        UserError: the port is taken, or this host does not have the address.
     """
     if inherited_fd is not None:
         return socket.socket(fileno=inherited_fd)
@@ -310,7 +310,7 @@ def bind(host: str, port: int, inherited_fd: int | None = None) -> socket.socket
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except (OSError, OverflowError) as error:  # what is larger than a port overflows
+    except (OSError, OverflowError) as error:  # a number above 65535 overflows
         listener.close()
         raise UserError(
             f"cannot listen on {host}:{port}", why=str(error), fix="choose another --port"

@@ -1,8 +1,8 @@
-"""What trainer ranks tell each other besides tensors: JSON in tensors of bytes.
+"""Collectives for Python values, sent between trainer ranks as JSON in tensors of bytes.
 
-torch's own collectives of objects send pickles, and whoever has joined a process group could run
-code in the others by one. All functions here are collective over their group. What goes in is what
-`orjson` takes; tuples come back as lists.
+torch's own object collectives send pickles, with which any member of a process group could run code
+in the others. Every rank of the group must call these functions. Values are what `orjson` accepts;
+tuples come back as lists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _get_object_coll_device
 
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank of the group has, in their order."""
+    """Return the values of all ranks, in rank order."""
     padded, sizes = _padded(orjson.dumps(value), group)
     everything = padded.new_empty((len(sizes), len(padded)))
     dist.all_gather(list(everything.unbind()), padded, group=group)
@@ -26,7 +26,7 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """The same on the group's first rank; None on others."""
+    """Return the values of all ranks on the group's first rank, None on others."""
     found = _gather(orjson.dumps(value), group)
     return None if found is None else [orjson.loads(one) for one in found]
 
@@ -42,8 +42,8 @@ def _gather(content: bytes, group: dist.ProcessGroup | None) -> list[bytes] | No
 
 
 def gather_tensors(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """`gather` of plain containers with tensors in them, which are read as `torch.load` reads files
-    of strangers."""
+    """Like `gather`, for plain containers that hold tensors. They are read with
+    ``torch.load(weights_only=True)``, which runs no code."""
     content = io.BytesIO()
     torch.save(value, content)
     found = _gather(content.getvalue(), group)
@@ -53,7 +53,7 @@ def gather_tensors(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """What the group's first rank has; what others pass counts for nothing."""
+    """Return the value of the group's first rank; the values of others are ignored."""
     own = _to_tensor(orjson.dumps(value if dist.get_rank(group) == 0 else None), group)
     size = torch.tensor([len(own)], dtype=torch.int64, device=own.device)
     dist.broadcast(size, group=group, group_src=0)
@@ -63,13 +63,13 @@ def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 
 def _to_tensor(content: bytes, group: dist.ProcessGroup | None) -> Tensor:
-    device = _get_object_coll_device(group)  # that of the backend: a GPU for NCCL alone
+    device = _get_object_coll_device(group)  # a GPU if NCCL is the group's only backend
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
 
 
 def _padded(content: bytes, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
-    """This rank's bytes, with zeros behind them as long as the longest rank's; and the bytes of
-    each rank."""
+    """Return this rank's bytes, zero-padded to the length of the longest rank's, and the lengths of
+    all ranks."""
     own = _to_tensor(content, group)
     size = torch.tensor([len(own)], dtype=torch.int64, device=own.device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]

@@ -1,11 +1,11 @@
-"""How a process ends with the one that it belongs to, however that one ended.
+"""Make a process end with its parent, however the parent ended.
 
-    die_with_parent    the kernel kills it at once: servers, graders
-    follow_parent      it is told, has a moment to end tidily, and leaves: embedded engines,
-                       workers of the data check
-    end_within         the other way round: what has a deadline to end, before its owner leaves
+    die_with_parent    the kernel kills the process at once (servers, graders)
+    follow_parent      the process is notified, gets a moment to clean up, and exits (embedded
+                       engines, workers of the data check)
+    end_within         gives cleanup a deadline before the process itself exits
 
-What a local Ray starts ends as a whole (`slime.processes.tree`).
+The processes of a local Ray end as a tree (`slime.processes.tree`).
 """
 
 from __future__ import annotations
@@ -25,22 +25,19 @@ from slime import deadlines
 logger = logging.getLogger("slime.processes.owner")
 
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(
-    None
-)  # loaded once: between fork and exec of a child there should be little to do
+#: Loaded at import, so that a child has little to do between fork and exec.
+_LIBC = ctypes.CDLL(None)
 
-#: Something here did not end in time (`end_within`, `will_hang`), and would keep the interpreter
-#: from ending, too.
+#: Set when something would keep the interpreter from exiting (`end_within`, `will_hang`).
 _hangs = threading.Event()
 
 
 def die_with_parent(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel end this process when its parent dies, and end it now should that have
-    happened already.
+    """Have the kernel end this process when its parent dies; exit at once if it has died already.
 
-    To be called in the child: first thing in its ``main``, or by
-    ``subprocess.Popen(preexec_fn=…)``. The kernel means the *thread* that started the child: it
-    must be one that lives as long as its process.
+    Call it in the child: first in its ``main``, or as ``subprocess.Popen(preexec_fn=…)``. For the
+    kernel the parent is the *thread* that started the child, so that thread must live as long as
+    its process.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent_pid:  # it died before the line above
@@ -48,12 +45,12 @@ def die_with_parent(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> Non
 
 
 def follow_parent(parent_pid: int, stop: Callable[[], object]) -> None:
-    """Call ``stop`` when process ``parent_pid`` ends, and leave for good if that has not ended us
-    within 5 seconds.
+    """Call ``stop`` when process ``parent_pid`` ends, and exit if this process still runs 5 seconds
+    later.
 
-    Noticed in two ways: by a thread that waits on the parent's pidfd, and by the kernel's
-    parent-death signal. The kernel sends that when the *thread* which started us ends, so its
-    handler looks whether the parent is really gone. Call from the main thread.
+    A thread waits on the parent's pidfd, and the kernel sends its parent-death signal. Since the
+    kernel sends it when the *thread* that started this process ends, the handler checks that the
+    parent has really ended. Call from the main thread.
     """
     try:
         descriptor = os.pidfd_open(parent_pid)
@@ -61,7 +58,7 @@ def follow_parent(parent_pid: int, stop: Callable[[], object]) -> None:
         logger.warning("parent process %d is gone already", parent_pid)
         os._exit(1)
     except OSError:
-        descriptor = -1  # no pidfd on this kernel: look once a second
+        descriptor = -1  # this kernel has no pidfd: check once a second
     threading.Thread(
         target=_wait_and_leave, args=(parent_pid, descriptor, stop), name="parent", daemon=True
     ).start()
@@ -96,22 +93,20 @@ def _exists(pid: int) -> bool:
 
 
 def end_within(seconds: float, end: Callable[[], object], hurry: threading.Event) -> bool:
-    """Call ``end``, and wait for it so long at most, or 2 seconds from when somebody is in a
-    ``hurry``.
+    """Call ``end`` in a thread and wait at most ``seconds``, or 2 seconds once ``hurry`` is set.
 
-    Ray waits a minute for a daemon of its own that is gone, and then ends the process in which it
-    is. A call that hangs is left behind in its thread; whoever knows the exit status is to call
-    `leave_what_hangs`.
+    `ray.shutdown`, for one, waits a minute for a daemon that has died and then ends the process. A
+    call that hangs stays in its thread; `leave_what_hangs` must then end the process.
 
     Returns:
-        False when it hangs. What it raises in time is raised here.
+        False if the call hangs. An exception of ``end`` is raised here.
     """
     raised: list[BaseException] = []
 
     def call() -> None:
         try:
             end()
-        except BaseException as error:  # raised again below, where someone listens
+        except BaseException as error:  # raised again in the caller's thread, below
             raised.append(error)
 
     thread = threading.Thread(target=call, name="end", daemon=True)
@@ -131,8 +126,8 @@ def end_within(seconds: float, end: Callable[[], object], hurry: threading.Event
 
 
 def will_hang() -> None:
-    """Something was started here that keeps the interpreter from ending: W&B's service without its
-    server, for one."""
+    """Record that something keeps the interpreter from exiting, such as W&B's service without its
+    server."""
     _hangs.set()
 
 
@@ -141,7 +136,7 @@ def something_hangs() -> bool:
 
 
 def leave_what_hangs(status: int) -> None:
-    """End this process at once, should something have been left behind in it."""
+    """Exit at once with ``status`` if something would keep the interpreter from exiting."""
     if _hangs.is_set():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,5 +1,5 @@
-"""Host memory that tensors of a GPU are copied into: page-locked, of the exact size, kept and used
-again."""
+"""Page-locked host memory of exact size, into which GPU tensors are copied; it is reused between
+copies."""
 
 from __future__ import annotations
 
@@ -21,50 +21,47 @@ from slime.processes.host import free_host_memory
 logger = get_logger(__name__)
 
 _ALIGNMENT = 64
-_SPARE_BYTES = 4e9  # of the host's free memory, that is not locked before it is needed
+_SPARE_BYTES = 4e9  # free host memory that `BuffersAhead` leaves unlocked
 
 
 def host_buffer(nbytes: int, *, pin: bool) -> Tensor:
-    """uint8 [nbytes]; with ``pin`` page-locked, so that a GPU copies at full speed and beside other
-    work.
+    """Return a uint8 tensor [nbytes] of host memory. With ``pin`` it is page-locked, so that a GPU
+    copies at full speed and in parallel with other work.
 
-    torch's own allocator rounds pinned memory up to a power of two, which for a snapshot of 60 GB
-    is 64 and for one of 70 GB is 128. So pages of our own are taken and registered with the driver,
-    until the tensor goes.
+    torch's allocator rounds pinned memory up to a power of two: 64 GB for a snapshot of 60 GB, 128
+    for one of 70. So this maps its own pages and registers them with the driver until the tensor is
+    freed.
 
     Raises:
-        RuntimeError, OSError: the host has not enough memory, or locks none for this process.
+        RuntimeError, OSError: the host has too little memory, or the process may not lock any.
     """
     if not (pin and nbytes):
         return torch.empty(nbytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
-    owner = (ctypes.c_char * nbytes).from_buffer(
-        pages
-    )  # lives as long as the storage, of which there may be views
+    # lives as long as the storage, of which there may be views
+    owner = (ctypes.c_char * nbytes).from_buffer(pages)
     buffer = torch.frombuffer(owner, dtype=torch.uint8)
     runtime = torch.cuda.cudart()
     address = buffer.data_ptr()
     status = int(runtime.cudaHostRegister(address, nbytes, 0))
     if status:
         raise torch.cuda.CudaError(status)
-    weakref.finalize(
-        owner, runtime.cudaHostUnregister, address
-    ).atexit = False  # the driver does it at exit
+    finalizer = weakref.finalize(owner, runtime.cudaHostUnregister, address)
+    finalizer.atexit = False  # the driver does it at exit
     return buffer
 
 
 class BuffersAhead:
-    """Page-locked `host_buffer`s that a thread makes before they are needed: to lock 8 GiB takes 3
-    s.
+    """Page-locked `host_buffer`s that a thread allocates before they are needed, since locking 8
+    GiB takes 3 s. The thread does not hold Python's lock while it waits for the driver.
 
-    The driver works without Python's lock. What fails is told in the log and no more: whoever needs
-    the memory asks for it again, and gets the error then.
+    A failure is only logged: the code that needs the memory allocates it again and gets the error.
 
     Args:
-        sizes: in bytes.
-        gpu: whose driver locks them; None: the calling thread's choice is that of every thread.
+        sizes: bytes of each buffer.
+        gpu: the GPU whose driver locks the memory; None for the default of new threads.
     """
 
     def __init__(self, sizes: Sequence[int], gpu: torch.device | int | None = None) -> None:
@@ -77,8 +74,8 @@ class BuffersAhead:
         self._thread.start()
 
     def take(self) -> list[Tensor]:
-        """Take the buffers that are ready, once, and start no more. Waits for the one being
-        made."""
+        """Return the buffers that are ready, after waiting for the one being allocated, and
+        allocate no more."""
         self._enough.set()
         self._thread.join(deadlines.PINNED_MEMORY_LOCK)
         if self._thread.is_alive():
@@ -93,7 +90,7 @@ class BuffersAhead:
 
     def _make(self, sizes: list[int], gpu: torch.device | int | None, made: list[Tensor]) -> None:
         if gpu is not None:
-            torch.cuda.set_device(gpu)  # a new thread starts with the first one
+            torch.cuda.set_device(gpu)  # a new thread starts with the first GPU
         for done, size in enumerate(sizes):
             if self._enough.is_set():
                 return
@@ -119,8 +116,8 @@ def _tell_rest(sizes: Sequence[int], why: str) -> None:
 
 
 class HostMemory:
-    """Kept from one snapshot to the next: getting it, and above all pinning it, costs more than
-    copying."""
+    """Host memory for snapshots of tensors. It is kept from one snapshot to the next, since
+    allocating and pinning it takes longer than copying."""
 
     def __init__(self) -> None:
         self._buffer = host_buffer(0, pin=False)
@@ -131,11 +128,11 @@ class HostMemory:
 
     @torch.no_grad()
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of ``tensors`` in this memory, valid until the next call. Waits until they are
-        complete.
+        """Copy ``tensors`` into this memory, wait, and return the copies, which are valid until the
+        next call.
 
         Raises:
-            UserError: the host has not enough memory.
+            UserError: the host has too little memory.
         """
         sizes = [
             -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
@@ -155,7 +152,7 @@ class HostMemory:
         return copies
 
     def release(self) -> None:
-        """Give the memory back to the system."""
+        """Return the memory to the system."""
         self._buffer = host_buffer(0, pin=False)
 
     def _grow(self, nbytes: int, pin: bool) -> None:
@@ -171,7 +168,8 @@ class HostMemory:
             ) from error
 
     def _view(self, offset: int, like: Tensor) -> Tensor:
-        """A tensor whose storage is just its own bytes: torch.save writes whole storages."""
+        """Return a tensor whose storage holds only its own bytes, since torch.save writes whole
+        storages."""
         if not like.numel():
             return torch.empty_like(like, device="cpu")
         window = self._buffer.numpy()[offset:]

@@ -1,7 +1,7 @@
-"""Python stacks of processes that hang: asked by a signal, each writes its own into its log.
+"""Have hanging processes write their Python stacks into their logs, on SIGUSR2.
 
-SIGUSR2, which the standard library answers in C: also where Python code runs for minutes, or holds
-the interpreter's lock. A process that is stopped (SIGSTOP) answers when it goes on.
+`faulthandler` answers the signal in C, so this works while Python code runs for minutes or holds
+the interpreter's lock. A stopped process (SIGSTOP) answers once it is continued.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ import psutil
 from slime import deadlines
 
 _SIGNAL = signal.SIGUSR2
-#: Servers that actors watch write to their log, too.
+#: A child of an actor with this in its command line is an engine's server, which is asked too.
 _SERVERS = "slime.engines."
 _MOST_FRAMES = 12
-#: Its frames call users' code, and are not where that hangs.
+#: Frames of this file call users' code; they are left out of stacks of users' code that hangs.
 _CALLER = f"{os.sep}slime{os.sep}user_code{os.sep}calls.py"
 
 
 def answer() -> None:
-    """Have this process write the stacks of its threads to stderr whenever it is asked."""
+    """Make this process write the stacks of all its threads to stderr on SIGUSR2."""
     faulthandler.register(_SIGNAL, file=sys.__stderr__ or sys.stderr, all_threads=True)
 
 
 def ask(pids: Iterable[int], *, wait: bool = False) -> list[int]:
-    """Ask these processes of this host, and the servers that they have started. Those that do not
-    answer to the signal, and would end of it, are left alone.
+    """Ask processes of this host, and engine servers that they have started, for their stacks.
+    Processes without a handler, which the signal would kill, are left alone.
 
     Args:
-        wait: until the stacks are written, half a second.
+        wait: wait half a second, until the stacks are written.
     Returns:
-        Those of ``pids`` that were asked.
+        The ``pids`` that were asked.
     """
     asked = []
     for pid in pids:
@@ -57,9 +57,7 @@ def ask(pids: Iterable[int], *, wait: bool = False) -> list[int]:
 def _signalled(pid: int) -> bool:
     try:
         os.kill(pid, _SIGNAL)
-    # it has ended since it was looked at: whoever asks tells of a failure, and must not meet
-    # another
-    except OSError:
+    except OSError:  # it has ended: the caller is reporting a failure and must not get another
         return False
     return True
 
@@ -80,7 +78,7 @@ def _words_of(process: psutil.Process) -> list[str]:
 
 
 def _answers(pid: int) -> bool:
-    """Whether a process handles the signal: by its mask in /proc, where there is one."""
+    """Return whether a process handles the signal, by its mask in /proc."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -92,8 +90,8 @@ def _answers(pid: int) -> bool:
 
 
 def frames_of_task(task: asyncio.Task[Any]) -> list[FrameType]:
-    """Where a suspended task stands, the innermost frame last; `asyncio.Task.get_stack` tells only
-    the outermost."""
+    """Return all frames of a suspended task, the innermost last; `asyncio.Task.get_stack` returns
+    only the outermost."""
     frames: list[FrameType] = []
     coroutine: Any = task.get_coro()
     while coroutine is not None:
@@ -104,7 +102,12 @@ def frames_of_task(task: asyncio.Task[Any]) -> list[FrameType]:
 
 
 def stack_of_thread(thread: int) -> str:
-    """`lines_of_users` of a thread of this process, by its ident; "" where it has ended."""
+    """Return the stack of a thread of this process as `lines_of_users` formats it; "" if the thread
+    has ended.
+
+    Args:
+        thread: its `threading.Thread.ident`.
+    """
     frame = sys._current_frames().get(thread)
     return (
         lines_of_users([frame for frame, _ in traceback.walk_stack(frame)][::-1])
@@ -114,8 +117,8 @@ def stack_of_thread(thread: int) -> str:
 
 
 def lines_of_users(frames: list[FrameType]) -> str:
-    """Where frames are, the innermost last, without those of the event loop and of what calls
-    users' code."""
+    """Format frames, the innermost last, without frames of the event loop and of our code that
+    calls users' functions."""
     summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames)
     shown = [
         one

@@ -1,12 +1,12 @@
-"""End a tree of processes as a whole. A process that leaves it, by a new session or a double fork,
-is adopted and found.
+"""End a tree of processes as a whole, including processes that leave it by a new session or a
+double fork.
 
     driver ─► this file as a script, twice ─► raylet ─► agents, workers, engines, and whatever
                                                         users' functions start
 
 The script starts one command. It ends everything the command started when the command ends, when
-SIGTERM asks for it, or when the driver is gone for any reason. The kernel hands it every process of
-the tree that loses its parent (PR_SET_CHILD_SUBREAPER), so it needs no list of them.
+SIGTERM asks for it, or when the driver has ended for any reason. The kernel hands it every process
+of the tree that loses its parent (PR_SET_CHILD_SUBREAPER), so it needs no list of them.
 
 Only the standard library is imported, and nothing of slime: this file runs as a script without
 site-packages, and scripts that must start in a few milliseconds import it.
@@ -113,13 +113,13 @@ def end_all() -> None:
 
 
 def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int:
-    """Run ``command`` until it ends, SIGTERM arrives, or process ``owner``, our parent, is gone;
+    """Run ``command`` until it ends, SIGTERM arrives, or process ``owner``, our parent, has ended;
     then end everything it started.
 
     Two processes do this, one below the other. If one of them is killed, the other one cleans up.
 
     Args:
-        last_command: run when the owner is gone, to remove what is left besides processes.
+        last_command: run if the owner has ended, to remove what is left besides processes.
     Returns:
         The exit status of ``command``; 1 if it did not end by itself.
     """
