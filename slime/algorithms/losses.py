@@ -148,8 +148,7 @@ def _clipped(inputs: PolicyInputs, ppo_kl: Tensor) -> PolicyLoss:
     return PolicyLoss(loss, clipped, ppo_kl)
 
 
-# -- what is multiplied with the loss: tokens that a slightly different distribution produced
-# ----------------------
+# -- what is multiplied with the loss: tokens that a slightly different distribution produced ------
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The memory plan at launch: shown in a few lines, and refused when it cannot fit, with what to
 change.
 
-Each change is tried out on the plan, and told with its result.
+Each change is tried out on the plan, and listed with its result.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ def _warn_of_host(plan: MemoryPlan) -> None:
         logger.warning(
             "the trainer ranks of a node want %s GB of host memory, this host has %s GB: leave out "
             "--offload-optimizer-states or --optimizer-cpu-offload, or use fewer GPUs per node",
-            gb(plan.host), gb(plan.host_limit),
-        )  # fmt: skip
+            gb(plan.host),
+            gb(plan.host_limit),
+        )
     if not plan.fits and not plan.device.on_gpu:
         logger.warning(
             "this run may need %s GB, of which %s GB are free on this host; the largest parts: %s",
@@ -124,8 +125,7 @@ def refuse(plan: MemoryPlan) -> UserError:
             lines.append(f"{text}: {name} {gb(peak)} GB")
     return UserError(
         f"the memory plan does not fit: {phase.name} needs {gb(phase.total)} GB on "
-        f"{phase.devices}, limit "
-        f"{gb(plan.limit)} GB (of {gb(plan.device.nbytes)} GB)",
+        f"{phase.devices}, limit {gb(plan.limit)} GB (of {gb(plan.device.nbytes)} GB)",
         why=f"the largest parts: {largest}{also}; --dry-run shows all",
         fix="\n       ".join([*lines, goes_on]),
     )
@@ -147,11 +147,9 @@ def _starved(plan: MemoryPlan, goes_on: str) -> UserError:
     )
     return UserError(
         "the memory plan does not fit: the KV cache of an engine holds "
-        f"{engine.kv_tokens(memory):,} tokens, less than "
-        f"one sequence of {engine.longest:,}",
+        f"{engine.kv_tokens(memory):,} tokens, less than one sequence of {engine.longest:,}",
         why=f"{engine.fraction_option} {fraction:g} of {gb(memory)} GB is {gb(fraction * memory)} "
-        "GB,"
-        f" of which the weights take {gb(engine.weights)} GB; a token takes "
+        f"GB, of which the weights take {gb(engine.weights)} GB; a token takes "
         f"{engine.kv_per_token / 1e3:.0f} kB",
         fix="\n       ".join([*ways, goes_on]),
     )

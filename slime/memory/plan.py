@@ -217,8 +217,7 @@ def _notes(facts: Facts, memory: float) -> tuple[str, ...]:
     return tuple(found)
 
 
-# -- on GPUs
-# --------------------------------------------------------------------------------------------------
+# -- on GPUs ---------------------------------------------------------------------------------------
 
 
 def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
@@ -341,8 +340,7 @@ def pinned(facts: Facts) -> float:
     return facts.ranks_per_node * max(stage.on_host(sleeps=sleeps) for stage in trainer.stages)
 
 
-# -- on a host without GPUs
-# ------------------------------------------------------------------------------------------
+# -- on a host without GPUs ------------------------------------------------------------------------
 
 
 def host_phase(facts: Facts) -> Phase:
@@ -372,8 +370,7 @@ def host_phase(facts: Facts) -> Phase:
     return Phase("host", "all", tuple(uses))
 
 
-# -- as text
-# --------------------------------------------------------------------------------------------------
+# -- as text ---------------------------------------------------------------------------------------
 
 
 def gb(nbytes: float) -> str:

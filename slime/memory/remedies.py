@@ -47,8 +47,7 @@ def wider_context_parallel(context: int) -> str:
     return f"--context-parallel-size {context} → {2 * context}"
 
 
-# -- after running out of memory
-# -------------------------------------------------------------------------------------
+# -- after running out of memory -------------------------------------------------------------------
 
 
 def remedies(
@@ -133,9 +132,8 @@ def _smaller_micro_batches(config: Config, lengths: Sequence[int]) -> list[str]:
     if single is not None:
         ways.append(
             f"the largest micro-batch is one sample of {single} tokens, which no batch size can "
-            "split: "
-            f"{wider_context_parallel(context)}, or shorter samples: --rollout-max-response-len "
-            f"{config.rollout.rollout_max_response_len} → "
+            f"split: {wider_context_parallel(context)}, or shorter samples: "
+            f"--rollout-max-response-len {config.rollout.rollout_max_response_len} → "
             f"{max(1, config.rollout.rollout_max_response_len * 3 // 4)}"
         )
     if train.use_dynamic_batch_size and train.max_tokens_per_gpu:
@@ -153,8 +151,7 @@ def _smaller_micro_batches(config: Config, lengths: Sequence[int]) -> list[str]:
         ways.insert(
             0,
             f"--micro-batch-size {train.micro_batch_size} → {train.micro_batch_size // 2}, or "
-            "pack by tokens: "
-            "--use-dynamic-batch-size --max-tokens-per-gpu "
+            "pack by tokens: --use-dynamic-batch-size --max-tokens-per-gpu "
             f"{sum(lengths) // 2 if lengths else 4096}",
         )
     if train.seq_length is not None:

@@ -329,8 +329,7 @@ class StageMemory:
         if not settings.on_gpu:
             return working + self._largest_gradient()
         # the product adds a weight's gradient to the buffer; only the embedding's is made as a
-        # whole, at the very end of a backward pass, when the activations of its micro-batch are
-        # gone
+        # whole, at the very end of a backward pass, when its micro-batch holds no activations
         return max(working, self._embedding_gradient() - saved.kept * settings.tokens)
 
     @property

@@ -89,8 +89,8 @@ def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily
             raise UserError(
                 f"--model-name {model_name} contradicts the model's config.json",
                 why=f"the name means {' or '.join(family.name for family in named)}, config.json "
-                "has the model_type "
-                f"{config.get('model_type')!r}, which is of the family {told.name}",
+                f"has the model_type {config.get('model_type')!r}, which is of the family "
+                f"{told.name}",
                 fix="leave --model-name out, or pass the model directory that it belongs to",
             )
     if told is not None:

@@ -147,11 +147,9 @@ def _refuse_other_architectures(config: dict[str, Any]) -> None:
                 f"the model's config.json sets {key} to {config[key]!r}, which cannot be trained "
                 "faithfully",
                 why=f"no model of type {config.get('model_type')!r} computes with it; the weights "
-                "may belong to "
-                "another architecture",
+                "may belong to another architecture",
                 fix="set model_type to the architecture the weights were trained with, or remove "
-                "the field if it is "
-                "a leftover",
+                "the field if it is a leftover",
             )
 
 
@@ -167,8 +165,7 @@ def _whole_heads(percent: float, scaling: dict[str, Any] | None) -> float:
             f"the model's config.json sets partial_rotary_factor to {percent:g} and scales rotary "
             "frequencies",
             why=f"models of this family rotate whole heads; transformers fails on {percent:g} "
-            "with rope_type "
-            f"{scaling['rope_type']!r}",
+            f"with rope_type {scaling['rope_type']!r}",
             fix="remove partial_rotary_factor from config.json, or set model_type to the family "
             "the weights belong to",
         )
@@ -288,8 +285,7 @@ def sigmoid_router(config: dict[str, Any]) -> dict[str, Any]:
             f"the model's router cannot choose {topk} of {experts} experts from {chosen} of "
             f"{groups} groups",
             why="n_group must divide the experts into groups of two or more, and topk_group of "
-            "them must hold "
-            "num_experts_per_tok",
+            "them must hold num_experts_per_tok",
             fix="use the config.json that belongs to the weights",
         )
     if chosen < groups:  # choosing all groups is no limit
@@ -346,9 +342,7 @@ def refuse_windows(
         f"the model's config.json sets {field} to {config.get(field, window)!r}, which cannot be "
         "trained faithfully",
         why=f"{kinds.count('sliding_attention')} of {layers} layers see {window} tokens of "
-        "sequences of up to "
-        f"{positions} (max_position_embeddings); trainer and embedded engine let every token see "
-        "the whole sequence "
-        "before it",
+        f"sequences of up to {positions} (max_position_embeddings); trainer and embedded engine "
+        "let every token see the whole sequence before it",
         fix="choose a model without it",
     )

@@ -135,8 +135,8 @@ def _matcher(rule: str) -> Callable[[str], object]:
 
 
 def names(rule: str, name: str) -> bool:
-    """Whether a rule names a module, as compressed-tensors and the engines decide it: the whole of
-    it, or ``re:``.
+    """Tell whether a rule names a module, as compressed-tensors and the engines decide it: the
+    whole of it, or ``re:``.
 
     Raises:
         UserError: the expression cannot be read.
@@ -199,9 +199,8 @@ class Findings:
 
 def examine(weights: Sequence[WeightMatrix], quantisation: Quantisation) -> Findings:
     """Compare the rules of a model with its modules."""
-    rules = [
-        _matcher(rule) for rule in quantisation.ignore
-    ]  # a large model has 40 thousand modules
+    # compiled once: a large model has 40 thousand modules
+    rules = [_matcher(rule) for rule in quantisation.ignore]
     idle = dict(zip(quantisation.ignore, rules))
     quantised = []
     ignored = []
@@ -286,24 +285,6 @@ def check(family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> F
             "list fits",
         )
     return replace(found, idle=idle_among(found, (name for name, _ in family.hf_tensors(spec))))
-
-
-def stored_tensors(
-    family: ModelFamily, spec: ModelSpec, quantisation: Quantisation
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Every tensor that a complete quantised model has: name → (dtype, shape); the dtype "" is the
-    model's own."""
-    quantised = {
-        matrix.weight: matrix for matrix in examine(matrices(family, spec), quantisation).quantised
-    }
-    stored: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, shape in family.hf_tensors(spec):
-        if name in quantised:
-            parts = quantisation.scheme.parts(quantised[name].shape, "")
-            stored |= {f"{quantised[name].module}.{part}": facts for part, facts in parts.items()}
-        else:
-            stored[name] = ("", shape)
-    return stored
 
 
 def recommended(weights: Sequence[WeightMatrix], *, fp8: bool = False) -> tuple[str, ...]:

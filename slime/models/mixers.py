@@ -1,8 +1,14 @@
 """One record per token mixer: the part of a decoder layer that lets a token see earlier tokens.
 
-A record holds everything that depends on the kind of mixer. `mixer_of` gives the record of a
-layer. A new mixer is a new record here, with two classes: one for Megatron, one for the embedded
-engine.
+A record holds what the tables, the memory plan, the FLOPs, the configuration of Megatron and the
+embedded engine have to know of a mixer. `mixer_of` gives the record of a layer.
+
+A further kind of attention is a new record here, its axes in `slime.models.rules.Width`, a class
+for the embedded engine, and a class for packed sequences in `slime.trainer.megatron.model` where
+Megatron's takes none. A mixer that keeps a state per sequence (gated delta net) needs more:
+``kept`` and ``kept_heads`` count entries per token, and so does the embedded engine's cache;
+``flops`` count pairs of tokens. The configuration of Megatron and the shape of that cache are those
+of layer 0.
 """
 
 from __future__ import annotations
@@ -59,7 +65,8 @@ class TokenMixer:
         name: as messages and docs call it.
         rules: how its weights map between Hugging Face and Megatron names and shards, with the norm
             before it and the projection behind it.
-        widths: sizes of the axes that its rules name.
+        widths: sizes of the axes that its rules name; two mixers of one model share no name of
+            different size.
         divided_rows: (rows, what they are) that tensor parallelism must divide besides the heads.
         flops: forward FLOPs per layer and pair of tokens, the projections left out.
         saved: bytes per token that autograd keeps: (spec, layout, kernels, modules that are
@@ -102,8 +109,7 @@ def _attention_flops(spec: ModelSpec) -> float:
     return 2.0 * spec.num_heads * (spec.head_dim + spec.value_dim) / 2
 
 
-# -- attention: queries, keys and values straight from the hidden states
-# ------------------------------------------------------------------------------------------------
+# -- attention: queries, keys and values straight from the hidden states ---------------------------
 
 #: Biases and norms of queries and keys apply where the spec has them.
 _ATTENTION_RULES = (
@@ -204,8 +210,7 @@ GROUPED_ATTENTION = TokenMixer(
 )
 
 
-# -- multi-latent attention (DeepSeek-V2, arXiv:2405.04434): low-rank queries, keys and values
-# ------------------------------------------------------------------------------------------------
+# -- multi-latent attention (DeepSeek-V2, arXiv:2405.04434): low-rank queries, keys and values -----
 
 
 def has_query_rank(spec: ModelSpec, layer: int) -> bool:
@@ -327,8 +332,8 @@ MIXERS = (GROUPED_ATTENTION, LATENT_ATTENTION)
 
 
 def mixer_of(transformer: Mapping[str, Any], layer: int) -> TokenMixer:
-    """The token mixer of layer ``layer`` (global, from 0). Today all layers of a model have the
-    same.
+    """Return the token mixer of layer ``layer`` (global, from 0). All layers of the models in the
+    tables have the same.
 
     Args:
         transformer: `ModelSpec.transformer`.
@@ -337,7 +342,7 @@ def mixer_of(transformer: Mapping[str, Any], layer: int) -> TokenMixer:
 
 
 def mixers_of(transformer: Mapping[str, Any]) -> list[TokenMixer]:
-    """The token mixers of a model, each once."""
+    """Return the token mixers of a model, each once."""
     layers = range(transformer.get("num_layers", 1))
     found = [mixer_of(transformer, layer) for layer in layers]
     return list({mixer.name: mixer for mixer in found}.values())

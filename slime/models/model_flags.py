@@ -150,7 +150,7 @@ def _beside_transformer(spec: ModelSpec) -> dict[str, Any]:
     kind = scaling.get("rope_type", "default")
     factor = scaling.get("factor")
     is_yarn = kind == "yarn"
-    of_yarn = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # fmt: skip
+    of_yarn = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     of_latents = (
         "q_lora_rank",
         "kv_lora_rank",

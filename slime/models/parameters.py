@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.models.ignore_list import stored_tensors
+from slime.models.ignore_list import examine, matrices
 from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily
@@ -48,4 +48,15 @@ class ModelParameters:
         """Name → (dtype, shape); the dtype "" is the model's own."""
         if self.quantisation is None:
             return {name: ("", shape) for name, shape in self.stored.items()}
-        return stored_tensors(self.family, self.spec, self.quantisation)
+        found = examine(matrices(self.family, self.spec), self.quantisation).quantised
+        quantised = {matrix.weight: matrix for matrix in found}
+        served: dict[str, tuple[str, Shape]] = {}
+        for name, shape in self.stored.items():
+            if name in quantised:
+                parts = self.quantisation.scheme.parts(quantised[name].shape, "")
+                served |= {
+                    f"{quantised[name].module}.{part}": facts for part, facts in parts.items()
+                }
+            else:
+                served[name] = ("", shape)
+        return served

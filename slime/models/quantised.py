@@ -197,11 +197,8 @@ def _compressed_tensors(told: Mapping[str, Any]) -> Quantisation:
         ("format", told, formats),
         ("format", group, formats),
         ("dynamic", weights, (None, False)),
-        (
-            "actorder",
-            weights,
-            (None, False, "weight", "static"),
-        ),  # with others the columns stand in another order
+        # with others the columns stand in another order
+        ("actorder", weights, (None, False, "weight", "static")),
         ("symmetric", weights, (None, True, False) if isinstance(scheme, Int4) else (None, True)),
     ):
         if where.get(key) not in known:

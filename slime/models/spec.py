@@ -106,8 +106,7 @@ class ModelSpec:
         activations = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
         return {**self.transformer, "activation_func": activations[self.activation]}
 
-    # -- shortcuts
-    # -----------------------------------------------------------------------------------------
+    # -- shortcuts ---------------------------------------------------------------------------------
 
     @property
     def num_layers(self) -> int:
@@ -233,8 +232,7 @@ def check_same_model(spec: ModelSpec, other: ModelSpec, directory: Path) -> None
             f"{directory} is another model than --hf-checkpoint",
             why="; ".join(differing),
             fix="its weights would be computed with as --hf-checkpoint says: pass a directory of "
-            "the same architecture,"
-            " or --hf-checkpoint with the one that the weights belong to",
+            "the same architecture, or --hf-checkpoint with the one that the weights belong to",
         )
 
 
@@ -261,8 +259,8 @@ def read_hf_config(source: HfConfig) -> dict[str, Any]:
             if there is not None
             else "no such directory",
             fix="pass --hf-checkpoint with a Hugging Face model directory (config.json, "
-            "*.safetensors, tokenizer), or"
-            " org/name for a Hub model; no local path of that name may exist",
+            "*.safetensors, tokenizer), or org/name for a Hub model; no local path of that name "
+            "may exist",
         ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(

@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from slime.models.fused_loading import FusedLoad, LoadGroups
 from slime.models.layouts import GATE_UP, REPLICATED, ROW, VOCAB, VocabParallel
-from slime.models.mixers import GROUPED_ATTENTION, MIXERS
+from slime.models.mixers import GROUPED_ATTENTION, mixers_of
 from slime.models.rules import (
     HF_LAYER,
     HF_MLP,
@@ -68,13 +68,12 @@ _WIDTHS: dict[Width, Callable[[ModelSpec], int]] = {
         spec.transformer.get("moe_shared_expert_intermediate_size") or 0
     ),
 }
-for _mixer in MIXERS:
-    _WIDTHS.update(_mixer.widths)
 
 
 def width(spec: ModelSpec, name: Width) -> int:
-    """The size of an axis, by the name that the rules give it."""
-    return _WIDTHS[name](spec)
+    """Return the size of an axis, by the name that the rules give it."""
+    sizes = [_WIDTHS, *(mixer.widths for mixer in mixers_of(spec.transformer))]
+    return next(size[name] for size in sizes if name in size)(spec)
 
 
 def shapes_of(rule: Rule, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
@@ -309,8 +308,7 @@ def _filled(rule: Rule, numbers: dict[str, int], spec: ModelSpec) -> Match:
     return Match(rule, layer, expert, sources=names, exports=names)
 
 
-# -- what decoders share
-# ---------------------------------------------------------------------------------------------
+# -- what decoders share ---------------------------------------------------------------------------
 
 OUTER_RULES = (
     Rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", VOCAB, "vocab", "hidden"),

@@ -193,13 +193,12 @@ def _device_use(device: torch.device) -> str:
     others = max(0, total - free - held)
     return (
         f"GPU of {total / _GB:.1f} GB: {used / _GB:.2f} GB in tensors and "
-        f"{(held - used) / _GB:.2f} GB cached by this "
-        f"process, {others / _GB:.2f} GB held by others, {free / _GB:.2f} GB free"
+        f"{(held - used) / _GB:.2f} GB cached by this process, {others / _GB:.2f} GB held by "
+        f"others, {free / _GB:.2f} GB free"
     )
 
 
-# -- where the numbers come from
-# -------------------------------------------------------------------------------------
+# -- where the numbers come from -------------------------------------------------------------------
 
 
 def _reset_peak(device: torch.device) -> None:

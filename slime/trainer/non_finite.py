@@ -76,8 +76,8 @@ class NonFiniteTraining(UserError):
             f"training stopped at rollout {rollout_id}, step {step}: NaN or Inf",
             why=why,
             fix=f"{first}look at the step's samples and tensors in the run's crash folder; lower "
-            "--lr, check rewards "
-            "and --eps-clip; or skip such steps with --no-check-for-nan-in-loss-and-grad",
+            "--lr, check rewards and --eps-clip; or skip such steps with "
+            "--no-check-for-nan-in-loss-and-grad",
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -117,8 +117,7 @@ class FailedStep:
     parameters: list[tuple[str, int, int]] = field(default_factory=list)
 
 
-# -- into the crash folder
-# -------------------------------------------------------------------------------------------
+# -- into the crash folder -------------------------------------------------------------------------
 
 
 def keep_failed_step(

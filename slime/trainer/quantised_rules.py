@@ -81,8 +81,7 @@ def check_quantised_flags(config: Config) -> None:
         raise UserError(
             "--fp8-param-gather and engines of quantised weights exclude each other",
             why=f"{path} says how weights are rounded for engines; nobody has tried that with "
-            "parameters that"
-            " Transformer Engine has rounded to FP8 before",
+            "parameters that Transformer Engine has rounded to FP8 before",
             fix="leave --fp8-param-gather out, or take plain weights for --hf-checkpoint",
         )
     if asked and quantisation is None:
@@ -91,8 +90,7 @@ def check_quantised_flags(config: Config) -> None:
             why=f"{path} has no quantization_config: engines hold plain weights, and no format "
             "says what to round to",
             fix="slime convert hf-to-int4 or hf-to-fp8 makes a directory for --hf-checkpoint, "
-            "with the plain one as"
-            " --ref-load; or leave the flag out",
+            "with the plain one as --ref-load; or leave the flag out",
         )
     if chosen is None or quantisation is None:
         return
@@ -121,8 +119,7 @@ def check_quantised_flags(config: Config) -> None:
         raise UserError(
             f"--measure-quantisation has no effect with --fake-quantisation {chosen}",
             why="training computes with the engines' weights already, so that "
-            "train/train_rollout_logprob_abs_diff is"
-            " what is left without the format",
+            "train/train_rollout_logprob_abs_diff is what is left without the format",
             fix="leave --measure-quantisation out",
         )
     logger.info("training computes with weights as %s would have them", quantisation)

@@ -1,18 +1,21 @@
 """The models that a trainer holds: one `Role` each.
 
-    role        head        learns                   is_pushed   is_saved
-    policy      log_probs   with the --loss-type     yes         yes
-    reference   log_probs   no                       no          once it differs from --ref-load
+    role        learns                   is_pushed   is_saved
+    policy      with the --loss-type     yes         yes
+    reference   no                       no          once it differs from --ref-load
 
-A further model (critic, teacher, reward model) is one more row here, a loss if it learns, and a
-`slime.trainer.update.Scorer` for the column that it adds to a rollout.
+A model that only scores (a teacher) and has the policy's architecture is one more row here, a
+`slime.trainer.update.Scorer` and a field of `RolloutTensors` for its column. A model with another
+head or one that learns (a critic, a reward model) also needs model chunks and an optimizer of its
+own: `MegatronBackend` builds one set of chunks, and frozen models are weights swapped into it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
+from slime.checkpoints.load_plan import LoadPlan, resolve_reference
 from slime.config.config import Config
 from slime.trainer.loss import LOSS_TYPES, LossType
 
@@ -26,18 +29,19 @@ class Role:
 
     Attributes:
         name: its key wherever models are kept by role.
-        head: what its last layer says of each response token.
         loss: what it is trained with; None if it only scores.
         is_pushed: engines generate with its weights.
-        is_saved: checkpoints hold its weights. Those of a model that does not learn are left out
-            as long as they are the ones that the run was started with.
+        is_saved: checkpoints hold its weights. A frozen model is left out as long as it has the
+            weights that the run was started with.
+        source: where a frozen model's weights come from if no checkpoint of the run holds them;
+            None if it learns.
     """
 
     name: str
-    head: Literal["log_probs"]
     loss: LossType | None
     is_pushed: bool
     is_saved: bool
+    source: Callable[[Config], LoadPlan] | None = None
 
     @property
     def learns(self) -> bool:
@@ -47,20 +51,20 @@ class Role:
 
 def roles_of(config: Config) -> dict[str, Role]:
     """Return the models that a run with these flags needs, by name; the policy comes first."""
-    policy = Role(
-        name=POLICY,
-        head="log_probs",
-        loss=LOSS_TYPES[config.algorithm.loss_type],
-        is_pushed=True,
-        is_saved=True,
-    )
-    reference = Role(name=REFERENCE, head="log_probs", loss=None, is_pushed=False, is_saved=True)
-    held = [policy, reference] if config.algorithm.needs_reference else [policy]
+    held = [Role(name=POLICY, loss=policy_loss(config), is_pushed=True, is_saved=True)]
+    if config.algorithm.needs_reference:
+        held.append(
+            Role(
+                name=REFERENCE,
+                loss=None,
+                is_pushed=False,
+                is_saved=True,
+                source=resolve_reference,
+            )
+        )
     return {role.name: role for role in held}
 
 
 def policy_loss(config: Config) -> LossType:
     """Return the loss that the policy is trained with."""
-    loss = roles_of(config)[POLICY].loss
-    assert loss is not None
-    return loss
+    return LOSS_TYPES[config.algorithm.loss_type]

@@ -157,8 +157,7 @@ def mean_of_steps(
     return means
 
 
-# -- single tokens
-# -------------------------------------------------------------------------------------------------
+# -- single tokens ---------------------------------------------------------------------------------
 
 
 def trained_tokens(ranks: Ranks, batch: TrainBatch, data: RolloutTensors) -> list[TrainedTokens]:

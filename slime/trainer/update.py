@@ -55,7 +55,7 @@ logger = get_logger(__name__)
 
 
 class Trainer(Protocol):
-    """What an update is made with. Every rank calls each verb equally often."""
+    """The verbs that an update calls. Every rank calls each equally often."""
 
     config: Config
     ranks: Ranks
@@ -130,8 +130,7 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
     return {**metrics, **timers.metrics(batch)}, steps
 
 
-# -- score
-# -------------------------------------------------------------------------------------------------
+# -- score -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +153,7 @@ class Scorer:
 
 
 def reuses_log_probs(config: Config, batch: TrainBatch) -> bool:
-    """Whether the training pass's own log-probs can serve as the old policy's.
+    """Tell whether the training pass's own log-probs can serve as the old policy's.
 
     They are the same numbers when one optimizer step follows the rollout, and reuse saves a pass
     over all samples. A pass of its own is needed when something reads them before the step (KL in
@@ -220,8 +219,7 @@ def score(
             setattr(data, scorer.column, column)
 
 
-# -- advantages
-# -------------------------------------------------------------------------------------------------
+# -- advantages ------------------------------------------------------------------------------------
 
 
 def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> None:
@@ -265,8 +263,7 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
         raise UserError(
             f"--loss-type {flags.loss_type} needs advantages, and nothing sets any",
             why="--disable-compute-advantages-and-returns switches the estimator off, and no "
-            "function of yours sets "
-            'rollout_data["advantages"]',
+            'function of yours sets rollout_data["advantages"]',
             fix="leave that flag out, or pass --custom-advantage-function-path",
         )
 
@@ -300,8 +297,7 @@ def _call_advantage_function(trainer: Trainer, batch: TrainBatch, data: RolloutT
             f"{origin} set no advantages",
             why=why,
             fix='assign rollout_data["advantages"], a list with one float32 tensor [R] per '
-            "sample, R being its "
-            "response tokens",
+            "sample, R being its response tokens",
         )
 
 
@@ -323,8 +319,7 @@ def _without_effect(trainer: Trainer, data: RolloutTensors) -> dict[str, str]:
     return unread
 
 
-# -- learn
-# -------------------------------------------------------------------------------------------------
+# -- learn -----------------------------------------------------------------------------------------
 
 
 def learn(
@@ -454,8 +449,9 @@ def _check_alignment(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) 
             "are not deterministic (pass --deterministic-mode; with Transformer Engine, "
             "--attention-backend flash), a dropout that is not 0, or --ref-load pointing to other "
             "weights than --load",
-            batch.rollout_id, worst,
-        )  # fmt: skip
+            batch.rollout_id,
+            worst,
+        )
 
 
 def _not_applied(
@@ -480,8 +476,13 @@ def _not_applied(
     functions = behind_the_loss(trainer.config)
     if not megatron.check_for_nan_in_loss_and_grad or is_routine:
         suspects = f"; look first at {', '.join(functions)}" if functions and not is_routine else ""
-        said = "rollout %d, step %d skipped: NaN or Inf (samples %s)%s"
-        logger.warning(said, batch.rollout_id, step_id, indices, suspects)
+        logger.warning(
+            "rollout %d, step %d skipped: NaN or Inf (samples %s)%s",
+            batch.rollout_id,
+            step_id,
+            indices,
+            suspects,
+        )
         return
     failed = FailedStep(batch.rollout_id, step_id, ranks.replica, outcome.grad_norm)
     failed.parameters = trainer.nonfinite_gradients()
@@ -501,8 +502,7 @@ def _not_applied(
     raise NonFiniteTraining(batch.rollout_id, step_id, outcome.grad_norm, indices, names, functions)
 
 
-# -- before and after
-# -------------------------------------------------------------------------------------------------
+# -- before and after ------------------------------------------------------------------------------
 
 
 def _check_batch(batch: TrainBatch, config: Config) -> None:

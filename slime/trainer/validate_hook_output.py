@@ -74,8 +74,7 @@ class UserValues:
         return value + self._tensors[0].reshape(-1)[:0].sum()
 
 
-# -- losses
-# --------------------------------------------------------------------------------------------------
+# -- losses ----------------------------------------------------------------------------------------
 
 
 def loss_and_metrics(
@@ -209,8 +208,7 @@ def _name(name: Any, origin: str) -> str:
     return name
 
 
-# -- the correction for the mismatch
-# ---------------------------------------------------------------------------------
+# -- the correction for the mismatch ---------------------------------------------------------------
 
 _CORRECTION = (
     "return (loss of each token [T], the loss masks [R] of each sample, a dict of metrics [T] by "
@@ -305,8 +303,7 @@ def check_masks(masks: Sequence[Tensor], before: Sequence[Tensor], origin: str) 
         )
 
 
-# -- one number per token
-# --------------------------------------------------------------------------------------------
+# -- one number per token --------------------------------------------------------------------------
 
 
 def per_token(

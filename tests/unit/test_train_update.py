@@ -14,8 +14,11 @@ import torch
 
 from slime.errors import UserError
 from slime.samples.batch import TrainBatch
+from slime.trainer import update as update_module
+from slime.trainer.megatron import backend as backend_module
 from slime.trainer.megatron.backend import MegatronBackend
-from slime.trainer.update import NonFiniteTraining, reuses_log_probs
+from slime.trainer.role import Role, roles_of
+from slime.trainer.update import NonFiniteTraining, Scorer, reuses_log_probs
 from slime.user_code.loading import FunctionFailed
 from tests.support.trainer_ranks import make_batch
 from tests.support.trainers import poisoned, trainer
@@ -54,6 +57,25 @@ def test_first_step_is_aligned_bit_for_bit(
     assert not caplog.records
     assert "perf/log_probs_time" not in metrics and "perf/ref_log_probs_time" in metrics
     assert backend.train(make_batch())["train/kl_loss"] != 0.0
+
+
+def test_a_teacher_is_a_role_and_a_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row each: the backend holds its weights, and its column joins the rollout."""
+    teacher = Role(name="teacher", loss=None, is_pushed=False, is_saved=False)
+    monkeypatch.setattr(
+        backend_module, "roles_of", lambda config: {**roles_of(config), "teacher": teacher}
+    )
+    scorer = Scorer(column="ref_log_probs", role="teacher", is_wanted=lambda config, batch: True)
+    monkeypatch.setattr(update_module, "SCORERS", (scorer,))
+    backend = trainer()
+    try:
+        for copy in backend.copies["teacher"].tensors:
+            copy.mul_(0.5)
+        batch = make_batch()
+        metrics = backend.train(batch)
+        assert metrics["rollout/ref_log_probs"] != metrics["rollout/log_probs"]
+    finally:
+        backend.close()
 
 
 @with_flags(use_kl_loss=True, kl_loss_coef=0.1)
@@ -244,9 +266,8 @@ def test_nan_is_skipped_and_counted_when_asked_to(backend: MegatronBackend) -> N
 
 def test_overflow_in_the_backward_pass_is_told_apart(backend: MegatronBackend) -> None:
     batch = make_batch()
-    batch.rewards = [
-        3e38 * r for r in (1, -1, 1, -1, 1, -1)
-    ]  # finite losses, infinite gradient norm
+    # finite losses, infinite gradient norm
+    batch.rewards = [3e38 * r for r in (1, -1, 1, -1, 1, -1)]
     with pytest.raises(NonFiniteTraining, match="losses are finite"):
         backend.train(batch)
 
@@ -311,9 +332,8 @@ def test_schedule_waits_for_the_length_of_the_run(backend: MegatronBackend) -> N
     assert backend.learning_rates() == pytest.approx([1e-2] * len(backend.learning_rates()))
     backend.set_run_length(4)
     seen = [backend.train(make_batch())["train/lr-pg_0"] for _ in range(4)]
-    assert seen == pytest.approx(
-        [1e-2 * (1 - 5 * k / 24) for k in range(1, 5)]
-    )  # 24 samples in all, 5 a step
+    # 24 samples in all, 5 a step
+    assert seen == pytest.approx([1e-2 * (1 - 5 * k / 24) for k in range(1, 5)])
 
 
 @with_flags(freeze_params_name_list=["mlp", "embedding"], lr=0.01)

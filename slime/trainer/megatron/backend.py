@@ -27,7 +27,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.checkpoints.hf_io import load_hf
-from slime.checkpoints.load_plan import LoadPlan, resolve_reference
+from slime.checkpoints.load_plan import LoadPlan
 from slime.checkpoints.loading import load as load_checkpoint
 from slime.checkpoints.loading import saved_reference
 from slime.checkpoints.resuming import agreed_plan
@@ -49,7 +49,7 @@ from slime.trainer.megatron.replay import RoutingGuide, guide_for
 from slime.trainer.memory import PhaseMemory
 from slime.trainer.non_finite import FailedStep
 from slime.trainer.records import LossInputs, MicroBatchResult, StepOutcome, TokenScores
-from slime.trainer.role import POLICY, REFERENCE, policy_loss, roles_of
+from slime.trainer.role import POLICY, REFERENCE, Role, policy_loss, roles_of
 from slime.trainer.update import update
 from slime.trainer.user_functions import UserFunctions
 from slime.weights.source import save_hf
@@ -98,8 +98,7 @@ class MegatronBackend:
         self.optimizer: MegatronOptimizer
         self.scheduler: OptimizerParamScheduler
 
-    # -- setting up
-    # ----------------------------------------------------------------------------------------------
+    # -- setting up --------------------------------------------------------------------------------
 
     def setup(self, *, spec: ModelSpec | None = None, initialise: bool = False) -> int:
         """Process groups, model, optimizer, weights.
@@ -142,7 +141,7 @@ class MegatronBackend:
         if initialise:
             self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, config)
             for role in self._frozen_roles():
-                self.copies[role] = WeightsCopy(self.model_chunks)
+                self.copies[role.name] = WeightsCopy(self.model_chunks)
         self.next_rollout_id = 0 if initialise else self._load()
         if REFERENCE in self.copies:
             differs = not self.copies[REFERENCE].equals(self.model_chunks)
@@ -171,10 +170,11 @@ class MegatronBackend:
         load its state if there is one."""
         plan, self.skipped = agreed_plan(self.config)
         for role in self._frozen_roles():
-            iteration = saved_reference(plan)
+            iteration = saved_reference(plan) if role.is_saved else None
             if iteration is None:
-                self._load_weights(resolve_reference(self.config))
-            self.copies[role] = WeightsCopy(self.model_chunks, iteration)
+                assert role.source is not None
+                self._load_weights(role.source(self.config))
+            self.copies[role.name] = WeightsCopy(self.model_chunks, iteration)
         logger.info("%s", plan.note)
         if plan.kind == "hf":
             self._load_weights(plan)
@@ -197,8 +197,7 @@ class MegatronBackend:
         else:
             load_checkpoint(plan, TrainerState(self.model_chunks))
 
-    # -- what a run does
-    # ---------------------------------------------------------------------------------------------
+    # -- what a run does ---------------------------------------------------------------------------
 
     def set_run_length(self, num_rollout: int) -> None:
         """Tell the learning-rate schedule how long the run is, where only counting the prompts
@@ -310,14 +309,13 @@ class MegatronBackend:
         return self.offloader
 
     def close(self) -> None:
-        """Leave the process groups, once no checkpoint is being written any more."""
+        """Wait for the checkpoint that is being written, then leave the process groups."""
         try:
             self.writer.close()
         finally:
             parallel.shut_down()
 
-    # -- what others ask
-    # -----------------------------------------------------------------------------------------
+    # -- what others ask ---------------------------------------------------------------------------
 
     @property
     def layout(self) -> TrainLayout:
@@ -330,9 +328,9 @@ class MegatronBackend:
         assert pushed == [POLICY], "the other models are copies of weights, without chunks"
         return self.model_chunks
 
-    def _frozen_roles(self) -> list[str]:
-        """Names of the models that do not learn."""
-        return [role.name for role in self.roles.values() if not role.learns]
+    def _frozen_roles(self) -> list[Role]:
+        """Return the models that do not learn."""
+        return [role for role in self.roles.values() if not role.learns]
 
     @property
     def device(self) -> torch.device:
@@ -346,8 +344,7 @@ class MegatronBackend:
     def is_reporting_rank(self) -> bool:
         return self.ranks.is_reporting
 
-    # -- the verbs of an update (`slime.trainer.update.Trainer`)
-    # -------------------------------------------------------
+    # -- the verbs of an update (`slime.trainer.update.Trainer`) -----------------------------------
 
     def log_probs(
         self,
@@ -490,8 +487,7 @@ class MegatronBackend:
         with self.engine_weights.swapped_in(experts_only=chosen == "experts" and not as_engines):
             yield
 
-    # -- inside
-    # ----------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _pack(self, batch: TrainBatch, micro_batches: list[list[int]]) -> list[PackedMicroBatch]:
         megatron = self.config.megatron

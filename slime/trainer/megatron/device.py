@@ -119,8 +119,8 @@ def set_deterministic() -> None:
 
 def _quiet_megatron() -> None:
     """Drop megatron-core's warnings about packages that slime does not need."""
-    for said in (".*Apex", "full scope is deprecated", ".*tensor` is deprecated. Please use"):
-        warnings.filterwarnings("ignore", message=said)
+    for message in (".*Apex", "full scope is deprecated", ".*tensor` is deprecated. Please use"):
+        warnings.filterwarnings("ignore", message=message)
 
 
 @functools.cache
@@ -181,14 +181,12 @@ def _run_eagerly_without_compiler() -> None:
         return
     torch.compiler.set_stance("force_eager")
     logger.warning(
-        "no C compiler (gcc, clang or $CC) on this host: softmax, rotary embedding and "
-        "activations run unfused, "
-        "which costs speed and memory; install gcc"
+        "no C compiler (gcc, clang or $CC) on this host: softmax, rotary embedding and activations "
+        "run unfused, which costs speed and memory; install gcc"
     )
 
 
-# -- the stand-ins
-# ---------------------------------------------------------------------------------------------
+# -- the stand-ins ---------------------------------------------------------------------------------
 
 
 def _ignored(*args: Any, **kwargs: Any) -> None:

@@ -48,13 +48,23 @@ class GroupedExperts(MegatronModule):
         assert width is not None
         gated = config.gated_linear_unit
         self.linear_fc1 = StackedLinear(
-            config, num_local_experts, config.hidden_size, width, pg_collection, cut="out",
+            config,
+            num_local_experts,
+            config.hidden_size,
+            width,
+            pg_collection,
+            cut="out",
             halves=2 if gated else 1,
-        )  # fmt: skip
+        )
         self.linear_fc2 = StackedLinear(
-            config, num_local_experts, width, config.hidden_size, pg_collection, cut="in",
+            config,
+            num_local_experts,
+            width,
+            config.hidden_size,
+            pg_collection,
+            cut="in",
             init=config.output_layer_init_method,
-        )  # fmt: skip
+        )
         self.activation_recompute = (
             config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
         )

@@ -19,8 +19,7 @@ from slime.memory.trainer import MOMENTS_BUCKET_BYTES
 from slime.processes.pinned_memory import BuffersAhead, host_buffer
 from slime.trainer.megatron import device
 
-# -- everything, while the engines have the GPU
-# ----------------------------------------------------------------------
+# -- everything, while the engines have the GPU ----------------------------------------------------
 
 
 @dataclass
@@ -178,8 +177,7 @@ def megatron_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]
     )
 
 
-# -- other weights for the same model
-# ----------------------------------------------------------------------------------
+# -- other weights for the same model --------------------------------------------------------------
 
 
 class WeightsCopy:
@@ -232,8 +230,7 @@ class WeightsCopy:
         return all(torch.equal(copy, p.detach().cpu()) for copy, p in zip(self.tensors, parameters))
 
 
-# -- Adam's moments between steps
-# --------------------------------------------------------------------------------------
+# -- Adam's moments between steps ------------------------------------------------------------------
 
 Member = tuple[int, torch.nn.Parameter]
 """The number of a parameter group, and a parameter of it."""

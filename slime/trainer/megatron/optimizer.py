@@ -117,8 +117,7 @@ def _check_expressions(patterns: Sequence[str], trained: dict[str, bool]) -> Non
         raise UserError(
             f"no parameter matches {', '.join(unused)}",
             why="--only-train-params-name-list and --freeze-params-name-list are searched "
-            "(re.search) in Megatron's "
-            f"names; nearest: {', '.join(dict.fromkeys(near))}",
+            f"(re.search) in Megatron's names; nearest: {', '.join(dict.fromkeys(near))}",
             fix="correct the expression",
         )
     if not any(trained.values()):

@@ -350,8 +350,7 @@ def _describe(branches: list[list[int]], options: PackingOptions) -> PackedSeque
     )
 
 
-# -- packed sequences as dense blocks, for devices without an attention kernel for packed sequences
-# --------------------
+# -- packed sequences as dense blocks, for devices without an attention kernel for them ------------
 
 
 def padded_layout(branches: Sequence[Sequence[int]]) -> PaddedLayout:

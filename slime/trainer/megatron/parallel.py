@@ -58,8 +58,8 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
         raise UserError(
             f"{rank_info.world_size} trainer ranks cannot hold this layout",
             why=f"tensor {tensor} × pipeline {pipeline} × context "
-            f"{megatron.context_parallel_size} = {model_parallel} "
-            f"ranks hold one copy of the model, and {rank_info.world_size} is no multiple of it",
+            f"{megatron.context_parallel_size} = {model_parallel} ranks hold one copy of the "
+            f"model, and {rank_info.world_size} is no multiple of it",
             fix="change --actor-num-nodes × --actor-num-gpus-per-node, or the parallel sizes",
         )
     if rank_info.master_addr.startswith("127."):  # beside NCCL's groups Megatron makes some of gloo

@@ -156,8 +156,7 @@ def specified_layers(
             f"--spec {' '.join(spec)} gave {len(found.layer_specs or ())} layers",
             why=f"this pipeline stage has {wanted} of the model's {config.num_layers}",
             fix="give those of the stage; get_num_layers_to_build and "
-            "get_transformer_layer_offset of megatron-core say"
-            " which they are",
+            "get_transformer_layer_offset of megatron-core say which they are",
         )
     return found
 

@@ -208,8 +208,7 @@ class RoutingGuide:
                 "--use-rollout-routing-replay needs the experts that the engine chose",
                 why="the samples of this rollout carry none",
                 fix="let the generate function set sample.rollout_routed_experts (the built-in "
-                "one does where the "
-                "engine returns them), or use --use-routing-replay",
+                "one does where the engine returns them), or use --use-routing-replay",
             )
         given = column[sample]
         expected = batch.tokens[sample].numel() - 1
@@ -254,12 +253,11 @@ class RoutingGuide:
         if bare.any():
             raise UserError(
                 f"the routed experts of sample {batch.sample_indices[sample]} lack "
-                f"{int(bare.sum())} tokens that are "
-                f"trained on (first: token {int(bare.nonzero()[0])} of the response)",
+                f"{int(bare.sum())} tokens that are trained on (first: token "
+                f"{int(bare.nonzero()[0])} of the response)",
                 why="only tokens that the model did not sample may come without, with loss mask 0",
                 fix="pass the engine's meta_info to sample.append_response_tokens, and ask the "
-                "engine for "
-                "return_routed_experts with routed_experts_start_len 0",
+                "engine for return_routed_experts with routed_experts_start_len 0",
             )
 
 
