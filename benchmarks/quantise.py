@@ -56,9 +56,8 @@ def main() -> None:
         plain = Path(folder) / "plain"
         largest = write(plain, options.layers, options.shards)
         print(f"{options.layers} layers in {options.shards} shards of up to {largest / 1e6:.0f} MB")
-        idle = measured("--help")[
-            1
-        ]  # the command's own imports are more than this, and are the same for all
+        # the command's own imports are more than this, and are the same for all
+        idle = measured("--help")[1]
         for number, (title, words) in enumerate(COMMANDS.items()):
             target = Path(folder) / str(number)
             seconds, peak = measured(

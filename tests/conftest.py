@@ -13,9 +13,8 @@ from typing import Any
 # Before torch counts the cores: threads of processes that share the cores wait for each other in
 # busy loops.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "passive"
-)  # also the threads of tests that ask for several
+# also the threads of tests that ask for several
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import hypothesis
 import pytest

@@ -262,7 +262,6 @@ def _row(folder: str, results: list[FileResult]) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # not without the files that are run
+    # not without the files that are run
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(_one_file(*sys.argv[2:]) if sys.argv[1:2] == ["--one-file"] else main())

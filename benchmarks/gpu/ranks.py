@@ -106,9 +106,9 @@ def trainer(place: Place, **flags: Any) -> Any:
         flags: of `make_config`.
     """
     from slime.config import make_config
-    from slime.trainer.megatron.backend import (
-        MegatronBackend,
-    )  # first: it prepares a host without a GPU
+
+    # first: it prepares a host without a GPU
+    from slime.trainer.megatron.backend import MegatronBackend
     from slime.trainer.megatron.parallel import RankInfo
 
     counts = {

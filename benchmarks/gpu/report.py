@@ -128,9 +128,8 @@ def table(rows: list[Row]) -> str:
         head = f"| {row['benchmark']} | {row['case']} |"
         why = "error" if "error" in row else "skipped" if "skipped" in row else None
         if why is not None:
-            said = (
-                str(row[why]).splitlines()[-1].replace("|", "/")
-            )  # of a traceback, what it is about
+            # of a traceback, what it is about
+            said = str(row[why]).splitlines()[-1].replace("|", "/")
             lines.append(f"{head} {why}: {said[:200]} | | | |")
             continue
         for goal in row.get("goals", []) or [{"what": "no goal; see the JSON"}]:

@@ -100,9 +100,8 @@ def test_serve_prints_what_to_call_and_ends_with_a_signal(
     ]
     environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
     with output.open("w") as stream:
-        heard = signal.signal(
-            signal.SIGHUP, signal.SIG_DFL
-        )  # under nohup the server would ignore it, as it should
+        # under nohup the server would ignore it, as it should
+        heard = signal.signal(signal.SIGHUP, signal.SIG_DFL)
         process = subprocess.Popen(
             command, stdout=stream, stderr=subprocess.STDOUT, env=environment
         )

@@ -90,9 +90,8 @@ def test_save_alone_saves_on_the_way_and_leaves_a_model(kept: Driver) -> None:
 
 def test_the_last_lines_name_the_model_the_report_and_what_is_next(kept: Driver) -> None:
     ended, model, checkpoint, flat, vary, report, following = kept.stderr.splitlines()[-7:]
-    assert flat.startswith(
-        "  warning: No step had any contrast: in all 2 steps "
-    )  # every reward is 1
+    # every reward is 1
+    assert flat.startswith("  warning: No step had any contrast: in all 2 steps ")
     assert vary.startswith("    try: ")
     assert ended == "finished, 2 of 2 steps"
     assert model == f"  model: {kept.path / 'model'}"

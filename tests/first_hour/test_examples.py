@@ -49,9 +49,8 @@ def test_the_script_of(example: str, tmp_path: Path, environment: dict[str, str]
         "--n-samples-per-prompt",
         "2",
     ]
-    command += (
-        [] if example == "curriculum" else ["--n-samples-per-eval-prompt", "1"]
-    )  # it has no evaluations
+    # it has no evaluations
+    command += [] if example == "curriculum" else ["--n-samples-per-eval-prompt", "1"]
     env = {**environment, "PYTHON": sys.executable}
     done = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600

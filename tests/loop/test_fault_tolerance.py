@@ -192,9 +192,8 @@ def test_the_only_engine_hangs_in_the_middle_of_a_rollout(
     versions = [
         row["rollout/weight_version/max"] for row in driver.rows() if "rollout/raw_reward" in row
     ]
-    assert versions[0] == 1 and versions[-1] == (
-        4 if script == "train.py" else 3
-    )  # one more than without a death
+    # one more than without a death
+    assert versions[0] == 1 and versions[-1] == (4 if script == "train.py" else 3)
     assert all(row.get("rollout/staleness/max", 0) in (0, 1) for row in driver.rows())
 
 

@@ -149,7 +149,7 @@ def test_a_part_that_is_stopped_is_named_and_ends_its_wait(
     if ended != (0, "finished") or expected is False:
         error = "\n".join(driver.error())
         assert ended == (1, "failed") and not expected, driver.stderr[-3000:]
-        # the watchman's error, or that of a wait whose own deadline passed in the same moment
+        # the monitor's error, or that of a wait whose own deadline passed in the same moment
         assert (
             re.search(rf"pid {stopped.pid} \([^\n]* is stopped", error) and "Traceback" not in error
         ), error
@@ -174,9 +174,8 @@ def stopped_at(
         flags, path, **(fake_environment(hold / "calls.jsonl") if phase == "sleep" else {})
     )
     wait_while_running(driver, (hold / f"held-{held_at(phase)}").exists, phase)
-    [stopped, *_] = stop(driver, part, phase) or [
-        psutil.Process(driver.process.pid)
-    ]  # at the end, it may have gone already
+    # at the end, it may have gone already
+    [stopped, *_] = stop(driver, part, phase) or [psutil.Process(driver.process.pid)]
     return (
         driver,
         stopped,
@@ -324,9 +323,8 @@ def test_a_driver_that_is_stopped_and_goes_on_loses_nothing(
     (hold / "hold-1").unlink()
     log = driver.path / "logs" / "rollout.log"
     size = log.stat().st_size
-    time.sleep(
-        60 * _MINUTES + 5
-    )  # longer than a part may be stopped: the driver's clock has gone on, too
+    # longer than a part may be stopped: the driver's clock has gone on, too
+    time.sleep(60 * _MINUTES + 5)
     assert driver.family("ray::TrainerActor") and log.stat().st_size >= size
     driver.signal(signal.SIGCONT)
     assert driver.end() == 0 and driver.steps() == [1, 2], driver.stderr[-3000:]

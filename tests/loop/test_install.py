@@ -83,9 +83,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--no-deps",
         str(wheel),
     ]
-    done = in_folder(
-        folder, *command, timeout=300
-    )  # pip takes what lies on PYTHONPATH for installed
+    # pip takes what lies on PYTHONPATH for installed
+    done = in_folder(folder, *command, timeout=300)
     assert done.returncode == 0, done.stderr
     return folder / "bin"
 
@@ -261,9 +260,8 @@ def test_make_installs_once(tmp_path: Path) -> None:
         )
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".installed-to-run").touch()
-    assert "pip" not in commands("demo") and "pip install" in commands(
-        "test"
-    )  # what tests need besides
+    # what tests need besides
+    assert "pip" not in commands("demo") and "pip install" in commands("test")
     (tmp_path / ".venv" / ".installed").touch()
     for target in ("demo", "test", "check", "lint", "types", "docs-check"):
         assert "pip" not in commands(target) and "venv .venv" not in commands(target)

@@ -127,9 +127,8 @@ def test_what_others_try_does_not_disturb_a_run(
         ("the same command", "another rate", "back", "resume"), 2
     )
     (hold / "hold-sample-23").unlink()
-    assert (
-        main(["export", run, "--gguf", str(tmp_path / "x.gguf")]) == 0
-    )  # of a checkpoint, or of the end
+    # of a checkpoint, or of the end
+    assert main(["export", run, "--gguf", str(tmp_path / "x.gguf")]) == 0
     assert driver.end() == 0, driver.stderr
     expected = weights_of(alone)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(driver).items())
@@ -287,9 +286,8 @@ def reach(
             if driver.process.poll() is None:
                 return driver
         status = driver.end(PATIENCE * 4)
-        wait_until(
-            lambda driver=driver: not driver.living(), "its processes are gone"
-        )  # shared memory: the next launch
+        # shared memory: the next launch
+        wait_until(lambda driver=driver: not driver.living(), "its processes are gone")
         if status == 0:  # finished
             return driver
         assert "Traceback" not in driver.stderr, driver.stderr

@@ -327,14 +327,8 @@ def with_user_code(
     ]
     flags += ["--custom-generate-function-path", "my_functions.with_tool", "--log-multi-turn"]
     flags += ["--custom-rm-path", "my_functions.py:reward", "--reward-key", "score"]
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "slime",
-        "train",
-        *map(str, flags),
-    ]  # as the command `slime` does
+    # as the command `slime` does
+    command = [sys.executable, "-P", "-m", "slime", "train", *map(str, flags)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "HOME": NO_HOME, "FORCE_COLOR": "1"}
     done = subprocess.run(

@@ -50,9 +50,8 @@ def state_of(driver: Driver) -> str:
 
 
 def check_closed(ports: set[int]) -> None:
-    reserved = {
-        port for port in ports if port < 32000
-    }  # of engine and router; others' may take those above meanwhile
+    # of engine and router; others' may take those above meanwhile
+    reserved = {port for port in ports if port < 32000}
     assert len(reserved) >= 2, "there were ports while it ran"
     for port in reserved:
         with socket.socket() as probe:

@@ -83,10 +83,8 @@ def test_colocated_engines_and_trainers_take_turns(world: World, tmp_path: Path)
             "generate",
         ]
         release = "release cuda_graph kv_cache weights"
-        expected = [
-            *[release, *push] * 3,
-            release,
-        ]  # the last "generate" is the canary's; then the model is written
+        # the last "generate" is the canary's; then the model is written
+        expected = [*[release, *push] * 3, release]
         versions = iter("123")
         expected = [word.format(next(versions)) if "{}" in word else word for word in expected]
         for engine in engines:

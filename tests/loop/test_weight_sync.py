@@ -115,9 +115,8 @@ def test_a_full_check_covers_every_tensor(by_disk: RunResult) -> None:
     [newest] = (by_disk.path.parent / "weights").iterdir()
     with safe_open(next(newest.glob("*.safetensors")), "pt") as weights:
         num_tensors = len(weights.keys())
-    assert (
-        newest.name == f"weight_v{ROLLOUTS + 1:06d}"
-    )  # one before the first rollout, one after each
+    # one before the first rollout, one after each
+    assert newest.name == f"weight_v{ROLLOUTS + 1:06d}"
     assert by_disk.series("perf/update_weights/checked_tensors") == [num_tensors] * ROLLOUTS
 
 

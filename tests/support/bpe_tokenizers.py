@@ -21,9 +21,8 @@ def piece_tokenizer() -> PreTrainedTokenizerFast:
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    backend.pre_tokenizer = Split(
-        "▁", "merged_with_next"
-    )  # for training: there are no words in SentencePiece
+    # for training: there are no words in SentencePiece
+    backend.pre_tokenizer = Split("▁", "merged_with_next")
     special = ["<unk>", "<s>", "</s>"]
     marks = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
     backend.train_from_iterator(

@@ -243,9 +243,8 @@ def mixed_numbers(rng: random.Random) -> Spelled:
     whole, part = rng.randint(1, 9), _proper(rng)
     value = whole + part
     p, q = part.numerator, part.denominator
-    glued = (
-        [f"{whole}{p}/{q}"] if Fraction(int(f"{whole}{p}"), q) != value else []
-    )  # 9 1/10 is 91/10
+    # 9 1/10 is 91/10
+    glued = [f"{whole}{p}/{q}"] if Fraction(int(f"{whole}{p}"), q) != value else []
     return Spelled(
         "mixed numbers",
         [

@@ -156,9 +156,8 @@ async def reward_by_worker(args: Any, sample: Sample, **_: Any) -> float:
     while _is_held(sample) and time.monotonic() < end:
         await asyncio.sleep(0.05)
     grade = await current_loop().rewards._grading.grade("math", "1", "1", 60.0)
-    return grade.score * await asyncio.to_thread(
-        reward_and_count, args, sample
-    )  # counted where nothing is to come
+    # counted where nothing is to come
+    return grade.score * await asyncio.to_thread(reward_and_count, args, sample)
 
 
 def _is_held(sample: Sample) -> bool:

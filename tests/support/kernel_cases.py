@@ -353,9 +353,8 @@ def tolerance(name: str, interpreted: bool) -> float:
         exact = not interpreted or (
             isinstance(case_of.scheme, Int4) and case_of.dtype != torch.bfloat16
         )
-        return (
-            0.0 if exact else 0.04
-        )  # the interpreter truncates to bfloat16, and makes 0 of the smallest FP8
+        # the interpreter truncates to bfloat16, and makes 0 of the smallest FP8
+        return 0.0 if exact else 0.04
     case = {"norm": NORMS, "heads": HEADS}.get(kind, {}).get(rest)  # type: ignore[attr-defined]
     return TOLERANCE[case.dtype if case is not None else torch.float32]
 

@@ -19,9 +19,8 @@ def main(path: str, prompts: str, count: str) -> None:
     params.model.path = path
     params.n_ctx, params.n_parallel, params.warmup = 512, 1, False
     params.cpuparams.n_threads = 1
-    params.cache_type_k = params.cache_type_v = (
-        xllamacpp.ggml_type.GGML_TYPE_F32
-    )  # halves would round keys and values
+    # halves would round keys and values
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     server = xllamacpp.Server(params)
     body = {
         "n_predict": int(count),

@@ -214,13 +214,11 @@ def saved_bytes(
             def note(
                 tensor: Tensor, kept: dict[int, Tensor] = kept, known: set[int] = known
             ) -> Tensor:
-                storage = (
-                    tensor.untyped_storage()._cdata
-                )  # an address would not do: recomputation empties storages
+                # an address would not do: recomputation empties storages
+                storage = tensor.untyped_storage()._cdata
                 if storage not in known:
-                    kept.setdefault(
-                        storage, tensor
-                    )  # holding it, so that its number is not used again
+                    # holding it, so that its number is not used again
+                    kept.setdefault(storage, tensor)
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

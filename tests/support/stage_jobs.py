@@ -178,9 +178,8 @@ def hear_a_stranger(info: Any, trace: Path) -> str:
     Returns:
         What rank 1 made of it.
     """
-    from slime.trainer.megatron.parallel import (
-        initialise,
-    )  # megatron is imported once it can run on a CPU
+    # megatron is imported once it can run on a CPU
+    from slime.trainer.megatron.parallel import initialise
 
     initialise(info, trainer_config(actor_num_gpus_per_node=info.world_size))
     ranks = TrainerRanks(info.rank, info.world_size)
@@ -209,9 +208,8 @@ def hear_late(info: Any, rounds: int) -> tuple[list[int], list[str]]:
     Returns:
         What each round had for this rank, and what is left in the store at the end.
     """
-    from slime.trainer.megatron.parallel import (
-        initialise,
-    )  # megatron is imported once it can run on a CPU
+    # megatron is imported once it can run on a CPU
+    from slime.trainer.megatron.parallel import initialise
 
     initialise(info, trainer_config(actor_num_gpus_per_node=info.world_size))
     ranks, heard = TrainerRanks(info.rank, info.world_size), []
@@ -235,9 +233,8 @@ def hear_late(info: Any, rounds: int) -> tuple[list[int], list[str]]:
 def time_outs_of_groups(info: Any, minutes: float) -> tuple[set[float], float]:
     """Seconds of every process group that a trainer makes at its start, and of the one that pushes
     by handles use."""
-    from slime.trainer.megatron.parallel import (
-        initialise,
-    )  # megatron is imported once it can run on a CPU
+    # megatron is imported once it can run on a CPU
+    from slime.trainer.megatron.parallel import initialise
 
     config = trainer_config(
         actor_num_gpus_per_node=info.world_size, distributed_timeout_minutes=minutes

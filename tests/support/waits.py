@@ -179,9 +179,8 @@ def _given(call: ast.Call) -> list[ast.expr]:
     words: list[ast.expr] = [word.value for word in call.keywords if word.arg in KEYWORDS]
     if words or _BY_KEYWORD.fullmatch(ast.unparse(call.func)):
         return words
-    is_ours = (
-        isinstance(call.func, ast.Name) and call.func.id == "wait_for"
-    )  # slime.cluster.waiting
+    # slime.cluster.waiting
+    is_ours = isinstance(call.func, ast.Name) and call.func.id == "wait_for"
     return call.args[2 if is_ours else -1 :][:1]
 
 

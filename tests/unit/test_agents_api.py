@@ -204,11 +204,8 @@ def plain(items: Sequence[Any]) -> list[Any]:
 
 def chat_turn(client: Any, stream: bool) -> Turn:
     async def turn(asked: list[Any]) -> list[Any]:
-        body: Any = {
-            "model": "m",
-            "messages": [],
-            "extra_body": {"messages": asked},
-        }  # see `response_turn`
+        # see `response_turn`
+        body: Any = {"model": "m", "messages": [], "extra_body": {"messages": asked}}
         if not stream:
             return plain([(await client.chat.completions.create(**body)).choices[0].message])
         async with client.chat.completions.stream(**body) as events:

@@ -109,10 +109,8 @@ def play(
         assert done.status == 0, done.output
         assert "The file is there." in done.output
         seen = (work / "seen.txt").read_text()
-        assert (endpoint.api_key in seen, SECRET in seen) == (
-            True,
-            False,
-        )  # a failure does not print the environment
+        # a failure does not print the environment
+        assert (endpoint.api_key in seen, SECRET in seen) == (True, False)
 
     endpoint = played.run(agent)
     assert (work / "greeting.txt").read_text() == "hello\n"

@@ -336,9 +336,8 @@ def test_a_gradient_that_is_large_from_the_first_step_on_is_told(
         first_steps([900.0], log_prob=None),
         first_steps([0.5, 0.5, 900.0]),  # a spike, which needs more steps to be told
         first_steps([900.0, 700.0, 3.0]),  # over
-        [
-            {"step": 1, "train/grad_norm": 900.0, "rollout/log_probs": -0.4, "train/loss": 0.4}
-        ],  # supervised
+        # supervised
+        [{"step": 1, "train/grad_norm": 900.0, "rollout/log_probs": -0.4, "train/loss": 0.4}],
         [
             row | {"rollout/log_probs": -0.4 if row["step"] > 9 else -3.4}
             for row in first_steps([300.0] * 20)
@@ -370,10 +369,8 @@ FLAT = {"flat": 1.0, "train__grad_norm": 0.0}
             [*steps(2, **FLAT), {"step": 2, "eval/held-out": 0.0}],
             "in all 2 steps every group had the same reward",
         ),
-        (
-            steps(3, **FLAT),
-            "in the last 3 steps no group had two different rewards",
-        ),  # and that once
+        # and that once
+        (steps(3, **FLAT), "in the last 3 steps no group had two different rewards"),
     ],
 )
 def test_a_run_that_ends_without_any_contrast_says_so_however_short(

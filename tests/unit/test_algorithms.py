@@ -278,9 +278,8 @@ def test_no_ratio_is_too_large_for_finite_gradients(name: str, far: float) -> No
     masks = torch.tensor([1.0, 0.0, 1.0])
     lengths = torch.tensor([2, 1])
     if name == "gspo" and far == -float("inf"):
-        masks = torch.tensor(
-            [1.0, 1.0, 1.0]
-        )  # its mean over a sample knows no token without a probability
+        # its mean over a sample knows no token without a probability
+        masks = torch.tensor([1.0, 1.0, 1.0])
     out = ESTIMATORS[name].loss(
         PolicyInputs(log_probs, old, torch.tensor([1.0, -1.0, -1.0]), masks, lengths)
     )

@@ -128,7 +128,6 @@ def test_the_weights_that_a_run_began_with(tmp_path: Path) -> None:
     flags = {"hf_checkpoint": str(base), "save": str(saved)}
     assert _model(config_of(**flags), {}) == base
     assert _model(config_of(**flags, load=str(saved)), {}) == base
-    assert (
-        _model(config_of(**flags, load=str(loaded)), {}) == loaded
-    )  # though --save holds what came of it
+    # though --save holds what came of it
+    assert _model(config_of(**flags, load=str(loaded)), {}) == loaded
     assert _model(config_of(**flags, ref_load=str(loaded)), {}) == loaded

@@ -98,9 +98,8 @@ def test_megatron_may_have_been_imported_before(
 ) -> None:
     from megatron.core.tensor_parallel import layers
 
-    monkeypatch.setattr(
-        layers, "_grad_accum_fusion_available", False
-    )  # as an import without Apex leaves it
+    # as an import without Apex leaves it
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
     monkeypatch.delattr(layers, "fused_weight_gradient_mlp_cuda")
     device._offer_accumulating_products.__wrapped__()
     assert layers._grad_accum_fusion_available

@@ -81,9 +81,8 @@ def test_a_summary_says_what_the_host_did() -> None:
 def test_gaps_that_nothing_explains() -> None:
     found = find_gaps([event("a", 0, 10), event("b", 60, 10), event("c", 140, 0)])
     assert summary(found).splitlines()[-1].endswith("0.120 ms in all: between operations")
-    assert summary(find_gaps([event("a", 5, 0)])).startswith(
-        "GPU: 0.0 ms"
-    )  # one kernel, shorter than the clock
+    # one kernel, shorter than the clock
+    assert summary(find_gaps([event("a", 5, 0)])).startswith("GPU: 0.0 ms")
 
 
 @pytest.mark.parametrize(

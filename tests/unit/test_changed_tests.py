@@ -49,10 +49,8 @@ def names(files: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("changed", "concerned"),
     [
-        (
-            ["slime/packing.py"],
-            ["packing", "patches", "batches", "engine"],
-        ),  # of equals the one with fewer imports
+        # of equals the one with fewer imports
+        (["slime/packing.py"], ["packing", "patches", "batches", "engine"]),
         (["slime/engine.py"], ["engine"]),
         (["slime/errors.py"], ["packing", "patches", "batches", "engine"]),
         (["slime/rows.json"], ["engine"]),

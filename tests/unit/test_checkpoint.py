@@ -58,9 +58,8 @@ def test_settings_changed_for_a_resume_take_effect(
         backend.save(1)
         rates, moments = backend.learning_rates(), moments_of(backend)
     with single(model, **changed) as backend:
-        assert backend.learning_rates() == pytest.approx(
-            [2e-3] * len(rates), rel=0.01
-        )  # hardly decayed yet
+        # hardly decayed yet
+        assert backend.learning_rates() == pytest.approx([2e-3] * len(rates), rel=0.01)
         assert {group["betas"][1] for group in backend.optimizer.param_groups} == {0.9}
         assert all(torch.equal(a, b) for a, b in zip(moments, moments_of(backend), strict=True))
     with single(model, **changed, use_checkpoint_opt_param_scheduler=True) as backend:
@@ -248,9 +247,8 @@ def test_a_full_disk_at_any_byte_leaves_the_previous_checkpoint(
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         for limit in [0, *(size - 1 for size in sizes if size > 200), sizes[-1] // 2]:
             try:
-                resource.setrlimit(
-                    resource.RLIMIT_FSIZE, (limit, hard)
-                )  # a write beyond it fails, in C++ too
+                # a write beyond it fails, in C++ too
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
                 with pytest.raises(UserError, match="previous"):
                     backend.save(1)
             finally:

@@ -65,12 +65,8 @@ def test_checkpoints_are_apart_and_the_last_step_has_one(
 
 def test_by_default_short_runs_save_once_and_long_ones_every_tenth() -> None:
     assert saved_at([5.0] * 5) == [4]
-    assert saved_at([50.0] * 10) == [
-        2,
-        5,
-        8,
-        9,
-    ]  # due after each, written when two minutes have passed
+    # due after each, written when two minutes have passed
+    assert saved_at([50.0] * 10) == [2, 5, 8, 9]
     assert saved_at([100.0] * 40) == [3, 7, 11, 15, 19, 23, 27, 31, 35, 39]
     assert saved_at([2000.0] * 40) == list(range(40)), "half an hour is enough"
 

@@ -490,10 +490,8 @@ def test_sampling_parameters_that_the_real_router_drops_reach_the_engine() -> No
                     "ignore_eos": True,
                     "min_p": 0.1,
                 }
-                own = {
-                    "logit_bias": {"3": -100.0},
-                    "temperatur": 1.0,
-                }  # and one that no engine knows, who says so
+                # and one that no engine knows, who says so
+                own = {"logit_bias": {"3": -100.0}, "temperatur": 1.0}
                 params = {**PARAMS, **forwarded, **own}
                 await client.post("/generate", {"input_ids": [5], "sampling_params": params})
                 sent = engine.bodies[-1]["sampling_params"]

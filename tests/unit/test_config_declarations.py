@@ -79,9 +79,8 @@ def test_a_flag_is_read_by_whom_it_serves_and_by_nobody_else() -> None:
 def test_a_flag_that_nobody_reads_is_found() -> None:
     read = own_flags()["use_wandb"]
     nobody = FlagSpec("brand_new", "observe", "brand_new", "bool", False, meta=read.meta)
-    elsewhere = FlagSpec(
-        "seed", "observe", "seed", "int", 0, meta=read.meta
-    )  # config.train.seed is another one
+    # config.train.seed is another one
+    elsewhere = FlagSpec("seed", "observe", "seed", "int", 0, meta=read.meta)
     assert unread([read, nobody, elsewhere]) == ["brand_new: driver", "seed: driver"]
 
 
@@ -119,7 +118,7 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
 
 def options(need: Requirement) -> Iterator[tuple[str, Any]]:
     """(flag, value) of the ways in which a need can be met."""
-    for setting in need.settings:
+    for setting in need.conditions:
         spec = all_flags()[setting.dest]
         if not setting.negated:
             yield setting.dest, setting.values[0] if setting.values else given_value(setting.dest)
@@ -165,7 +164,7 @@ def completed(settings: dict[str, Any], except_for: Requirement | None = None) -
 def against(need: Requirement) -> dict[str, Any]:
     """Settings that keep each alternative of a need from holding."""
     settings = {}
-    for setting in need.settings:
+    for setting in need.conditions:
         if setting.negated:
             settings[setting.dest] = (
                 setting.values[0] if setting.values else given_value(setting.dest)
@@ -212,7 +211,7 @@ def goes_with(dest: str, spec: FlagSpec, need: Requirement) -> bool:
     return (
         dest == spec.dest
         or need in needs
-        or any(spec.dest == s.dest for other in needs for s in other.settings)
+        or any(spec.dest == s.dest for other in needs for s in other.conditions)
     )
 
 
@@ -229,7 +228,7 @@ def test_where_its_needs_hold_it_is_accepted(dest: str) -> None:
 def test_needs_name_flags_that_there_are() -> None:
     for spec in all_flags().values():
         for need in spec.meta.needs:
-            for setting in need.settings:
+            for setting in need.conditions:
                 needed = all_flags()[setting.dest]
                 assert (
                     not setting.values

@@ -332,9 +332,8 @@ def test_no_flag_of_the_model_is_ignored() -> None:
     ignored = [
         spec.dest for spec in flags if spec.dest not in compared and not spec.help.startswith(told)
     ]
-    assert ignored == [
-        "max_position_embeddings"
-    ]  # compared apart: only more than the model's own is refused
+    # compared apart: only more than the model's own is refused
+    assert ignored == ["max_position_embeddings"]
 
 
 def test_merge_transformer() -> None:

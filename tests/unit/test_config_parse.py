@@ -152,9 +152,8 @@ def test_yaml_sets_the_same_names_and_flags_win(tmp_path: Path) -> None:
     )
     config = parse_args([*BASE, "--config", str(path), "--no-colocate"])
     assert config.rollout.rollout_batch_size == 4 and config.origins["rollout_batch_size"] == "flag"
-    assert (
-        config.megatron.lr == 1e-5 and config.origins["lr"] == f"yaml {path}"
-    )  # PyYAML reads 1e-5 as text
+    # PyYAML reads 1e-5 as text
+    assert config.megatron.lr == 1e-5 and config.origins["lr"] == f"yaml {path}"
     assert config.cluster.colocate is False
     assert config.rollout.rollout_stop == ("a", "b")
 

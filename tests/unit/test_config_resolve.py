@@ -124,10 +124,8 @@ def test_sizes_of_scripts_that_left_the_samples_out_keep_their_meaning(
     """One sample where one fits, as before there was another default."""
     named = {"rollout_batch_size": prompts, "global_batch_size": batch}
     if prompts % batch == 0:
-        own = (
-            "--custom-generate-function-path",
-            "a.b",
-        )  # else one sample is refused, which was useless before
+        # else one sample is refused, which was useless before
+        own = ("--custom-generate-function-path", "a.b")
         config = of_run(
             "--rollout-batch-size", str(prompts), "--global-batch-size", str(batch), *own
         )
@@ -227,9 +225,8 @@ def test_saved_and_resolved_again_nothing_changes(
     path = tmp_path_factory.getbasetemp() / "config.json"
     config.save(path)
     assert Config.load(path) == config
-    again = make_config(
-        **config.values()
-    )  # every derived value given: resolve has nothing to change
+    # every derived value given: resolve has nothing to change
+    again = make_config(**config.values())
     assert again.values() == config.values()
     assert make_config(**flags, run_name=config.observe.run_name).values() == config.values()
     assert pickle.loads(pickle.dumps(config)) == config
@@ -782,13 +779,11 @@ def test_flat_args_have_every_flag_under_its_name() -> None:
     args = vars(make_config(deterministic_rollout=True, router_policy="random").flat())
     assert set(own_flags()) <= set(args)
     assert args["deterministic_rollout"] is True and args["optimizer"] == "adam"
-    assert (
-        args["num_experts"] is None and args["sglang_mem_fraction_static"] is None
-    )  # unset: the default
+    # unset: the default
+    assert args["num_experts"] is None and args["sglang_mem_fraction_static"] is None
     assert args["router_policy"] == args["sglang_router_strategy"] == "random"
-    assert (
-        args["use_opd"] is False and args["lambd"] == 1.0
-    )  # plugins may read what this version refuses
+    # plugins may read what this version refuses
+    assert args["use_opd"] is False and args["lambd"] == 1.0
 
 
 def test_flat_args_name_the_nearest_flag() -> None:

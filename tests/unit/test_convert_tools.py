@@ -146,9 +146,8 @@ def test_damaged_checkpoints_are_refused_and_nothing_is_replaced_unasked(
 ) -> None:
     root, out = tmp_path / "ckpt", tmp_path / "out"
     assert convert("hf-to-megatron", "--hf-checkpoint", model, "--save", root) == 0
-    assert (
-        convert("hf-to-megatron", "--hf-checkpoint", model, "--save", root) == 0
-    )  # only its own release is there
+    # only its own release is there
+    assert convert("hf-to-megatron", "--hf-checkpoint", model, "--save", root) == 0
     release = root / "release"
     arguments = (
         "megatron-to-hf",

@@ -262,8 +262,7 @@ def test_a_cache_that_cannot_be_written_stands_in_nobodys_way(
     sums: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets.Dataset.from_list([{"from": "x"}]).to_parquet(tmp_path / "rows.parquet")
-    monkeypatch.setattr(
-        datasets.config, "HF_DATASETS_CACHE", "/dev/null/datasets"
-    )  # which root cannot write either
+    # which root cannot write either
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/dev/null/datasets")
     assert len(open_rows(f"{sums}/main:test")) > 0
     assert list(open_rows(str(tmp_path / "rows.parquet"))) == [{"from": "x"}]

@@ -76,9 +76,8 @@ def nothing_found(
     if "sft_loss" not in argv:
         assert {*looked_at} <= {o.check.name for o in report.outcomes if o.state == "ok"}
         config = parse_args([str(word) for word in argv], entry)
-        make_config(
-            entry=entry, **one_round.flags_of_a_round(config, Path("round"))
-        )  # refuses nothing
+        # refuses nothing
+        make_config(entry=entry, **one_round.flags_of_a_round(config, Path("round")))
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: f"{path.parent.name}-{path.stem}")

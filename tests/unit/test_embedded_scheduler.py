@@ -278,10 +278,8 @@ def test_stop_token_stop_string_and_length(directory: Path) -> None:
     run(make_scheduler(directory), [by_token, by_length, not_yet])
     assert by_token.output_ids == ids[: position + 1]
     assert by_token.finish_reason == {"type": "stop", "matched": ids[position]}
-    assert by_length.finish_reason == {
-        "type": "length",
-        "length": position + 1,
-    }  # SGLang's order of checks
+    # SGLang's order of checks
+    assert by_length.finish_reason == {"type": "length", "length": position + 1}
     assert len(not_yet.output_ids) == 12 and ids[position] not in not_yet.output_ids
 
 

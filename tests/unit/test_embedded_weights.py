@@ -38,9 +38,8 @@ def store(directories: dict[str, Path]) -> WeightStore:
 def greedy(scheduler_of: Path, updated_to: Path | None = None) -> list[float]:
     scheduler = make_scheduler(scheduler_of)
     if updated_to is not None:
-        run(
-            scheduler, [make_sequence(PROMPT, max_new_tokens=2)]
-        )  # the blocked copies of the old weights exist
+        # the blocked copies of the old weights exist
+        run(scheduler, [make_sequence(PROMPT, max_new_tokens=2)])
         scheduler.store.update(load_file(updated_to / "model.safetensors").items(), "2")
     sequence = make_sequence(PROMPT, max_new_tokens=0, logprob_start=0)
     run(scheduler, [sequence])

@@ -25,9 +25,8 @@ def actor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[EngineActor]:
     monkeypatch.setattr(module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(
-        module, "log_to_file_only", lambda *_: None
-    )  # it would take this process's log
+    # it would take this process's log
+    monkeypatch.setattr(module, "log_to_file_only", lambda *_: None)
     config = make_config(rollout_batch_size=1, use_fault_tolerance=request.param)
     actor = EngineActor(config, "router", tmp_path, 1, [], RunKeys.new())
     yield actor

@@ -88,9 +88,8 @@ def opened(models: Models, family: str, kind: str, **flags: Any) -> Any:
 
 def unlike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
     assert one.keys() == other.keys()
-    biases = {
-        name for name in one if name.endswith(FLOAT32_NAMES)
-    }  # in the trainer's precision here, and there
+    # in the trainer's precision here, and there
+    biases = {name for name in one if name.endswith(FLOAT32_NAMES)}
     return [name for name in one if not same_bits(one[name], other[name]) and name not in biases]
 
 

@@ -124,9 +124,8 @@ def test_a_rank_takes_its_part(
         model.named_parameters(), wanted.named_parameters(), strict=True
     ):
         assert torch.equal(held, right), name
-    assert (
-        sum(".experts." in name for name in calls) == 3
-    )  # one of each projection went the long way
+    # one of each projection went the long way
+    assert sum(".experts." in name for name in calls) == 3
 
 
 def test_experts_of_other_ranks_are_left_out(
@@ -291,8 +290,6 @@ def test_a_push_in_runs_arrives_and_is_proved(
     assert all(receipt.full and set(receipt.checked) == set(names) for receipt in receipts)
     assert any(ExpertRun.parse(name) for name in names) and len(names) < len(weights)
     formats = {call["load_format"] for call in server.calls() if call.get("weight_version")}
-    assert formats == {
-        WEIGHT_LOADER,
-        "flattened_bucket",
-    }  # the latter once runs could not be compared
+    # the latter once runs could not be compared
+    assert formats == {WEIGHT_LOADER, "flattened_bucket"}
     assert set(fallback) == set(weights)

@@ -198,10 +198,8 @@ def test_router_equals_megatrons(fields: dict[str, Any], biased: bool) -> None:
 # --------------------------------------------------------------------------------------------------
 
 ETP2 = {"expert_tensor_parallel_size": 2}
-DYNAMIC = {
-    "use_dynamic_batch_size": True,
-    "max_tokens_per_gpu": 64,
-}  # six samples over four data-parallel ranks
+# six samples over four data-parallel ranks
+DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 #: name → (ranks, data-parallel size, flags); what the parity table of all families has too comes in
 #: the long ones
@@ -242,9 +240,8 @@ def test_layout_gives_the_numbers_of_one_process(
 ) -> None:
     size, data_parallel, flags = (LAYOUTS | LONG_LAYOUTS)[name]
     batch = make_batch(MICRO_BATCHES)
-    odd = (
-        [[]] if "virtual" in name and data_parallel == 2 else []
-    )  # that schedule wants pairs of micro-batches
+    # that schedule wants pairs of micro-batches
+    odd = [[]] if "virtual" in name and data_parallel == 2 else []
     batches = [
         shard(batch, members, [*plan, *odd]) for members, plan in DATA_PARALLEL[data_parallel]
     ]
@@ -271,9 +268,8 @@ def test_experts_moved_and_their_load_is_logged(single: dict[str, Any], model: P
     ]
     assert len(moved) > 3 * EXPERTS and ("gate.weight" in n for n in moved)
     tokens = sum(len(t) - 1 for t in make_batch().tokens)
-    assert (
-        single["metrics"][0]["train/moe_mean_load"] <= tokens * TOPK / EXPERTS
-    )  # shared prompts count once
+    # shared prompts count once
+    assert single["metrics"][0]["train/moe_mean_load"] <= tokens * TOPK / EXPERTS
     assert (
         single["metrics"][0]["train/moe_max_load"]
         >= single["metrics"][0]["train/moe_mean_load"]
@@ -533,9 +529,8 @@ def test_experts_are_counted_alike_in_any_packing(tmp_path: Path, ranks: Pools) 
     flags = {"hf_checkpoint": str(tmp_path)}
     alone, *others = ranks.run(1, counted_job, flags, [shared_prompts(plan) for plan in plans])[0]
     tokens = sum(tokens.numel() - 1 for tokens in shared_prompts(plans[0]).tokens)
-    assert alone["moe_mean_load"] == pytest.approx(
-        tokens * 2 / 4
-    )  # two of four experts for each token
+    # two of four experts for each token
+    assert alone["moe_mean_load"] == pytest.approx(tokens * 2 / 4)
     for found in others:
         check_same_step(found, alone)
     batch = shared_prompts(plans[1])

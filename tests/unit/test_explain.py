@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from slime.__main__ import main
 from slime.cli.explain import as_text
 from slime.diagnosis import reading
 from slime.diagnosis.explain import Explanation, explain
-from slime.diagnosis.reading import read_log
-from slime.diagnosis.signatures import SIGNATURES
-from slime.diagnosis.troubles import SECTIONS, TROUBLES
+from slime.diagnosis.reading import TextSource, read_log
+from slime.diagnosis.remedies import REMEDIES
+from slime.diagnosis.signatures import SIGNATURES, Seen, Signature, find_signatures
+from slime.diagnosis.troubles import PLACES, SECTIONS, SIGNATURE_TABLES, TROUBLES, read_tables
 from slime.observe.run_folder import RunFolder
 from slime.processes.host import slime_command
 from tests.support.log_excerpts import EXCERPTS, HEALTHY, Excerpt
@@ -113,9 +115,8 @@ def test_a_trouble_is_found_by_its_own_words_and_nothing_else_is(
     excerpt: Excerpt, tmp_path: Path
 ) -> None:
     found = explain(provoke(tmp_path / "run", excerpt))
-    told = [
-        name for name in names(found) if name != "unknown-error"
-    ]  # that it failed, where only a log says why
+    # that it failed, where only a log says why
+    told = [name for name in names(found) if name != "unknown-error"]
     assert told == [excerpt.trouble]
     finding = found.findings[0]
     assert finding.is_fatal and finding.advice and finding.detail
@@ -131,17 +132,106 @@ def test_a_trouble_is_found_by_its_own_words_and_nothing_else_is(
         assert finding.source == "crash/20261123-064012/crash.json"
 
 
-def test_every_signature_has_an_excerpt_and_every_trouble_a_name_of_its_own() -> None:
-    troubles = {signature.trouble.name: signature.trouble for signature in SIGNATURES}
-    assert {excerpt.trouble for excerpt in EXCERPTS} == set(troubles)
-    assert sum(map(len, SECTIONS.values())) == len(TROUBLES), "each name once"
-    for trouble in troubles.values():
-        assert (
-            trouble.cause.endswith(".")
-            and trouble.remedies
-            and trouble.provoke
-            and "\n" not in trouble.symptom
-        )
+def test_every_pattern_of_a_signature_finds_an_excerpt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[Seen]()
+
+    def record(source: TextSource, since: str) -> Iterator[Seen]:
+        for one in find_signatures(source, since):
+            seen.append(one)
+            yield one
+
+    monkeypatch.setattr("slime.diagnosis.explain.find_signatures", record)
+    for number, excerpt in enumerate(EXCERPTS):
+        explain(provoke(tmp_path / str(number), excerpt))
+    found = {
+        (SIGNATURES.index(one.signature), pattern)
+        for one in seen
+        for pattern in one.signature.patterns
+        if pattern.match(one.line.text)
+    }
+    assert [
+        (signature.trouble.name, pattern.pattern)
+        for number, signature in enumerate(SIGNATURES)
+        for pattern in signature.patterns
+        if (number, pattern) not in found
+    ] == []
+
+
+def test_every_trouble_has_a_name_of_its_own_and_all_its_texts() -> None:
+    troubles = [trouble for group in SECTIONS.values() for trouble in group]
+    assert len(troubles) == len(TROUBLES), "each name once"
+    assert sum(len(trouble.places) for trouble in troubles) == len(PLACES), "each place once"
+    for trouble in troubles:
+        assert trouble.cause.endswith(".")
+        assert trouble.remedies
+        assert trouble.provoke
+        assert "\n" not in trouble.symptom
+
+
+def test_every_trouble_and_remedy_of_a_run_is_used() -> None:
+    """The rest of the section is found without signatures: by the state and the metrics."""
+    by_state = {"endless-generation", "killed", "run-error", "unknown-error"}
+    of_runs = {trouble.name for trouble in SECTIONS["In a run (`slime explain`)"]}
+    assert of_runs - {signature.trouble.name for signature in SIGNATURES} == by_state
+    assert {table.get("exact") for table in SIGNATURE_TABLES} - {None} == set(REMEDIES)
+
+
+_TROUBLE = """
+[[section]]
+title = "Flags"
+[section.trouble.x]
+symptom = "s"
+cause = "c"
+remedies = ["r"]
+provoke = "p"
+"""
+_SIGNATURE = """
+[[signature]]
+trouble = "engine-memory"
+words = "x"
+"""
+
+
+def test_a_small_file_of_troubles_is_read() -> None:
+    sections, (table,) = read_tables(_TROUBLE + _SIGNATURE)
+    assert sections["Flags"][0].remedies == ("r",)
+    assert Signature.from_table(**table).patterns[0].match("x")
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        (_TROUBLE + "remedy = 'x'" + _SIGNATURE, "remedy"),
+        (_TROUBLE.replace("cause", "why") + _SIGNATURE, "why"),
+        (_TROUBLE.replace("provoke = ", "test = ") + _SIGNATURE, "provoke"),
+        (_TROUBLE.replace("title", "name") + _SIGNATURE, "name"),
+        (_TROUBLE + _SIGNATURE.replace("signature", "signatures"), "signatures"),
+    ],
+)
+def test_a_wrong_key_in_the_file_of_troubles_is_refused(text: str, word: str) -> None:
+    with pytest.raises(TypeError, match=f"'{word}'"):
+        read_tables(text)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("remedies", ["x"], TypeError),
+        ("trouble", "engine-memry", KeyError),
+        ("form", "said", KeyError),
+        ("level", "casue", KeyError),
+        ("kinds", ["engines"], ValueError),
+        ("exact", "bigger-engine", KeyError),
+    ],
+)
+def test_a_wrong_key_or_value_of_a_signature_is_refused(
+    key: str, value: object, error: type[Exception]
+) -> None:
+    table: dict[str, Any] = {"trouble": "engine-memory", "words": "x"}
+    with pytest.raises(error):
+        Signature.from_table(**table | {key: value})
 
 
 @pytest.mark.parametrize("state", ["finished", "running", "stopped", "failed"])

@@ -25,7 +25,9 @@ from slime.cluster.external_engines import ExternalEngines
 from slime.cluster.waiting import ActorDied, NamedActor
 from slime.config import Config, make_config
 from slime.config.addresses import engine_url
+from slime.embedded.weight_update import ABILITIES
 from slime.engines.api import EngineError
+from slime.engines.wire.abilities import SGLANG
 from slime.errors import RunFailed, UserError
 from slime.files import read_object
 from tests.support import toy
@@ -41,7 +43,7 @@ class Server:
             "architectures": own["architectures"],
         }  # fmt: skip
         self.server: dict[str, Any] = {
-            "version": "slime-embedded 1",
+            "abilities": ABILITIES.to_json(),
             "dtype": "bfloat16",
             "context_length": 64,
             "random_seed": 1,
@@ -105,11 +107,11 @@ def _with(server: Server, info: dict[str, Any]) -> Server:
     return server
 
 
-class Company:
-    """Two engines of the run's own, a router, and what is done to them."""
+class FakeRun:
+    """Two engines of the run's own and a router. ``log`` records what is done to them."""
 
     def __init__(
-        self, config: Config, desk: CommandInbox | None = None, *, shares_gpus: bool = False
+        self, config: Config, inbox: CommandInbox | None = None, *, shares_gpus: bool = False
     ) -> None:
         self.log: list[str] = []
         self.routers: Any = SimpleNamespace(
@@ -119,7 +121,7 @@ class Company:
         self.table = EngineTable([EngineEntry(n, (f"engine-{n}",)) for n in (0, 1)])
         for n in (0, 1):
             self.table.mark_launched(n, [f"http://127.0.0.1:{n + 1}"])
-        self.external = ExternalEngines(config, self.table, self, desk, shares_gpus=shares_gpus)
+        self.external = ExternalEngines(config, self.table, self, inbox, shares_gpus=shares_gpus)
 
     def drop_fleets(self) -> None: ...
 
@@ -139,54 +141,55 @@ class Company:
 
 
 @pytest.fixture
-def companies(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Company]]:
-    made: list[Company] = []
+def make_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeRun]]:
+    made: list[FakeRun] = []
 
     def make(
-        desk: CommandInbox | None = None, *, shares_gpus: bool = False, **flags: Any
-    ) -> Company:
+        inbox: CommandInbox | None = None, *, shares_gpus: bool = False, **flags: Any
+    ) -> FakeRun:
         flags = {"hf_checkpoint": str(model), **flags}
-        made.append(Company(make_config(**flags), desk, shares_gpus=shares_gpus))
+        made.append(FakeRun(make_config(**flags), inbox, shares_gpus=shares_gpus))
         return made[-1]
 
     monkeypatch.setattr("slime.deadlines.EXTERNAL_ENGINES_DRAIN_POLL", 0.0)
     yield make
-    for company in made:
-        company.external.close()
+    for run in made:
+        run.external.close()
 
 
-Companies = Callable[..., Company]
+MakeRun = Callable[..., FakeRun]
 Serve = Callable[..., Server]
 
 # -- joining
 # --------------------------------------------------------------------------------------------------
 
 
-def test_it_joins_with_the_next_push(companies: Companies, serve: Serve) -> None:
-    company, server = companies(), serve()
-    said = company.external.add(server.url.removeprefix("http://"))
+def test_it_joins_with_the_next_push(make_run: MakeRun, serve: Serve) -> None:
+    run, server = make_run(), serve()
+    said = run.external.add(server.url.removeprefix("http://"))
     assert said == f"{server.url} gets weights with the next push, then requests"
-    [engine] = company.table.in_state(State.STARTED)
-    assert engine.url == server.url and engine not in company.table.policy
-    company.table.rejoin()
-    assert engine in company.table.policy and not company.table.to_release([engine], ALL_MEMORY)
-    assert company.table.mark_admitted(engine.number) >= 0
-    assert company.table.pop_seconds_away() == [], "it is no restart"
+    [engine] = run.table.in_state(State.STARTED)
+    assert engine.url == server.url and engine not in run.table.policy
+    run.table.rejoin()
+    assert engine in run.table.policy and not run.table.to_release([engine], ALL_MEMORY)
+    assert run.table.mark_admitted(engine.number) >= 0
+    assert run.table.pop_seconds_away() == [], "it is no restart"
     with pytest.raises(UserError, match="is an engine of this run already"):
-        company.external.add(server.url)
+        run.external.add(server.url)
 
 
-def test_without_a_trainer_it_has_requests_at_once(companies: Companies, serve: Serve) -> None:
-    company, server = companies(debug_rollout_only=True), serve()
-    assert "there is no trainer" in company.external.add(server.url)
-    assert [engine.url for engine in company.table.in_state(State.SERVING)][-1] == server.url
+def test_without_a_trainer_it_has_requests_at_once(make_run: MakeRun, serve: Serve) -> None:
+    run, server = make_run(debug_rollout_only=True), serve()
+    assert "there is no trainer" in run.external.add(server.url)
+    assert [engine.url for engine in run.table.in_state(State.SERVING)][-1] == server.url
 
 
-def test_an_engine_of_several_ranks(companies: Companies, serve: Serve) -> None:
+def test_an_engine_of_several_ranks(make_run: MakeRun, serve: Serve) -> None:
     loaders = ["slime.engines.sglang.weight_probe.report"]
-    company, server = companies(), serve(version="0.5.16", tp_size=4, custom_weight_loader=loaders)
-    company.external.add(server.url)
-    assert company.table.in_state(State.STARTED)[0].ranks == 4
+    run = make_run()
+    server = serve(abilities=None, version="0.5.16", tp_size=4, custom_weight_loader=loaders)
+    run.external.add(server.url)
+    assert run.table.in_state(State.STARTED)[0].ranks == 4
 
 
 @pytest.mark.parametrize(
@@ -194,52 +197,52 @@ def test_an_engine_of_several_ranks(companies: Companies, serve: Serve) -> None:
     [
         ({"context_length": 16}, {"rollout_max_context_len": 32}, "context_length is 16"),
         ({}, {"deterministic_rollout": True}, "not deterministic"),
-        ({"version": "0.5.16"}, {}, "nobody could see which weights"),
+        ({"abilities": SGLANG.to_json()}, {}, "nobody could see which weights"),
         ({"pp_size": 2}, {}, "pp_size is 2"),
         ({"disaggregation_mode": "decode"}, {}, "one half of a pair"),
     ],
 )
 def test_what_it_was_started_with_does_not_fit(
-    info: dict[str, Any], flags: dict[str, Any], why: str, companies: Companies, serve: Serve
+    info: dict[str, Any], flags: dict[str, Any], why: str, make_run: MakeRun, serve: Serve
 ) -> None:
-    company, server = companies(**flags), serve(**info)
+    run, server = make_run(**flags), serve(**info)
     with pytest.raises(UserError, match=server.url) as caught:
-        company.external.add(server.url)
+        run.external.add(server.url)
     assert (
         why in caught.value.why
         and "start it" in caught.value.fix
-        and not company.table.in_state(State.STARTED)
+        and not run.table.in_state(State.STARTED)
     )
 
 
 def test_another_model_is_refused_by_its_name_and_by_its_shape(
-    companies: Companies, serve: Serve, model: Path, tmp_path: Path
+    make_run: MakeRun, serve: Serve, model: Path, tmp_path: Path
 ) -> None:
-    company, server = companies(), serve()
+    run, server = make_run(), serve()
     server.model["model_type"] = "qwen3"
     with pytest.raises(UserError, match="serves another model than --hf-checkpoint"):
-        company.external.add(server.url)
+        run.external.add(server.url)
     server.model["model_type"] = "llama"
     other = json.loads((model / "config.json").read_text()) | {"intermediate_size": 96}
     (tmp_path / "config.json").write_text(json.dumps(other))
     server.model["model_path"] = str(tmp_path)
     with pytest.raises(UserError, match="serves another model than --hf-checkpoint") as caught:
-        company.external.add(server.url)
+        run.external.add(server.url)
     assert "96" in caught.value.why
 
 
-def test_another_tokenizer_is_refused(companies: Companies, serve: Serve) -> None:
-    company, server = companies(), serve()
+def test_another_tokenizer_is_refused(make_run: MakeRun, serve: Serve) -> None:
+    run, server = make_run(), serve()
     server.tokens = [1, 2, 3]
     with pytest.raises(UserError, match="another tokenizer"):
-        company.external.add(server.url)
+        run.external.add(server.url)
 
 
-def test_engines_must_be_alike(companies: Companies, serve: Serve) -> None:
+def test_engines_must_be_alike(make_run: MakeRun, serve: Serve) -> None:
     first, second = serve(), serve(dtype="float32", random_seed=2)
-    company = companies(rollout_external_engine_addrs=(first.url, second.url))
+    run = make_run(rollout_external_engine_addrs=(first.url, second.url))
     table = EngineTable(unlaunched(first.url, second.url))
-    external = ExternalEngines(company.external._config, table, company, None, shares_gpus=False)
+    external = ExternalEngines(run.external._config, table, run, None, shares_gpus=False)
     with pytest.raises(UserError, match=f"{second.url} is not like the others") as caught:
         external.check_named()
     assert "--dtype bfloat16" in caught.value.fix
@@ -251,32 +254,32 @@ def unlaunched(*urls: str) -> list[EngineEntry]:
     return [external_engine(number, url) for number, url in enumerate(urls)]
 
 
-def test_equal_seeds_are_warned_of(companies: Companies, serve: Serve) -> None:
-    company, first, second = companies(), serve(), serve()
-    company.join(first.url)
-    company.table.mark_left(0)
-    company.table.mark_left(1)
-    assert "same random_seed" in company.external.add(second.url)
+def test_equal_seeds_are_warned_of(make_run: MakeRun, serve: Serve) -> None:
+    run, first, second = make_run(), serve(), serve()
+    run.join(first.url)
+    run.table.mark_left(0)
+    run.table.mark_left(1)
+    assert "same random_seed" in run.external.add(second.url)
 
 
-def test_who_does_not_answer_is_named(companies: Companies) -> None:
+def test_who_does_not_answer_is_named(make_run: MakeRun) -> None:
     with pytest.raises(UserError, match=r"no engine answers at http://127\.0\.0\.1:9"):
-        companies().external.add("127.0.0.1:9")
+        make_run().external.add("127.0.0.1:9")
 
 
-def test_where_memory_is_shared_nobody_joins(companies: Companies, serve: Serve) -> None:
+def test_where_memory_is_shared_nobody_joins(make_run: MakeRun, serve: Serve) -> None:
     server = serve()
     with pytest.raises(UserError, match=f"{server.url} cannot take part with --colocate"):
-        companies(shares_gpus=True).external.add(server.url)
-    company = companies()
-    company.answers_alone = False
+        make_run(shares_gpus=True).external.add(server.url)
+    run = make_run()
+    run.answers_alone = False
     with pytest.raises(UserError, match="prefill and decode"):
-        company.external.add(server.url)
+        run.external.add(server.url)
 
 
-def test_the_router_is_no_engine(companies: Companies) -> None:
+def test_the_router_is_no_engine(make_run: MakeRun) -> None:
     with pytest.raises(UserError, match="is the router of this run"):
-        companies().external.add("router:1")
+        make_run().external.add("router:1")
 
 
 _STRANGE = ["http://[::1", "h" * 64 + ".example:1"]
@@ -309,43 +312,41 @@ def test_flags_that_cannot_be() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_who_leaves_has_its_requests_come_back(companies: Companies, serve: Serve) -> None:
-    company, server = companies(), serve()
-    company.join(server.url)
+def test_who_leaves_has_its_requests_come_back(make_run: MakeRun, serve: Serve) -> None:
+    run, server = make_run(), serve()
+    run.join(server.url)
     server.requests = 3
-    assert company.external.remove(server.url) == f"{server.url} has left"
-    assert company.log == [f"out {server.url}"] and server.aborted == 3 and not server.requests
-    assert server.url not in [engine.url for engine in company.table.policy]
+    assert run.external.remove(server.url) == f"{server.url} has left"
+    assert run.log == [f"out {server.url}"] and server.aborted == 3 and not server.requests
+    assert server.url not in [engine.url for engine in run.table.policy]
     with pytest.raises(UserError, match="is no engine of this run"):
-        company.external.remove(server.url)
+        run.external.remove(server.url)
 
 
-def test_an_engine_of_its_own_is_ended(
-    companies: Companies, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    company = companies()
+def test_an_engine_of_its_own_is_ended(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run()
     monkeypatch.setattr(ExternalEngines, "_drain", lambda self, url: True)
     assert (
         "engine-1 (http://127.0.0.1:2) has left, and its server was ended"
-        in company.external.remove("engine-1")
+        in run.external.remove("engine-1")
     )
-    assert company.log == ["out http://127.0.0.1:2", "end engine-1"]
+    assert run.log == ["out http://127.0.0.1:2", "end engine-1"]
     with pytest.raises(UserError, match=r"engine-0 .* is the last engine that serves"):
-        company.external.remove("127.0.0.1:1")
+        run.external.remove("127.0.0.1:1")
 
 
-def test_one_that_joins_may_leave_before_it_serves(companies: Companies, serve: Serve) -> None:
-    company, server = companies(), serve()
-    company.external.add(server.url)
-    company.external.remove(server.url)
-    assert company.log == [] and not company.table.in_state(State.STARTED) and not server.aborted
+def test_one_that_joins_may_leave_before_it_serves(make_run: MakeRun, serve: Serve) -> None:
+    run, server = make_run(), serve()
+    run.external.add(server.url)
+    run.external.remove(server.url)
+    assert run.log == [] and not run.table.in_state(State.STARTED) and not server.aborted
 
 
-def test_one_that_is_restarted_cannot_leave(companies: Companies) -> None:
-    company = companies(use_fault_tolerance=True)
-    company.table.mark_lost(1, "was killed")
+def test_one_that_is_restarted_cannot_leave(make_run: MakeRun) -> None:
+    run = make_run(use_fault_tolerance=True)
+    run.table.mark_lost(1, "was killed")
     with pytest.raises(UserError, match="engine-1 cannot leave while it is down"):
-        company.external.remove("engine-1")
+        run.external.remove("engine-1")
 
 
 # -- death
@@ -368,109 +369,109 @@ def slow() -> Future[Any]:
     return answer
 
 
-def answering(company: Company, *answers: Future[Any]) -> None:
+def answering(run: FakeRun, *answers: Future[Any]) -> None:
     """What http://ext:1 says, question by question."""
     left = list(answers)
     fleet = SimpleNamespace(
         urls=("http://ext:1",), start_get=lambda *_: left.pop(0), close=lambda: None
     )
-    company.external._liveness._fleet = fleet  # type: ignore[assignment]
+    run.external._liveness._fleet = fleet  # type: ignore[assignment]
 
 
-def test_without_fault_tolerance_its_death_ends_the_run(companies: Companies) -> None:
-    company = companies()
-    company.join("http://ext:1")
-    answering(company, dead(), dead())
-    company.external.poll()
+def test_without_fault_tolerance_its_death_ends_the_run(make_run: MakeRun) -> None:
+    run = make_run()
+    run.join("http://ext:1")
+    answering(run, dead(), dead())
+    run.external.poll()
     # the first answer; another question, as one may meet a connection that was closed
-    company.external.poll()
+    run.external.poll()
     with pytest.raises(
         RunFailed, match="the external engine http://ext:1 does not answer any more"
     ) as caught:
-        company.external.poll()
+        run.external.poll()
     assert "--use-fault-tolerance" in caught.value.fix
 
 
 def test_with_it_the_run_goes_on_and_it_may_come_back(
-    companies: Companies, serve: Serve, caplog: pytest.LogCaptureFixture
+    make_run: MakeRun, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    company = companies(use_fault_tolerance=True)
-    company.join("http://ext:1")
-    answering(company, dead(), dead())
-    company.external.poll_for_deaths()
-    assert company.log == ["out http://ext:1"] and company.table.num_lost == 1
-    assert len(company.table.policy) == 2 and "it is taken out, 2 go on" in caplog.text
-    company.join("http://ext:1")
+    run = make_run(use_fault_tolerance=True)
+    run.join("http://ext:1")
+    answering(run, dead(), dead())
+    run.external.poll_for_deaths()
+    assert run.log == ["out http://ext:1"] and run.table.num_lost == 1
+    assert len(run.table.policy) == 2 and "it is taken out, 2 go on" in caplog.text
+    run.join("http://ext:1")
 
 
-def test_one_that_was_lost_behind_the_routers_back_is_taken_out_later(companies: Companies) -> None:
+def test_one_that_was_lost_behind_the_routers_back_is_taken_out_later(make_run: MakeRun) -> None:
     """Back alive, it would get requests, and no weights."""
-    company = companies(use_fault_tolerance=True)
-    taken_out, company.routers.take_out = company.routers.take_out, no_answer
-    company.external.drop(company.join("http://ext:1"), "hangs")
+    run = make_run(use_fault_tolerance=True)
+    taken_out, run.routers.take_out = run.routers.take_out, no_answer
+    run.external.drop(run.join("http://ext:1"), "hangs")
     with pytest.raises(UserError, match="cannot leave now: the router"):
-        company.external.remove(company.join("http://ext:2").url)
-    company.routers.take_out = taken_out
-    company.external.poll()
-    assert company.log == ["out http://ext:1"]
+        run.external.remove(run.join("http://ext:2").url)
+    run.routers.take_out = taken_out
+    run.external.poll()
+    assert run.log == ["out http://ext:1"]
 
 
 def no_answer(url: str) -> None:
     raise EngineError("http://router:1", "/workers gave no answer within 10 s")
 
 
-def test_numbers_are_not_given_twice(companies: Companies) -> None:
+def test_numbers_are_not_given_twice(make_run: MakeRun) -> None:
     """The slots of the engines that were started with the run go by them."""
-    company = companies()
-    company.table.mark_left(1)
-    assert company.table.mark_joined("http://ext:1", 4).number == 2
+    run = make_run()
+    run.table.mark_left(1)
+    assert run.table.mark_joined("http://ext:1", 4).number == 2
 
 
-def test_newcomers_are_not_blamed_for_the_death_of_a_trainer(companies: Companies) -> None:
-    company = companies()
-    company.table.mark_joined("http://ext:1", 1)
-    company.table.rejoin()
-    with pytest.raises(ActorDied), company.external.drop_newcomers_on_failure():
+def test_newcomers_are_not_blamed_for_the_death_of_a_trainer(make_run: MakeRun) -> None:
+    run = make_run()
+    run.table.mark_joined("http://ext:1", 1)
+    run.table.rejoin()
+    with pytest.raises(ActorDied), run.external.drop_newcomers_on_failure():
         raise ActorDied("trainer-0 died").naming(NamedActor("trainer-0"))
-    assert company.table.num_lost == 0 and len(company.table.policy) == 3
+    assert run.table.num_lost == 0 and len(run.table.policy) == 3
 
 
-def test_who_is_slow_lives(companies: Companies) -> None:
-    company = companies()
-    company.join("http://ext:1")
-    answering(company, *(slow() for _ in range(4)))
+def test_who_is_slow_lives(make_run: MakeRun) -> None:
+    run = make_run()
+    run.join("http://ext:1")
+    answering(run, *(slow() for _ in range(4)))
     for _ in range(3):
-        company.external.poll()
-    company.external.poll_for_deaths()
-    assert len(company.table.policy) == 3
+        run.external.poll()
+    run.external.poll_for_deaths()
+    assert len(run.table.policy) == 3
 
 
-def test_the_last_one_ends_the_run(companies: Companies) -> None:
-    company = companies(use_fault_tolerance=True)
-    engine = company.join("http://ext:1")
-    company.table.mark_left(0)
-    company.table.mark_left(1)
+def test_the_last_one_ends_the_run(make_run: MakeRun) -> None:
+    run = make_run(use_fault_tolerance=True)
+    engine = run.join("http://ext:1")
+    run.table.mark_left(0)
+    run.table.mark_left(1)
     with pytest.raises(RunFailed, match="http://ext:1 hangs") as caught:
-        company.external.drop(engine, "hangs")
+        run.external.drop(engine, "hangs")
     assert caught.value.why == "it was the last engine"
 
 
-def test_a_push_that_fails_of_a_newcomer_is_repeated_without_it(companies: Companies) -> None:
-    company = companies()
-    company.table.mark_joined("http://ext:1", 1)
-    company.table.rejoin()
+def test_a_push_that_fails_of_a_newcomer_is_repeated_without_it(make_run: MakeRun) -> None:
+    run = make_run()
+    run.table.mark_joined("http://ext:1", 1)
+    run.table.rejoin()
     with (
         pytest.raises(UserError, match="shapes differ"),
-        company.external.drop_newcomers_on_failure(),
+        run.external.drop_newcomers_on_failure(),
     ):
         raise UserError("shapes differ")
-    assert company.table.num_lost == 1 and len(company.table.policy) == 2
+    assert run.table.num_lost == 1 and len(run.table.policy) == 2
     with (
         pytest.raises(UserError, match="shapes differ"),
-        company.external.drop_newcomers_on_failure(),
+        run.external.drop_newcomers_on_failure(),
     ):
         raise UserError("shapes differ")
-    assert company.table.num_lost == 1, "then it is nobody's fault, and the push is not repeated"
+    assert run.table.num_lost == 1, "then it is nobody's fault, and the push is not repeated"
 
 
 # -- orders
@@ -483,13 +484,13 @@ def order(run: Path, name: str, **words: str) -> Path:
     return path
 
 
-def test_orders_are_obeyed_and_answered(companies: Companies, serve: Serve, tmp_path: Path) -> None:
-    company, server = companies(CommandInbox(tmp_path)), serve()
+def test_orders_are_obeyed_and_answered(make_run: MakeRun, serve: Serve, tmp_path: Path) -> None:
+    run, server = make_run(CommandInbox(tmp_path)), serve()
     order(tmp_path, "1", verb="add", url=server.url)
     order(tmp_path, "2", verb="add", url=server.url)
     order(tmp_path, "3", verb="dance")
     order(tmp_path, "4", verb="list")
-    company.external.poll()
+    run.external.poll()
     answers = [read_object(tmp_path / FOLDER / f"{n:0>16}.answer.json") for n in (1, 2, 3, 4)]
     assert "next push" in answers[0]["said"] and "already" in answers[1]["refused"]["what"]
     assert "no order 'dance'" in answers[2]["refused"]["what"]
@@ -499,17 +500,15 @@ def test_orders_are_obeyed_and_answered(companies: Companies, serve: Serve, tmp_
     assert not list((tmp_path / FOLDER).glob("*.order.json"))
 
 
-def test_nobody_moves_during_a_push(companies: Companies, serve: Serve, tmp_path: Path) -> None:
-    company, server = companies(CommandInbox(tmp_path)), serve()
+def test_nobody_moves_during_a_push(make_run: MakeRun, serve: Serve, tmp_path: Path) -> None:
+    run, server = make_run(CommandInbox(tmp_path)), serve()
     waiting = order(tmp_path, "1", verb="add", url=server.url)
     listing = order(tmp_path, "2", verb="list")
-    with company.external.freeze_membership():
-        company.external.poll()
-        assert (
-            waiting.exists() and not listing.exists() and not company.table.in_state(State.STARTED)
-        )
-    company.external.poll()
-    assert not waiting.exists() and company.table.in_state(State.STARTED)
+    with run.external.freeze_membership():
+        run.external.poll()
+        assert waiting.exists() and not listing.exists() and not run.table.in_state(State.STARTED)
+    run.external.poll()
+    assert not waiting.exists() and run.table.in_state(State.STARTED)
 
 
 def test_what_others_put_there_harms_nobody(tmp_path: Path) -> None:
@@ -530,14 +529,14 @@ def test_what_others_put_there_harms_nobody(tmp_path: Path) -> None:
 
 
 def test_an_idle_folder_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = CommandInbox(tmp_path, clock=lambda: time.time() + 60)
-    assert desk.take() == []
+    inbox = CommandInbox(tmp_path, clock=lambda: time.time() + 60)
+    assert inbox.take() == []
     monkeypatch.setattr(Path, "iterdir", lambda self: pytest.fail("nothing has changed"))
-    assert desk.take() == []
+    assert inbox.take() == []
     monkeypatch.undo()
     os.utime(tmp_path / FOLDER, (1, 1))
     order(tmp_path, "1", verb="list")
-    assert desk.take() == [EngineCommand(f"{1:016}", "list")]
+    assert inbox.take() == [EngineCommand(f"{1:016}", "list")]
 
 
 def running(run: Path, state: str = "running", pid: int | None = None) -> Path:
@@ -570,18 +569,18 @@ def test_an_order_that_nobody_answers_is_taken_back(tmp_path: Path) -> None:
 
 
 def test_the_command(
-    companies: Companies, serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_run: MakeRun, serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a driver that looks about, in a thread."""
-    company, server = companies(CommandInbox(running(tmp_path))), serve()
+    run, server = make_run(CommandInbox(running(tmp_path))), serve()
     server.requests = 2
-    company.table.mark_left(0)
-    company.join(server.url)
+    run.table.mark_left(0)
+    run.join(server.url)
     stop = threading.Event()
 
     def drive() -> None:
         while not stop.wait(0.02):
-            company.external.poll()
+            run.external.poll()
 
     driver = threading.Thread(target=drive)
     driver.start()

@@ -295,9 +295,8 @@ def test_a_gpu_keeps_less_and_repeated_keys_and_values_more() -> None:
         )
     )
     assert on_gpu < repeated < elsewhere
-    assert (
-        repeated - on_gpu == 4 * 2 * (4 - 2) * 24
-    )  # two of four query heads have no key and value of their own
+    # two of four query heads have no key and value of their own
+    assert repeated - on_gpu == 4 * 2 * (4 - 2) * 24
 
 
 #: Peaks of torch's allocator in a step's forward and backward passes with all states there, in GB,
@@ -327,9 +326,8 @@ def test_the_plan_is_not_below_what_was_measured_and_little_above(
     peak: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        trainer, "_torch_version", lambda: (2, 11)
-    )  # whose own attention wants keys repeated
+    # whose own attention wants keys repeated
+    monkeypatch.setattr(trainer, "_torch_version", lambda: (2, 11))
     config = make_config(
         hf_checkpoint="m",
         bf16=True,
@@ -396,9 +394,8 @@ def test_kv_cache_per_token() -> None:
     assert (
         engine("Qwen/Qwen3-4B", rollout_num_gpus_per_engine=4).kv_per_token == 2 * 2 * 128 * 36 * 2
     )
-    assert (
-        engine("Qwen/Qwen3-4B", rollout_num_gpus_per_engine=16).kv_per_token == 2 * 128 * 36 * 2
-    )  # heads repeated
+    # heads repeated
+    assert engine("Qwen/Qwen3-4B", rollout_num_gpus_per_engine=16).kv_per_token == 2 * 128 * 36 * 2
     assert (
         engine("deepseek-ai/DeepSeek-V3", rollout_num_gpus_per_engine=8).kv_per_token
         == (512 + 64) * 61 * 2

@@ -177,10 +177,8 @@ def with_tokens(index: int, tokens: list[int], response: int) -> Sample:
 def test_what_training_knew_of_recorded_tokens_is_kept_beside_them(
     recorder: Recorder, tmp_path: Path
 ) -> None:
-    siblings = [
-        with_tokens(7, [1, 2, 3], 2),
-        with_tokens(7, [4, 5, 3], 2),
-    ]  # of one trajectory, and as long
+    # of one trajectory, and as long
+    siblings = [with_tokens(7, [1, 2, 3], 2), with_tokens(7, [4, 5, 3], 2)]
     samples = [
         with_tokens(5, [1, 2, 3], 2),
         with_tokens(6, [1, 2], 0),

@@ -151,9 +151,8 @@ def test_a_data_set_that_was_looked_at_before_is_in_the_order_of_the_epoch_that_
 
 
 def test_a_source_from_a_few_attributes(data: str) -> None:
-    contextvars.Context().run(
-        check_a_source_from_a_few_attributes, data
-    )  # in which no run has built one
+    # in which no run has built one
+    contextvars.Context().run(check_a_source_from_a_few_attributes, data)
 
 
 def check_a_source_from_a_few_attributes(data: str) -> None:

@@ -252,9 +252,8 @@ def test_pop_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return [buffer.pop() for _ in range(min(num_samples, len(buffer)))]
 
     build = old("rollout.data_source").RolloutDataSourceWithBuffer
-    source = contextvars.Context().run(
-        build, Namespace(rollout_global_dataset=False)
-    )  # in which no run has built one
+    # in which no run has built one
+    source = contextvars.Context().run(build, Namespace(rollout_global_dataset=False))
     source.add_samples([[Sample(index=0)], [Sample(index=1)]])
     monkeypatch.setattr("slime.rollout.data_source.pop_first", pop_last)
     assert source.get_samples(1)[0][0].index == 1

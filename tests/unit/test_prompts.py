@@ -247,18 +247,10 @@ def test_the_context_limits_prompts_too_and_what_is_left_out_is_said(
     [
         (None, "2+2=", False, True),
         (CHATML, "2+2=", False, True),
-        (
-            CHATML,
-            "2+2=",
-            True,
-            False,
-        ),  # a template that writes no BOS: servers add none to what they have templated
-        (
-            CHATML,
-            "<|im_start|>user\n2+2=<|im_end|>\n",
-            False,
-            False,
-        ),  # templated by whoever made the data
+        # a template that writes no BOS: servers add none to what they have templated
+        (CHATML, "2+2=", True, False),
+        # templated by whoever made the data
+        (CHATML, "<|im_start|>user\n2+2=<|im_end|>\n", False, False),
         (None, "<|endoftext|>2+2=", False, False),  # never twice
         ("{% for m in messages %}{{ raise_exception('no') }}{% endfor %}", "2+2=", False, True),
     ],

@@ -242,9 +242,8 @@ def test_a_wrong_and_a_right_ignore_list_of_experts(tmp_path: Path) -> None:
         UserError, match=r"neither ignored nor quantised: model\.layers\.0\.self_attn"
     ) as error:
         verify(tmp_path / "small")
-    assert "mlp.gate" not in str(
-        error.value
-    )  # the files have it plain: what refuses the list is a launch
+    # the files have it plain: what refuses the list is a launch
+    assert "mlp.gate" not in str(error.value)
 
 
 def test_groups_that_do_not_fit_are_refused_before_anything_is_written(tmp_path: Path) -> None:

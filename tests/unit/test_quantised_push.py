@@ -65,10 +65,8 @@ def engine(
 
 
 def trainer(directory: Path, dtype: torch.dtype = torch.bfloat16) -> MegatronStub:
-    family, more = (
-        family_of(directory),
-        1 + 2**-11 * (dtype == torch.float32),
-    )  # which bfloat16 rounds away
+    # which bfloat16 rounds away
+    family, more = (family_of(directory), 1 + 2**-11 * (dtype == torch.float32))
     tensors = {name: tensor.to(dtype) * more for name, tensor in tensors_of(directory).items()}
     return MegatronStub(family, family.model_spec(directory), tensors)
 

@@ -42,9 +42,8 @@ def listener(answer: Answer) -> Iterator[str]:
 
 
 def silent(connection: socket.socket) -> None:
-    connection.settimeout(
-        2.0
-    )  # gRPC has had enough after half a second, and keeps the connection for twenty
+    # gRPC has had enough after half a second, and keeps the connection for twenty
+    connection.settimeout(2.0)
     with suppress(TimeoutError):
         while connection.recv(1024):
             pass

@@ -94,12 +94,12 @@ def test_the_raylet_is_told_of_reserved_ports_and_of_no_agent_that_serves_metric
     ]
     with ray_session._waiting_for_raylet(lambda: False):
         command = ray_session._with_idle_dashboard_agent([*given, "--head"])
-        ports = {name: reserved.port for name, reserved in ray_session._ports.items()}
+        ports = {name: reserved.port for name, reserved in ray_session._reserved_ports.items()}
     assert command == [*given[:-1], ray_session._NO_AGENT, "--head"]
     assert {
         path.name.removesuffix("_abc"): int(path.read_text()) for path in tmp_path.iterdir()
     } == ports
-    assert len(set(ports.values())) == len(ray_session._PORTS) and 52365 not in ports.values()
+    assert len(set(ports.values())) == len(ray_session._AGENT_PORTS) and 52365 not in ports.values()
 
 
 @pytest.fixture
@@ -142,9 +142,8 @@ def test_a_run_brings_a_token_where_none_is(
     """Ray asks for one, and would write it into the home folder where there is none."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.setenv(
-            name, ""
-        )  # so that it is as before afterwards, also where it is not there
+        # so that it is as before afterwards, also where it is not there
+        monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     if "a file" in given:
         (tmp_path / ".ray").mkdir()

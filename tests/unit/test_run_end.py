@@ -379,9 +379,8 @@ class _FinishSaving:
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """Of one such rank."""
     cluster = Cluster(make_config(), tmp_path)
-    trainers = trainer_group.Trainers.__new__(
-        trainer_group.Trainers
-    )  # no actors: that would need Ray
+    # no actors: that would need Ray
+    trainers = trainer_group.Trainers.__new__(trainer_group.Trainers)
     trainers._actors = {NamedActor("trainer-0"): SimpleNamespace(finish_saving=_FinishSaving)}
     cluster._trainers = trainers
 

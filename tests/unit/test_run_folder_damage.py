@@ -74,9 +74,8 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case() -> Iterator[Case]:
-    base = Path(
-        tempfile.mkdtemp(prefix="slime-damage-")
-    )  # pytest's own folder is for its user alone
+    # pytest's own folder is for its user alone
+    base = Path(tempfile.mkdtemp(prefix="slime-damage-"))
     (base / "model").mkdir()
     (base / "model" / "config.json").write_text('{"model_type": "qwen3"}')
     folder = make_run(base / "outputs" / "run", rollouts=3, groups=2, size=2)
@@ -145,9 +144,8 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[Reached]:
     monkeypatch.setattr(resuming.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr("slime.run.session.open_session", open_session)
     monkeypatch.setattr("slime.loop.train", lambda session: None)
-    monkeypatch.setattr(
-        "slime.run.session.try_to_write_report", lambda run: None
-    )  # by the test of what only reads
+    # by the test of what only reads
+    monkeypatch.setattr("slime.run.session.try_to_write_report", lambda run: None)
     monkeypatch.setattr("slime.page.report.try_to_write_report", lambda run: None)
     return found
 

@@ -75,9 +75,8 @@ def test_a_checkpoint_counts_where_it_is_of_a_later_rollout_than_every_export(
         newest_model(folder)
     first = checkpoint(tmp_path / "ck", 4, time=100)
     assert newest_model(folder).path == first
-    same = export(
-        tmp_path / "hf" / "4", time=90
-    )  # --async-save: the checkpoint is whole a little later
+    # --async-save: the checkpoint is whole a little later
+    same = export(tmp_path / "hf" / "4", time=90)
     assert newest_model(folder).path == same
     later = checkpoint(tmp_path / "ck", 7, time=200)
     assert newest_model(folder).path == later
@@ -104,9 +103,8 @@ def test_what_people_may_pass_for_a_model(tmp_path: Path, monkeypatch: pytest.Mo
     export(converted / "hf", time=60)  # converted before
     for path in (folder / "checkpoints", converted):
         assert model_directory(str(path)) == converted / "hf"
-    assert (
-        newest_model(folder).path == model
-    )  # what a checkpoint was converted to is not newer than the checkpoint
+    # what a checkpoint was converted to is not newer than the checkpoint
+    assert newest_model(folder).path == model
 
 
 def test_what_is_no_model_says_what_it_is(tmp_path: Path) -> None:

@@ -181,13 +181,16 @@ def test_a_server_that_starts_again_is_not_blamed_for_the_former_one(tmp_path: P
         ),
     ],
 )
-def test_an_obituary_says_what_was_done_and_what_it_died_of(
+def test_a_server_exit_says_what_was_done_and_what_it_died_of(
     engine: str, exception: str, remedies: str
 ) -> None:
     with pytest.raises(RunFailed) as failed:
-        obituary = ServerExit("was killed (SIGKILL)", "the end", "u", exception, pid=4711)
+        server_exit = ServerExit("was killed (SIGKILL)", "the end", "u", exception, pid=4711)
         raise_server_exit(
-            "engine-1", obituary, engine_kind(engine).remedies(exception), what="giving memory up"
+            "engine-1",
+            server_exit,
+            engine_kind(engine).remedies(exception),
+            what="giving memory up",
         )
     assert failed.value.what == "giving memory up: engine-1 (pid 4711) was killed (SIGKILL)"
     assert failed.value.why.splitlines()[-2:] == [

@@ -51,9 +51,8 @@ def test_opened_loaded_and_closed_it_is_as_started_with_the_new_weights(parts: i
         items = list(new.items())
         for first in range(0, len(items), parts):
             model.load_weights(items[first : first + parts])
-        model.int4.scheme.workspace.fill_(
-            5
-        )  # as after a sleep, from which memory comes back with anything
+        # as after a sleep, from which memory comes back with anything
+        model.int4.scheme.workspace.fill_(5)
         assert close_layers(model) == LAYERS
         expected = computed_with(Model(new))
         for name, tensor in computed_with(model).items():

@@ -117,10 +117,8 @@ def test_stages_push_to_engines_of_one_and_two_ranks(
 ) -> None:
     for server in servers:
         server.forget()
-    engines = [
-        EngineSlots(servers[0].url, SLOTS[0]),
-        EngineSlots(servers[1].url, (), 2),
-    ]  # the second one is external
+    # the second one is external
+    engines = [EngineSlots(servers[0].url, SLOTS[0]), EngineSlots(servers[1].url, (), 2)]
     flags = {"pipeline_model_parallel_size": 2, "check_weight_update_equal": True}
     first, last = ranks.run(2, stage_jobs.push_twice, model_dir, flags, engines)
     names = set(load_file(model_dir / "model.safetensors"))

@@ -40,9 +40,8 @@ class Scene:
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr("slime.deadlines.STOPPED_PROCESSES_TAKES_UP", 0.0)
     monkeypatch.setattr(module, "own_actors", lambda: [])
-    monkeypatch.setattr(
-        os, "kill", lambda pid, number: None
-    )  # the main thread looks by itself here
+    # the main thread looks by itself here
+    monkeypatch.setattr(os, "kill", lambda pid, number: None)
     open_waits.note_progress()
     yield Scene(tmp_path / "driver.log")
     open_waits.interrupt_with(None)

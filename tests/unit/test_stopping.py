@@ -29,9 +29,8 @@ def signals() -> Iterator[StopSignals]:
         signal.SIGINT: signal.default_int_handler,
         signal.SIGQUIT: signal.SIG_DFL,
     }
-    found = {
-        number: signal.signal(number, handler) for number, handler in of_a_terminal.items()
-    }  # nohup ignores two
+    # nohup ignores two
+    found = {number: signal.signal(number, handler) for number, handler in of_a_terminal.items()}
     try:
         with StopSignals() as signals:
             yield signals
@@ -269,13 +268,8 @@ print("ended by itself")
     ("number", "who", "files", "status", "said"),
     [
         ("SIGTERM", "pid 7", 0, 1, "gave up on pid 7"),
-        (
-            "SIGTERM",
-            "pid 7",
-            1100,
-            1,
-            "gave up on pid 7",
-        ),  # descriptors beyond what select() can wait for
+        # descriptors beyond what select() can wait for
+        ("SIGTERM", "pid 7", 1100, 1, "gave up on pid 7"),
         ("SIGTERM", "", 0, 0, "ended by itself\n"),
         ("SIGQUIT", "", 0, 1, "gave up on the main thread"),
     ],

@@ -194,11 +194,8 @@ def test_a_value_stays_text_where_the_tool_wants_text(name: str, value: str) -> 
         ("0.5", {"type": "number"}, 0.5),
         ('{"a": 1}', {"type": "object"}, {"a": 1}),
         ("true", {"type": "boolean"}, True),
-        (
-            "False",
-            {"type": "boolean"},
-            False,
-        ),  # Qwen3-Coder's template writes former calls as Python does
+        # Qwen3-Coder's template writes former calls as Python does
+        ("False", {"type": "boolean"}, False),
         ("None", {"type": ["string", "null"]}, None),
         ("None", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, None),
         ("None", {}, "None"),

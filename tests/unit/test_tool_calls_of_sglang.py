@@ -44,9 +44,8 @@ def test_sglang_reads_the_same_calls(name: str, text: str) -> None:
         "sep｜>weather\n" not in text
     ):
         pytest.skip("two ways in one row: SGLang has a parser for each")
-    text = text.replace(
-        "[TOOL_CALLS][", "[TOOL_CALLS] ["
-    )  # without the blank SGLang 0.5.23 reads nothing
+    # without the blank SGLang 0.5.23 reads nothing
+    text = text.replace("[TOOL_CALLS][", "[TOOL_CALLS] [")
     assert of_ours(name, text, TOOLS) == of_sglang(name, text, TOOLS)
 
 

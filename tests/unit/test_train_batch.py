@@ -46,9 +46,8 @@ def test_tensors_come_out_as_they_went_in(
     )
     buffers: list[pickle.PickleBuffer] = []
     content = cloudpickle.dumps(sent, protocol=5, buffer_callback=buffers.append)
-    found = pickle.loads(
-        content, buffers=[bytes(buffer) for buffer in buffers]
-    )  # as from Ray: read-only
+    # as from Ray: read-only
+    found = pickle.loads(content, buffers=[bytes(buffer) for buffer in buffers])
     for name, value in vars(sent).items():
         if name in ("tokens", "payloads"):
             columns = value if isinstance(value, dict) else {"": value}

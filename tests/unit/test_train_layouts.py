@@ -132,12 +132,8 @@ def test_means_and_losses_are_over_all_ranks(
     ranks: Pools, checkpoint: tuple[Path, Any], flags: dict[str, Any], plans: Any
 ) -> None:
     batch = make_batch(MICRO_BATCHES)
-    flags = {
-        **flags_for(checkpoint),
-        "clip_grad": 0.0,
-        "lr": 0.1,
-        **flags,
-    }  # clipping would hide a wrong scale
+    # clipping would hide a wrong scale
+    flags = {**flags_for(checkpoint), "clip_grad": 0.0, "lr": 0.1, **flags}
     one = {**flags, "context_parallel_size": 1}
     alone = ranks.run(1, train_job, one, [batch])[0]
     for weights in ranks.run(

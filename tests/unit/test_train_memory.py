@@ -393,9 +393,8 @@ def test_running_out_of_memory_is_explained(
     assert ("--recompute-activations" in error.fix) is (phase == "forward_backward")
     assert ("--max-tokens-per-gpu 8192 → " in error.fix) is (phase != "optimizer")
     assert ("--no-use-distributed-optimizer" in error.fix) is False
-    assert (
-        "--offload-optimizer-states" not in error.fix
-    )  # without a GPU they are on the host anyway
+    # without a GPU they are on the host anyway
+    assert "--offload-optimizer-states" not in error.fix
     assert ("or more trainer GPUs" in error.fix) is (phase == "optimizer")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)  # it travels through Ray
 

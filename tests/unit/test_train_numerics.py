@@ -237,9 +237,8 @@ def test_the_kl_in_the_reward_is_of_its_kind_and_of_trained_tokens(
 def test_attention_is_that_of_float64(dtype: torch.dtype, scale: float | None) -> None:
     """Three sequences of unequal lengths, two heads per group."""
     lengths, heads, groups, dim = [7, 3, 11], 4, 2, 8
-    tokens = [
-        torch.zeros(n + 1, dtype=torch.long) for n in lengths
-    ]  # the last one predicts nothing
+    # the last one predicts nothing
+    tokens = [torch.zeros(n + 1, dtype=torch.long) for n in lengths]
     sequences = pack([0, 1, 2], tokens, [1, 1, 1], PackingOptions(CPU)).sequences
     generator = torch.Generator().manual_seed(0)
     query, key, value = (

@@ -335,9 +335,8 @@ def test_one_that_cannot_be_imported_is_an_error_that_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(te_layers, "is_installed", lambda: True)
-    monkeypatch.setitem(
-        sys.modules, "transformer_engine", types.ModuleType("transformer_engine")
-    )  # and no more of it
+    # and no more of it
+    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
     monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", False)
     with pytest.raises(UserError) as caught:
         trainer(transformer_impl="transformer_engine")

@@ -89,9 +89,8 @@ def test_a_thread_that_cannot_be_ended_is_named_with_its_stack(
     before = hung_threads()
     asyncio.run(hangs(deadlocks))
     wait_until(lambda: hung_threads() == before + 1, "it is counted")
-    wait_until(
-        lambda: "the thread of mine cannot be ended" in caplog.text, "it is named"
-    )  # right after it is counted
+    # right after it is counted
+    wait_until(lambda: "the thread of mine cannot be ended" in caplog.text, "it is named")
     assert "in deadlocks\n    gate.wait()" in caplog.text
     gate.set()
     wait_until(lambda: hung_threads() == before, "it has ended after all")

@@ -153,9 +153,8 @@ def test_a_user_reads_samples(tmp_path: Path) -> None:
             "([...document.querySelectorAll('.groups .response-line')])"
         )
         await page.click("details.group summary")
-        await page.until(
-            "document.querySelectorAll('details[open] tbody tr').length === 1"
-        )  # the one that searched
+        # the one that searched
+        await page.until("document.querySelectorAll('details[open] tbody tr').length === 1")
         await page.click("button.open")
         await page.until("document.querySelector('article.sample .response-text .lp')")
         assert await page.run(
@@ -266,9 +265,10 @@ def test_a_run_that_goes_on_is_followed_and_a_phone_has_room(tmp_path: Path) -> 
         row = metrics_row(4, 4, random.Random(0))
         with (folder / "metrics.jsonl").open("ab") as file:
             file.write(orjson.dumps(row) + b"\n")
+        # by itself
         await page.until(
             "document.querySelectorAll('figure[data-title=Reward] circle').length === 4"
-        )  # by itself
+        )
 
     browse([folder], what)
     lock.close()

@@ -77,9 +77,8 @@ def test_a_search_finds_what_a_look_at_every_line_finds(
 ) -> None:
     """Also where there are more matches, and lines in vain, than are looked at before the rest is
     narrowed down."""
-    said = "\n".join(
-        map(searched_text, lines)
-    )  # whose parts are found, or nearly: one may reach over two lines
+    # whose parts are found, or nearly: one may reach over two lines
+    said = "\n".join(map(searched_text, lines))
     parts = st.integers(0, len(said)).map(lambda start: said[start : start + 4]).filter(bool)
     any_words = st.text(LETTERS, min_size=1, max_size=5)
     words = data.draw(
@@ -104,9 +103,8 @@ def test_a_search_finds_what_a_look_at_every_line_finds(
             assert sorted(map(repr, wanted)) == sorted(repr(row["record"]) for row in rows)
             values = [row[SORTS[name]] for row in rows if row[SORTS[name]] is not None]
             assert values == sorted(values, reverse=down)
-            assert all(
-                row[SORTS[name]] is None for row in rows[len(values) :]
-            )  # what has no reward comes last
+            # what has no reward comes last
+            assert all(row[SORTS[name]] is None for row in rows[len(values) :])
     finally:
         patch.undo()
         index.close()

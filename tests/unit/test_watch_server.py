@@ -132,9 +132,8 @@ def test_only_steps_that_are_new_come_over_the_wire(tmp_path: Path) -> None:
         second = await ask(client, "metrics", run=run_id(folder), **new, since=first["since"])
         assert second["steps"] == [4] and second["columns"] == {"train/loss": [0.0]}
         with path.open("a") as file:
-            file.write(
-                'ss": 7}\n{"step": 2, "eval/late": 1}\n'
-            )  # an evaluation beside training comes behind its step
+            # an evaluation beside training comes behind its step
+            file.write('ss": 7}\n{"step": 2, "eval/late": 1}\n')
         runs.look()
         third = await ask(client, "metrics", run=run_id(folder), **new, since=second["since"])
         assert third["steps"] == [2, 5] and third["columns"] == {"train/loss": [0.0, 7]}
@@ -237,9 +236,8 @@ def test_a_token_is_asked_for_in_address_cookie_or_header(tmp_path: Path) -> Non
         async with client.get("/api/runs", headers={"X-Slime-Token": "right"}) as answer:
             assert answer.status == 200
         async with client.get("/?token=right", allow_redirects=False) as answer:
-            assert (
-                answer.status == 302 and answer.headers["Location"] == "/"
-            )  # it leaves the address bar
+            # it leaves the address bar
+            assert answer.status == 302 and answer.headers["Location"] == "/"
             assert re.search("HttpOnly.*SameSite=Strict", answer.headers["Set-Cookie"])
         async with client.get("/", headers={"Host": "a.host.of.ours"}) as answer:
             assert answer.status == 200  # with the cookie

@@ -101,9 +101,8 @@ def test_a_stage_that_fails_is_every_ranks_error(
     assert said[1][0] == "the GPU fell off the bus"
     assert "pipeline stage 1 (trainer rank 1): the GPU fell off the bus" in said[0][0]
     assert "stay paused" in said[0][0]
-    assert all(
-        text[1].startswith("weights version 1:") for text in said
-    )  # a new push sends everything again
+    # a new push sends everything again
+    assert all(text[1].startswith("weights version 1:") for text in said)
     assert not any(engine.paused for engine in engines)
 
 

@@ -105,9 +105,8 @@ def sharded_model(named: Mapping[str, torch.Tensor], arch: Any, rank: int, size:
                 _put(root, f"{parent}.gate_up_proj", leaf, torch.cat(halves)).tp_rank = rank
         elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
             rows = tensor.shape[0]
-            each = (
-                -(-rows // (64 * size)) * 64
-            )  # SGLang pads vocabularies to multiples of 64 per rank
+            # SGLang pads vocabularies to multiples of 64 per rank
+            each = -(-rows // (64 * size)) * 64
             begin, end = min(rows, rank * each), min(rows, (rank + 1) * each)
             padded = torch.zeros(each, *tensor.shape[1:], dtype=tensor.dtype)
             padded[: end - begin] = tensor[begin:end]

@@ -56,9 +56,8 @@ def test_memory_that_cannot_be_locked_is_an_error(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver.status = 2
-    monkeypatch.setattr(
-        torch.cuda, "CudaError", RuntimeError
-    )  # the real one asks the driver for the words
+    # the real one asks the driver for the words
+    monkeypatch.setattr(torch.cuda, "CudaError", RuntimeError)
     with pytest.raises(RuntimeError, match="2"):
         host_buffer(64, pin=True)
 
@@ -91,9 +90,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> SlowDriver:
 
 def test_buffers_are_made_beside_other_work(slow: SlowDriver) -> None:
     ahead = BuffersAhead([4096, 100, 9000])
-    assert (
-        slow.asked.acquire(timeout=30) and not slow.locked
-    )  # we are here while the first one is locked
+    # we are here while the first one is locked
+    assert slow.asked.acquire(timeout=30) and not slow.locked
     for _ in range(3):
         slow.permits.release()
     ahead._thread.join(30)

@@ -176,9 +176,8 @@ def test_a_resumed_run_knows_when_lost_lives_have_pushed() -> None:
 def test_a_later_record_does_not_hide_an_earlier_one(tmp_path: Path) -> None:
     journal, group = Journal(tmp_path, "flags"), drawn(4)
     note(journal, RecordKind.FINISHED, 1, generated(4, (7,)))
-    note(
-        journal, RecordKind.FINISHED, 3, generated(4, (7, 8))
-    )  # of weights 3, as all in that module
+    # of weights 3, as all in that module
+    note(journal, RecordKind.FINISHED, 3, generated(4, (7, 8)))
 
     def found(newest: int | None) -> tuple[int, bool]:
         samples, is_kept = journal.restore(2, group, drawn_as(group), VersionWindow(newest=newest))
@@ -230,10 +229,8 @@ def test_a_group_that_finishes_when_there_are_enough_is_noted_too(
     async def answers(
         client: Any, number: int, input_ids: list[int], params: dict[str, Any]
     ) -> Any:
-        client_aborts, client._aborting = (
-            client._aborting,
-            asyncio.Event(),
-        )  # it is faster than the order to abort
+        # it is faster than the order to abort
+        client_aborts, client._aborting = (client._aborting, asyncio.Event())
         try:
             return await answered(client, number, input_ids, params)
         finally:

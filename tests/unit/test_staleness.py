@@ -174,12 +174,8 @@ def test_what_a_launch_says_of_the_bound() -> None:
         ({"max_staleness": 0}, {1: 0, 2: 1, 3: 2}, 2, 3),
         ({"max_staleness": 1}, {1: 0, 2: 1, 3: 2}, 2, 2),
         ({"max_staleness": 9}, {1: 0, 2: 1, 3: 2}, 2, 1),
-        (
-            {"max_staleness": 3, "update_weights_interval": 2},
-            {5: 8, 6: 10},
-            11,
-            5,
-        ),  # a resumed run: 4 was pushed at 6
+        # a resumed run: 4 was pushed at 6
+        ({"max_staleness": 3, "update_weights_interval": 2}, {5: 8, 6: 10}, 11, 5),
     ],
 )
 def test_the_oldest_weights_that_a_rollout_may_have(
