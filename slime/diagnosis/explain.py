@@ -19,7 +19,7 @@ import orjson
 from slime.checkpoints.directory import newest_whole
 from slime.diagnosis.reading import TextLine, TextSource, logs_of, read_ends, read_log
 from slime.diagnosis.remedies import Flags
-from slime.diagnosis.signatures import Level, Seen, look
+from slime.diagnosis.signatures import Level, Seen, find_signatures
 from slime.diagnosis.troubles import TROUBLES, Finding, Trouble
 from slime.documentation import doc_url
 from slime.errors import UserError
@@ -261,7 +261,7 @@ def _of_sources(
     ended = state not in ("running", "finished", "stopped")
     by_trouble: dict[str, list[Seen]] = {}
     for source in sources:
-        for seen in look(source, since):
+        for seen in find_signatures(source, since):
             if ended or not seen.signature.is_survived:
                 by_trouble.setdefault(seen.signature.trouble.name, []).append(seen)
     found = []

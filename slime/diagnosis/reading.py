@@ -17,6 +17,9 @@ TAIL_BYTES = 2 << 20
 _MOST_CHARACTERS = 2000
 #: Logs read of one run, those written last.
 MOST_LOGS = 64
+#: What a text that is searched for causes can be: a process's log, the error that ended the run, or
+#: its traceback.
+KINDS = frozenset({"engine", "trainer", "rollout", "router", "driver", "crash", "traceback"})
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -43,7 +46,7 @@ class TextSource:
 
     Attributes:
         name: for people: "logs/engine-0.log".
-        kind: "engine", "trainer", "rollout", "router", "driver", or "crash" for the error itself.
+        kind: one of `KINDS`; logs of other processes have other ones.
         lines: in order.
         num_skipped: bytes between its two ends that were not read.
     """

@@ -1,8 +1,8 @@
-"""How known troubles show in what a run leaves behind, and the search for them.
+"""Find known troubles in the logs and the error of a run, by the signatures in data/troubles.toml.
 
-A signature has the words of the library that reports a trouble, at the place where it reports
+A signature has the words of the library that reports a trouble, and the place where it reports
 them: the last line of a traceback, a line of NCCL's own, the first line of our errors. So the
-output of a user's function sets nothing off. The signatures are in data/troubles.toml.
+output of a user's function matches none.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import enum
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from slime.diagnosis.reading import TextLine, TextSource
+from slime.diagnosis.reading import KINDS, TextLine, TextSource
 from slime.diagnosis.remedies import REMEDIES, Flags
-from slime.diagnosis.troubles import DATA, TROUBLES, Trouble
+from slime.diagnosis.troubles import SIGNATURE_TABLES, TROUBLES, Trouble
 
 
 class Level(enum.IntEnum):
-    """How far a trouble is from the cause of a run's end: the lowest level is told first."""
+    """Distance of a trouble from the cause of a run's end; the lowest level is reported first."""
 
     CAUSE = 0
     TIME_OUT = 1
@@ -38,8 +37,8 @@ _PREFIX = (
 #: Form of a signature → regular expression of the text before its words.
 _BEFORE = {
     "raised": r"(?:\[[^\]]{1,80}\]:? ?)*(?:why: )?(?:[A-Za-z_]\w*\.)*",
-    "said": rf"\s*{_PREFIX}",
-    "error": _PREFIX,
+    "logged": rf"\s*{_PREFIX}",
+    "error": rf"{_PREFIX}(?:\w+: )*",
 }
 
 
@@ -52,12 +51,12 @@ class Signature:
     """How one trouble is recognised; data/troubles.toml describes the fields.
 
     Attributes:
-        pattern: matches a whole line that reports the trouble.
-        exact: gives remedies with this run's values; none: those of the trouble.
+        patterns: one of them matches the beginning of a line that reports the trouble.
+        exact: returns remedies with this run's values; if it returns none, the trouble's own count.
     """
 
     trouble: Trouble
-    pattern: re.Pattern[str] = field(repr=False)
+    patterns: tuple[re.Pattern[str], ...] = field(repr=False)
     form: str
     level: Level
     kinds: tuple[str, ...]
@@ -65,22 +64,33 @@ class Signature:
     is_survived: bool
     exact: Callable[[Flags], list[str]]
 
-    @staticmethod
-    def of(fields: dict[str, Any]) -> Signature:
-        words = fields["words"]
-        if isinstance(words, list):
-            words = "|".join(words)
-        form = fields.get("form", "raised")
-        context = fields.get("context")
-        return Signature(
-            TROUBLES[fields["trouble"]],
-            re.compile(f"{_BEFORE[form]}(?:{words})"),
+    @classmethod
+    def from_table(
+        cls,
+        *,
+        trouble: str,
+        words: str | list[str],
+        form: str = "raised",
+        level: str = "cause",
+        kinds: Sequence[str] = (),
+        context: str = "",
+        is_survived: bool = False,
+        exact: str = "",
+    ) -> Signature:
+        if not KINDS.issuperset(kinds):
+            raise ValueError(f"signature of {trouble}: unknown kinds in {kinds}")
+        return cls(
+            TROUBLES[trouble],
+            tuple(
+                re.compile(f"{_BEFORE[form]}(?:{one})")
+                for one in ([words] if isinstance(words, str) else words)
+            ),
             form,
-            Level[fields.get("level", "cause").upper().replace("-", "_")],
-            tuple(fields.get("kinds", ())),
+            Level[level.upper().replace("-", "_")],
+            tuple(kinds),
             re.compile(context) if context else None,
-            fields.get("is_survived", False),
-            REMEDIES[fields["exact"]] if "exact" in fields else _no_remedies,
+            is_survived,
+            REMEDIES[exact] if exact else _no_remedies,
         )
 
     def fits(
@@ -93,12 +103,14 @@ class Signature:
             return False
         if self.form == "error" and source.kind not in ("crash", "driver"):
             return False
-        if self.pattern.match(line.text) is None:
+        if not any(pattern.match(line.text) for pattern in self.patterns):
             return False
         return self.context is None or any(self.context.search(text) for text in before)
 
 
-SIGNATURES: tuple[Signature, ...] = tuple(Signature.of(fields) for fields in DATA["signature"])
+SIGNATURES: tuple[Signature, ...] = tuple(
+    Signature.from_table(**table) for table in SIGNATURE_TABLES
+)
 
 
 @dataclass(frozen=True)
@@ -121,12 +133,12 @@ _ALARMING = re.compile(
 )
 
 
-def look(source: TextSource, since: str = "") -> Iterator[Seen]:
+def find_signatures(source: TextSource, since: str = "") -> Iterator[Seen]:
     """Find the signatures in a source; each line counts for the first that fits.
 
     Args:
-        since: "2026-11-23 06:40:11": lines that the log stamps with an earlier time belong to an
-            earlier launch.
+        since: "2026-11-23 06:40:11": lines with an earlier time stamp belong to an earlier launch
+            and are left out.
     """
     texts = [line.text for line in source.lines]
     is_error = source.kind in ("crash", "driver")

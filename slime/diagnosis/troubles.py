@@ -1,4 +1,4 @@
-"""The troubles that slime knows, read from data/troubles.toml, and what a command finds of them.
+"""The troubles that slime knows, read from data/troubles.toml, and findings of them in a run.
 
 docs/troubles.md is generated from the same file.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.resources
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from traceback import walk_tb
 from typing import Any
@@ -25,6 +26,7 @@ class Trouble:
         cause: why, in a sentence or two.
         remedies: what to do, the most likely first; each names a flag, a variable or a command.
         provoke: how to make it happen, in one line.
+        places: where slime raises or logs it: "module:function", a module, or a package.
         test: the measurement of `slime align` that tells it from other causes.
     """
 
@@ -33,6 +35,7 @@ class Trouble:
     cause: str
     remedies: tuple[str, ...]
     provoke: str
+    places: tuple[str, ...] = ()
     test: str = ""
 
 
@@ -72,38 +75,62 @@ class Finding:
         }
 
 
-DATA: dict[str, Any] = tomllib.loads(
-    importlib.resources.files("slime.diagnosis")
-    .joinpath("data", "troubles.toml")
-    .read_text(encoding="utf-8")
-)
+Table = dict[str, Any]
 
 
-def _trouble(name: str, fields: dict[str, Any]) -> Trouble:
+def read_tables(text: str) -> tuple[dict[str, tuple[Trouble, ...]], list[Table]]:
+    """Read data/troubles.toml: troubles by section, and the tables of signatures.
+
+    Raises:
+        TypeError: a key is missing, misspelt, or read by nothing.
+    """
+    # tables are passed as keyword arguments, so that parameters are the only list of known keys
+    return _file(**tomllib.loads(text))
+
+
+def _file(
+    section: list[Table], signature: list[Table]
+) -> tuple[dict[str, tuple[Trouble, ...]], list[Table]]:
+    return dict(_section(**table) for table in section), signature
+
+
+def _section(title: str, trouble: dict[str, Table]) -> tuple[str, tuple[Trouble, ...]]:
+    return title, tuple(_trouble(name, **fields) for name, fields in trouble.items())
+
+
+def _trouble(
+    name: str,
+    *,
+    symptom: str,
+    cause: str,
+    remedies: list[str],
+    provoke: str,
+    places: Sequence[str] = (),
+    test: str = "",
+) -> Trouble:
     return Trouble(
         name,
-        fields["symptom"],
-        with_doc_urls(fields["cause"]),
-        tuple(with_doc_urls(remedy) for remedy in fields["remedies"]),
-        fields["provoke"],
-        fields.get("test", ""),
+        symptom,
+        with_doc_urls(cause),
+        tuple(map(with_doc_urls, remedies)),
+        provoke,
+        tuple(places),
+        test,
     )
 
 
 #: In the order of docs/troubles.md: section → troubles.
-SECTIONS: dict[str, tuple[Trouble, ...]] = {
-    section["title"]: tuple(_trouble(*item) for item in section["trouble"].items())
-    for section in DATA["section"]
-}
+SECTIONS, SIGNATURE_TABLES = read_tables(
+    importlib.resources.files("slime.diagnosis")
+    .joinpath("data", "troubles.toml")
+    .read_text(encoding="utf-8")
+)
 TROUBLES: dict[str, Trouble] = {
     trouble.name: trouble for group in SECTIONS.values() for trouble in group
 }
 #: "module:function", a module or a package below slime → name of the trouble of its errors.
 PLACES: dict[str, str] = {
-    place: name
-    for section in DATA["section"]
-    for name, fields in section["trouble"].items()
-    for place in fields.get("places", ())
+    place: trouble.name for trouble in TROUBLES.values() for place in trouble.places
 }
 
 

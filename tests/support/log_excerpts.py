@@ -396,6 +396,142 @@ EXCERPTS = (
         "ActorDied",
     ),
     Excerpt("wandb-refused", "", "--use-wandb: there is no API key for W&B\n  fix: WANDB_API_KEY"),
+    Excerpt("wandb-refused", "", "CommError: permission denied to project x", "RunFailed"),
+    Excerpt(
+        "graph-capture",
+        "engine-1",
+        f"{_SCHEDULER}Exception: Capture cuda graph failed: cuFuncSetAttribute failed: 1\n",
+    ),
+    Excerpt(
+        "wake-memory",
+        "",
+        "offload_engines: http://127.0.0.1:4000/release_memory_occupation answered 500\n"
+        "  why: trainer and engines share GPUs and take turns; the next phase would run out of "
+        "memory\n"
+        "  fix: read the engine's log",
+        "RunFailed",
+    ),
+    Excerpt(
+        "trainer-memory",
+        "trainer-1",
+        f"{_TRACEBACK}RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling "
+        "`cublasCreate(handle)`\n",
+    ),
+    Excerpt(
+        "host-memory",
+        "trainer-0",
+        f"{_TRACEBACK}RuntimeError: [enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: "
+        "can't allocate memory: you tried to allocate 8589934592 bytes. Error code 12\n",
+    ),
+    Excerpt(
+        "host-memory",
+        "driver",
+        f"{_TRACEBACK}ray.exceptions.OutOfMemoryError: Task was killed due to the node running low "
+        "on memory.\n",
+    ),
+    Excerpt("host-memory", "rollout", f"{_TRACEBACK}OSError: [Errno 12] Cannot allocate memory\n"),
+    Excerpt(
+        "host-memory",
+        "driver",
+        "(raylet) 2 worker(s) were killed due to the node running low on memory. To see more, ...\n",
+    ),
+    Excerpt("host-memory", "", "out of host memory in save\n  why: [Errno 12]", "OutOfMemory"),
+    Excerpt(
+        "host-memory", "", "no 12.5 GB of host memory for the snapshot of an asynchronous save"
+    ),
+    Excerpt(
+        "token-outside-vocabulary",
+        "engine-0",
+        f"{_SCHEDULER}torch.AcceleratorError: CUDA error: device-side assert triggered\n",
+    ),
+    Excerpt(
+        "token-outside-vocabulary",
+        "rollout",
+        f"{_TRACEBACK}slime.engines.client.EngineError: http://127.0.0.1:4000: asked for log-probs "
+        "of 16 given tokens, answered those of 15\n",
+    ),
+    Excerpt("port-clash", "router", f"{_TRACEBACK}OSError: [Errno 98] Address already in use\n"),
+    Excerpt("port-clash", "engine-1", f"{_TRACEBACK}ValueError: Port 30000 is already in use\n"),
+    Excerpt(
+        "port-clash",
+        "router",
+        "thread '<unnamed>' panicked at src/server.rs:712:10: called `Result::unwrap()` on an `Err` "
+        'value: Os { code: 98, kind: AddrInUse, message: "Address already in use" }\n',
+    ),
+    Excerpt(
+        "port-clash",
+        "router",
+        "thread 'main' panicked at src/server.rs:712:10:\ncalled `Result::unwrap()` on an `Err` "
+        'value: Os { code: 98, kind: AddrInUse, message: "Address already in use" }\n',
+    ),
+    Excerpt(
+        "nccl-error",
+        "trainer-1",
+        f"{_TRACEBACK}RuntimeError: NCCL Error 2: unhandled system error\n",
+    ),
+    Excerpt(
+        "collective-time-out",
+        "trainer-2",
+        "[rank2]:[E1123 20:27:21.433063423 ProcessGroupNCCL.cpp:684] [Rank 2] Some NCCL operations "
+        "have failed or timed out. Due to the asynchronous nature of CUDA kernels, ...\n",
+    ),
+    Excerpt(
+        "ray-gone",
+        "",
+        "launching: RaySystemError: System error: Broken pipe",
+        "RunFailed",
+    ),
+    Excerpt("ray-gone", "", "Ray does not start on this host\n  why: AF_UNIX path too long"),
+    Excerpt("ray-gone", "", "no Ray cluster answers at 10.0.0.3:6379\n  why: timed out"),
+    Excerpt("placement", "", "this run needs 16 GPUs, the Ray cluster has 8\n  fix: --colocate"),
+    Excerpt("push-failed", "", "engine http://127.0.0.1:4000 cannot be reached for weight updates"),
+    Excerpt("router-died", "", "generating: the router has no healthy engine", "RunFailed"),
+    Excerpt(
+        "missing-shards",
+        "",
+        "/models/glm/model-00001.safetensors lacks 2 tensors that the index promises",
+    ),
+    Excerpt("missing-shards", "", "/models/glm/x.safetensors is not a readable safetensors file"),
+    Excerpt("missing-shards", "", "/models/glm is not a complete glm4_moe model"),
+    Excerpt("missing-shards", "", "no weights in /models/glm\n  why: it holds: config.json"),
+    Excerpt(
+        "missing-shards",
+        "trainer-0",
+        f"{_TRACEBACK}safetensors.SafetensorError: Error while deserializing header\n",
+    ),
+    Excerpt(
+        "missing-shards",
+        "engine-1",
+        f"{_SCHEDULER}RuntimeError: Cannot find any model weights with `/models/glm`\n",
+    ),
+    Excerpt("no-checkpoint", "", "there is no checkpoint /data/iter_0000004"),
+    Excerpt(
+        "no-checkpoint",
+        "",
+        "/data/latest_checkpointed_iteration.txt does not hold an iteration number",
+    ),
+    Excerpt("disk-full", "", "saving: [Errno 122] Disk quota exceeded: '/data/x'", "RunFailed"),
+    Excerpt("disk-full", "", "the disk is full\n  why: /data/x\n  fix: free disk space"),
+    Excerpt(
+        "disk-full",
+        "",
+        "cannot write to the folder /data/x\n  why: No space left on device\n  fix: --output-dir",
+    ),
+    Excerpt("permission", "", "saving: [Errno 13] Permission denied: '/data/x'", "RunFailed"),
+    Excerpt("permission", "", "saving: PermissionError: /data/x", "RunFailed"),
+    Excerpt(
+        "missing-module",
+        "trainer-0",
+        f"{_TRACEBACK}ImportError: cannot import name 'score' from 'my_rewards' (/x/my_rewards.py)\n",
+    ),
+    Excerpt("missing-module", "", "generating: No module named 'my_rewards'", "RunFailed"),
+    Excerpt("missing-module", "", "the module ray is not installed for /usr/bin/python3"),
+    Excerpt("missing-module", "", "'my.score' cannot be found: there is no module 'my'"),
+    Excerpt(
+        "not-finite", "", "the trainer's own log-probs of the canary are not finite\n  why: nan"
+    ),
+    Excerpt("own-function", "", "3 groups have failed in this rollout of 8\n  why: a timeout"),
+    Excerpt("own-function", "", "the reward function returned None for sample 3"),
 )
 
 #: Lines of runs in which nothing is wrong, and texts of samples that sound as if something were.
