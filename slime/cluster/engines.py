@@ -34,8 +34,8 @@ from slime.cluster.placement import (
     EnginePart,
     GpuSlots,
     engine_parts,
+    initial_engine_table,
     parts_by_number,
-    table_of,
 )
 from slime.cluster.routers import Routers
 from slime.cluster.waiting import (
@@ -146,7 +146,7 @@ class Engines:
         self.routers = Routers(
             config, models, self._parts, self._handles, run_path, hosts, self.keys, should_stop
         )
-        self.table = table_of(self._parts, urls)
+        self.table = initial_engine_table(self._parts, urls)
         turns = config.cluster.colocate and (slots.on_gpu or engine_of(config).releases_without_gpu)
         self.external = ExternalEngines(
             config, self.table, self, CommandInbox(run_path), shares_gpus=turns

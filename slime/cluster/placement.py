@@ -1,5 +1,4 @@
-"""What stands where: the reserved slots of a run, and which engine stands on which of them, node by
-node."""
+"""The reserved slots of a run, and which slots each engine occupies, node by node."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ from slime.placement import PlacementPlan
 
 @dataclass(frozen=True)
 class GpuSlot:
-    """Where one slot is: its bundle in the placement group, node address and id, and GPU.
+    """The location of one slot: its bundle in the placement group, node address and id, and GPU.
 
-    ``memory``: bytes of the node's smallest GPU, None where its driver does not tell.
+    ``memory`` is the bytes of the node's smallest GPU, None if its driver does not report them.
     """
 
     bundle: int
@@ -34,15 +33,15 @@ class GpuSlot:
 
 @dataclass
 class GpuSlots:
-    """A reserved placement group; ``places[slot]``, ordered by node and GPU."""
+    """A reserved placement group and its slots, ordered by node and GPU."""
 
     group: PlacementGroup
     places: list[GpuSlot]
     on_gpu: bool
 
     def options(self, slot: int, share: float) -> dict[str, Any]:
-        """Ray actor options that put a process on slot ``slot``, taking ``share`` of it (colocated
-        processes share)."""
+        """Return Ray's actor options that place a process on a slot. It takes ``share`` of the
+        slot, less than 1 if colocated processes share it."""
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self.group,
             placement_group_bundle_index=self.places[slot].bundle,
@@ -53,7 +52,7 @@ class GpuSlots:
 
     @property
     def gpu_memory(self) -> float | None:
-        """Bytes of the smallest GPU, None where no driver tells."""
+        """The bytes of the smallest GPU, None if no driver reports them."""
         return min(
             (place.memory for place in self.places if place.memory is not None), default=None
         )
@@ -62,11 +61,11 @@ class GpuSlots:
         remove_placement_group(self.group)
 
 
-#: Kinds of servers that only answer together.
-PAIR = ("prefill", "decode")
-
 # -- engines
 # ------------------------------------------------------------------------------------------------
+
+#: Kinds of servers that only answer together.
+PAIR = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,11 @@ class EnginePart:
 
     Attributes:
         name: "engine-3", "engine-3-node-1".
-        model: what it serves.
-        slot: the first of its slots; the actor that owns the server process stands there.
-        slots: all of them, in the order of the engine's ranks.
-        group: what kind of server it is.
-        place: as the command line needs it; ports are added where it is started.
+        model: the model that it serves.
+        slot: the first of its slots, where the actor that owns the server process runs.
+        slots: all its slots, in the order of the engine's ranks.
+        group: settings of its kind of server.
+        place: its GPUs and nodes for the command line; ports are added at its start.
     """
 
     name: str
@@ -95,10 +94,10 @@ class EnginePart:
 
 
 def engine_parts(config: Config, plan: PlacementPlan, slots: GpuSlots) -> list[EnginePart]:
-    """All engines of a run; parts of one engine follow each other, its first node first.
+    """Return the parts of all engines; the parts of one engine are adjacent, its first node first.
 
     Raises:
-        UserError: the slots of an engine lie unevenly over nodes.
+        UserError: the slots of an engine are spread unevenly over nodes.
     """
     parts: list[EnginePart] = []
     slot = plan.rollout_offset
@@ -147,26 +146,26 @@ def _parts_of(
 
 
 def parts_by_number(parts: Sequence[EnginePart]) -> dict[int, list[EnginePart]]:
-    """The parts of each engine."""
+    """Return the parts of each engine."""
     found: dict[int, list[EnginePart]] = {}
     for part in parts:
         found.setdefault(part.place.number, []).append(part)
     return found
 
 
-def table_of(parts: Sequence[EnginePart], external: Sequence[str]) -> EngineTable:
-    """Return the table of engines that are yet to be launched.
+def initial_engine_table(parts: Sequence[EnginePart], external: Sequence[str]) -> EngineTable:
+    """Return a table of the run's engines, before their launch.
 
     Args:
-        external: URLs of those that somebody else has started.
+        external: URLs of engines that were started outside the run.
     """
-    own = [_engine(of_one) for of_one in parts_by_number(parts).values()]
+    own = [_engine_entry(own_parts) for own_parts in parts_by_number(parts).values()]
     return EngineTable(
         [*own, *(external_engine(number, url) for number, url in enumerate(external, len(own)))]
     )
 
 
-def _engine(parts: Sequence[EnginePart]) -> EngineEntry:
+def _engine_entry(parts: Sequence[EnginePart]) -> EngineEntry:
     first = parts[0]
     can_restart = first.model.is_policy and first.group.worker_type not in PAIR
     names = tuple(part.name for part in parts)

@@ -1,5 +1,5 @@
-"""What a run has from Ray: a local one or the running one, its environment in every process, and
-reserved slots."""
+"""Start a local Ray or join a running cluster, give every process the run's environment, and
+reserve GPU slots."""
 
 from __future__ import annotations
 
@@ -47,22 +47,24 @@ _JOIN_SCRIPT = (
     "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 )
 
-#: What trainers that were killed leave, besides processes; run where no driver is there to do it.
+#: Frees the shared memory of killed trainers; run when the driver, which does it otherwise, is
+#: dead.
 _FREE_SHARED_MEMORY = python_module("slime.engines.wire.shared_memory")
+#: Replaces Ray's dashboard agent (`_with_idle_dashboard_agent`).
 _NO_AGENT = '--dashboard_agent_command=sh -c "exec sleep infinity"'
-#: Ports of Ray's agents, reserved until the next start: the raylet does not wait for an agent to
-#: take its own.
-_PORTS = (
+#: Names of the ports of Ray's agents. They stay reserved until the next start, since an agent may
+#: bind its port long after the raylet is up.
+_AGENT_PORTS = (
     "dashboard_agent_listen_port",
     "metrics_agent_port",
     "metrics_export_port",
     "runtime_env_agent_port",
 )
-_ports: dict[str, PortReservation] = {}
+_reserved_ports: dict[str, PortReservation] = {}
 _ray_is_starting = False
 
-#: Variables of the driver that every process gets when the cluster was there before (a local Ray
-#: inherits all).
+#: Prefixes of the driver's environment variables that every process of a joined cluster gets (a
+#: local Ray inherits all of them).
 _FORWARDED = (
     "NCCL_",
     "GLOO_",
@@ -83,17 +85,19 @@ def start_ray(
     config: Config, num_local_slots: int, should_stop: Callable[[], bool] = lambda: False
 ) -> bool:
     """Join the cluster named by --ray-address or RAY_ADDRESS (set under ``ray job submit``), else
-    start one here.
+    start a local one.
 
     Args:
-        num_local_slots: process slots a local Ray must offer; cores are oversubscribed when there
-            are fewer, since trainer and engines take turns.
+        num_local_slots: process slots that a local Ray must offer. They may exceed the cores, since
+            trainer and engines take turns.
+        should_stop: polled while waiting.
     Returns:
-        True when Ray was started here and must be stopped at the end.
+        True if Ray was started here and must be stopped at the end.
     Raises:
-        UserError: no cluster answers at the address, or none starts here. StopRequested.
+        UserError: no cluster answers at the address, or the local one does not start.
+        StopRequested: ``should_stop`` returned true.
     """
-    # It says on every start that Ray's own token authentication is on, which is what we want.
+    # This logger reports on every start that token authentication is on, which is what we want.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(
         logging.ERROR
     )
@@ -106,18 +110,17 @@ def start_ray(
         _join(address, {"env_vars": environment})
         return False
     _provide_token()
-    # Ray's own metrics and usage reporting cost processes and start-up time, and report to the
-    # outside.
+    # Ray's metrics and usage reports cost processes and start-up time, and send data outside.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
-    # Workers that wait for tasks of a driver: ours are actors, each of which gets a worker of its
+    # Prestarted workers wait for tasks; this driver has only actors, which get workers of their
     # own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    # Ray runs its workers at nice 15, where any other program would starve trainer and engines.
+    # Ray runs its workers at nice 15; any other program would starve the trainer and the engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    sockets, not_there = folder_of_sockets()
-    if not_there:
-        logger.warning("%s: Ray keeps its sockets and logs in %s", not_there, sockets / "ray")
+    sockets, why_elsewhere = folder_of_sockets()
+    if why_elsewhere:
+        logger.warning("%s: Ray keeps its sockets and logs in %s", why_elsewhere, sockets / "ray")
     try:
         on_loopback = _loopback_only(not config.cluster.listen_on_network)
         with (
@@ -128,7 +131,7 @@ def start_ray(
             _with_environment(environment),
         ):
             ray.init(
-                # without it Ray joins whatever cluster was started on this host last
+                # without an address Ray joins the cluster that was started on this host last
                 address="local",
                 job_config=_RayJob(),
                 num_cpus=max(num_local_slots, os.cpu_count() or 1),
@@ -136,12 +139,11 @@ def start_ray(
                 log_to_driver=False,
                 logging_level=logging.WARNING,
                 _temp_dir=str(sockets / "ray"),
-                _metrics_export_port=_ports["metrics_export_port"].port,
+                _metrics_export_port=_reserved_ports["metrics_export_port"].port,
             )
-    except BaseException as error:  # Ctrl-C, for one: what is up of it by then is up
-        stopped = ", ".join(
-            stopped_parts().values()
-        )  # while Ray waits for its GCS, no thread of ours can say so
+    except BaseException as error:  # also Ctrl-C: daemons that have started must be shut down
+        # our monitor threads cannot report this while Ray waits for its GCS
+        stopped = ", ".join(stopped_parts().values())
         ray.shutdown()
         if not isinstance(error, Exception) or isinstance(error, (UserError, StopRequested)):
             raise
@@ -156,13 +158,14 @@ def start_ray(
 
 
 def is_ray_starting() -> bool:
-    """Whether this process is in `ray.init`, which may wait in C++ and hear no signal."""
+    """Return whether this process is in `ray.init`, which may wait in C++ without handling
+    signals."""
     return _ray_is_starting
 
 
 def dead_daemons() -> list[str]:
-    """Name the dead daemons without which a Ray of this process can start nothing:
-    "raylet", "gcs_server"."""
+    """Return the names of dead daemons ("raylet", "gcs_server") without which this process's local
+    Ray can start nothing."""
     local = ray._private.worker._global_node
     needed = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
     return (
@@ -171,19 +174,23 @@ def dead_daemons() -> list[str]:
 
 
 def _provide_token() -> None:
-    """Where Ray finds no token for the cluster that it starts, it leaves one in the home folder,
-    for good: every later ``ray start --head`` on this host then asks for it, and ``ray job
-    submit``, which sends none by itself, is refused.
+    """Set a token for the local Ray in the environment, unless the user has one.
+
+    Ray would otherwise store a new token in the home folder. Every later ``ray start --head`` on
+    this host would then require it, and refuse ``ray job submit``, which sends none by itself.
     """
-    is_asked_for = (os.environ.get("RAY_AUTH_MODE") or "token").lower() == "token"
-    given = any(os.environ.get(name) for name in (_TOKEN, f"{_TOKEN}_PATH"))
-    if is_asked_for and not given and not (Path.home() / ".ray" / "auth_token").exists():
+    needs_token = (os.environ.get("RAY_AUTH_MODE") or "token").lower() == "token"
+    has_token = any(os.environ.get(name) for name in (_TOKEN, f"{_TOKEN}_PATH"))
+    if needs_token and not has_token and not (Path.home() / ".ray" / "auth_token").exists():
         os.environ[_TOKEN] = secrets.token_hex(32)
 
 
 def _check_answers(address: str, should_stop: Callable[[], bool]) -> None:
-    """Have a child join the cluster first. `ray.init` waits in C++ with Python's lock held: in this
-    process it would hear no signal, for ten minutes where nobody answers."""
+    """Raise unless a child process can join the cluster.
+
+    `ray.init` waits in C++ and holds Python's lock. In this process it would ignore signals, for
+    ten minutes if no cluster answers.
+    """
     child = subprocess.Popen(
         [sys.executable, "-P", "-c", _JOIN_SCRIPT, address],
         stdin=subprocess.DEVNULL,
@@ -196,7 +203,7 @@ def _check_answers(address: str, should_stop: Callable[[], bool]) -> None:
     try:
         while True:
             try:
-                said = child.communicate(timeout=deadlines.RAY_SESSION_LOOK)[1]
+                errors = child.communicate(timeout=deadlines.RAY_SESSION_LOOK)[1]
                 break
             except subprocess.TimeoutExpired:
                 if should_stop():
@@ -210,7 +217,7 @@ def _check_answers(address: str, should_stop: Callable[[], bool]) -> None:
         child.wait()
     if child.returncode:
         raise _no_cluster(
-            address, (said.strip().splitlines() or [f"status {child.returncode}"])[-1]
+            address, (errors.strip().splitlines() or [f"status {child.returncode}"])[-1]
         )
 
 
@@ -223,8 +230,8 @@ def _no_cluster(address: str, why: str) -> UserError:
 
 
 def _join(address: str, environment: dict[str, Any]) -> None:
-    # Under `ray job submit` the job has an environment too, PYTHONPATH often in it; ours holds that
-    # already.
+    # A job of `ray job submit` has an environment of its own, often with PYTHONPATH; ours includes
+    # it.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     try:
         with _without_side_effects():
@@ -240,13 +247,13 @@ def _join(address: str, environment: dict[str, Any]) -> None:
 
 
 class _Daemon(services.ConsolePopen):
-    """A daemon of Ray that leads a session, and a raylet that ends with all that came of it
-    (`slime.processes.tree`).
+    """A daemon of Ray in a session of its own. The raylet also runs under `slime.processes.tree`,
+    which ends all its descendants with it.
 
-    Ray starts them in the driver's process group, where a SIGTERM for the group (``timeout``,
-    Slurm, a supervisor) or a terminal that closes would end them before the driver can save a
-    checkpoint. Workers are in the session of the daemon that starts them. All still die with the
-    driver.
+    Ray starts daemons in the driver's process group, where a SIGTERM for the group (``timeout``,
+    Slurm, a supervisor) or a closed terminal would end them before the driver can save a
+    checkpoint. Workers join the session of the daemon that starts them. All of them still die with
+    the driver.
     """
 
     raylet: ClassVar[subprocess.Popen[bytes] | None] = None
@@ -266,14 +273,14 @@ class _Daemon(services.ConsolePopen):
             "command": _with_idle_dashboard_agent(args),
             "last_command": _FREE_SHARED_MEMORY,
         }
-        with self.stdin as pipe, suppress(BrokenPipeError):  # it is killed already: Ray will notice
+        with self.stdin as pipe, suppress(BrokenPipeError):  # it has died, which Ray will notice
             pipe.write(json.dumps(request).encode())
 
     def kill(self) -> None:
-        """End the raylet with its tree. SIGKILL would leave the tree to the host."""
+        """End the raylet with its tree, which a SIGKILL would leave running."""
         if self._is_held:
             self.terminate()
-            self.send_signal(signal.SIGCONT)  # should somebody have stopped it
+            self.send_signal(signal.SIGCONT)  # it may have been stopped
             with suppress(subprocess.TimeoutExpired):
                 self.wait(deadlines.RAY_SESSION_KILLED)
         if self.poll() is None:
@@ -281,35 +288,35 @@ class _Daemon(services.ConsolePopen):
 
 
 def _with_idle_dashboard_agent(args: Sequence[str]) -> list[str]:
-    """The raylet's command, with a process that does nothing in the place of the agent that serves
-    its metrics.
+    """Return the raylet's command with an idle process in place of the dashboard agent, and write
+    the files with the agents' ports.
 
-    The raylet insists on an agent that lives, and ends itself where ports of agents are not in
-    files of its session within 15 seconds; one that imports Ray on a crowded host takes longer.
+    The raylet exits if the agent is not alive, or if the files with the agents' ports do not appear
+    within 15 seconds. A real agent imports Ray first, which takes longer on a crowded host.
     """
-    given = dict(arg.split("=", 1) for arg in args if arg.startswith("--") and "=" in arg)
-    for name, reserved in _ports.items():
-        (Path(given["--session_dir"]) / f"{name}_{given['--node_id']}").write_text(
-            str(reserved.port)
-        )
+    options = dict(arg.split("=", 1) for arg in args if arg.startswith("--") and "=" in arg)
+    for name, reserved in _reserved_ports.items():
+        port_file = Path(options["--session_dir"]) / f"{name}_{options['--node_id']}"
+        port_file.write_text(str(reserved.port))
     return [_NO_AGENT if arg.startswith("--dashboard_agent_command=") else arg for arg in args]
 
 
 @contextmanager
-def _replaced(owner: Any, **ours: Any) -> Iterator[None]:
-    kept = {name: getattr(owner, name) for name in ours}
+def _replaced(owner: Any, **replacements: Any) -> Iterator[None]:
+    originals = {name: getattr(owner, name) for name in replacements}
     try:
-        for name, value in ours.items():
+        for name, value in replacements.items():
             setattr(owner, name, value)
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in originals.items():
             setattr(owner, name, value)
 
 
 class _RayJob(JobConfig):
-    """A job whose working directory Ray does not put first on its workers' import path, where a
-    user's ``random.py`` would replace Python's own. `slime.user_code.loading` puts it last."""
+    """A job configuration that keeps the driver's working directory off the front of the workers'
+    import path, where a user's ``random.py`` would replace Python's own. `slime.user_code.loading`
+    appends it instead."""
 
     def _serialize(self) -> str:
         self._py_driver_sys_path.clear()
@@ -318,8 +325,9 @@ class _RayJob(JobConfig):
 
 @contextmanager
 def _without_side_effects() -> Iterator[None]:
-    """`ray.init` leaves the signals of this process alone, which are `slime.run.stopping`'s, and
-    stays out of its group. Ray's table of jobs gets the command line without secrets."""
+    """Keep `ray.init` from changing this process: signal handlers stay those of
+    `slime.run.stopping`, daemons leave the process group, and Ray's table of jobs gets a command
+    line without secrets."""
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         with (
@@ -333,34 +341,34 @@ def _without_side_effects() -> Iterator[None]:
             yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(
-                signal.SIGTERM, on_sigterm or signal.SIG_DFL
-            )  # over that of Ray's C++, which prints a stack
+            # replaces the handler of Ray's C++ code, which prints a stack
+            signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
 
 
 def _with_few_daemons() -> AbstractContextManager[None]:
-    """`ray.init` starts no process for what nobody asks here: nodes to be added, workers' words on
-    this terminal, and a list of actors by HTTP. Each imports Ray, and the launch would wait for the
-    last one."""
+    """Keep `ray.init` from starting daemons that a run does not use: the autoscaler's monitor, the
+    log monitor and the HTTP API server. Each imports Ray, and the launch would wait for the last
+    one."""
     names = ("start_monitor", "start_log_monitor", "start_api_server")
     return _replaced(node.Node, **dict.fromkeys(names, lambda self, **_: None))
 
 
 @contextmanager
 def _waiting_for_raylet(should_stop: Callable[[], bool]) -> Iterator[None]:
-    """Reserve the ports of Ray's agents, one of which is fixed otherwise, and wait longer than Ray
-    does for the raylet to come up: as long as it lives, and nobody asks the run to stop."""
-    global _ports, _ray_is_starting
-    _ports = {name: reserve_port() for name in _PORTS}
-    ports: dict[str, Any] = {name: reserved.port for name, reserved in _ports.items()}
-    ask = services.get_node
+    """Make `ray.init` wait longer for the raylet than Ray does: until
+    `deadlines.RAY_SESSION_START`, while the raylet lives and the run is not asked to stop. Also
+    reserve the ports of Ray's agents, one of which is fixed by default."""
+    global _reserved_ports, _ray_is_starting
+    _reserved_ports = {name: reserve_port() for name in _AGENT_PORTS}
+    ports: dict[str, Any] = {name: reserved.port for name, reserved in _reserved_ports.items()}
+    rays_get_node = services.get_node
     end = time.monotonic() + deadlines.RAY_SESSION_START
 
     def get_node(gcs_address: str, node_id: str) -> dict[str, Any]:
         while True:
             try:
-                return dict(ask(gcs_address, node_id))
-            except RuntimeError as error:  # not yet; Ray itself catches it
+                return dict(rays_get_node(gcs_address, node_id))
+            except RuntimeError as error:  # the raylet is not up yet
                 if should_stop():
                     raise StopRequested("starting Ray") from error
                 if _Daemon.raylet is not None and _Daemon.raylet.poll() is not None:
@@ -381,9 +389,9 @@ def _waiting_for_raylet(should_stop: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def _loopback_only(wanted: bool) -> Iterator[None]:
-    """Ray and what goes by its addresses (engines, router, process groups) listen on loopback
-    alone. Ray knows this as its way on systems whose firewalls ask, and looks the variable up when
-    it is imported: here, and in its daemons."""
+    """Make Ray, and everything that uses its addresses (engines, router, process groups), listen on
+    loopback only. Ray does this by default on macOS and Windows; it reads the variable when it is
+    imported, here and in its daemons."""
     if not wanted:
         yield
         return
@@ -400,8 +408,8 @@ def _loopback_only(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def _with_environment(environment: dict[str, str]) -> Iterator[None]:
-    """What a local Ray's processes inherit, its agents too. As a runtime environment it would cost
-    each worker a Python before its own, that imports Ray, too: half a second of CPU."""
+    """Set environment variables for a local Ray's processes to inherit. As a runtime environment
+    they would cost each worker an extra Python that imports Ray, half a second of CPU."""
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
@@ -415,12 +423,11 @@ def _with_environment(environment: dict[str, str]) -> Iterator[None]:
 
 
 def _environment(joined: bool) -> dict[str, str]:
-    """Environment of every actor: the import path (user functions live next to the script), and
-    forwarded variables."""
+    """Return the environment variables of every actor: the import path, and for a ``joined``
+    cluster also the forwarded variables."""
     root = str(Path(__file__).resolve().parents[2])
     known = os.environ.get("PYTHONPATH", "")
-    # a recipe or `python script.py` puts its folder first on sys.path: hooks given by path are
-    # found there
+    # `python script.py` puts the script's folder first on sys.path: hooks may be modules there
     user_folders = dict.fromkeys([os.getcwd(), *filter(None, sys.path[:1])])
     variables = {
         "PYTHONPATH": ":".join([root, *([known] if known else [])]),
@@ -453,15 +460,15 @@ def reserve(
     """Reserve the plan's slots, waiting at most ``timeout`` seconds.
 
     Raises:
-        UserError: the cluster does not have that many, or they did not become free in time.
-            StopRequested.
+        UserError: the cluster has too few slots, or they did not become free in time.
+        StopRequested: ``should_stop`` returned true.
     """
     on_gpu = ray.cluster_resources().get("GPU", 0) > 0
     kind = "GPU" if on_gpu else "CPU"
-    there = ray.cluster_resources().get(kind, 0)
-    if there < plan.total:
+    num_in_cluster = ray.cluster_resources().get(kind, 0)
+    if num_in_cluster < plan.total:
         raise UserError(
-            f"this run needs {plan.total} {_slots(on_gpu)}, the Ray cluster has {there:g}",
+            f"this run needs {plan.total} {_slots(on_gpu)}, the Ray cluster has {num_in_cluster:g}",
             why=plan.formula,
             fix="lower --actor-num-gpus-per-node or --rollout-num-gpus, pass --colocate to share "
             "GPUs, or add nodes",
@@ -473,51 +480,53 @@ def reserve(
         _wait_for(group, timeout, should_stop)
         if on_gpu:
             options = [_on_bundle(group, slot, on_gpu) for slot in range(plan.total)]
-            places = {
+            asked = {
                 NamedActor(f"slot {i}"): _slot_of_bundle.options(**own).remote(i)
                 for i, own in enumerate(options)
             }
-            found = wait_for(places, "asking where the slots are", timeout, should_stop)
+            places = wait_for(asked, "asking where the slots are", timeout, should_stop)
         else:
-            found = _places(group)
+            places = _cpu_slots(group)
     except DeadlinePassed as error:
         free = ray.available_resources().get(kind, 0)
         remove_placement_group(group)
         raise UserError(
             f"{plan.total} {_slots(on_gpu)} did not become free within {timeout:.0f} s",
-            why=f"{plan.formula}; the cluster has {there:g}, of which {free:g} are free: another "
-            "job holds the rest",
+            why=f"{plan.formula}; the cluster has {num_in_cluster:g}, of which {free:g} are free: "
+            "another job holds the rest",
             fix="end the other job, wait, or raise --placement-timeout",
         ) from error
     except BaseException:
         remove_placement_group(group)
         raise
-    ordered = sorted(found, key=lambda place: (_ip_key(place.ip), place.node, place.gpu))
+    ordered = sorted(places, key=lambda place: (_ip_key(place.ip), place.node, place.gpu))
     logger.info("placement: %s, ready after %.1f s", plan.formula, time.monotonic() - started)
     return GpuSlots(group, ordered, on_gpu)
 
 
 def _wait_for(group: PlacementGroup, timeout: float, should_stop: Callable[[], bool]) -> None:
-    """Until the slots are reserved. `PlacementGroup.ready` would start a worker to tell so, 2 s of
-    CPU."""
+    """Wait until the slots are reserved. (`PlacementGroup.ready` would start a worker, which takes
+    2 s of CPU.)"""
     began = time.monotonic()
-    said = 0.0
+    logged = 0.0
     while not group.wait(min(0.5, timeout)):
         if should_stop():
             raise StopRequested("placement")
         if (waited := time.monotonic() - began) >= timeout:
             raise DeadlinePassed(f"the slots were not reserved within {timeout:.0f} s")
-        if waited >= said + deadlines.SLOW_WAITS_QUIET:
-            said = waited
+        if waited >= logged + deadlines.SLOW_WAITS_QUIET:
+            logged = waited
             logger.info(
                 "placement: waiting for %d slots for %.0f s, another job holds some of them "
                 "(--placement-timeout %.0f)",
-                len(group.bundle_specs), waited, timeout,
-            )  # fmt: skip
+                len(group.bundle_specs),
+                waited,
+                timeout,
+            )
 
 
-def _places(group: PlacementGroup) -> list[GpuSlot]:
-    """Return the places of slots without a GPU, whose number only a process there knows."""
+def _cpu_slots(group: PlacementGroup) -> list[GpuSlot]:
+    """Return the slots of a group without GPUs; only a process on the slot can find out its GPU."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
     return [GpuSlot(bundle, addresses[node], node, "") for bundle, node in sorted(nodes.items())]

@@ -1,4 +1,4 @@
-"""A child process that serves HTTP: started, watched, and never left behind."""
+"""An HTTP server in a child process: start it, wait until it is ready, read its log and stop it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from slime.processes.host import past_proxies
 from slime.processes.owner import die_with_parent
 
 _LOG_BYTES = 1 << 18
-_NUM_LAST = 40  # lines of a log: an exception above them was survived
-#: SGLang's processes fall one after the other; the first to fail says why.
+_NUM_LAST = 40  # last lines of a log; the process survived an exception above them
+#: SGLang's processes fail one after the other; the first failure is the cause.
 _FIRST_FAILURE = "Scheduler hit an exception:"
 _TRACEBACK = "Traceback (most recent call last):"
 _NO_CAUSE = re.compile(r"KeyboardInterrupt|SystemExit|(\w+\.)*CancelledError")
@@ -29,7 +29,7 @@ _CLASH_MARKS = ("address already in use", "address in use", "errno 98", "addrinu
 
 
 class ServerDied(Exception):
-    """A server process ended by itself. Carries the last lines of its log."""
+    """A server process ended by itself; has the last lines of its log."""
 
     def __init__(self, name: str, what: str, log_tail: str) -> None:
         super().__init__(name, what, log_tail)
@@ -46,7 +46,7 @@ class ServerDied(Exception):
 
 
 def exception_line(log: str) -> str:
-    """The line of a dead process's log that names the exception it died of; "" when there is none.
+    """Return the line in a dead process's log that names the exception it died of, "" if none does.
 
     Example:
         >>> exception_line(
@@ -69,18 +69,17 @@ def exception_line(log: str) -> str:
 
 
 class ServerProcess:
-    """One server process of this actor.
+    """One server process, a child of this process.
+
+    It leads its own session, so that `stop` also reaches its children, and the kernel kills it when
+    its parent dies.
 
     Args:
-        name: for messages and the log file.
-        spec: command line, environment and the path that answers when it is ready.
-        url: base URL under which it will answer.
-        log_path: stdout and stderr go there.
-        hosts: of the run's other processes that it may talk to; its requests there go past any
-            proxy.
-
-    The process leads its own session, so that `stop` also reaches its children; it is killed by the
-    kernel when the process that started it dies.
+        name: for messages.
+        spec: command line, environment, and the path that answers when the server is ready.
+        url: base URL at which it will answer.
+        log_path: file for stdout and stderr.
+        hosts: hosts of the run's other processes, to which it connects without a proxy.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class ServerProcess:
     def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log:
-            self._log_start = log.tell()  # what former servers of this name wrote is not this one's
+            self._log_start = log.tell()  # earlier servers of this name wrote what is before it
             self._process = subprocess.Popen(
                 self.spec.argv,
                 env={**os.environ, **past_proxies(self._hosts), **self.spec.env},
@@ -116,7 +115,8 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def ends_within(self, seconds: float) -> bool:
-        """A process that is killed closes its sockets a little before it is gone."""
+        """Return whether the process ends within ``seconds``. A killed process closes its sockets a
+        little before it ends."""
         assert self._process is not None
         try:
             self._process.wait(seconds)
@@ -125,7 +125,7 @@ class ServerProcess:
         return True
 
     def how_it_ended(self) -> str:
-        """ "was killed (SIGKILL)", "ended with exit status 1"; for messages."""
+        """Return "was killed (SIGKILL)" or "ended with exit status 1", for messages."""
         assert self._process is not None and self._process.returncode is not None
         code = self._process.returncode
         return (
@@ -140,11 +140,11 @@ class ServerProcess:
         return "\n".join(self._log(16_384).splitlines()[-num_lines:])
 
     def exception_line(self) -> str:
-        """See `exception_line`."""
+        """Return the line of this process's log that names the exception it died of, or ""."""
         return exception_line(self._log(_LOG_BYTES)) if self.log_path.exists() else ""
 
     def _log(self, num_bytes: int) -> str:
-        """The end of what this process wrote."""
+        """Return the end of this process's output."""
         with open(self.log_path, "rb") as log:
             log.seek(max(self._log_start, self.log_path.stat().st_size - num_bytes))
             return log.read().decode(errors="replace")
@@ -153,7 +153,7 @@ class ServerProcess:
         """Poll the health path until it answers 200.
 
         Raises:
-            ServerDied: the process ended first, or the spec's time for its start is over.
+            ServerDied: the process ended first, or was not ready within the spec's deadline.
         """
         limit = self.spec.startup_timeout
         end = time.monotonic() + limit
@@ -172,18 +172,18 @@ class ServerProcess:
         raise ServerDied(self.name, f"was not ready within {limit:.0f} s", self.log_tail())
 
     def stop(self, grace: float = 5.0) -> None:
-        """SIGTERM to the whole session, SIGKILL after ``grace`` seconds; returns when it is
-        gone."""
+        """Send SIGTERM to the whole session, SIGKILL after ``grace`` seconds, and wait for its
+        end."""
         if self._process is None:
             return
         if self._process.poll() is None and grace > 0:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):  # the kill below follows
                 self._process.wait(grace)
-        self._signal(signal.SIGKILL)  # children that outlived their leader, too
+        self._signal(signal.SIGKILL)  # also for children that outlived the server
         self._process.wait(deadlines.SERVER_PROCESS_KILLED)
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):  # already gone, children included
+        with contextlib.suppress(ProcessLookupError):  # all have ended already
             os.killpg(self._process.pid, number)
