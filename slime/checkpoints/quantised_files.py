@@ -34,6 +34,7 @@ from slime.files import write_atomically
 from slime.log import get_logger
 from slime.models import family_of, read_hf_config
 from slime.models.ignore_list import WeightMatrix, examine, idle_among, matrices
+from slime.models.parameters import ModelParameters
 from slime.models.quantised import NIBBLES, Quantisation
 
 logger = get_logger(__name__)
@@ -178,7 +179,7 @@ def dequantise_directory(
     verify_quantised(source, family, spec, quantisation)
     tables = tables_of(HfReader(source, names_only=True))
     present = {name: facts for table in tables.values() for name, facts in table.items()}
-    shapes = dict(family.hf_tensors(spec))
+    shapes = ModelParameters(family, spec).stored
     plan = {
         file: list(_plain_work(table, present, shapes, quantisation, dtype))
         for file, table in tables.items()

@@ -4,7 +4,7 @@ that only an engine needs."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,10 +180,6 @@ class Architecture:
             eos_token_ids=_token_ids(config.get("eos_token_id"), generation_eos),
             experts=ExpertLayers.of(spec) if spec.num_experts else None,
         )
-
-    def parameter_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(Hugging Face name, shape) of every tensor that a checkpoint of this model has."""
-        return self.family.hf_tensors(self.spec)
 
 
 def _token_ids(*sources: int | list[int] | None) -> tuple[int, ...]:

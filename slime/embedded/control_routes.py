@@ -17,7 +17,7 @@ from slime import deadlines
 from slime.embedded.engine import as_state
 from slime.embedded.generate_routes import json_body, json_response, state_of
 from slime.embedded.sequence import Sequence
-from slime.embedded.weight_update import WeightUpdater
+from slime.embedded.weight_update import ABILITIES, WeightUpdater
 from slime.embedded.weights import WeightError, describe
 from slime.engines.request_fields import (
     FLAG,
@@ -97,6 +97,7 @@ async def server_info(request: web.Request) -> web.Response:
             "paused": engine.paused,
             "internal_states": [load],
             "version": f"slime-embedded {slime.__version__}",
+            "abilities": ABILITIES.to_json(),
         }
     )
 

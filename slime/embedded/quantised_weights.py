@@ -19,7 +19,7 @@ from slime.embedded.architecture import Architecture
 from slime.engines.wire.buckets import SCALE_NAMES
 from slime.engines.wire.quantised import dequantise, require_library
 from slime.models import read_hf_config
-from slime.models.ignore_list import stored_tensors
+from slime.models.parameters import ModelParameters
 from slime.models.quantised import Int4, Quantisation
 
 
@@ -52,17 +52,16 @@ class StoredForm:
         require_library(quantisation.scheme)
         self.quantisation = quantisation
         self._dtype = dtype
-        table = stored_tensors(arch.family, arch.spec, quantisation)
-        self.names = tuple(table)
-        plain = {name for name, _ in arch.family.hf_tensors(arch.spec)}
-        parts = {name: facts for name, facts in table.items() if self._is_part(name, facts, plain)}
-        self._table = parts
+        parameters = ModelParameters(arch.family, arch.spec, quantisation)
+        served = parameters.served
+        self.names = tuple(served)
+        plain = parameters.stored
+        # a weight in FP8 has the name of the plain one, but a dtype of its own
+        self._table = {
+            name: facts for name, facts in served.items() if name not in plain or facts[0]
+        }
         self.tensors: dict[str, torch.Tensor] = {}
         self._fresh: dict[str, set[str]] = {}
-
-    def _is_part(self, name: str, facts: tuple[str, tuple[int, ...]], plain: set[str]) -> bool:
-        """A weight in FP8 has the name of the plain one, but a dtype of its own."""
-        return name not in plain or bool(facts[0])
 
     def __contains__(self, name: str) -> bool:
         return name in self._table

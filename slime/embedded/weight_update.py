@@ -28,10 +28,14 @@ from slime.engines.request_fields import (
     optional,
     required,
 )
+from slime.engines.wire.abilities import Abilities
 from slime.engines.wire.buckets import TensorEntry, dtype_of, entries_of, unpack
 from slime.engines.wire.process_group import ExternalGroup
 from slime.engines.wire.shared_memory import attach
 from slime.errors import UserError
+
+#: What ``/server_info`` states about weight pushes to this engine.
+ABILITIES = Abilities("embedded", ("shm", "broadcast", "disk"), "tensors")
 
 _BYTES = integer(0, 1 << 62)
 _WORLD_SIZE = integer(2, 1 << 16)

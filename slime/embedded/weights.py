@@ -23,6 +23,7 @@ from slime.engines.wire.buckets import dtype_in, dtype_name, fingerprint
 from slime.errors import UserError
 from slime.models import read_hf_config
 from slime.models.mixers import mixer_of
+from slime.models.parameters import ModelParameters
 from slime.models.quantised import Quantisation
 
 
@@ -63,7 +64,7 @@ class WeightStore:
         self.linears: list[Linear] = []
         self._fixed_rows = fixed_rows
         self._snapshot: dict[str, torch.Tensor] | None = None
-        self._shapes = dict(arch.parameter_shapes())
+        self._shapes = ModelParameters(arch.family, arch.spec).stored
         self.model = self._build(num_positions)
         assert set(self.named) == set(self._shapes)
         self.form = None if quantisation is None else StoredForm(arch, quantisation, dtype)

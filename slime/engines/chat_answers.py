@@ -1,5 +1,7 @@
-"""The shapes of OpenAI's chat completions: whole answers, chunks of a stream, and server-sent
-events. For every server here that speaks them."""
+"""Build answers of OpenAI's chat completions, whole or as chunks of a stream of server-sent events.
+
+Used by every server here that answers chat completions.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import orjson
 
 from slime.engines.tool_calls import Call
 
-#: Of a response that is a stream of events.
+#: Headers of a response that is a stream of events.
 EVENT_HEADERS = {
     "Content-Type": "text/event-stream",
     "Cache-Control": "no-cache",
@@ -20,13 +22,13 @@ EVENT_HEADERS = {
 }
 #: The last event of OpenAI's streams.
 DONE = b"data: [DONE]\n\n"
-#: What a chunk says of an end that has not come.
+#: The ending fields of a chunk that is not the last.
 GOING_ON: dict[str, Any] = {"finish_reason": None, "matched_stop": None}
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 def event(body: Any, name: str = "") -> bytes:
-    """One server-sent event.
+    """Encode one server-sent event.
 
     Example:
         >>> event({"a": 1}, "ping")
@@ -50,7 +52,7 @@ def tool_call(call: Call, call_id: str = "") -> dict[str, Any]:
 def message(
     text: str, calls: Sequence[dict[str, Any]], reasoning: str | None = None
 ) -> dict[str, Any]:
-    """The assistant's message. SGLang's field for reasoning is there only if there is some."""
+    """Return the assistant's message, with SGLang's field for reasoning only if there is some."""
     said = {
         "role": "assistant",
         "content": text or (None if calls else ""),
@@ -60,7 +62,7 @@ def message(
 
 
 def ending(kind: str | None, matched: Any = None, *, calls_tools: bool = False) -> dict[str, Any]:
-    """How a choice ended, in OpenAI's word, and SGLang's field for what stopped it."""
+    """Return OpenAI's word for how a choice ended, and SGLang's field for what stopped it."""
     return {
         "finish_reason": "tool_calls" if calls_tools and kind == "stop" else kind,
         "matched_stop": matched,
@@ -76,22 +78,26 @@ def choice(
 def piece(
     index: int, delta: dict[str, Any], end: dict[str, Any] | None = None, logprobs: Any = None
 ) -> dict[str, Any]:
-    """A choice in a chunk."""
+    """Return a choice of a chunk."""
     return {"index": index, "delta": delta, "logprobs": logprobs} | (end or GOING_ON)
 
 
 def call_delta(number: int, call: dict[str, Any]) -> dict[str, Any]:
-    """A whole call as one delta."""
+    """Return a whole call as one delta."""
     return {"tool_calls": [{"index": number, **call}]}
 
 
 def envelope(answer_id: str, created: int, model: str, kind: str) -> dict[str, Any]:
-    """``kind``: "chat.completion", "chat.completion.chunk", "text_completion"."""
+    """Return the fields of an answer as a whole.
+
+    Args:
+        kind: "chat.completion", "chat.completion.chunk" or "text_completion".
+    """
     return {"id": answer_id, "object": kind, "created": created, "model": model}
 
 
 def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    """Counts of tokens."""
+    """Return the counts of tokens."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

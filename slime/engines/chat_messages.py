@@ -1,5 +1,7 @@
-"""Messages and tools of OpenAI's chat completions: checked, and read by
-`slime.prompts.conversation`. For every server here that speaks chat completions."""
+"""Check messages and tools of chat completion requests, for every server here that answers them.
+
+`slime.prompts.conversation` reads them once they are checked.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,10 @@ def refused(field: str) -> Iterator[None]:
 
 
 def read_messages(body: Mapping[str, Any]) -> Messages:
-    """The ``messages`` of a body, in the one form of `slime.prompts.conversation`.
+    """Read the ``messages`` of a body into the form of `slime.prompts.conversation`.
 
     Raises:
-        BadRequest: there are none, or one is of a form that a text model does not take.
+        BadRequest: there are none, or a text model does not take the form of one.
     """
     messages = required(body, "messages", LIST)
     if not messages:
@@ -51,10 +53,10 @@ def read_messages(body: Mapping[str, Any]) -> Messages:
 
 
 def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The ``tools`` that the model is to see; None where there are none, or none may be called.
+    """Read the ``tools`` that the model may call; None if there are none.
 
     Raises:
-        BadRequest: one is no function.
+        BadRequest: one is not a function.
     """
     with refused("tools"):
         tools = conversation.read_tools(optional(body, "tools", LIST, None))
@@ -62,13 +64,15 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def shows_tools(tokenizer: Any) -> bool:
-    """Whether the chat template says anything of tools; one of several templates may."""
+    """Return whether the chat template, or one of several, mentions tools."""
     return "tools" in template_source(tokenizer)
 
 
 def refuse_constraints(body: Mapping[str, Any]) -> None:
-    """Raises:
-    BadRequest: the output is to be of a given form, which needs constrained decoding.
+    """Refuse a request whose output must be of a given form, which needs constrained decoding.
+
+    Raises:
+        BadRequest: it names ``response_format`` or ``tool_choice``.
     """
     wanted = optional(body, "response_format", OBJECT, {}).get("type", "text")
     if wanted != "text":

@@ -72,8 +72,7 @@ class InFlight:
 
 
 class RequestSlots(asyncio.Semaphore):
-    """A semaphore whose number of slots follows the number of engines; taking some away waits for
-    nobody."""
+    """A semaphore whose number of slots follows the number of engines; shrinking does not wait."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -81,8 +80,7 @@ class RequestSlots(asyncio.Semaphore):
         self._owed = 0
 
     async def resize(self, size: int) -> None:
-        """Slots in use stay so when there are to be fewer: they are gone once they are given
-        back."""
+        """Change the number of slots. Surplus slots that are in use go once they are released."""
         self._owed += self.size - size
         self.size = size
         while self._owed > 0 and not self.locked():
@@ -101,8 +99,7 @@ class RequestSlots(asyncio.Semaphore):
 
 @dataclass
 class Served:
-    """Whether anybody serves, as the router said when it was asked last; of all clients beside each
-    other."""
+    """Whether any engine serves, by the router's last answer; shared by all forks of a client."""
 
     at: float = -math.inf
     by_some: bool = True
@@ -125,7 +122,8 @@ class ClientCounters:
 
 
 class BusyClock:
-    """How much of the time some request was under way, over all clients that share it.
+    """Measures the share of time in which some request was under way, over all clients that share
+    the clock.
 
     Args:
         clock: seconds.
@@ -183,7 +181,7 @@ class RolloutClient:
 
     Attributes:
         in_flight: requests waiting for an answer, oldest first.
-        busy: of the policy's engines, by the requests of all clients `fork` each other.
+        busy: of the policy's engines, by the requests of this client and all its forks.
         last_progress: `time.monotonic` of the last answer.
     """
 
@@ -215,8 +213,8 @@ class RolloutClient:
         self._policy_urls = {self.base_url, *urls}
         self._next_key = 0
         self._served = Served()
-        #: The clients of what goes on at the same time, this one among them.
-        self._company = [self]
+        #: All clients that `fork` made of the same first one, and that one.
+        self._forks = [self]
 
     async def __aenter__(self) -> RolloutClient:
         return self
@@ -231,14 +229,15 @@ class RolloutClient:
 
     @contextlib.contextmanager
     def fork(self, *, own_slots: bool = False) -> Iterator[RolloutClient]:
-        """A client for another rollout at the same time: with counters, requests and aborts of its
-        own.
+        """Yield a client for another rollout at the same time, with counters, requests and aborts
+        of its own.
 
         Since engines can only abort everything, an abort of one cuts the others' requests short,
         too; whoever sent them sends them again, from where they were (`slime.rollout.generate`).
 
         Args:
-            own_slots: as many again, for what shall not queue behind the others' samples.
+            own_slots: give it as many slots again, so that it does not queue behind others'
+                samples.
         """
         client = copy.copy(self)
         client.counters = ClientCounters()
@@ -248,11 +247,11 @@ class RolloutClient:
         client.last_progress = time.monotonic()
         if own_slots:
             client.slots = RequestSlots(self.slots.size)
-        self._company.append(client)
+        self._forks.append(client)
         try:
             yield client
         finally:
-            self._company.remove(client)
+            self._forks.remove(client)
 
     async def engine(self, url: str = "") -> EngineClient:
         """The shared connection pool of one base URL (default: the router's)."""
@@ -265,7 +264,7 @@ class RolloutClient:
         workers = await list_workers(await self.engine())
         self._policy_urls.update(worker.url for worker in workers)
         if workers:  # engines join and leave; with none at all there will be one again
-            for slots in {client.slots for client in self._company}:
+            for slots in {client.slots for client in self._forks}:
                 await slots.resize(self.max_concurrency * len(workers))
         return workers
 
@@ -403,7 +402,7 @@ class RolloutClient:
         counts = {worker.url: 0 for worker in workers if worker.healthy}
         if not counts:
             raise EngineError(self.base_url, "the router has no healthy engine", 503)
-        for other in (other for client in self._company for other in client.in_flight.values()):
+        for other in (other for client in self._forks for other in client.in_flight.values()):
             if other is not request and other.url in counts:
                 counts[other.url] += 1
         return min(counts, key=lambda url: counts[url])
@@ -456,12 +455,12 @@ class RolloutClient:
             self._aborting.clear()
 
     async def abort_all(self, timeout: float) -> None:
-        """Stop every request on every engine; return when all of them are idle, or, beside others'
-        requests, when our own have come back. Call inside `abort_scope`.
+        """Stop every request on every engine; return when all engines are idle, or, if a fork has
+        requests too, when this client's requests have come back. Call inside `abort_scope`.
 
-        The order to abort is repeated until then, since a request may still be on its way when the
-        first arrives. An engine that does not answer does not hold up the end, as long as our own
-        requests have all come back.
+        The abort is repeated until then, since a request may still be on its way when the first
+        arrives. An engine that does not answer is not waited for once this client's requests have
+        all come back.
 
         Raises:
             EngineError: requests are still there after ``timeout`` seconds; names the engines and
@@ -473,7 +472,7 @@ class RolloutClient:
         while True:
             states = await asyncio.gather(*(self._abort_worker(worker) for worker in workers))
             unanswered = sum(request.ends_with_rollout for request in self.in_flight.values())
-            alone = not any(client.in_flight for client in self._company if client is not self)
+            alone = not any(client.in_flight for client in self._forks if client is not self)
             if not unanswered and not (alone and any(count for count, _ in states)):
                 break
             if time.monotonic() > end:
@@ -496,7 +495,7 @@ class RolloutClient:
                 logger.warning("abort: %s %s", worker.url, problem)
 
     async def _workers_or_known(self) -> list[RouterWorker]:
-        """Without the router, which may be dead, those that it has named so far."""
+        """Return the router's workers, or those that it has named so far if it does not answer."""
         try:
             return await self._workers()
         except EngineError as error:
@@ -513,7 +512,7 @@ class RolloutClient:
         ]
 
     async def _abort_worker(self, worker: RouterWorker) -> tuple[int, str]:
-        """Order an abort; the number of requests that the worker still has, and what went wrong."""
+        """Send an abort; return how many requests the worker still has, and what went wrong."""
         try:
             engine = await self.engine(worker.url)
             await engine.request(
@@ -531,8 +530,9 @@ class RolloutClient:
     # ----------------------------------------------------------------------------------------------
 
     async def worker_loads(self) -> dict[str, tuple[int, int]]:
-        """(requests, tokens held) of every engine by URL; engines that do not answer are (-1, -1).
-        Where the router does not, of those that it has named so far."""
+        """Return (requests, tokens held) of every engine by URL; (-1, -1) if it does not answer.
+
+        Without the router these are the engines that it has named so far."""
         try:
             workers = await self._workers()
         except EngineError:
@@ -554,7 +554,7 @@ class RolloutClient:
 
 
 def num_requests(loads: dict[str, Any]) -> int:
-    """Requests running and waiting, from the body of ``/v1/loads``.
+    """Count the requests running and waiting in the body of ``/v1/loads``.
 
     Example:
         >>> num_requests({"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1}]})

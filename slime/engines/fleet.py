@@ -1,5 +1,4 @@
-"""All engines of a run as seen from weight sync: the same request to each, at once, with one
-deadline.
+"""Send the same request to all engines of a run at once, with one deadline; used by weight sync.
 
 Requests run on an event loop in a thread of their own. The calling thread keeps the collectives and
 the copies: while it packs a bucket, answers to the previous one arrive.
@@ -86,8 +85,7 @@ class EngineFleet:
     def post_to(
         self, path: str, bodies: Mapping[str, Body], timeout: float
     ) -> dict[str, Body | EngineError]:
-        """Send to some of the engines, by URL, and wait for what comes of each: its answer, or the
-        error."""
+        """Send to some of the engines, by URL, and return each one's answer or error."""
         clients = dict(zip(self.urls, self._clients, strict=True))
 
         async def post_all() -> list[Any]:
@@ -127,14 +125,13 @@ class EngineFleet:
         return self._run(get_all(), timeout)
 
     def start_get(self, url: str, path: str, timeout: float) -> Future[Body]:
-        """Ask one of the engines; the future holds its answer, or the EngineError that came
-        instead."""
+        """Ask one of the engines; the future holds its answer or raises its EngineError."""
         client = self._clients[self.urls.index(url.rstrip("/"))]
         return asyncio.run_coroutine_threadsafe(client.get(path, timeout), self._loop)
 
     def flush_cache(self, timeout: float, urls: Collection[str] | None = None) -> None:
-        """Empty every engine's prefix cache. An engine that still ends requests says no for a
-        moment: ask again.
+        """Empty every engine's prefix cache; ask again while an engine refuses because requests
+        are still ending.
 
         Args:
             urls: of the engines that are asked; by default all.
@@ -166,8 +163,10 @@ class EngineFleet:
         self._run(flush_all(), timeout)
 
     def wait(self, future: Future[list[Body]], timeout: float) -> list[Body]:
-        """The answers of `start`. The requests' own deadline comes first; this one guards the loop
-        itself."""
+        """Return the answers of `start`.
+
+        The requests' own deadline comes first; this one is for an event loop that hangs.
+        """
         return future.result(timeout + deadlines.FLEET_LOOP)
 
     def close(self) -> None:
@@ -176,7 +175,7 @@ class EngineFleet:
 
         async def leave() -> None:
             unanswered = asyncio.all_tasks() - {asyncio.current_task()}
-            # nobody waits for them; left alone they would fail of the closed connections
+            # nobody waits for them, and without connections they would fail
             for task in unanswered:
                 task.cancel()
             await asyncio.gather(*unanswered, return_exceptions=True)
@@ -217,11 +216,11 @@ class EngineFleet:
 
 
 class Fleets:
-    """A fleet for each group of engines, with its connections, as long as the group is the same.
+    """One fleet per group of engines, whose connections stay open while the group is the same.
 
     Args:
         patience: see `EngineFleet`.
-        groups: that there are; when one is new, those that are there no more are closed.
+        groups: returns the present groups; fleets of other groups are closed when one is added.
     """
 
     def __init__(
@@ -238,14 +237,14 @@ class Fleets:
         return self._fleets[tuple(urls)]
 
     def keep(self, groups: Iterable[Sequence[str]]) -> None:
-        """Close those of all other groups."""
+        """Close the fleets of all other groups."""
         kept = [tuple(urls) for urls in groups]
         for urls in [urls for urls in self._fleets if urls not in kept]:
             self._fleets.pop(urls).close()
 
 
 def answers(results: Sequence[Any]) -> list[Any]:
-    """The results, or one EngineError for all engines that failed."""
+    """Return the results, or raise one EngineError that names all engines that failed."""
     failed = [result for result in results if isinstance(result, EngineError)]
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, EngineError):
@@ -262,7 +261,7 @@ def answers(results: Sequence[Any]) -> list[Any]:
 
 
 def is_local(url: str) -> bool:
-    """Does the URL lead to this host, so that memory can be shared?"""
+    """Return whether the URL leads to this host, so that memory can be shared."""
     host = urlsplit(url).hostname or ""
     try:
         addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}

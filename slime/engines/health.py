@@ -18,8 +18,8 @@ from slime.engines.kinds import engine_of
 class HealthChecks:
     """Finds engines that gave no good answer for ``timeout`` seconds after they were asked.
 
-    Only engines that are awake may be asked: SGLang's answer is a token. So no question may be
-    under way either when they give their memory up (`end`).
+    Only engines that are awake may be asked, because SGLang generates a token to answer. So no
+    question may be under way either when they release their memory (`end`).
 
     Args:
         path: that answers 200 while all is well.
@@ -48,7 +48,11 @@ class HealthChecks:
 
     @staticmethod
     def of(config: Config, path: str = "") -> HealthChecks:
-        """Args: path: another than that of the run's engines."""
+        """Make the checks of a run.
+
+        Args:
+            path: asked instead of the engine's own health path.
+        """
         flags = config.fault_tolerance
         return HealthChecks(
             path or engine_of(config).health_path,
@@ -58,13 +62,14 @@ class HealthChecks:
         )
 
     def begin(self) -> None:
-        """The engines are awake from now on."""
-        self._open, self._next = {}, max(self._next, self._clock() + self.first_wait)
+        """Allow questions: the engines are awake."""
+        self._open = {}
+        self._next = max(self._next, self._clock() + self.first_wait)
 
     def silent(self, fleet: EngineFleet) -> list[str]:
-        """Ask when it is time, and hear who has answered; never waits. URLs of those that hang."""
+        """Ask when it is due, read answers without waiting, and return URLs of hanging engines."""
         now = self._clock()
-        # other engines; those that closed connections carried will not be answered
+        # questions over connections that are closed will not be answered
         if fleet is not self._fleet:
             self._fleet = fleet
             self._open = {}
@@ -88,8 +93,7 @@ class HealthChecks:
         return hanging
 
     def end(self, fleet: EngineFleet) -> list[str]:
-        """Have no question under way any more; `begin` is to come before the next ones. URLs of
-        those that hang.
+        """Finish the questions under way, until the next `begin`; return URLs of engines that hang.
 
         SGLang's answer takes a whole second, in which it sleeps. An engine that empties its cache
         meanwhile, which takes milliseconds, is well and has no request left: its answer is not

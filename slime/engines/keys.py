@@ -23,22 +23,19 @@ from slime.redact import HIDDEN
 #: ask for.
 VARIABLE = "SLIME_ENGINE_KEY"
 
-#: In the environment of a server that `slime serve` starts: whether the routes that steer it are
-#: closed.
+#: Variable of servers that `slime serve` starts: whether their control routes are closed.
 ACCESS = "SLIME_ENGINE_ACCESS"
 ONLY_INFERENCE = "inference"
 EVERYTHING = "everything"
 
-#: What the router sends to an engine that asks for no key; without any it would pass on what it was
-#: sent: the run's.
+#: Sent by the router to an engine that requires no key; with "" the router would pass on the run's.
 NO_KEY = "none"
 
 _OPEN = ("/health", "/metrics")
 
 
 class Key(str):
-    """A key that shows itself nowhere by accident: not in a log's repr of what holds it, nor in a
-    traceback."""
+    """A key whose repr is hidden, so that it appears in no log and no traceback by accident."""
 
     __slots__ = ()
 
@@ -58,7 +55,7 @@ class RunKeys:
         return RunKeys(Key(secrets.token_urlsafe(32)), Key(os.environ.get(VARIABLE, "")))
 
 
-# before there is one, engines of others may be asked
+# until `use`, only external engines can be asked
 _run = RunKeys(Key(), Key(os.environ.get(VARIABLE, "")))
 _key_of: dict[str, Key] = {}
 _external: set[str] = set()
@@ -72,26 +69,26 @@ def use(keys: RunKeys) -> RunKeys:
 
 
 def own(*urls: str) -> None:
-    """Servers that the run has started."""
+    """Register servers that the run has started."""
     for url in urls:
         know(url, _run.own)
 
 
 def external(*urls: str) -> None:
-    """Engines that somebody else has started."""
+    """Register engines that somebody else has started."""
     for url in urls:
         know(url, _run.external)
         _external.add(url.rstrip("/"))
 
 
 def know(url: str, key: str) -> None:
-    """Requests to this base URL carry the key from now on; with "" they carry none."""
+    """Send the key with requests to this base URL; "" sends none."""
     _external.discard(url.rstrip("/"))
     _key_of[url.rstrip("/")] = Key(key)
 
 
 def key_of(url: str) -> Key:
-    """ "" where there is none, or none is known."""
+    """Return the key of a base URL; "" if it has none or none is known."""
     return _key_of.get(url.rstrip("/"), Key())
 
 
@@ -113,19 +110,18 @@ def header_of(key: str) -> dict[str, str]:
 
 
 def take() -> Key:
-    """The key that this server is to ask for ("": none), which its children do not find in their
-    environment."""
+    """Remove the key of this server ("": none) from the environment, hence from its children's,
+    and return it."""
     return Key(os.environ.pop(VARIABLE, ""))
 
 
 def take_access() -> str:
-    """The routes that this server answers beside its key: `ONLY_INFERENCE`, `EVERYTHING`, or "" if
-    unset."""
+    """Remove `ACCESS` from the environment and return it: `ONLY_INFERENCE`, `EVERYTHING` or ""."""
     return os.environ.pop(ACCESS, "")
 
 
 def admits(key: str, method: str, path: str, authorization: str) -> bool:
-    """Whether a server that asks for ``key`` is to answer a request. Compares in constant time.
+    """Return whether a server that requires ``key`` answers a request; compare in constant time.
 
     Args:
         authorization: the header, "" where there is none.

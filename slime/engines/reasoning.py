@@ -1,9 +1,9 @@
-"""Reasoning in what a model writes: what it thinks before it answers, between marks.
+"""Separate the reasoning in a model's answer, which stands between marks, from the rest.
 
 >>> THINK.split("<think>\nTwo and two.\n</think>\n\n4")
-Thought(reasoning='Two and two.', rest='4')
+SplitReasoning(reasoning='Two and two.', rest='4')
 >>> THINK.split("Two and", opened=True)  # after a prompt that ends with the mark; cut short
-Thought(reasoning='Two and', rest='')
+SplitReasoning(reasoning='Two and', rest='')
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SplitReasoning:
-    """``reasoning`` is None where there was none, not even an empty block."""
+    """An answer in two parts; ``reasoning`` is None if there was none, not even an empty block."""
 
     reasoning: str | None
     rest: str
@@ -21,16 +21,17 @@ class SplitReasoning:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """A pair of marks."""
+    """The marks that a model puts around its reasoning."""
 
     begin: str
     end: str
 
     def split(self, text: str, *, opened: bool = False) -> SplitReasoning:
-        """Take a whole answer apart.
+        """Split a whole answer.
 
         Args:
-            opened: the answer begins within reasoning, since the prompt has opened it.
+            opened: the prompt ends with the opening mark, so that the answer begins within
+                reasoning.
         """
         start = text.lstrip()
         if start.startswith(self.begin):
@@ -42,16 +43,15 @@ class ReasoningFormat:
         return SplitReasoning(reasoning.strip("\n"), rest.lstrip("\n"))
 
     def opens(self, prompt_end: str) -> bool:
-        """Whether a prompt that ends so has begun the reasoning."""
+        """Return whether a prompt with this end has opened the reasoning."""
         return prompt_end.rstrip().endswith(self.begin)
 
 
 THINK = ReasoningFormat("<think>", "</think>")
-#: By the marks in a model's chat template: Qwen3, DeepSeek-R1 and V3.1, GLM-4.5; Magistral.
+#: The first is that of Qwen3, DeepSeek-R1 and V3.1 and GLM-4.5, the second that of Magistral.
 FORMATS = (THINK, ReasoningFormat("[THINK]", "[/THINK]"))
 
 
 def reasoning_format(template: str | None) -> ReasoningFormat | None:
-    """How a model with this chat template marks its reasoning; None where the template knows of
-    none."""
+    """Find the marks of a model with this chat template; None if the template has none."""
     return next((found for found in FORMATS if template and found.end in template), None)

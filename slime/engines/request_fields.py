@@ -1,4 +1,4 @@
-"""Fields of requests to engines: what each takes, and the one table of the sampling parameters.
+"""Check fields of requests to engines; `SamplingParams` is the table of sampling parameters.
 
 integer(low=1).read("n", 0)    ->  BadRequest: n must be an integer of at least 1, got 0
 """
@@ -30,7 +30,7 @@ class BadRequest(ValueError):
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """The body of a request. Raises `BadRequest`: not JSON, or not an object."""
+    """Parse the body of a request; raise `BadRequest` unless it is a JSON object."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -54,8 +54,10 @@ class FieldKind:
     convert: Callable[[Any], Any]
 
     def read(self, name: str, value: Any) -> Any:
-        """Raises:
-        BadRequest: the value is not of this kind; names the field, the value and what is accepted.
+        """Convert a value.
+
+        Raises:
+            BadRequest: it is not of this kind; names the field, the value and what is accepted.
         """
         try:
             return self.convert(value)
@@ -163,7 +165,7 @@ def required(body: Mapping[str, Any], name: str, kind: FieldKind) -> Any:
 
 
 def asks_for_nothing(value: Any) -> bool:
-    """Whether a field that is not supported may be let through: empty, off, or a list of such
+    """Return whether an unsupported field changes nothing: it is empty, off, or a list of such
     values."""
     return value is None or value is False or value in ("", 0) or value == {} or _all_nothing(value)
 
@@ -248,7 +250,7 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether not every token may be sampled."""
+        """Return whether some tokens are excluded from sampling."""
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
     @property

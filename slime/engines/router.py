@@ -6,9 +6,6 @@
 
 These routes and those that generate require the router's key. Requests that it forwards carry the
 worker's key instead.
-
-Its own retries and circuit breaker are off: `RolloutClient` owns retries, and an open circuit would
-answer 503 for a minute after an engine has come back.
 """
 
 from __future__ import annotations
@@ -65,7 +62,7 @@ def router_policy(name: str) -> str:
 
 
 def router_flags(name: str, worker_urls: list[str]) -> dict[str, Any]:
-    """The flags of the router for a policy and the workers that it will have.
+    """Return the router's flags for a policy and the workers that it will have.
 
     ``power_of_two`` refuses to start unless it is given two workers on its command line; so it gets
     them there, while under other policies they register (`register_workers`). It asks them for
@@ -80,14 +77,16 @@ def router_flags(name: str, worker_urls: list[str]) -> dict[str, Any]:
 
 
 def started_with(name: str, worker_urls: list[str]) -> list[str]:
-    """The workers that the router is given on its command line under this policy. They get its own
-    key, and so they are the run's own."""
+    """Return the workers that this policy needs on the router's command line.
+
+    The router sends them its own key, so external engines are never among them.
+    """
     own = [url for url in worker_urls if not keys.is_external(url)]
     return own if router_policy(name) == "power_of_two" and len(own) > 1 else []
 
 
 def wants_routing_key(name: str) -> bool:
-    """Whether requests must carry `slime.engines.workers.ROUTING_KEY_HEADER` under this policy."""
+    """Return whether this policy needs `slime.engines.workers.ROUTING_KEY_HEADER` in requests."""
     return router_policy(name) == "manual"
 
 
@@ -98,14 +97,15 @@ def wants_routing_key(name: str) -> bool:
 def router_command(
     config: Config, host: str, port: int, worker_urls: list[str] | None = None
 ) -> LaunchSpec:
-    """The router; its workers are registered once it answers (`register_workers`).
+    """Return how to start the router; its workers register once it answers (`register_workers`).
 
-    Under a policy that wants to be started with them, it is: hence ``worker_urls``.
+    Its retries and circuit breaker are off: `RolloutClient` owns retries, and an open circuit would
+    answer 503 for a minute after an engine has come back. Its metrics get a free port, because with
+    a fixed one only one router could run on a host. If another process takes that port before the
+    router binds it, the router ends with "Address already in use" and is started again.
 
-    Its retries and circuit breaker are off, because our client owns retries. Its metrics need a
-    port of their own (a fixed default would let only one router live on a host); it is free at this
-    moment, and should it be taken before the router binds it, the router dies of "Address already
-    in use" and is started again.
+    Args:
+        worker_urls: workers for policies that need them on the command line (`started_with`).
     """
     flags: dict[str, Any] = {
         "policy": "cache_aware",
@@ -133,7 +133,7 @@ def router_command(
 def disaggregated_router_command(
     config: Config, host: str, port: int, prefill: list[tuple[str, int]], decode: list[str]
 ) -> LaunchSpec:
-    """The router in front of pairs of servers: one computes the prompt's cache, the other decodes.
+    """Return how to start a router for pairs of servers: one for the prompt, the other decodes.
 
     Args:
         prefill: URL and bootstrap port of each prefill server; decode: URLs of the decode servers.
@@ -150,8 +150,8 @@ def disaggregated_router_command(
 # -- its workers
 # -------------------------------------------------------------------------------------------
 
-#: What the router calls the model. It tells everybody who asks for /v1/models, without the key, and
-#: would tell a path.
+#: The router's name of the model. Without one it would show the model's path to everybody: it
+#: answers /v1/models without a key.
 _MODEL = "policy"
 
 

@@ -1,11 +1,9 @@
-"""The router's process: sglang-router's own launcher without its debugging router.
+"""The router's process: sglang-router's launcher without its debugging router.
 
-That one, which nobody starts here, imports FastAPI, half of this process's start, and SGLang where
-it is installed, and with it torch: 14 s on a host with GPUs, at every launch and every restart of a
-router. In its place is an empty name.
+The debugging router, which is not used here, imports FastAPI and, where it is installed, SGLang
+with torch: 14 s on a host with GPUs at every start of a router. An empty module takes its place.
 
-The key that it asks for, and sends to the workers of its command line, comes by the environment: a
-command line can be read by every user of the host.
+The router's key comes by the environment, because every user of the host can read a command line.
 """
 
 from __future__ import annotations

@@ -12,14 +12,15 @@ from slime.engines.api import EngineClient, EngineError
 #: engine.
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 
-#: What the router is told, and tells, of an engine that somebody else has started.
+#: Label of workers that somebody else has started, as the router stores and lists it.
 EXTERNAL = {"slime": "external"}
 
 
 @dataclass(frozen=True)
 class RouterWorker:
-    """One engine behind the router. (The router's own count of its load is 0 under most policies:
-    ask the engine.)
+    """One engine behind the router.
+
+    The router's count of its load is left out, because it is 0 under most policies.
 
     Attributes:
         is_external: somebody else has started it.
@@ -32,8 +33,8 @@ class RouterWorker:
 
 
 async def list_workers(router: EngineClient) -> list[RouterWorker]:
-    """The workers that the router knows, whose keys are known from then on; a bare engine in the
-    router's place counts as its own only worker.
+    """List the router's workers and register their keys; an engine in a router's place is listed as
+    its own only worker.
 
     Raises:
         EngineError: no answer.

@@ -18,6 +18,8 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
+from slime.embedded.weight_update import ABILITIES
+from slime.engines.wire.abilities import Abilities
 from slime.engines.wire.buckets import TensorEntry, dtype_name, entries_of, fingerprint, unpack
 from slime.engines.wire.process_group import ExternalGroup
 from slime.engines.wire.shared_memory import attach
@@ -54,7 +56,7 @@ class FakeWeightEngine:
         self.fail: dict[str, str] = {}
         self.delay: dict[str, float] = {}
         self.flush_refusals = 0
-        self.version = "slime-embedded fake"
+        self.abilities: Abilities | None = ABILITIES
         self.url = ""
         self._snapshot: dict[str, torch.Tensor] = {}
         self.senders: list[str] = []
@@ -88,7 +90,8 @@ class FakeWeightEngine:
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def _info(self, _: web.Request) -> web.Response:
-        return web.json_response({"dtype": dtype_name(self.dtype), "version": self.version})
+        stated = None if self.abilities is None else self.abilities.to_json()
+        return web.json_response({"dtype": dtype_name(self.dtype), "abilities": stated})
 
     async def _post(self, request: web.Request) -> web.Response:
         path, body = request.path, await request.json()

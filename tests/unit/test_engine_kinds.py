@@ -24,7 +24,7 @@ from slime.engines.health import HealthChecks
 from slime.engines.kinds import ENGINES, EngineKind, engine_kind, engine_of
 from slime.engines.launch import EngineFootprint, EnginePlace, LaunchSpec
 from slime.engines.router import router_command
-from slime.engines.wire.abilities import EMBEDDED, SGLANG, Abilities
+from slime.engines.wire.abilities import SGLANG, Abilities
 from slime.errors import UserError
 from slime.memory.engine import EngineSettings
 from slime.models import family_of
@@ -116,9 +116,8 @@ def test_a_third_engine_is_started_and_asked_whether_it_lives(
     process = ServerProcess(
         "engine-1", spec, f"http://127.0.0.1:{port.port}", tmp_path / "engine.log"
     )
-    monkeypatch.setenv(
-        "http_proxy", "http://127.0.0.1:1"
-    )  # none may catch traffic between our own processes
+    # none may catch traffic between our own processes
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     process.start()
     try:
         process.wait_ready()
@@ -176,11 +175,10 @@ def test_the_record_is_that_of_the_flag(name: str) -> None:
     ]
 
 
-def test_a_third_engine_tells_what_it_can_do() -> None:
+def test_a_third_engine_states_its_abilities() -> None:
     third = Abilities("third", ("broadcast",), "tensors", takes_expert_runs=True)
     told = json.loads(json.dumps({"version": "1", "abilities": third.to_json()}))
     assert Abilities.read(told) == third
-    assert Abilities.read({"version": "slime-embedded 1"}) == EMBEDDED
     assert Abilities.read({"version": "0.5.16", "tp_size": 2}) == dataclasses.replace(
         SGLANG, num_ranks=2
     )

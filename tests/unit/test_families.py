@@ -20,6 +20,7 @@ from slime.errors import UserError
 from slime.models import FAMILIES, family_of
 from slime.models.flops import sequence_cost
 from slime.models.model_flags import check_model_flags, merge_transformer
+from slime.models.parameters import ModelParameters
 from slime.models.rotary import inverse_frequencies
 from slime.models.spec import check_same_model
 from slime.trainer.megatron.moe_layer import expert_layers
@@ -48,10 +49,9 @@ def test_log_probs_equal_transformers_and_weights_come_back(kind: str, tmp_path:
     saved, back = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert back.keys() == saved.keys()
     assert all(torch.equal(back[name], saved[name]) for name in saved)
-    served = dict(
-        Architecture.from_dir(tmp_path / "hf").parameter_shapes()
-    )  # what a push to the embedded engine names
-    assert served == {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    arch = Architecture.from_dir(tmp_path / "hf")
+    served = ModelParameters(arch.family, arch.spec).served  # the names of a push
+    assert served == {name: ("", tuple(tensor.shape)) for name, tensor in saved.items()}
     assert (
         json.loads((tmp_path / "back" / "config.json").read_text())["model_type"]
         == kind.split(",")[0]
@@ -348,10 +348,8 @@ def test_flags_that_agree_with_the_model() -> None:
         merge_transformer(described, make_config(**flags).megatron.transformer)["num_moe_experts"]
         == 128
     )
-    deepseek = {
-        **PUBLISHED["deepseek-ai/DeepSeek-V3"]["config"],
-        "head_dim": 64,
-    }  # of its latents, not of its heads
+    # of its latents, not of its heads
+    deepseek = {**PUBLISHED["deepseek-ai/DeepSeek-V3"]["config"], "head_dim": 64}
     check_model_flags(
         make_config(kv_channels=128).megatron, family_of(deepseek).model_spec(deepseek)
     )

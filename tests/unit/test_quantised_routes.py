@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slime.config import make_config
+from slime.embedded.weight_update import ABILITIES
 from slime.engines.sglang import quantised_routes
 from slime.engines.sglang.quantised_routes import QuantisedRoute, form_of, quantised_route
 from slime.errors import UserError
@@ -266,7 +267,7 @@ def test_engines_of_another_dtype_than_flags_say_are_refused(tmp_path: Path) -> 
             self._dtype = dtype
 
         def get(self, path: str, timeout: float) -> list[dict[str, Any]]:
-            return [{"version": "slime-embedded", "device": "cpu", "dtype": self._dtype}]
+            return [{"abilities": ABILITIES.to_json(), "device": "cpu", "dtype": self._dtype}]
 
     assert (
         find_route(config, Fleet("bfloat16"), tmp_path, on_this_node=True).dtype == torch.bfloat16

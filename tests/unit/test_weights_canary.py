@@ -28,6 +28,7 @@ from slime.config import make_config
 from slime.embedded.generate_request import RequestLimits, parse_generate
 from slime.embedded.generate_routes import Answer
 from slime.embedded.scheduler import Scheduler
+from slime.embedded.weight_update import ABILITIES
 from slime.engines.api import EngineError
 from slime.errors import UserError
 from slime.models.quantised import Fp8, Int4, Quantisation
@@ -65,7 +66,7 @@ class EmbeddedEngine(Fleet):
     """One embedded engine, in this process."""
 
     def __init__(self, model: Path, dtype: str = "float32") -> None:
-        super().__init__([], dtype=dtype, version="slime-embedded")
+        super().__init__([], dtype=dtype, abilities=ABILITIES.to_json())
         self.scheduler: Scheduler = make_scheduler(model, dtype=dtype)
         self.limits = RequestLimits(VOCAB, 256, frozenset({EOS}), None, random.Random(0))
 
@@ -225,9 +226,8 @@ def test_in_16_bits_the_mean_counts_against_the_spread(models: dict[str, Path]) 
     assert check([value + 0.09 * deviation for value in EXPECTED])[MEAN] == pytest.approx(
         0.09 * deviation
     )
-    assert check(moved(7, 2 * deviation))[LARGEST] == pytest.approx(
-        2 * deviation
-    )  # a token went to another expert
+    # a token went to another expert
+    assert check(moved(7, 2 * deviation))[LARGEST] == pytest.approx(2 * deviation)
     with pytest.raises(UserError, match=rf"allowed is a mean of {0.1 * deviation:.2g}"):
         check([value + 0.11 * deviation for value in EXPECTED])
 
@@ -257,7 +257,11 @@ def test_float32_needs_both_sides(models: dict[str, Path], mixed: dict[str, Any]
         ({"kv_cache_dtype": "fp8_e5m2"}, {}, False),
         ({"kv_cache_dtype": "fp4_mx_block16"}, {}, False),
         ({"torchao_config": "int4wo-128"}, {}, False),
-        ({"version": "slime-embedded"}, {"quantization_config": {"quant_method": "fp8"}}, True),
+        (
+            {"abilities": ABILITIES.to_json()},
+            {"quantization_config": {"quant_method": "fp8"}},
+            True,
+        ),
         ({"quantization": None, "torchao_config": "", "kv_cache_dtype": "auto"}, {}, True),
         ({"quantization": "unquant", "kv_cache_dtype": "bfloat16"}, {}, True),
     ],

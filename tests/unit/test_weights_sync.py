@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config import make_config
-from slime.engines.wire.abilities import EMBEDDED, SGLANG
+from slime.embedded.weight_update import ABILITIES as EMBEDDED
+from slime.engines.wire.abilities import SGLANG
 from slime.engines.wire.shared_memory import SHM_DIR
 from slime.errors import UserError
 from slime.models import family_of
@@ -201,13 +202,13 @@ def test_the_way_of_the_weights(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> N
 def test_engines_that_cannot_be_pushed_to_are_named(
     engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines[1].version = "0.5.16"
+    engines[1].abilities = SGLANG
     with pytest.raises(
         UserError,
         match=f"{engines[0].url} is embedded and engine {engines[1].url} is SGLang",
     ):
         connected(engines)
-    engines[1].version = engines[0].version
+    engines[1].abilities = engines[0].abilities
     monkeypatch.setattr(route, "is_local", lambda url: False)
     monkeypatch.setattr(route, "without_gpu", lambda infos: list(infos)[1:])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -291,9 +292,8 @@ def test_tensors_that_were_never_sent_are_found() -> None:
         sync = connected([engine], check_weight_update_equal=True)
         with pytest.raises(WeightMismatch, match=r"model\.extra\.weight on .* was never sent"):
             sync.push()
-        assert (
-            engine.calls.count("/weights_checker") == 2
-        )  # reset before the first push, compare after it
+        # reset before the first push, compare after it
+        assert engine.calls.count("/weights_checker") == 2
         sync.close()
 
 

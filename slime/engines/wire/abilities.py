@@ -1,7 +1,7 @@
 """An engine's abilities in a weight push and in the checks after it, from its ``/server_info``.
 
-A server tells its `Abilities` itself, as a JSON object under the key "abilities". The embedded
-engine and SGLang do not: theirs follow from their version and from what they were started with.
+A server states its `Abilities` as a JSON object under the key "abilities". SGLang does not: its
+abilities follow from its arguments, which ``/server_info`` has too.
 """
 
 from __future__ import annotations
@@ -48,20 +48,17 @@ class Abilities:
 
     @staticmethod
     def read(info: Mapping[str, Any]) -> Abilities:
-        """Read an engine's ``/server_info``."""
-        told = info.get("abilities")
-        if told is not None:
-            return Abilities(**told | {"transports": tuple(told["transports"])})
-        if str(info.get("version")).startswith("slime-embedded"):
-            return EMBEDDED
-        return _of_sglang(info)
+        """Read the abilities from an engine's ``/server_info``."""
+        stated = info.get("abilities")
+        if stated is None:
+            return _from_sglang_arguments(info)
+        return Abilities(**stated | {"transports": tuple(stated["transports"])})
 
     def to_json(self) -> dict[str, Any]:
         """The value of "abilities" in ``/server_info``."""
         return asdict(self)
 
 
-EMBEDDED = Abilities("embedded", ("shm", "broadcast", "disk"), "tensors")
 SGLANG = Abilities(
     "SGLang",
     ("ipc", "broadcast", "disk"),
@@ -71,7 +68,7 @@ SGLANG = Abilities(
 )
 
 
-def _of_sglang(info: Mapping[str, Any]) -> Abilities:
+def _from_sglang_arguments(info: Mapping[str, Any]) -> Abilities:
     weights = info.get("quantization") or info.get("torchao_config")
     return replace(
         SGLANG,

@@ -262,6 +262,7 @@ def install(args: argparse.Namespace) -> None:
         elif path in ("/server_info", "/get_server_info"):
             answer = await plain(request, handler)
             known = json.loads(answer.body) if isinstance(answer, web.Response) else {}
+            known.pop("abilities", None)  # SGLang states none
             own_names = {"fp8_gemm_runner_backend": args.fp8_gemm_backend}
             return json_response({**known, **vars(args), **own_names, "version": __version__})
         return await plain(request, handler)
