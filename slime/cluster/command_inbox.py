@@ -81,7 +81,7 @@ class CommandInbox:
         except OSError as error:
             logger.debug("no commands: %s", error)
             return []
-        settled = self._clock() - changed / 1e9 > deadlines.COMMAND_INBOX_SETTLED
+        settled = self._clock() - changed / 1e9 > deadlines.COMMAND_INBOX_REREAD
         self._seen = changed if settled and not commands else None
         return commands
 
@@ -121,7 +121,7 @@ def send_command(
     verb: str,
     url: str = "",
     *,
-    seconds: float = deadlines.COMMAND_INBOX_WAIT,
+    seconds: float = deadlines.COMMAND_INBOX_ANSWER,
     poll: float = deadlines.COMMAND_INBOX_POLL,
 ) -> dict[str, Any]:
     """Send a command to a running run and return its answer.

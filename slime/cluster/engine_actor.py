@@ -172,7 +172,7 @@ class EngineActor:
                 )
                 return url
             except EngineError:
-                if not self._process.ends_within(deadlines.ENGINE_ACTOR_DYING):
+                if not self._process.ends_within(deadlines.ENGINE_ACTOR_ROUTER_EXIT):
                     raise
             server_exit = self.kill(self._process.how_it_ended())
             if is_last:

@@ -62,7 +62,7 @@ def fetch_engine_info(url: str) -> EngineInfo:
     """
 
     async def questions() -> EngineInfo:
-        async with EngineClient(url, timeout=deadlines.ENGINE_FIT) as engine:
+        async with EngineClient(url, timeout=deadlines.ENGINE_FIT_ANSWER) as engine:
             model = await engine.get("/model_info")
             server = await engine.get("/server_info")
             try:

@@ -283,7 +283,7 @@ class Engines:
     def _poll_servers(self, handles: Iterable[EngineHandle], what: str) -> None:
         asked = {handle.worker: handle.server_exit() for handle in handles}
         for worker, server_exit in zip(
-            asked, wait_for(asked, "asking the engines", deadlines.ENGINES_ASK)
+            asked, wait_for(asked, "asking the engines", deadlines.ENGINES_ANSWER)
         ):
             self.on_server_exit(worker.name, server_exit, what)
 
@@ -315,7 +315,7 @@ class Engines:
             # requests that the router still sends there fail, and are sent again
             logger.warning("%s is still behind the router: %s", engine.name, error)
         server_exit: ServerExit = wait_for(
-            killed, "ending a dead engine", deadlines.ENGINES_AT_HAND
+            killed, "ending a dead engine", deadlines.ENGINES_ACTOR_CALL
         )[0]
         if engine.died_too_often:
             times = (
@@ -341,7 +341,7 @@ class Engines:
         wait_for(
             {handle.worker: handle.kill("left") for handle in handles},
             "ending an engine",
-            deadlines.ENGINES_AT_HAND,
+            deadlines.ENGINES_ACTOR_CALL,
         )
 
     @contextmanager
@@ -361,9 +361,9 @@ class Engines:
             raise
         except Exception as error:
             if not isinstance(error, EngineError):
-                patience = deadlines.ENGINES_DEATH
+                patience = deadlines.ENGINES_DEATH_AFTER_ERROR
             else:
-                patience = deadlines.ENGINES_DEATH_OF_CONNECTION if error.status is None else 0.0
+                patience = deadlines.ENGINES_DEATH_AFTER_DISCONNECT if error.status is None else 0.0
             with contextlib.suppress(ActorDied, DeadlinePassed):  # the block's error says more
                 self._poll_until_death(what, lost, patience)
             if not isinstance(error, EngineError):
@@ -382,7 +382,7 @@ class Engines:
             self.poll_for_deaths(what)
             if time.monotonic() >= end:
                 return
-            time.sleep(deadlines.ENGINES_LOOK)
+            time.sleep(deadlines.ENGINES_POLL)
 
     def retry_without_dead(self, work: Callable[[], T], what: str) -> T:
         """Call ``work``, and repeat it each time that an engine died during the call.
@@ -410,7 +410,7 @@ class Engines:
         fleet = self.fleet
         seconds = self._health.timeout
         asked = {url: fleet.start_get(url, LOADS_PATH, seconds) for url in fleet.urls}
-        futures.wait(asked.values(), seconds + deadlines.ENGINES_LOOK)
+        futures.wait(asked.values(), seconds + deadlines.ENGINES_POLL)
         silent = {
             url
             for url, answer in asked.items()
@@ -422,7 +422,7 @@ class Engines:
         """Resume generation after a push that was interrupted."""
         if self.table.policy:
             with contextlib.suppress(EngineError):  # the health check finds an engine that hangs
-                self.fleet.post("/continue_generation", {}, deadlines.ENGINES_ASK)
+                self.fleet.post("/continue_generation", {}, deadlines.ENGINES_ANSWER)
 
     # -- hanging
     # ----------------------------------------------------------------------------------------------
@@ -484,7 +484,7 @@ class Engines:
             if not engine.starting or not all_answered(engine.starting):
                 continue
             try:
-                urls = wait_for(engine.starting, "restarting", deadlines.ENGINES_AT_HAND)
+                urls = wait_for(engine.starting, "restarting", deadlines.ENGINES_ACTOR_CALL)
                 keys.own(*urls)
                 self.table.mark_came_up(engine.number, urls)
                 logger.info("%s runs again and comes back with the next weight push", engine.name)

@@ -72,7 +72,7 @@ class LivenessProbe:
             elif self._num_misses[url]:
                 self._ask(url)
         if self._clock() >= self._next:
-            self._next = self._clock() + deadlines.LIVENESS_ASK
+            self._next = self._clock() + deadlines.EXTERNAL_ENGINES_LIVENESS_POLL
             for url in urls:
                 if url not in self._asked and url not in found:
                     self._ask(url)
@@ -85,10 +85,12 @@ class LivenessProbe:
         for _ in range(_MAX_MISSES if found else 0):
             assert self._fleet is not None
             asked = {
-                url: self._fleet.start_get(url, "/health", deadlines.LIVENESS_ANSWER)
+                url: self._fleet.start_get(
+                    url, "/health", deadlines.EXTERNAL_ENGINES_LIVENESS_ANSWER
+                )
                 for url in found
             }
-            wait(asked.values(), timeout=deadlines.LIVENESS_ANSWER + 1)
+            wait(asked.values(), timeout=deadlines.EXTERNAL_ENGINES_LIVENESS_ANSWER + 1)
             found = [url for url, answer in asked.items() if answer.done() and _is_refused(answer)]
         return found
 
@@ -107,7 +109,9 @@ class LivenessProbe:
 
     def _ask(self, url: str) -> None:
         assert self._fleet is not None
-        self._asked[url] = self._fleet.start_get(url, "/health", deadlines.LIVENESS_ANSWER)
+        self._asked[url] = self._fleet.start_get(
+            url, "/health", deadlines.EXTERNAL_ENGINES_LIVENESS_ANSWER
+        )
 
 
 def _is_refused(answer: Future[Any]) -> bool:
@@ -220,7 +224,7 @@ class ExternalEngines:
         If such an engine came back, it would get requests but no weights.
         """
         if self._to_take_out and self._clock() >= self._next_try:
-            self._next_try = self._clock() + deadlines.EXTERNAL_ENGINES_TRY_AGAIN
+            self._next_try = self._clock() + deadlines.EXTERNAL_ENGINES_REMOVE_RETRY
             joined_again = {engine.url for engine in self._external() if engine.urls}
             self._to_take_out -= joined_again
             self._to_take_out = {url for url in self._to_take_out if not self._leave_router(url)}
@@ -520,7 +524,7 @@ async def _counts(urls: Sequence[str]) -> list[str]:
     async def count(url: str) -> str:
         if not url:
             return "-"
-        async with EngineClient(url, timeout=deadlines.EXTERNAL_ENGINES_ASK) as engine:
+        async with EngineClient(url, timeout=deadlines.EXTERNAL_ENGINES_LOADS) as engine:
             try:
                 return str(num_requests(await engine.get(LOADS_PATH)))
             except EngineError:

@@ -204,7 +204,7 @@ class EngineMemory:
                 self._end_requests(list(todo))
                 self._move(path, table.policy, todo, table.mark_released)
             if CACHE in tags and (todo := table.to_release(table.others, ALL_MEMORY)):
-                self._fleet_of(table.others).flush_cache(deadlines.GPU_MEMORY_MEMORY, list(todo))
+                self._fleet_of(table.others).flush_cache(deadlines.GPU_MEMORY_MOVE, list(todo))
                 self._move(path, table.others, todo, table.mark_released)
 
     def resume(self, tags: Sequence[str]) -> None:
@@ -234,7 +234,7 @@ class EngineMemory:
             logger.warning("engines are paused, because they are not idle: %s", error)
             self._table.mark_paused(urls)  # before the call: it may fail for some of them
             self._ask("/pause_generation", policy, {url: {"mode": "abort"} for url in urls})
-            self._fleet_of(policy).flush_cache(deadlines.GPU_MEMORY_MEMORY, urls)
+            self._fleet_of(policy).flush_cache(deadlines.GPU_MEMORY_MOVE, urls)
 
     def _move(
         self,
@@ -256,7 +256,7 @@ class EngineMemory:
         """Post to some of ``engines``; call ``note`` for each success, then raise a failure."""
         if not bodies:
             return
-        outcomes = self._fleet_of(engines).post_to(path, bodies, deadlines.GPU_MEMORY_MEMORY)
+        outcomes = self._fleet_of(engines).post_to(path, bodies, deadlines.GPU_MEMORY_MOVE)
         for url, outcome in outcomes.items():
             if not isinstance(outcome, EngineError):
                 note(url)

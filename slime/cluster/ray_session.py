@@ -203,7 +203,7 @@ def _check_answers(address: str, should_stop: Callable[[], bool]) -> None:
     try:
         while True:
             try:
-                errors = child.communicate(timeout=deadlines.RAY_SESSION_LOOK)[1]
+                errors = child.communicate(timeout=deadlines.RAY_SESSION_JOIN_POLL)[1]
                 break
             except subprocess.TimeoutExpired:
                 if should_stop():
@@ -282,7 +282,7 @@ class _Daemon(services.ConsolePopen):
             self.terminate()
             self.send_signal(signal.SIGCONT)  # it may have been stopped
             with suppress(subprocess.TimeoutExpired):
-                self.wait(deadlines.RAY_SESSION_KILLED)
+                self.wait(deadlines.RAY_SESSION_KILL)
         if self.poll() is None:
             super().kill()
 
@@ -514,7 +514,7 @@ def _wait_for(group: PlacementGroup, timeout: float, should_stop: Callable[[], b
             raise StopRequested("placement")
         if (waited := time.monotonic() - began) >= timeout:
             raise DeadlinePassed(f"the slots were not reserved within {timeout:.0f} s")
-        if waited >= logged + deadlines.SLOW_WAITS_QUIET:
+        if waited >= logged + deadlines.SLOW_WAITS_LINE:
             logged = waited
             logger.info(
                 "placement: waiting for %d slots for %.0f s, another job holds some of them "

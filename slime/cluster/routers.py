@@ -127,7 +127,7 @@ class Routers:
                 self._engines[name].worker: self._engines[name].bootstrap_port() for name in prefill
             }
             ports = wait_for(
-                asked, "asking for bootstrap ports", deadlines.ROUTERS_AT_HAND, self._should_stop
+                asked, "asking for bootstrap ports", deadlines.ROUTERS_ACTOR_CALL, self._should_stop
             )
             pairs = DisaggregatedWorkers(
                 [(url_of[name], port) for name, port in zip(prefill, ports)],
@@ -143,11 +143,11 @@ class Routers:
 
     def take_out(self, url: str) -> None:
         """Send this engine no more requests. Raises EngineError if the router refuses or hangs."""
-        asyncio.run(remove_worker(self.url, url, deadlines.ROUTERS_REMOVE))
+        asyncio.run(remove_worker(self.url, url, deadlines.ROUTERS_REMOVE_WORKER))
 
     def put_behind(self, url: str) -> None:
         """Send requests to this engine. Raises EngineError if the router refuses or hangs."""
-        asyncio.run(register_workers(self.url, [url], timeout=deadlines.ROUTERS_JOIN))
+        asyncio.run(register_workers(self.url, [url], timeout=deadlines.ROUTERS_ADD_WORKER))
 
     # -- death and restart
     # -------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Routers:
         url = self.urls[model]
         began = time.monotonic()
         [server_exit] = wait_for(
-            {router.worker: router.kill(how)}, "ending a dead router", deadlines.ROUTERS_AT_HAND
+            {router.worker: router.kill(how)}, "ending a dead router", deadlines.ROUTERS_ACTOR_CALL
         )
         self._last_pid[name] = server_exit.pid
         self._deaths[name] += 1
@@ -218,7 +218,7 @@ class Routers:
 
         async def put(engine: str) -> str:
             try:
-                await register_workers(url, [engine], timeout=deadlines.ROUTERS_ACCEPT)
+                await register_workers(url, [engine], timeout=deadlines.ROUTERS_ADD_WORKER_AGAIN)
             except EngineError as error:
                 logger.warning("%s", error)
                 return engine

@@ -357,7 +357,7 @@ class Cluster:
         if not ray.is_initialized():
             return
         end = time.monotonic() + (
-            deadlines.RUN_CLUSTER_POLITE if politely else deadlines.RUN_CLUSTER_HASTY
+            deadlines.RUN_CLUSTER_EXIT if politely else deadlines.RUN_CLUSTER_EXIT_AFTER_FAILURE
         )
         for group in (self._rollout, self._trainers, self._engines):
             if group is not None:

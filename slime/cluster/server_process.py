@@ -181,7 +181,7 @@ class ServerProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):  # the kill below follows
                 self._process.wait(grace)
         self._signal(signal.SIGKILL)  # also for children that outlived the server
-        self._process.wait(deadlines.SERVER_PROCESS_KILLED)
+        self._process.wait(deadlines.SERVER_PROCESS_KILL)
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None

@@ -55,7 +55,7 @@ class SlowWaitLogger:
 
     def _begin(self) -> None:
         self._since = self._clock()
-        self._next = deadlines.SLOW_WAITS_QUIET
+        self._next = deadlines.SLOW_WAITS_LINE
         self._cpu: dict[int, tuple[float, float]] = {}
 
     def poll(
@@ -95,7 +95,7 @@ class SlowWaitLogger:
             if asked := stacks.ask(pid for pid in names if pid not in stopped_parts()):
                 text += f"; Python stacks: {', '.join(f'{names[pid]}.log' for pid in asked)}"
         (logger.warning if is_odd else logger.info)("%s", text)
-        self._next = quiet + deadlines.SLOW_WAITS_QUIET if is_odd else 2 * quiet
+        self._next = quiet + deadlines.SLOW_WAITS_LINE if is_odd else 2 * quiet
         self._cpu = {}
 
     def _described(self, worker: Waited) -> str:

@@ -61,8 +61,8 @@ class StoppedProcessMonitor:
         self._before_exit = before_exit
         self._find_stopped = find_stopped
         self._clock = clock
-        self._interval = min(deadlines.STOPPED_PROCESSES_LOOK, limit / 8)
-        self._warn_after = min(deadlines.STOPPED_PROCESSES_SAID, limit / 3)
+        self._interval = min(deadlines.STOPPED_PROCESSES_POLL, limit / 8)
+        self._warn_after = min(deadlines.STOPPED_PROCESSES_LINE, limit / 3)
         self._since: dict[int, float] = {}
         self._said: set[int] = set()
         self._error: BaseException | None = None
@@ -166,7 +166,7 @@ class StoppedProcessMonitor:
         self._raised_at = now
         open_waits.interrupt_with(error)
         if (
-            not self._is_over.wait(deadlines.STOPPED_PROCESSES_TAKES_UP)
+            not self._is_over.wait(deadlines.STOPPED_PROCESSES_RAISE)
             and open_waits.is_interrupt_pending()
         ):
             os.kill(os.getpid(), _SIGNAL)
@@ -177,7 +177,7 @@ class StoppedProcessMonitor:
         if open_waits.last_progress() > self._raised_at and not self._is_leaving:
             self._raised_at = None
         elif (
-            now - self._raised_at > deadlines.STOPPED_PROCESSES_HEARS
+            now - self._raised_at > deadlines.STOPPED_PROCESSES_EXIT
             and stopped
             and not self._waits_for_save
             and not self._is_over.is_set()

@@ -60,7 +60,7 @@ class Launch:
         saved_metrics: metrics of the step that the checkpoint holds, as far as they were known when
             it was written.
         pushes: weight version → rollouts trained on when it was pushed, from the checkpoint.
-        lineages: rollouts trained on → ancestry of the weights, from the checkpoint.
+        ancestries: rollouts trained on → ancestry of the weights, from the checkpoint.
     """
 
     start_rollout_id: int
@@ -68,7 +68,7 @@ class Launch:
     seconds: dict[str, float]
     saved_metrics: dict[str, float]
     pushes: dict[int, int] = field(default_factory=dict)
-    lineages: dict[int, str] = field(default_factory=dict)
+    ancestries: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ class TrainerStart:
         )
 
     def launch(self, num_prompts: int, seconds: dict[str, float]) -> Launch:
-        metrics, pushes, lineages = (
+        metrics, pushes, ancestries = (
             self.extra_state.get(name, {}) for name in ("metrics", "pushes", "lineages")
         )
-        return Launch(self.start_rollout_id, num_prompts, seconds, metrics, pushes, lineages)
+        return Launch(self.start_rollout_id, num_prompts, seconds, metrics, pushes, ancestries)
 
 
 class TrainerActor:
@@ -411,7 +411,7 @@ class Trainers:
         parts = self._ask(
             lambda a: a.failed_step.remote(),
             "asking for the step that failed",
-            deadlines.TRAINER_GROUP_AT_HAND,
+            deadlines.TRAINER_GROUP_QUICK_CALL,
         )
         return [part for part in parts if part is not None]
 

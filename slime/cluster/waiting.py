@@ -273,7 +273,7 @@ class StartupProgress:
         self._clock = clock
         self._done = done
         self._started = clock()
-        self._next = deadlines.WAITING_FIRST_NEWS
+        self._next = deadlines.WAITING_FIRST_LINE
 
     def poll(self) -> None:
         """Log the lines that are due, without waiting."""

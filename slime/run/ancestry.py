@@ -1,11 +1,10 @@
-"""Which weights a run has pushed when, over all its launches: ``journal/pushes.jsonl``, a line for
-each push.
+"""The log of a run's weight pushes over all its launches, ``journal/pushes.jsonl``, one line each.
 
-A launch goes on from a checkpoint, with samples in the journal of weights that were pushed behind
-it. How old these are is only written here, and so is whether training can come to such weights
-again: it can where it trains as they were trained, and not with another learning rate, or from
-other weights. So each push is noted with its lineage, which is that of the weights one rollout
-before together with what the step depended on.
+A launch that resumes from a checkpoint finds samples in the journal from weights that were pushed
+after that checkpoint. The log says how stale they are, and whether training can reach the same
+weights again: it can if it trains in the same way, but not with another learning rate or from other
+initial weights. So each push is logged with its ancestry, a hash of the ancestry one rollout
+earlier and of everything that the training step depended on.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from slime.user_code.loading import fingerprint
 
 logger = get_logger(__name__)
 
-#: Lineages in a checkpoint; what the journal has is of fewer rollouts.
+#: Number of ancestries in a checkpoint; the journal spans fewer rollouts.
 _KEPT = 64
-#: Names, or how they begin, of flags that say how the weights change. Those of the same groups that
-#: divide the work and the memory are not among them.
-_WHAT_COUNTS = {
+#: Group → names or prefixes of flags that affect the trained weights. Flags that only distribute
+#: work or memory are left out.
+_AFFECTS_TRAINING = {
     "megatron": (
         "fp16", "fp32", "lr", "min_lr", "weight_decay", "start_weight_", "end_weight_", "adam_",
         "sgd_", "clip_", "optimizer_name", "use_checkpoint_opt_", "override_opt_",
@@ -50,8 +49,8 @@ _WHAT_COUNTS = {
     "algorithm": ("",),
 }  # fmt: skip
 _WITHOUT_EFFECT = frozenset({"get_mismatch_metrics"})
-#: The same for flags of Megatron's that no group declares.
-_OF_TRANSFORMER = (
+#: Prefixes of Megatron flags that no group declares and that affect the trained weights.
+_TRANSFORMER_PREFIXES = (
     "moe_router",
     "moe_aux",
     "moe_z",
@@ -60,16 +59,17 @@ _OF_TRANSFORMER = (
     "hidden_dropout",
     "mtp_",
 )
-_OF_MEMORY = ("offload", "overlap", "barrier", "fusion")
+#: Words in names of flags that only affect memory and speed.
+_MEMORY_WORDS = ("offload", "overlap", "barrier", "fusion")
 
 
 class Push(NamedTuple):
     """A push of weights to the engines.
 
     Attributes:
-        version: their number.
+        version: the version number of the weights.
         trained: rollouts that had been trained on.
-        lineage: of the weights; "" where an earlier release did not say.
+        ancestry: hash of what the weights depend on; "" if an earlier release wrote none.
     """
 
     version: int
@@ -81,12 +81,11 @@ class PushLog:
     """The pushes of one run folder (or stage).
 
     Args:
-        folder: of the journal; made when something is written.
-        config: says how this launch trains, and what weights a run begins with.
+        folder: folder of the journal, created by the first push.
+        config: how this launch trains, and from which weights a run begins.
     Attributes:
-        earlier: pushes by earlier launches, in their order; what is no whole line is left out.
-        gone: versions that training cannot come to again. Whoever has samples of them generates
-            these anew.
+        earlier: pushes of earlier launches, in order, without damaged lines.
+        unreachable: versions that training cannot reach again; samples of them are generated anew.
     """
 
     def __init__(self, folder: Path, config: Config) -> None:
@@ -94,67 +93,66 @@ class PushLog:
         self._training = training_fingerprint(config)
         self._initial = initial_fingerprint(config)
         self.earlier, self._is_damaged = _read(self._path)
-        self._of = {push.version: push for push in self.earlier}
-        self._lineages: dict[int, str] = {}
-        self._begins = True
+        self._by_version = {push.version: push for push in self.earlier}
+        self._ancestries: dict[int, str] = {}
+        self._is_first_push = True
         self.unreachable: frozenset[int] = frozenset()
 
-    def begin(self, trained: int, lineages: Mapping[int, str]) -> None:
-        """Training stands at a checkpoint.
+    def begin(self, trained: int, ancestries: Mapping[int, str]) -> None:
+        """Start from a checkpoint.
 
         Args:
-            trained: rollouts that are trained on.
-            lineages: `recent_ancestries` of the checkpoint; {} for weights without a past.
+            trained: rollouts that its weights were trained on.
+            ancestries: `recent_ancestries` from the checkpoint; {} if there is no checkpoint.
         """
-        known = {count: ancestry for count, ancestry in lineages.items() if count <= trained}
-        self._lineages = {trained: _next(self._initial, str(trained)), **known}
+        known = {count: ancestry for count, ancestry in ancestries.items() if count <= trained}
+        self._ancestries = {trained: _next(self._initial, str(trained)), **known}
         self.unreachable = frozenset(
-            v for v, push in self._of.items() if not self._is_reachable(push)
+            version for version, push in self._by_version.items() if not self._is_reachable(push)
         )
-        if self._is_damaged:  # what a line that cannot be read said of its version is not known
-            self.unreachable |= {
-                number
-                for number in range(1, max(self._of, default=0) + 1)
-                if number not in self._of
-            }
-        self._begins = True
+        if self._is_damaged:  # a version without a line may be one whose line is damaged
+            self.unreachable |= self._unlogged(max(self._by_version, default=0) + 1)
+        self._is_first_push = True
+
+    def _unlogged(self, end: int) -> set[int]:
+        """Return the versions below ``end`` that have no line in the log."""
+        return {number for number in range(1, end) if number not in self._by_version}
 
     def _is_reachable(self, push: Push) -> bool:
-        """Also where it is not known: nobody asks of what was long ago."""
-        known = self._lineage(push.trained)
+        """Return whether training reaches the weights of a push again; true if it is not known,
+        which is so for pushes of long ago."""
+        known = self._ancestry(push.trained)
         return not push.ancestry or known is None or push.ancestry == known
 
-    def _lineage(self, trained: int) -> str | None:
-        """Return the lineage of the weights after so many rollouts; None for those long before the
-        checkpoint."""
-        for count in range(max(self._lineages) + 1, trained + 1) if self._lineages else ():
-            self._lineages[count] = _next(self._lineages[count - 1], self._training)
-        return self._lineages.get(trained)
+    def _ancestry(self, trained: int) -> str | None:
+        """Return the ancestry of the weights after ``trained`` rollouts; None if that is long
+        before the checkpoint."""
+        for count in range(max(self._ancestries) + 1, trained + 1) if self._ancestries else ():
+            self._ancestries[count] = _next(self._ancestries[count - 1], self._training)
+        return self._ancestries.get(trained)
 
     def recent_ancestries(self, trained: int) -> dict[int, str]:
-        """Rollouts trained on → lineage, up to a checkpoint after ``trained`` of them, for that
-        checkpoint."""
-        self._lineage(trained)
+        """Return rollouts trained on → ancestry, for a checkpoint after ``trained`` rollouts."""
+        self._ancestry(trained)
         return {
-            count: self._lineages[count]
-            for count in sorted(self._lineages)
+            count: self._ancestries[count]
+            for count in sorted(self._ancestries)
             if trained - _KEPT < count <= trained
         }
 
     def note(self, version: int, trained: int) -> None:
-        """Weights were pushed after ``trained`` rollouts had been trained on."""
-        push = Push(version, trained, self._lineage(trained) or "")
-        if self.unreachable and self._begins:
-            # what a crash or a full disk has kept from being noted may be of the same lives as what
-            # is gone
-            self.unreachable |= {number for number in range(1, version) if number not in self._of}
-        self._begins = False
-        self._of[version] = push
+        """Log that weights were pushed after ``trained`` rollouts had been trained on."""
+        push = Push(version, trained, self._ancestry(trained) or "")
+        if self.unreachable and self._is_first_push:
+            # pushes that a crash or a full disk kept out of the log may be unreachable as well
+            self.unreachable |= self._unlogged(version)
+        self._is_first_push = False
+        self._by_version[version] = push
         self.unreachable -= {version}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "ab") as file:
-                # the break ends what a crash has left of the line before
+                # the line break ends a line that a crash has cut short
                 row = {
                     "version": push.version,
                     "trained": push.trained,
@@ -162,12 +160,12 @@ class PushLog:
                     "checksum": _checksum(push),
                 }
                 file.write(b"\n" + orjson.dumps(row))
-        except OSError as problem:  # a full disk, of which the journal tells
+        except OSError as problem:  # a full disk, which the journal reports
             logger.warning("%s: %s", self._path, problem)
 
 
 def _read(path: Path) -> tuple[list[Push], bool]:
-    """The pushes of earlier launches, and whether there are lines that are not what was written."""
+    """Return the pushes of earlier launches, and whether some lines are damaged."""
     try:
         lines = read_plain(path).split(b"\n")
     except FileNotFoundError:
@@ -182,10 +180,7 @@ def _read(path: Path) -> tuple[list[Push], bool]:
             row = parse_json(line)
             push = Push(row["version"], row["trained"], row.get("lineage", ""))
             is_whole = [type(value) for value in push] == [int, int, str]
-            is_whole &= row.get("checksum") in (
-                None,
-                _checksum(push),
-            )  # an earlier release wrote none
+            is_whole &= row.get("checksum") in (None, _checksum(push))  # old lines have none
         except (ValueError, KeyError, TypeError, AttributeError):
             is_whole = False
         if is_whole:
@@ -210,14 +205,15 @@ def _next(ancestry: str, step: str) -> str:
 
 
 def training_fingerprint(config: Config) -> str:
-    """A text that tells apart what makes other weights out of the same weights and samples: flags
-    of the algorithm and of the optimizer, and the files of the user's own functions in them."""
+    """Return a hash of everything that decides which weights a training step makes of given weights
+    and samples: flags of the algorithm and the optimizer, and the source files of users' functions
+    among them."""
     values: dict[str, Any] = {}
-    for group, beginnings in _WHAT_COUNTS.items():
+    for group, prefixes in _AFFECTS_TRAINING.items():
         values |= {
             name: value
             for name, value in vars(getattr(config, group)).items()
-            if name.startswith(beginnings)
+            if name.startswith(prefixes)
         }
     megatron = config.megatron
     checkpoint = config.checkpoint
@@ -225,19 +221,19 @@ def training_fingerprint(config: Config) -> str:
     values |= {
         name: value
         for name, value in megatron.transformer.items()
-        if name.startswith(_OF_TRANSFORMER)
+        if name.startswith(_TRANSFORMER_PREFIXES)
     }
     if config.algorithm.needs_reference:
         values |= {
             "ref_load": _content(checkpoint.ref_load),
             "ref_ckpt_step": checkpoint.ref_ckpt_step,
         }
-    if _goes_by_length(config):
+    if _depends_on_run_length(config):
         values |= {"num_rollout": config.rollout.num_rollout, "num_epoch": config.data.num_epoch}
     values = {
         name: value
         for name, value in values.items()
-        if name not in _WITHOUT_EFFECT and not any(word in name for word in _OF_MEMORY)
+        if name not in _WITHOUT_EFFECT and not any(word in name for word in _MEMORY_WORDS)
     }
     functions = [
         value
@@ -248,17 +244,17 @@ def training_fingerprint(config: Config) -> str:
 
 
 def affects_training(flag: str) -> bool:
-    """Whether other weights come out of training where this flag, or the function that it names, is
-    another."""
+    """Return whether training makes other weights if this flag, or the function that it names,
+    changes."""
     spec = all_flags()[flag]
     return (
-        spec.attribute.startswith(_WHAT_COUNTS.get(spec.group, ()))
+        spec.attribute.startswith(_AFFECTS_TRAINING.get(spec.group, ()))
         and spec.attribute not in _WITHOUT_EFFECT
     )
 
 
-def _goes_by_length(config: Config) -> bool:
-    """A schedule is stretched over the whole run."""
+def _depends_on_run_length(config: Config) -> bool:
+    """Return whether the learning rate or weight decay schedule spans the whole run."""
     megatron = config.megatron
     decays = megatron.lr_decay_style != "constant" or megatron.lr_warmup_fraction is not None
     open_end = megatron.lr_decay_iters is None and megatron.lr_decay_samples is None
@@ -266,23 +262,23 @@ def _goes_by_length(config: Config) -> bool:
 
 
 def initial_fingerprint(config: Config) -> str:
-    """A text that tells apart the weights with which a run begins, before its first checkpoint."""
+    """Return a hash of the weights with which a run begins, before its first checkpoint."""
     flags = config.checkpoint
-    load = _place(flags.load)
-    own = load is not None and load == _place(flags.save)
-    begun = [
-        None if own else load,
-        None if own else flags.ckpt_step,
+    load = _absolute(flags.load)
+    is_own = load is not None and load == _absolute(flags.save)
+    start = [
+        None if is_own else load,
+        None if is_own else flags.ckpt_step,
         flags.finetune,
         flags.ref_ckpt_step,
     ]
-    return fingerprint([_content(flags.hf_checkpoint), _content(flags.ref_load), *begun], [])
+    return fingerprint([_content(flags.hf_checkpoint), _content(flags.ref_load), *start], [])
 
 
 def _content(path: str | None) -> list[str | None]:
-    return [_place(path), content_fingerprint(Path(path)) if path else ""]
+    return [_absolute(path), content_fingerprint(Path(path)) if path else ""]
 
 
-def _place(path: Any) -> str | None:
-    """The same for all ways to write it."""
+def _absolute(path: Any) -> str | None:
+    """Return the absolute path of what exists; names on the hub stay as they are."""
     return None if path is None else os.path.abspath(path) if os.path.exists(path) else str(path)

@@ -74,7 +74,7 @@ class Saving:
         interval = self._schedule.save_interval
         often = "after every rollout" if interval == 1 else f"every {interval} rollouts"
         timed = (
-            f" or {deadlines.RUN_SAVING_AGAIN / 60:.0f} minutes"
+            f" or {deadlines.RUN_SAVING_EVERY / 60:.0f} minutes"
             if self._is_timed and interval != 1
             else ""
         )
@@ -91,7 +91,7 @@ class Saving:
             return True
         passed = time.monotonic() - self._at
         self._is_overdue |= interval is not None and self._schedule.is_due(rollout_id, interval)
-        self._is_overdue |= self._is_timed and passed > deadlines.RUN_SAVING_AGAIN
+        self._is_overdue |= self._is_timed and passed > deadlines.RUN_SAVING_EVERY
         return self._is_overdue and passed >= self._flags.save_min_seconds
 
     # -- saving
@@ -178,13 +178,13 @@ class Saving:
         logger.warning(
             "the checkpoint of rollout %d is still being written: waiting for it, %.0f s at most; "
             "Ctrl-C gives it up",
-            rollout_id, deadlines.RUN_SAVING_SETTLE,
+            rollout_id, deadlines.RUN_SAVING_ASYNC_SAVE,
         )  # fmt: skip
         if signals is not None:
             signals.acknowledge()
         try:
             self._cluster.wait_for_async_save(
-                lambda: is_saved(root, rollout_id), deadlines.RUN_SAVING_SETTLE
+                lambda: is_saved(root, rollout_id), deadlines.RUN_SAVING_ASYNC_SAVE
             )
         except KeyboardInterrupt:
             logger.warning("the checkpoint of rollout %d is given up", rollout_id)

@@ -148,7 +148,7 @@ class Session:
         self.staleness.remember(
             launch.pushes | {push.version: push.trained for push in self._pushes.earlier}
         )
-        self._pushes.begin(self.step, launch.lineages)
+        self._pushes.begin(self.step, launch.ancestries)
         self.update_weights()
         self.cluster.pop_metrics()  # metrics of the launch belong to no step
         behind = self.config.sync.staleness

@@ -133,12 +133,12 @@ class StopSignals:
         poller = select.poll()
         poller.register(pipe, select.POLLIN)
         while True:
-            if poller.poll(deadlines.STOPPING_LOOK * 1000 if limit < math.inf else None):
+            if poller.poll(deadlines.STOPPING_POLL * 1000 if limit < math.inf else None):
                 numbers = set(os.read(pipe, 64))
                 if not numbers:  # the end of the context
                     break
                 if numbers & (set(self._before) - {signal.SIGHUP}):
-                    limit = min(limit, time.monotonic() + deadlines.STOPPING_BLOCKED)
+                    limit = min(limit, time.monotonic() + deadlines.STOPPING_FORCED_EXIT)
                 quits = quits or signal.SIGQUIT in numbers
             if time.monotonic() > limit and (
                 who := self.what_blocks_exit() or ("the main thread" if quits else "")
