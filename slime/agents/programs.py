@@ -103,7 +103,7 @@ async def _minded(request: dict[str, Any], timeout: float | None) -> dict[str, A
         if not hears.done():
             with contextlib.suppress(ProcessLookupError):
                 minder.terminate()
-            await asyncio.wait({hears}, timeout=deadlines.PROGRAMS_END)
+            await asyncio.wait({hears}, timeout=deadlines.PROGRAMS_TERMINATE)
         if minder.returncode is None:  # it hangs: the kernel ends the program with it
             with contextlib.suppress(ProcessLookupError):
                 minder.kill()

@@ -80,7 +80,7 @@ class AgentServer:
             app,
             handler_cancellation=True,
             access_log=None,
-            keepalive_timeout=deadlines.ENDPOINT_IDLE,
+            keepalive_timeout=deadlines.ENDPOINT_KEEPALIVE,
             shutdown_timeout=0.2,
         )
         await self._runner.setup()
@@ -143,7 +143,7 @@ class AgentServer:
         except TimeoutError:
             return _refused(
                 request,
-                f"the body did not come within {deadlines.ENDPOINT_BODY:.0f} s",
+                f"the body did not come within {deadlines.ENDPOINT_REQUEST_BODY:.0f} s",
                 408,
                 "timeout_error",
             )
@@ -188,7 +188,7 @@ def _answering(api: ModuleType) -> Handler:
         try:
             if not ask.stream:
                 return _json(api.whole(await working))
-            await asyncio.wait({working}, timeout=deadlines.ENDPOINT_PING)
+            await asyncio.wait({working}, timeout=deadlines.ENDPOINT_STREAM_PING)
             if working.done():
                 working.result()  # a refusal still gets a status
             return await _stream(request, working, api)
@@ -208,7 +208,7 @@ async def _stream(
         await response.prepare(request)
         while not working.done():
             await response.write(api.ping())
-            await asyncio.wait({working}, timeout=deadlines.ENDPOINT_PING)
+            await asyncio.wait({working}, timeout=deadlines.ENDPOINT_STREAM_PING)
         for event in _events(request, working, api):
             await response.write(event)
         await response.write_eof()
@@ -229,7 +229,7 @@ def _events(request: web.Request, working: asyncio.Task[Turn], api: ModuleType) 
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
-    async with asyncio.timeout(deadlines.ENDPOINT_BODY):
+    async with asyncio.timeout(deadlines.ENDPOINT_REQUEST_BODY):
         return json_object(await request.read())
 
 

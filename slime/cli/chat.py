@@ -256,7 +256,7 @@ class Conversation:
 
     def _stream(self, path: str, body: dict[str, Any], text_of: Any) -> Iterator[str]:
         connection = http.client.HTTPConnection(
-            self._address, timeout=deadlines.CHAT_PIECE
+            self._address, timeout=deadlines.CHAT_NEXT_PIECE
         )  # knows no proxies
         try:
             sent = json.dumps(

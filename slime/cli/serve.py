@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
         print(_welcome(server.url, name, key if is_new else ""))
         try:
             while server.is_alive():
-                time.sleep(deadlines.SERVE_LOOK)
+                time.sleep(deadlines.SERVE_POLL)
         except KeyboardInterrupt:
             return 0
         raise RunFailed(

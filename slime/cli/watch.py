@@ -81,7 +81,7 @@ async def _serve(runs: Runs, listener: socket.socket, host: str, token: str | No
             loop.add_signal_handler(number, stopping.set)
     port = listener.getsockname()[1]
     app = application(runs, token, f"slime_watch_{port}")
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=deadlines.WATCH_GOODBYE)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=deadlines.WATCH_SHUTDOWN)
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()

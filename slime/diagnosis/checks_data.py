@@ -206,7 +206,7 @@ def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any, *, trial_onl
         UserError: the reward fails for each label as the answer.
     """
     reward = dataclasses.replace(
-        config.reward, rm_timeout=min(config.reward.rm_timeout, deadlines.CHECKS_DATA)
+        config.reward, rm_timeout=min(config.reward.rm_timeout, deadlines.CHECKS_DATA_REWARD)
     )
     config, patience = dataclasses.replace(config, reward=reward), config.reward.rm_timeout
     done = queue.SimpleQueue[_Found | BaseException]()
@@ -220,10 +220,10 @@ def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any, *, trial_onl
     # in a thread, as an async function that blocks its loop cannot be ended
     threading.Thread(target=score, name="slime-doctor-reward", daemon=True).start()
     try:
-        found = done.get(timeout=deadlines.CHECKS_DATA_ALL)
+        found = done.get(timeout=deadlines.CHECKS_DATA_ALL_REWARDS)
     except queue.Empty as none:
         raise LeftOut(
-            f"{_ROWS * (len(_FORMS) + 3)} answers take it more than {deadlines.CHECKS_DATA_ALL:g} s"
+            f"{_ROWS * (len(_FORMS) + 3)} answers take it more than {deadlines.CHECKS_DATA_ALL_REWARDS:g} s"
         ) from none
     if isinstance(found, BaseException):
         raise found
@@ -250,7 +250,7 @@ async def _scored(
         if any(pool.metrics().values()):  # it timed out, or a grader died
             if patience > config.reward.rm_timeout:
                 raise LeftOut(
-                    f"it takes more than {deadlines.CHECKS_DATA:g} s, which --rm-timeout "
+                    f"it takes more than {deadlines.CHECKS_DATA_REWARD:g} s, which --rm-timeout "
                     f"{patience:g} allows"
                 )
             raise UserError(

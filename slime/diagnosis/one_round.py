@@ -167,11 +167,11 @@ def launch(
             preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
         )
         try:
-            status = driver.wait(deadlines.ONE_ROUND_ROUND)
+            status = driver.wait(deadlines.ONE_ROUND_RUN)
         except subprocess.TimeoutExpired:
             driver.terminate()
             try:
-                driver.wait(deadlines.ONE_ROUND_END)
+                driver.wait(deadlines.ONE_ROUND_EXIT)
             except subprocess.TimeoutExpired:
                 driver.kill()
             status = -signal.SIGTERM

@@ -44,7 +44,7 @@ routes = web.RouteTableDef()
 
 
 async def _on_engine(future: Future[Any]) -> Any:
-    return await asyncio.wait_for(asyncio.wrap_future(future), deadlines.CONTROL_ROUTES_ORDER)
+    return await asyncio.wait_for(asyncio.wrap_future(future), deadlines.CONTROL_ROUTES_COMMAND)
 
 
 # -- reports

@@ -203,7 +203,7 @@ class Engine:
                 if self.paused or not self.scheduler.has_work:
                     self._deliver_finished()
                     if not self._inbox:
-                        self._wake.wait(deadlines.EMBEDDED_ENGINE_IDLE_WAIT)
+                        self._wake.wait(deadlines.EMBEDDED_ENGINE_WAKE)
                     continue
                 self._step()
         except BaseException as error:

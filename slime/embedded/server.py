@@ -72,7 +72,10 @@ async def serve(
     )
     logging.getLogger("aiohttp.server").addFilter(_is_no_http2_preface)
     runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=deadlines.EMBEDDED_ANSWERS
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=deadlines.EMBEDDED_SEND_ANSWERS,
     )
     await runner.setup()
     await web.SockSite(runner, listener).start()
@@ -159,7 +162,7 @@ async def _shut_down(state: ServerState) -> int:
         with contextlib.suppress(EngineDead):
             state.engine.abort(lambda sequence: True, "the server is shutting down")
             state.engine.resume()
-    deadline = asyncio.get_running_loop().time() + deadlines.EMBEDDED_GOODBYE
+    deadline = asyncio.get_running_loop().time() + deadlines.EMBEDDED_FINISH_REQUESTS
     while state.hub.in_flight and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.02)
     state.engine.stop()

@@ -271,7 +271,10 @@ class EngineClient:
         while True:
             try:
                 await self.get(
-                    path, timeout=min(deadlines.ENGINE_API_LOOK, max(0.1, end - time.monotonic()))
+                    path,
+                    timeout=min(
+                        deadlines.ENGINE_API_STARTUP_ANSWER, max(0.1, end - time.monotonic())
+                    ),
                 )
                 return
             except EngineError as error:

@@ -383,10 +383,10 @@ class RolloutClient:
         not answer, since it may come back any moment."""
         served = self._served
         now = time.monotonic()
-        if now - served.at >= deadlines.CLIENT_LOOK:
+        if now - served.at >= deadlines.CLIENT_WORKERS:
             served.at = now
             try:
-                async with asyncio.timeout(deadlines.CLIENT_LOOK):
+                async with asyncio.timeout(deadlines.CLIENT_WORKERS):
                     served.by_some = any(worker.healthy for worker in await self._workers())
             except (EngineError, TimeoutError):
                 served.by_some = True

@@ -103,20 +103,20 @@ class HealthChecks:
             self._open = {}
         wait(
             self._open.values(),
-            timeout=max(0.0, self._asked_at + deadlines.HEALTH_ARRIVED - self._clock()),
+            timeout=max(0.0, self._asked_at + deadlines.HEALTH_ARRIVAL - self._clock()),
         )
         if any(not answer.done() for answer in self._open.values()):
             for url, outcome in fleet.post_to(
-                "/flush_cache", {url: {} for url in self._open}, deadlines.HEALTH_IDLE
+                "/flush_cache", {url: {} for url in self._open}, deadlines.HEALTH_FLUSH
             ).items():
                 if not isinstance(outcome, EngineError):
                     self._open.pop(url).cancel()
         hanging: list[str] = []
         while self._open:
-            wait(self._open.values(), timeout=deadlines.HEALTH_LOOK)
+            wait(self._open.values(), timeout=deadlines.HEALTH_POLL)
             hanging += self.silent(fleet)
             if self._open:
-                time.sleep(deadlines.HEALTH_ASK_AGAIN)
+                time.sleep(deadlines.HEALTH_RETRY)
         return hanging
 
     def _ask(self, fleet: EngineFleet, urls: list[str]) -> dict[str, Future[Any]]:

@@ -504,7 +504,7 @@ def check_no_run_writes(output: Path, flag: str, own: Collection[Path] = ()) -> 
 
 def _take_lock(descriptor: int) -> None:
     """Take the lock; wait for readers that test it for an instant."""
-    end = time.monotonic() + deadlines.RUN_FOLDER_READERS
+    end = time.monotonic() + deadlines.RUN_FOLDER_LOCK
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -75,7 +75,7 @@ class Runs:
     def _goes_on(self) -> bool:
         """Keep curves up to date while an index is built, which may take minutes; False if the
         server ends."""
-        if time.monotonic() - self._refreshed > deadlines.PAGE_LOOK:
+        if time.monotonic() - self._refreshed > deadlines.PAGE_POLL:
             self._refresh()
         return not self._stop.is_set()
 
@@ -121,7 +121,7 @@ class Runs:
                 self.look()
             except OSError as problem:  # a folder that goes
                 logger.warning("could not look for new runs: %s", problem)
-            self._stop.wait(deadlines.PAGE_LOOK)
+            self._stop.wait(deadlines.PAGE_POLL)
 
     def all(self) -> dict[str, tuple[RunWatch, Stage]]:
         """Return id → run and stage, the newest first. An id is a hash of the folder's path, so

@@ -78,7 +78,7 @@ def _wait_and_leave(parent_pid: int, descriptor: int, stop: Callable[[], object]
             time.sleep(1.0)
     logger.warning("parent process %d ended; stopping", parent_pid)
     stop()
-    time.sleep(deadlines.OWNER_LEAVE)
+    time.sleep(deadlines.OWNER_SERVER_EXIT)
     os._exit(1)
 
 
@@ -115,7 +115,7 @@ def end_within(seconds: float, end: Callable[[], object], hurry: threading.Event
     while thread.is_alive() and time.monotonic() < limit:
         thread.join(0.1)
         if hurry.is_set():
-            limit = min(limit, time.monotonic() + deadlines.OWNER_HURRY)
+            limit = min(limit, time.monotonic() + deadlines.OWNER_HURRIED_EXIT)
             hurry = threading.Event()
     if raised:
         raise raised[0]

@@ -50,7 +50,7 @@ def ask(pids: Iterable[int], *, wait: bool = False) -> list[int]:
             if _answers(each) and _signalled(each):
                 asked += [pid] if each == pid else []
     if asked and wait:
-        time.sleep(deadlines.STACKS_WRITTEN)
+        time.sleep(deadlines.STACKS_DUMP)
     return asked
 
 

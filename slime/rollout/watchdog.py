@@ -68,7 +68,7 @@ class Watchdog:
         last = self._looked
         self._looked = now
         if (
-            now - last > 2 * self.interval + deadlines.WATCHDOG_LATE
+            now - last > 2 * self.interval + deadlines.WATCHDOG_BLOCKED
         ):  # something blocked the event loop, and answers have not
             self._started = now  # been read yet; or others have moved so often that nobody looked
         moved = max(

@@ -278,7 +278,7 @@ async def _supervise(request: dict[str, Any], seconds: float) -> dict[str, Any]:
         if supervisor.returncode is None:
             supervisor.terminate()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(deadlines.SANDBOX_END):
+                async with asyncio.timeout(deadlines.SANDBOX_TERMINATE):
                     await asyncio.shield(supervisor.wait())
         with contextlib.suppress(ProcessLookupError):
             os.killpg(supervisor.pid, signal.SIGKILL)

@@ -76,7 +76,7 @@ async def run_isolated(work: Awaitable[T], what: str) -> T:
         task.cancel()
         _LEFT.add(task)
         task.add_done_callback(_seen)
-        await asyncio.wait({task}, timeout=deadlines.USER_CALLS_LEAVE)
+        await asyncio.wait({task}, timeout=deadlines.USER_CALLS_CANCEL)
         if task.done():
             if asyncio.iscoroutine(work):
                 work.close()  # should it not even have begun
@@ -216,7 +216,7 @@ _idle: list[_CallThread] = []
 
 
 async def run_in_thread(
-    function: Callable[[], Any], what: str, limit: float = deadlines.USER_CALLS_PATIENCE
+    function: Callable[[], Any], what: str, limit: float = deadlines.USER_CALLS_ABANDONED
 ) -> Any:
     """The result of ``function``, called in a thread that sees the caller's context variables.
 
@@ -329,7 +329,7 @@ class WatchedLoop:
         if what and self._blocked >= self._limit():
             if not self._ended:
                 self._end(what)
-            elif self._blocked >= self._limit() + deadlines.USER_CALLS_LEAVE:
+            elif self._blocked >= self._limit() + deadlines.USER_CALLS_CANCEL:
                 self._lost(f"{what} blocks the event loop and cannot be ended{self._stack()}")
             elif (
                 self._new_children()
@@ -400,10 +400,10 @@ class _Overseer:
     def _watch(self) -> None:
         last = time.monotonic()
         while True:
-            time.sleep(deadlines.USER_CALLS_LOOK)
+            time.sleep(deadlines.USER_CALLS_POLL)
             now = time.monotonic()
             seconds = min(
-                now - last, 2 * deadlines.USER_CALLS_LOOK
+                now - last, 2 * deadlines.USER_CALLS_POLL
             )  # this process may have been stopped
             last = now
             for watched in list(self.loops.values()):
@@ -417,7 +417,7 @@ class _Overseer:
         elif not call.ended_at:
             if now >= call.deadline and call.thread:
                 call.end()
-        elif now >= call.ended_at + deadlines.USER_CALLS_LEAVE and not call.is_named:
+        elif now >= call.ended_at + deadlines.USER_CALLS_CANCEL and not call.is_named:
             call.is_named = True
             kill(children_of(call.native))  # those that it has started since
             said = "the thread of %s cannot be ended, and stays until this process ends%s"

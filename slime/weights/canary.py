@@ -94,7 +94,7 @@ class Canary:
         self.fleet = fleet
         self.pushed: Mapping[str, float] | None = None
         self._releases = config.cluster.offload_rollout
-        infos = fleet.get("/server_info", deadlines.CANARY)
+        infos = fleet.get("/server_info", deadlines.CANARY_SCORE)
         quantisation = Quantisation.read(hf_config)
         self._quantised = quantisation is not None
         is_fp8 = quantisation is not None and isinstance(quantisation.scheme, Fp8)
@@ -164,7 +164,7 @@ class Canary:
             "logprob_start_len": 0,
         }
         try:
-            answers = self.fleet.post("/generate", body, deadlines.CANARY)
+            answers = self.fleet.post("/generate", body, deadlines.CANARY_SCORE)
             return [
                 _log_probs(*pair, self.tokens)
                 for pair in zip(self.fleet.urls, answers, strict=True)

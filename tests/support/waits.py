@@ -170,7 +170,7 @@ class _Walk:
 
 
 def _is_of_table(node: ast.AST) -> bool:
-    """``deadlines.ENGINES_ASK``."""
+    """``deadlines.ENGINES_ANSWER``."""
     return isinstance(node, ast.Attribute) and ast.unparse(node.value) == "deadlines"
 
 

@@ -539,7 +539,7 @@ def test_bodies_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_body_that_does_not_come_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.deadlines.ENDPOINT_BODY", 0.05)
+    monkeypatch.setattr("slime.deadlines.ENDPOINT_REQUEST_BODY", 0.05)
 
     async def talk(endpoint: AgentEndpoint) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
@@ -555,7 +555,7 @@ def test_a_body_that_does_not_come_has_a_deadline(monkeypatch: pytest.MonkeyPatc
 
 
 def test_headers_that_do_not_come_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.deadlines.ENDPOINT_IDLE", 0.05)
+    monkeypatch.setattr("slime.deadlines.ENDPOINT_KEEPALIVE", 0.05)
 
     async def talk(endpoint: AgentEndpoint) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)

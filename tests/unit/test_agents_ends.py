@@ -48,7 +48,7 @@ def test_a_client_that_vanishes_ends_its_request(stream: bool) -> None:
 
 
 def test_a_stream_pings_until_there_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.deadlines.ENDPOINT_PING", 0.01)
+    monkeypatch.setattr("slime.deadlines.ENDPOINT_STREAM_PING", 0.01)
     play = Play(["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
 
     async def talk(endpoint: AgentEndpoint) -> None:
@@ -86,7 +86,7 @@ class Broken(Model):
 def test_a_failure_behind_the_status_is_an_event_of_the_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("slime.deadlines.ENDPOINT_PING", 0.01)
+    monkeypatch.setattr("slime.deadlines.ENDPOINT_STREAM_PING", 0.01)
     play = Play([])
     play.state.client = play.model = Broken([])
 

@@ -452,7 +452,7 @@ def test_rewards_of_other_kinds_are_right(
 
 
 def test_a_slow_reward_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.deadlines.CHECKS_DATA", 0.05)
+    monkeypatch.setattr("slime.deadlines.CHECKS_DATA_REWARD", 0.05)
     flags = ["--save", world.outputs / "kept", "--custom-rm-path", f"{__file__}:never"]
     report = examine(world.flags("examined", *flags))
     assert report.findings == [] and any(

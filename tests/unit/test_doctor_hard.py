@@ -140,7 +140,7 @@ def test_a_reward_may_change_its_sample(world: World, tmp_path: Path) -> None:
 def test_a_reward_that_blocks_its_event_loop_is_not_waited_for(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.deadlines.CHECKS_DATA_ALL", 0.05)
+    monkeypatch.setattr("slime.deadlines.CHECKS_DATA_ALL_REWARDS", 0.05)
     try:
         report = examine(_flags(world, "--custom-rm-path", f"{__name__}:blocks_its_loop"))
         (reward,) = (outcome for outcome in report.outcomes if outcome.check.name == "reward")

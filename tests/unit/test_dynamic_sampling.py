@@ -549,7 +549,7 @@ def test_a_generate_function_that_ignores_its_cancellation_is_left_behind_and_na
             rollout_hooks.let_go.set()
             await asyncio.sleep(0.01)
 
-    monkeypatch.setattr("slime.deadlines.USER_CALLS_LEAVE", 0.05)
+    monkeypatch.setattr("slime.deadlines.USER_CALLS_CANCEL", 0.05)
     rollout_hooks.let_go.clear()
     asyncio.run(main())
     [[left]] = source.buffer

@@ -212,8 +212,8 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
     monkeypatch.setattr(routers_module, "wait_for", results)
     monkeypatch.setattr(routers_module, "remove_worker", remove)
     monkeypatch.setattr(routers_module, "register_workers", register)
-    monkeypatch.setattr("slime.deadlines.ENGINES_LOOK", 0.0)
-    monkeypatch.setattr("slime.deadlines.ENGINES_DEATH", 0.0)
+    monkeypatch.setattr("slime.deadlines.ENGINES_POLL", 0.0)
+    monkeypatch.setattr("slime.deadlines.ENGINES_DEATH_AFTER_ERROR", 0.0)
     return make
 
 
@@ -811,7 +811,7 @@ def test_an_engine_that_dies_of_taking_its_memory_back_for_a_push(
         offload_train=True, offload_rollout=True,
     )  # fmt: skip
     world.engines.restarts_immediately = False
-    monkeypatch.setattr("slime.deadlines.ENGINES_DEATH_OF_CONNECTION", 0.0)
+    monkeypatch.setattr("slime.deadlines.ENGINES_DEATH_AFTER_DISCONNECT", 0.0)
     monkeypatch.setattr(
         Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.poll())
     )

@@ -321,8 +321,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
         limits |= {"rm_timeout": 3.0} if ends and "reward" in kind else {}
         with pytest.MonkeyPatch.context() as patch:
             for name, seconds in {
-                "LOOK": 0.05,
-                "LEAVE": 0.2,
+                "POLL": 0.05,
+                "CANCEL": 0.2,
                 "BLOCKED": 0.5,
             }.items():
                 patch.setattr(f"slime.deadlines.USER_CALLS_{name}", seconds)
@@ -477,7 +477,7 @@ def test_a_data_source_that_fails_is_asked_again(tmp_path: Path) -> None:
 def test_what_gets_the_whole_batch_and_hangs_stops_the_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.deadlines.USER_CALLS_LOOK", 0.05)
+    monkeypatch.setattr("slime.deadlines.USER_CALLS_POLL", 0.05)
     flags = {"rollout_sample_filter_path": ME + name, "rollout_stall_timeout": 1.0}
     with pytest.raises(FunctionHangs, match=f"{name}' has not returned within 1 s"):
         rollout(tmp_path, rollout_batch_size=2, **flags)

@@ -38,7 +38,7 @@ class Scene:
 
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setattr("slime.deadlines.STOPPED_PROCESSES_TAKES_UP", 0.0)
+    monkeypatch.setattr("slime.deadlines.STOPPED_PROCESSES_RAISE", 0.0)
     monkeypatch.setattr(module, "own_actors", lambda: [])
     # the main thread looks by itself here
     monkeypatch.setattr(os, "kill", lambda pid, number: None)
@@ -180,7 +180,7 @@ def test_it_is_raised_in_a_main_thread_that_does_not_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real one, with a real process that is stopped."""
-    monkeypatch.setattr("slime.deadlines.STOPPED_PROCESSES_TAKES_UP", 0.1)
+    monkeypatch.setattr("slime.deadlines.STOPPED_PROCESSES_RAISE", 0.1)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
         process.send_signal(signal.SIGSTOP)
         monitor = StoppedProcessMonitor(0.4, tmp_path / "driver.log", lambda error: None)

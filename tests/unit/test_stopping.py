@@ -221,7 +221,7 @@ def test_what_hangs_is_left_with_the_right_status(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("slime.deadlines.OWNER_HURRY", 0.0)
+    monkeypatch.setattr("slime.deadlines.OWNER_HURRIED_EXIT", 0.0)
     for_ever, hurry = threading.Event(), threading.Event()
     if in_a_hurry:
         hurry.set()
@@ -251,7 +251,7 @@ from slime.run import stopping
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 files = [os.dup(0) for _ in range({files})]
-deadlines.STOPPING_BLOCKED = 0.2
+deadlines.STOPPING_FORCED_EXIT = 0.2
 with stopping.StopSignals() as signals:
     signals.what_blocks_exit = lambda: {who!r}
     signals.before_forced_exit = lambda who: os.write(1, f"gave up on {{who}}".encode())

@@ -25,8 +25,8 @@ from tests.support.processes import wait_until
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {
-        "LOOK": 0.02,
-        "LEAVE": 0.2,
+        "POLL": 0.02,
+        "CANCEL": 0.2,
         "BLOCKED": 0.1,
     }.items():
         monkeypatch.setattr(f"slime.deadlines.USER_CALLS_{name}", seconds)
@@ -203,7 +203,7 @@ def test_code_that_blocks_the_loop_is_named_and_ended(caplog: pytest.LogCaptureF
 
 def waiting_for_a_child_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the child's end, and not because the loop was given up."""
-    monkeypatch.setattr("slime.deadlines.USER_CALLS_LEAVE", 20.0)
+    monkeypatch.setattr("slime.deadlines.USER_CALLS_CANCEL", 20.0)
     given_up, children = [], []
 
     async def waits() -> int:

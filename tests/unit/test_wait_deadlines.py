@@ -90,8 +90,8 @@ def test_no_deadline_is_a_bare_number() -> None:
     [
         ("ray.get(ref)", ""),
         ("ray.get(ref, timeout=_ASK_SECONDS)", "_ASK_SECONDS"),
-        ("ray.get(ref, timeout=deadlines.ENGINES_ASK)", "ENGINES_ASK"),
-        ("thread.join(deadlines.ENGINES_ASK)", "ENGINES_ASK"),
+        ("ray.get(ref, timeout=deadlines.ENGINES_ANSWER)", "ENGINES_ANSWER"),
+        ("thread.join(deadlines.ENGINES_ANSWER)", "ENGINES_ANSWER"),
         ("ray.get(actor.ask.remote(_ASK_SECONDS))", ""),
         ("def f(timeout: float): ray.get(actor.ask.remote(timeout))", ""),
         ("ray.wait([ref], timeout=0)", "at once"),

@@ -372,7 +372,7 @@ def test_curves_are_followed_while_an_index_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = make_run(tmp_path / "one", rollouts=3), make_run(tmp_path / "two", rollouts=1)
-    monkeypatch.setattr("slime.deadlines.PAGE_LOOK", 0.0)
+    monkeypatch.setattr("slime.deadlines.PAGE_POLL", 0.0)
     runs = Runs([one, two])
     update, steps = SampleIndex.update, []
 

@@ -164,7 +164,7 @@ class EngineThere:
         headers = {"Content-Type": "application/json", **header_of(key_of(self.url))}
         request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with WITHOUT_PROXIES.open(request, timeout=deadlines.ALIGN_ENGINES) as answer:
+            with WITHOUT_PROXIES.open(request, timeout=deadlines.ALIGN_ENGINES_ANSWER) as answer:
                 return orjson.loads(answer.read())
         except urllib.error.HTTPError as error:
             raise Untested(

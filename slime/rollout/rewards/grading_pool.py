@@ -199,7 +199,7 @@ class _GradingWorker:
             # closed output means that it is on its way out: let it say with which signal
             closed = self.process.stdout is not None and self.process.stdout.at_eof()
             try:
-                async with asyncio.timeout(deadlines.GRADING_POOL_LEAVE if closed else 0.0):
+                async with asyncio.timeout(deadlines.GRADING_POOL_EXIT if closed else 0.0):
                     await self.process.wait()
                 hung = False
             except TimeoutError:
@@ -207,7 +207,7 @@ class _GradingWorker:
                 with contextlib.suppress(
                     TimeoutError
                 ):  # the kernel has not let go of it yet: nobody needs it
-                    async with asyncio.timeout(deadlines.GRADING_POOL_KILLED):
+                    async with asyncio.timeout(deadlines.GRADING_POOL_KILL):
                         await self.process.wait()
         self._errors.close()
         return "timeout" if hung or self.process.returncode == -signal.SIGALRM else "crash"
