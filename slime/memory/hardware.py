@@ -38,7 +38,8 @@ class DeviceMemory:
 
 
 def is_on_gpu(config: Config) -> bool:
-    """Whether trainer and engines have GPUs: this host has some, or the flag gives their size."""
+    """Tell whether trainer and engines have GPUs: this host has some, or the flag gives their
+    size."""
     return num_gpus() > 0 or config.cluster.gpu_memory_gb is not None
 
 

@@ -72,7 +72,7 @@ class Measured:
 
 
 def _has_moments(plan: MemoryPlan) -> bool:
-    """Whether the plan has moments that stay on the GPU."""
+    """Tell whether the plan has moments that stay on the GPU."""
     trainer = plan.facts.trainer
     return trainer is not None and trainer.moments > 0 and trainer.moments_on_host < 1
 

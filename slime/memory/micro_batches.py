@@ -70,7 +70,8 @@ def _with(config: Config, tokens: int, formula: str) -> Config:
 
 
 def _fits(config: Config, device: DeviceMemory) -> bool:
-    """Whether training fits; what engines take in other phases does not depend on the limit."""
+    """Tell whether training fits; what engines take in other phases does not depend on the
+    limit."""
     phases = [
         one
         for one in MemoryPlan.of(config, device).phases

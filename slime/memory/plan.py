@@ -155,7 +155,7 @@ class MemoryPlan:
 
     @property
     def starved(self) -> bool:
-        """Whether the KV cache holds less than one sequence."""
+        """Tell whether the KV cache holds less than one sequence."""
         engine = self.facts.engine
         return (
             engine is not None
@@ -238,9 +238,8 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
             idle = _resting_engine(facts, engine, memory)
             states = [Use("trainer", what, size) for what, size in trainer.states().items()]
             states.append(Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES))
-            if (
-                facts.engine is not None and not facts.colocate
-            ):  # broadcasts keep theirs between pushes
+            # broadcasts keep theirs between pushes
+            if facts.engine is not None and not facts.colocate:
                 states.append(Use("trainer", "two buckets", 2 * facts.bucket))
             if trainer.settings.reference:
                 more = [Use("trainer", what, size) for what, size in trainer.scoring().items()]
@@ -265,9 +264,11 @@ def _groups(facts: Facts) -> Iterator[tuple[str, int | None, bool]]:
 
 
 def ranges(numbers: list[int]) -> str:
-    """Example:
-    >>> ranges([0, 1, 2, 5, 7, 8])
-    '0-2,5,7-8'
+    """Write sorted numbers as runs.
+
+    Example:
+        >>> ranges([0, 1, 2, 5, 7, 8])
+        '0-2,5,7-8'
     """
     runs = []
     for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
@@ -374,9 +375,11 @@ def host_phase(facts: Facts) -> Phase:
 
 
 def gb(nbytes: float) -> str:
-    """Example:
-    >>> gb(1.25e9), gb(3e6)
-    ('1.2', '0.0')
+    """Write bytes as GB.
+
+    Example:
+        >>> gb(1.25e9), gb(3e6)
+        ('1.2', '0.0')
     """
     return f"{nbytes / 1e9:.1f}"
 

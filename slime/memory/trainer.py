@@ -164,8 +164,8 @@ class TrainerSettings:
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
-        """Whether a parameter is trained, by the expressions of the flags and as the trainer reads
-        them: the experts of a layer by the name of each."""
+        """Tell whether a parameter is trained, by the expressions of the flags and as the trainer
+        reads them: the experts of a layer by the name of each."""
         names = [parameter.name + "0" if parameter.is_expert else parameter.name]
         if parameter.is_output and self.spec.tie_embeddings:
             names = ["embedding.word_embeddings.weight"]
@@ -399,7 +399,7 @@ class StageMemory:
 
 
 def _takes_groups(config: Config, spec: ModelSpec, flash4: bool) -> bool:
-    """Whether attention on GPUs takes keys and values as they are
+    """Tell whether attention on GPUs takes keys and values as they are
     (`slime.trainer.megatron.attention`)."""
     wide = spec.head_dim > FLASH4_WIDEST
     torch_only = (

@@ -88,9 +88,8 @@ def _latent_attention(config: dict[str, Any]) -> dict[str, Any]:
         "rotary_scaling_factor": 1.0,
         "mscale_all_dim": 0.0,
     }
-    if scaling is not None and scaling.get(
-        "mscale_all_dim"
-    ):  # on the scores, whatever kind of scaling it is
+    # on the scores, whatever kind of scaling it is
+    if scaling is not None and scaling.get("mscale_all_dim"):
         fields |= {
             "rotary_scaling_factor": float(scaling["factor"]),
             "mscale_all_dim": float(scaling["mscale_all_dim"]),

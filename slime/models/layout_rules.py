@@ -164,10 +164,8 @@ def _expert_rules(spec: ModelSpec, config: Config) -> list[tuple[int, int, str, 
                 raise UserError(
                     f"{flag} {size}, but the model has no experts", fix="leave the flag out"
                 )
-        for dest in (
-            "use_rollout_routing_replay",
-            "use_routing_replay",
-        ):  # the first implies the second
+        # the first implies the second
+        for dest in ("use_rollout_routing_replay", "use_routing_replay"):
             if getattr(config.train, dest):
                 raise UserError(
                     f"{option_of(dest)}, but the model has no experts", fix="leave the flag out"

@@ -57,7 +57,7 @@ class Int4:
         return parts
 
     def is_of_rows(self, columns: int) -> bool:
-        """Whether a piece of a weight, any rows of it and so many neighbouring columns, is
+        """Tell whether a piece of a weight, any rows of it and so many neighbouring columns, is
         quantised by itself as it is within the whole. The piece begins at a multiple of
         ``columns``."""
         return columns % self.group_size == 0

@@ -80,8 +80,8 @@ class Rule:
 
     @property
     def is_linear(self) -> bool:
-        """Whether its tensors are weights of Linear layers; embeddings and routers, which also have
-        two axes, are not."""
+        """Tell whether its tensors are weights of Linear layers; embeddings and routers, which also
+        have two axes, are not."""
         return self.columns is not None and not self.is_embedding and self.rows != "experts"
 
     def applies(self, spec: ModelSpec, layer: int) -> bool:

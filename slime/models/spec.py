@@ -150,8 +150,8 @@ class ModelSpec:
 
     @property
     def rotary_interleaved(self) -> bool:
-        """Whether a rotated pair is two neighbours, not two dimensions half of the rotated part
-        apart."""
+        """Tell whether a rotated pair is two neighbours, not two dimensions half of the rotated
+        part apart."""
         return self.is_mla or bool(self.transformer.get("rotary_interleaved"))
 
     @property
@@ -164,8 +164,8 @@ class ModelSpec:
         return int(self.transformer.get("num_moe_experts") or 0)
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether a layer (global, from 0) has experts, by Megatron's ``moe_layer_freq``: a 0/1 per
-        layer, or every n-th.
+        """Tell whether a layer (global, from 0) has experts, by Megatron's ``moe_layer_freq``: a
+        0/1 per layer, or every n-th.
 
         Example (one dense layer first, as in DeepSeek-V3-like models):
             >>> spec.transformer["moe_layer_freq"], spec.is_moe_layer(0), spec.is_moe_layer(1)

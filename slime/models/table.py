@@ -72,8 +72,10 @@ _WIDTHS: dict[Width, Callable[[ModelSpec], int]] = {
 
 def width(spec: ModelSpec, name: Width) -> int:
     """Return the size of an axis, by the name that the rules give it."""
-    sizes = [_WIDTHS, *(mixer.widths for mixer in mixers_of(spec.transformer))]
-    return next(size[name] for size in sizes if name in size)(spec)
+    if name in _WIDTHS:
+        return _WIDTHS[name](spec)
+    mixers = mixers_of(spec.transformer)
+    return next(mixer.widths[name] for mixer in mixers if name in mixer.widths)(spec)
 
 
 def shapes_of(rule: Rule, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
@@ -283,8 +285,8 @@ class ModelFamily:
         return None
 
     def is_ignored(self, hf_name: str, spec: ModelSpec) -> bool:
-        """Whether a tensor is known to be unused: listed in ``ignored``, or the output layer of a
-        tied model."""
+        """Tell whether a tensor is known to be unused: listed in ``ignored``, or the output layer
+        of a tied model."""
         if spec.tie_embeddings and any(
             rule.tied_to and hf_name in rule.hf_names for rule in self.rules
         ):

@@ -26,6 +26,7 @@ from slime.errors import UserError
 from slime.memory.remedies import remedies
 from slime.processes.footprint import own_bytes
 from slime.samples.batch import StepPlan
+from slime.trainer.ranks import Ranks
 
 _GB = 1e9
 _STATUS = Path("/proc/self/status")
@@ -33,8 +34,8 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 #: What libraries write instead of raising torch.OutOfMemoryError or MemoryError.
 _WORDS = re.compile(
-    r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|can't allocate "
-    r"memory|CUDNN_STATUS_ALLOC_FAILED|cannot allocate memory",
+    r"out of memory|can't allocate memory|cannot allocate memory"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED",
     re.IGNORECASE,
 )
 
@@ -131,16 +132,16 @@ class PhaseMemory:
     def _note(self, name: str) -> None:
         self.peaks[name] = max(self.peaks.get(name, 0.0), _peak(self.device))
 
-    def metrics(self, peaks: list[float] | None = None) -> dict[str, float]:
-        """``perf/<phase>_peak_memory_gb``, of ``peaks`` in the order of ``self.peaks`` where
-        given."""
-        values = list(self.peaks.values()) if peaks is None else peaks
-        return {
-            f"perf/{name}_peak_memory_gb": value / _GB for name, value in zip(self.peaks, values)
-        }
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
+        """Return ``perf/<phase>_peak_memory_gb`` and what is held now, the largest value of any
+        rank. Collective."""
+        own = _held(self.device)
+        own |= {f"perf/{name}_peak_memory_gb": peak / _GB for name, peak in self.peaks.items()}
+        values = torch.tensor(list(own.values()), dtype=torch.float64, device=self.device)
+        return dict(zip(own, ranks.max_over_all(values).tolist()))
 
 
-def held(device: torch.device) -> dict[str, float]:
+def _held(device: torch.device) -> dict[str, float]:
     """Return ``perf/trainer_memory_gb`` of the host, and on a GPU what is in tensors; both stay the
     same from step to step."""
     found = {"perf/trainer_memory_gb": own_bytes(os.getpid()) / _GB}
@@ -150,7 +151,7 @@ def held(device: torch.device) -> dict[str, float]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, whichever library says so.
+    """Tell whether an allocation failed, whichever library says so.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shape mismatch"))
@@ -188,12 +189,12 @@ def _device_use(device: torch.device) -> str:
     if device.type != "cuda":
         return f"resident memory of this process: {psutil.Process().memory_info().rss / _GB:.2f} GB"
     free, total = torch.cuda.mem_get_info(device)
-    held = torch.cuda.memory_reserved(device)
+    reserved = torch.cuda.memory_reserved(device)
     used = torch.cuda.memory_allocated(device)
-    others = max(0, total - free - held)
+    others = max(0, total - free - reserved)
     return (
         f"GPU of {total / _GB:.1f} GB: {used / _GB:.2f} GB in tensors and "
-        f"{(held - used) / _GB:.2f} GB cached by this process, {others / _GB:.2f} GB held by "
+        f"{(reserved - used) / _GB:.2f} GB cached by this process, {others / _GB:.2f} GB held by "
         f"others, {free / _GB:.2f} GB free"
     )
 

@@ -15,7 +15,7 @@ from slime.placement import joined_cluster, needs_engines
 
 logger = get_logger(__name__)
 
-#: By which scripts for earlier versions ask for INT4 fake quantisation of the routed experts.
+#: The variable with which other scripts ask for INT4 fake quantisation of the routed experts.
 _OLD_SWITCH = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
 
 

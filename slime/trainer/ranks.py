@@ -57,7 +57,7 @@ class Ranks:
         return values
 
     def any_of_all(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank of the world."""
+        """Tell whether the flag is set on any rank of the world."""
         return bool(self.max_over_all(torch.tensor([float(flag)], device=self.device)).item() > 0)
 
     def union(self, values: list[Any]) -> list[Any]:

@@ -45,7 +45,7 @@ class Role:
 
     @property
     def learns(self) -> bool:
-        """Whether the model has gradients and an optimizer."""
+        """Tell whether the model has gradients and an optimizer."""
         return self.loss is not None
 
 

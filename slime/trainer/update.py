@@ -29,7 +29,7 @@ from slime.log import get_logger
 from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens
 from slime.trainer.dumps import RankDump, save_train_data, shard_of
 from slime.trainer.megatron import device
-from slime.trainer.memory import LargestMicroBatch, PhaseMemory, held
+from slime.trainer.memory import LargestMicroBatch, PhaseMemory
 from slime.trainer.non_finite import FailedStep, NonFiniteTraining
 from slime.trainer.ranks import Ranks
 from slime.trainer.records import LossInputs, MicroBatchResult, RolloutTensors, StepOutcome
@@ -121,12 +121,7 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
     metrics |= mean_of_steps(steps, first_only=config.algorithm.use_rollout_logprobs)
     metrics |= worst_mismatch(ranks, data)
     metrics |= quantisation_metrics(config, ranks, batch, data)
-    kept = held(ranks.device)
-    here = torch.tensor(
-        [*kept.values(), *memory.peaks.values()], dtype=torch.float64, device=ranks.device
-    )
-    most = ranks.max_over_all(here).tolist()
-    metrics |= dict(zip(kept, most)) | memory.metrics(most[len(kept) :])
+    metrics |= memory.metrics(ranks)
     return {**metrics, **timers.metrics(batch)}, steps
 
 

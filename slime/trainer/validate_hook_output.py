@@ -43,7 +43,7 @@ class UserValues:
         self._nodes = {get_gradient_edge(tensor).node for tensor in self._tensors}
 
     def has_grad_path(self, value: Tensor) -> bool:
-        """Whether the backward pass of ``value`` reaches any of them; true if none has a
+        """Tell whether the backward pass of ``value`` reaches any of them; true if none has a
         gradient."""
         if not self._nodes or not value.requires_grad:
             return not self._nodes
@@ -345,7 +345,7 @@ def per_token(
 
 
 def are_finite(values: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
-    """Whether no value [R] of a token that is trained is NaN or infinite."""
+    """Tell whether no value [R] of a token that is trained is NaN or infinite."""
     return not values or bool(
         (torch.cat(list(values)).isfinite() | (torch.cat(list(masks)) == 0)).all()
     )

@@ -130,8 +130,8 @@ class PackedSelfAttention(SelfAttention):
         )
 
     def _takes_one_pass(self, hidden: Tensor) -> bool:
-        """Whether kernels can be used, norms of queries and keys are ours if there are any, and
-        the rank has whole groups."""
+        """Tell whether kernels can be used, norms of queries and keys are ours if there are any,
+        and the rank has whole groups."""
         kinds = {type(self.q_layernorm), type(self.k_layernorm)}
         known = kinds == {RMSNorm} or kinds <= {IdentityOp, type(None)}
         whole_groups = self.config.num_query_groups >= self.world_size
@@ -176,9 +176,16 @@ def _flash_packed(
     ends = sequences.cu_seqlens_q
     longest = sequences.max_seqlen_q
     out = fast(
-        query, key, value, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest,
-        max_seqlen_k=longest, softmax_scale=scale, causal=True,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        cu_seqlens_q=ends,
+        cu_seqlens_k=ends,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        softmax_scale=scale,
+        causal=True,
+    )
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -259,10 +266,10 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Te
     return torch.matmul(weights.view(batch, groups, -1, length), v).view(batch, heads, length, dim)
 
 
-# -- between packed and padded
-# --------------------------------------------------------------------------------------- Each
-# packed token has exactly one cell, so the gradient of a gather is a gather again. Autograd would
-# scatter-add row by row, which on a CPU costs more than the attention itself.
+# -- between packed and padded ---------------------------------------------------------------------
+#
+# Each packed token has exactly one cell, so the gradient of a gather is a gather again. Autograd
+# would scatter-add row by row, which on a CPU costs more than the attention itself.
 
 
 class _Pad(torch.autograd.Function):

@@ -165,7 +165,8 @@ def _norm_at_once(
 
 
 def has_kernels() -> bool:
-    """Whether Triton kernels can be used: there is a GPU, and a C compiler for their launchers."""
+    """Tell whether Triton kernels can be used: there is a GPU, and a C compiler for their
+    launchers."""
     return has_gpu() and _has_compiler()
 
 

@@ -140,8 +140,7 @@ class Embedding(VocabParallelEmbedding):
         return EmbeddingLookup.apply(self.weight, self.weight.main_grad, input_)
 
 
-# -- layers that normalise the outputs of attention and MLP before they are added to the residual
-# (GLM-4) ------------
+# -- norms of the outputs of attention and MLP, before the residual is added (GLM-4) ---------------
 
 OutputWithBias = tuple[Tensor, Tensor | None]
 AddToResidual = Callable[[OutputWithBias, Tensor, float], Tensor]

@@ -168,7 +168,7 @@ def balance_type(config: TransformerConfig) -> str:
 
 
 def uses_balance_losses(config: TransformerConfig) -> bool:
-    """Whether balance losses add to the gradients of this model."""
+    """Tell whether balance losses add to the gradients of this model."""
     return bool(config.num_moe_experts) and (
         balance_type(config) != "none" or bool(config.moe_z_loss_coeff)
     )

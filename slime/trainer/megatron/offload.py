@@ -225,7 +225,7 @@ class WeightsCopy:
 
     @torch.no_grad()
     def equals(self, chunks: Sequence[nn.Module]) -> bool:
-        """Whether the model's weights are the same bits as the copy."""
+        """Tell whether the model's weights are the same bits as the copy."""
         parameters = stored_tensors(chunks)
         return all(torch.equal(copy, p.detach().cpu()) for copy, p in zip(self.tensors, parameters))
 

@@ -201,7 +201,8 @@ def gather_parameters(chunks: Sequence[DataParallel]) -> None:
 
 
 def is_distributed(config: Config) -> bool:
-    """Whether optimizer states are sharded over the replicas; Megatron does that for Adam only."""
+    """Tell whether optimizer states are sharded over the replicas; Megatron does that for Adam
+    only."""
     return config.megatron.use_distributed_optimizer and config.megatron.optimizer_name == "adam"
 
 

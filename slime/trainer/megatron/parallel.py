@@ -62,8 +62,8 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
             f"model, and {rank_info.world_size} is no multiple of it",
             fix="change --actor-num-nodes × --actor-num-gpus-per-node, or the parallel sizes",
         )
-    if rank_info.master_addr.startswith("127."):  # beside NCCL's groups Megatron makes some of gloo
-        # or gloo looks the host name up, which need not resolve
+    if rank_info.master_addr.startswith("127."):
+        # Megatron also makes groups of gloo, which would look up a host name that need not resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(minutes=config.cluster.distributed_timeout_minutes)
     dist.init_process_group(
