@@ -1,4 +1,4 @@
-"""Training from Python: `train` starts a run beside this process and gives a handle on it.
+"""Training from Python: `train` starts a run in another process and returns a handle on it.
 
     import slime
 
@@ -7,9 +7,8 @@
     run = slime.train(model="path/to/model", data=rows, reward=exact)
     run.series("rollout/raw_reward"), run.samples(-1)[0]["response"], run.model
 
-The run is what ``slime train`` would be, a driver process of its own: nothing of Ray or
-Megatron-core comes into this one, a notebook's kernel stays as it is, and a run that fails takes
-nothing with it.
+The run is a driver process, as if started by ``slime train``. Ray and Megatron-core are not
+imported here, and a run that fails does not affect this process or a notebook's kernel.
 """
 
 from __future__ import annotations
@@ -44,23 +43,22 @@ from slime.processes.host import python_module
 from slime.processes.owner import die_with_parent
 from slime.user_code.loading import check_signature, save_function
 
-#: Columns of data sets that people train on, looked for where --input-key and --label-key are not
-#: given.
+#: Usual names of columns, tried in this order if --input-key or --label-key is not given.
 _INPUT_KEYS = ("prompt", "question", "problem", "messages", "input")
 _LABEL_KEYS = ("label", "answer", "solution")
 _LAST_LINES = 40
-#: Beside the run folders: what was handed to runs, a folder each.
+#: Folder beside the run folders; has a folder for each run with what was passed to it.
 _INPUTS = "inputs"
-#: As `slime.__main__.guarded` prints it.
+#: An error as `slime.__main__.guarded` prints it.
 _ERROR = re.compile(
     r"(?:^|\n)error: (?P<what>(?:(?!\nerror: ).)*?)(?:\n  why: (?P<why>.*?))?(?:\n  fix: "
     r"(?P<fix>.*))?$",
     re.DOTALL,
 )
-#: Of the command line, in a message.
+#: A command line option within a message.
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])")
-#: Its thread starts the drivers: the kernel ends them with the thread that did, and a caller's may
-#: be a short one.
+#: Starts the drivers in a thread that lives as long as this process, since the kernel kills a
+#: driver when the thread that started it ends.
 _STARTER = ThreadPoolExecutor(1, thread_name_prefix="slime-start")
 
 
@@ -75,31 +73,31 @@ def train(
     wait: bool = True,
     **flags: Any,
 ) -> TrainingRun:
-    """Train ``model`` on prompts with a reward; the model is in ``run.model`` afterwards.
+    """Train ``model`` on prompts with a reward; afterwards ``run.model`` is the trained model.
 
     Args:
         model: a Hugging Face directory, ``--hf-checkpoint``.
-        data: prompts: the path of a file, a list of dicts, or a `datasets.Dataset`. Columns named
-            as usual (prompt, question, messages …; label, answer …) are found; ``input_key`` and
-            ``label_key`` name others. All of it is gone through once, unless ``num_rollout``
-            (steps) or ``num_epoch`` says how long.
-        reward: a function, also one that is defined in a notebook or in ``__main__``; the name of a
-            built-in one ("math"), or the path of a function. A function takes what its parameters
-            are called, of ``response``, ``label``, ``prompt``, ``metadata`` and ``sample``, or
-            ``(args, sample, **kwargs)`` as in `slime.user_code.hooks`.
-        eval_data: the same as ``data``, for an evaluation before and after training
-            (``eval_interval`` for more).
-        name, output_dir: the run folder is ``output_dir/name``; the name is the time when it is
-            left out. What is passed to the run (rows, functions, flags), and what it says, are in
-            ``output_dir/inputs/name``.
-        wait: come back when the run has ended. Ctrl-C then stops it as SIGTERM does: it saves what
-            it has learned.
-        flags: every flag of ``slime train`` with underscores; ``save`` is ``"{run}/checkpoints"``
-            unless it is given. Functions and classes where a flag takes the path of one.
+        data: prompts: the path of a file, a list of dicts, or a `datasets.Dataset`. Columns with
+            usual names (prompt, question, messages …; label, answer …) are found; ``input_key`` and
+            ``label_key`` name others. Training takes one epoch unless ``num_rollout`` (steps) or
+            ``num_epoch`` is given.
+        reward: a function, which may be defined in a notebook or in ``__main__``; the name of a
+            built-in reward ("math"); or the path of a function. The function's parameters are some
+            of ``response``, ``label``, ``prompt``, ``metadata`` and ``sample``, or ``(args, sample,
+            **kwargs)`` as in `slime.user_code.hooks`.
+        eval_data: like ``data``, for an evaluation before and after training (set ``eval_interval``
+            for more).
+        name, output_dir: the run folder is ``output_dir/name``; the default name is the time. The
+            run's inputs (rows, functions, flags) and its output are in ``output_dir/inputs/name``.
+        wait: return when the run has ended. Ctrl-C then stops it like SIGTERM: it saves a
+            checkpoint.
+        flags: any flag of ``slime train``, with underscores. ``save`` defaults to
+            ``"{run}/checkpoints"``. A flag that takes the path of a function or class also takes
+            the object.
 
     Raises:
-        RunFailed: the run ended with an error; carries its message.
-        UserError: an argument that cannot be passed on.
+        RunFailed: the run ended with an error; has the error's message.
+        UserError: an argument cannot be passed to the run.
 
     Example:
         >>> run = slime.train(                                         # doctest: +SKIP
@@ -124,7 +122,9 @@ def train(
     if {"num_rollout", "num_epoch"}.isdisjoint(flags):
         settings["num_epoch"] = 1
     settings |= flags
-    rows = {"train": _rows(data)} | ({"eval": _rows(eval_data)} if eval_data is not None else {})
+    rows = {"train": _rows(data)}
+    if eval_data is not None:
+        rows["eval"] = _rows(eval_data)
     with _argument_names():
         _check_flags(settings)
         settings |= _data_keys(rows["train"], settings)
@@ -151,7 +151,7 @@ def train(
 
 
 class TrainingRun:
-    """A run and its folder, while it goes on and afterwards.
+    """A run and its folder, while it runs and afterwards.
 
     Attributes:
         path: the run folder (docs/run-folder.md).
@@ -164,17 +164,17 @@ class TrainingRun:
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._is_awaited = False
 
-    # -- what there is
-    # ---------------------------------------------------------------------------------
+    # -- results
+    # ---------------------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
-        """ "starting", "running", "finished", "stopped" or "interrupted" (it can go on), or
-        "failed"."""
+        """Either "starting", "running", "finished", "failed", or "stopped" or "interrupted", which
+        can be resumed."""
         if self._process is not None and self._process.poll() not in (None, 0):
             return "failed"
-        said = RunFolder(self.path).state() or "starting"
-        return "interrupted" if said == "running" and not is_held(self.path) else said
+        state = RunFolder(self.path).state() or "starting"
+        return "interrupted" if state == "running" and not is_held(self.path) else state
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -186,14 +186,14 @@ class TrainingRun:
         ]
 
     def series(self, name: str) -> list[float]:
-        """The values of one metric, over the steps that have it."""
+        """Return the values of one metric, over the steps that have it."""
         return [row[name] for row in self.metrics if name in row]
 
     def samples(self, step: int = -1) -> list[dict[str, Any]]:
-        """What was generated for a step; the first is 1, the last so far -1.
+        """Return the samples generated for a step; the first step is 1, the newest -1.
 
         Raises:
-            UserError: there is no such step yet.
+            UserError: there are no samples of this step yet.
         """
         files = {
             int(file.stem.split("_")[1]) + 1: file
@@ -201,16 +201,16 @@ class TrainingRun:
         }
         chosen = sorted(files)[step] if step < 0 and -step <= len(files) else step
         if chosen not in files:
-            there = f"steps {min(files)} to {max(files)}" if files else "none"
-            raise UserError(f"{self.path} has no samples of step {step}", why=f"there are: {there}")
+            known = f"steps {min(files)} to {max(files)}" if files else "none"
+            raise UserError(f"{self.path} has no samples of step {step}", why=f"there are: {known}")
         return read_lines(files[chosen])
 
     @property
     def model(self) -> Path:
-        """The newest model that the run has written, a Hugging Face directory.
+        """The directory of the newest model that the run has written, in the Hugging Face format.
 
         Raises:
-            UserError: there is none yet, or only a checkpoint of Megatron's.
+            UserError: there is no model yet, or only a Megatron checkpoint.
         """
         try:
             newest = newest_model(self.path)
@@ -228,7 +228,7 @@ class TrainingRun:
 
     @property
     def report(self) -> Path:
-        """The page with curves, times and samples."""
+        """The HTML page with curves, times and samples."""
         return self.path / "report.html"
 
     def __repr__(self) -> str:
@@ -240,17 +240,17 @@ class TrainingRun:
         )
         return f"<run {self.path}: {self.state}{shown}>"
 
-    # -- what can be done
-    # --------------------------------------------------------------------------------
+    # -- control
+    # ---------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> TrainingRun:
-        """Until the run has ended.
+        """Wait until the run has ended.
 
         Args:
-            timeout: seconds after which to come back anyway; the run goes on.
+            timeout: seconds after which to return while the run continues.
         Raises:
-            RunFailed: it ended with an error.
-            KeyboardInterrupt: after Ctrl-C, once the run has saved and left; a second one ends it
+            RunFailed: the run ended with an error.
+            KeyboardInterrupt: on Ctrl-C, once the run has saved and ended; a second Ctrl-C ends it
                 at once.
         """
         if self._process is None:
@@ -269,20 +269,20 @@ class TrainingRun:
         finally:
             self._is_awaited = False
         if self._process.returncode:
-            said = "".join(self._last_lines).strip()
-            if (told := _ERROR.search(said)) is None:
+            output = "".join(self._last_lines).strip()
+            if (error := _ERROR.search(output)) is None:
                 raise RunFailed(
-                    f"the run {self.path} ended with status {self._process.returncode}", why=said
+                    f"the run {self.path} ended with status {self._process.returncode}", why=output
                 )
             with _argument_names():
-                raise RunFailed(told["what"], why=told["why"] or "", fix=told["fix"] or "")
+                raise RunFailed(error["what"], why=error["why"] or "", fix=error["fix"] or "")
         return self
 
     def stop(self) -> None:
-        """End the run after the step under way; what it has learned is saved.
+        """End the run after the current step; it saves a checkpoint.
 
         Raises:
-            RunFailed: it does not end.
+            RunFailed: the run did not end in time.
         """
         if self._process is None or self._process.poll() is not None:
             return
@@ -299,10 +299,11 @@ class TrainingRun:
             self._process.kill()
 
     def _start(self, command: list[str], log: Path) -> None:
-        """A driver in a session of its own: Ctrl-C is for this process, which passes it on as it
-        should be.
+        """Start the driver in a session of its own, so that Ctrl-C reaches only this process, which
+        then stops the driver properly.
 
-        What it says goes to a file: through a pipe it could not end well when this process is gone.
+        Its output goes to a file. A pipe would break when this process dies, while the driver still
+        has to save a checkpoint.
         """
         parent = os.getpid()
         with open(log, "wb") as output:
@@ -324,7 +325,7 @@ class TrainingRun:
         self._printer.start()
 
     def _print(self, log: Path, printer: LinePrinter) -> None:
-        """Show the driver's lines where this process prints, or in the notebook's cell."""
+        """Show the driver's lines on this process's output, or in the notebook's cell."""
         assert self._process is not None
         is_error = False
         with open(log, encoding="utf-8", errors="replace") as lines:
@@ -332,9 +333,8 @@ class TrainingRun:
                 has_ended = self._process.poll() is not None
                 while line := lines.readline():
                     self._last_lines.append(line)
-                    is_error = is_error or (
-                        self._is_awaited and line.startswith("error: ")
-                    )  # which `wait` raises
+                    # `wait` raises the error instead
+                    is_error = is_error or (self._is_awaited and line.startswith("error: "))
                     if not is_error:
                         printer.add(line)
                 printer.refresh(at_once=has_ended)
@@ -344,10 +344,10 @@ class TrainingRun:
 
 
 def _check_flags(settings: Mapping[str, Any]) -> None:
-    """Names and types of flags, before anything is written.
+    """Check names and types of flags before anything is written.
 
     Raises:
-        UserError: there is no such flag, or it takes something else.
+        UserError: there is no such flag, or it takes another type.
     """
     from slime.config.parse import given_by_name
 
@@ -361,21 +361,19 @@ def _check_flags(settings: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _argument_names() -> Iterator[None]:
-    """What is said of flags of the command line is said of arguments: ``input_key`` for
-    --input-key."""
+    """Within the block, errors name arguments (``input_key``) instead of command line options
+    (--input-key)."""
     try:
         yield
     except UserError as error:
-        said = (
+        renamed = (
             _OPTION.sub(lambda option: option[1].replace("-", "_"), part) for part in error.args
         )
-        raise type(error)(*said) from error.__cause__
+        raise type(error)(*renamed) from error.__cause__
 
 
 def _check_name(output_dir: Path, name: str | None, flags: Mapping[str, Any]) -> None:
-    """Raises:
-    UserError: a run of this name has kept something, and this one is not to go on from it.
-    """
+    """Raise a UserError if a run of this name has checkpoints that this run would overwrite."""
     if name is None or not {"save", "load"}.isdisjoint(flags):
         return
     folder = output_dir / name
@@ -387,11 +385,10 @@ def _check_name(output_dir: Path, name: str | None, flags: Mapping[str, Any]) ->
 
 
 def _new_inputs_folder(folder: Path, name: str | None) -> Path:
-    """A new folder in ``folder`` for what is handed to a run: nothing is written over what an
-    earlier one was given.
+    """Create a folder in ``folder`` for a run's inputs; inputs of earlier runs are not overwritten.
 
     Raises:
-        UserError: the name is that of the folder of all of them.
+        UserError: the run's name is that of the folder of all inputs.
     """
     if name == _INPUTS:
         raise UserError(f"a run cannot be called {name}", why=f"{folder} has what runs were given")
@@ -405,10 +402,10 @@ def _new_inputs_folder(folder: Path, name: str | None) -> Path:
 
 
 def _rows(data: Any) -> str | list[dict[str, Any]]:
-    """The path of a data file, or rows.
+    """Return the path of a data file, or a list of rows.
 
     Raises:
-        UserError: neither.
+        UserError: ``data`` is neither, or its rows cannot be written as JSON.
     """
     if isinstance(data, str | Path):
         return str(data)
@@ -418,13 +415,11 @@ def _rows(data: Any) -> str | list[dict[str, Any]]:
             fix="pass a path, a list of dicts, or a datasets.Dataset of one split",
         )
     rows = list(data)
-    strange = next((row for row in rows if not isinstance(row, Mapping)), None)
-    if strange is not None or not rows:
-        raise UserError(
-            "data has no rows"
-            if not rows
-            else f"a row of data is a {type(strange).__name__}, no dict"
-        )
+    if not rows:
+        raise UserError("data has no rows")
+    for row in rows:
+        if not isinstance(row, Mapping):
+            raise UserError(f"a row of data is a {type(row).__name__}, no dict")
     try:
         json.dumps(rows, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -433,21 +428,19 @@ def _rows(data: Any) -> str | list[dict[str, Any]]:
 
 
 def _write_rows(rows: str | list[dict[str, Any]], file: Path) -> str | Path:
-    """The path of the rows, written to ``file`` where they have none."""
+    """Write rows to ``file``, and return its path; return the path of rows that are in a file."""
     if isinstance(rows, str):
         return rows
-    write_atomically(
-        file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-    )
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomically(file, "".join(lines).encode())
     return file
 
 
 def _data_keys(rows: str | list[dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, str]:
-    """--input-key and --label-key by the columns of the first row, where they are not given.
+    """Return --input-key and --label-key, unless given, from the columns of the first row.
 
     Raises:
-        UserError: there is no such file, it has no rows, or no column that is known for what is
-            needed.
+        UserError: there is no such file, it has no rows, or a needed column has no usual name.
     """
     from slime.prompts.readers import iter_rows
 
@@ -467,25 +460,23 @@ def _data_keys(rows: str | list[dict[str, Any]], settings: Mapping[str, Any]) ->
 
 
 def _needed_columns(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Flag of a column that the run cannot do without → what is in it."""
+    """Return flag → content of each column that the run needs."""
     from slime.rollout.rewards.by_name import RewardByName
 
+    if settings.get("data_source_path") or settings.get("rollout_function_path"):
+        return {}  # users' code reads the rows
+    columns = {"input_key": "the prompts"}
     reward = settings.get("custom_rm_path")
-    labels = isinstance(reward, RewardByName) and "label" in reward.required
-    if settings.get("data_source_path") or settings.get(
-        "rollout_function_path"
-    ):  # which read the rows as they like
-        return {}
-    return {"input_key": "the prompts"} | (
-        {"label_key": "the label that the reward takes"} if labels else {}
-    )
+    if isinstance(reward, RewardByName) and "label" in reward.required:
+        columns["label_key"] = "the label that the reward takes"
+    return columns
 
 
 def _callable_reward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as a run calls rewards.
+    """Return ``function`` with the signature that a run calls rewards with.
 
     Raises:
-        UserError: its parameters are of neither kind.
+        UserError: a run cannot call a function with these parameters.
     """
     from slime.rollout.rewards.by_name import NAMES, RewardByName
     from slime.user_code.hooks import RewardFunction

@@ -1,8 +1,7 @@
-"""What a run reads that may change between two of its launches: data, models, functions of the
-user's own.
+"""Detect inputs of a run that have changed between two launches: data, models, users' functions.
 
-Each launch notes fingerprints of them in ``run.json``. The next launch compares, and says what
-follows.
+Each launch writes fingerprints of its inputs to ``run.json``. The next launch compares them and
+warns of the consequences.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _STAYS = "what was trained on before stays in the weights"
 
 
 def fingerprints(config: Config) -> dict[str, str]:
-    """Flag and value → a text that changes with the content. What is not there is left out.
+    """Return "flag value" → a hash of the content, for each input that exists.
 
     Example:
         >>> fingerprints(config)  # doctest: +SKIP
@@ -35,19 +34,19 @@ def fingerprints(config: Config) -> dict[str, str]:
     return {
         f"{option_of(flag)} {value}": found
         for flag, value in _inputs(config)
-        if (found := _print(flag, value))
+        if (found := _fingerprint(flag, value))
     }
 
 
 def changes(
     config: Config, now: Mapping[str, str], before: Mapping[str, Any], checkpoint: Path | None
 ) -> list[str]:
-    """A line for each input that an earlier launch read with other content.
+    """Return a warning for each input whose content has changed since an earlier launch.
 
     Args:
-        now, before: `fingerprints` of this launch and of that one; a flag that names something else
-            now was changed on purpose.
-        checkpoint: that the run goes on from; None where it has none yet.
+        now, before: `fingerprints` of this launch and the earlier one. Flags whose value differs
+            were changed on purpose and are left out.
+        checkpoint: the checkpoint from which the run resumes; None if it has none yet.
     """
     weights = (
         f"the weights are those of {checkpoint}"
@@ -65,11 +64,10 @@ def changes(
 def _consequence(flag: str, weights: str) -> str:
     if flag == "prompt_data":
         return (
-            "groups in the journal whose prompt and label are the same are trained on as they "
-            "are, others are generated"
-            " again; the position in the data is kept if the number of rows and the first, middle "
-            "and last of them are"
-            f" the same, else prompts are drawn from the beginning; {_STAYS}"
+            "groups in the journal whose prompt and label are the same are trained on as they are, "
+            "others are generated again; the position in the data is kept if the number of rows "
+            "and the first, middle and last of them are the same, else prompts are drawn from the "
+            f"beginning; {_STAYS}"
         )
     if flag == "eval_prompt_data":
         return (
@@ -79,8 +77,7 @@ def _consequence(flag: str, weights: str) -> str:
     if flag == "hf_checkpoint":
         return (
             f"{weights}, its config, tokenizer and chat template are taken from now on; {_AGAIN}; "
-            "the position in the"
-            " data stays"
+            "the position in the data stays"
         )
     if flag == "ref_load":
         return f"the KL term compares with it from now on; {_training_consequence()}"
@@ -102,13 +99,12 @@ def _consequence(flag: str, weights: str) -> str:
 def _training_consequence() -> str:
     return (
         "groups in the journal by weights that were pushed after the checkpoint are generated "
-        "again, others stay, as"
-        f" does the position in the data; {_STAYS}"
+        f"again, others stay, as does the position in the data; {_STAYS}"
     )
 
 
 def _inputs(config: Config) -> Iterator[tuple[str, str]]:
-    """Flags that name what is read, and one value of each at a time."""
+    """Yield (flag, value) for each input that the run reads."""
     flags = config.values()
     reads = ["prompt_data", "hf_checkpoint", *HOOKS, "data_source_path"]
     if config.algorithm.needs_reference and flags["ref_load"] != flags["hf_checkpoint"]:
@@ -121,13 +117,13 @@ def _inputs(config: Config) -> Iterator[tuple[str, str]]:
     yield from (("eval_prompt_data", path) for path in (flags["eval_prompt_data"] or ())[1::2])
 
 
-def _print(flag: str, value: str) -> str:
-    """A fingerprint; "" where there is nothing."""
+def _fingerprint(flag: str, value: str) -> str:
+    """Return a hash of the content, "" if the input does not exist."""
     if flag in ("hf_checkpoint", "ref_load"):
         return content_fingerprint(Path(value))
     if flag not in ("prompt_data", "eval_prompt_data"):
         return fingerprint(None, [value])
     try:
         return content_fingerprint(Path(split_name(split_slice(value)[0])[0]), whole=True)
-    except UserError:  # whoever reads it says so
+    except UserError:  # the check of the data reports it
         return ""
