@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from slime.compat import import_paths as legacy_paths
+from slime.compat import import_paths
 
 if TYPE_CHECKING:
     from slime.run.api import TrainingRun, train
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["TrainingRun", "train"]
 
-legacy_paths.install()
+import_paths.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
-"""Which process runs where: the seeds' GPU formulas. Imports no Ray.
+"""The numbers of GPUs that trainer and engines need, and how they share them. Imports no Ray.
 
-Where there is no GPU, a "GPU" of the placement flags is one CPU process slot.
+On hosts without GPUs, a "GPU" of the placement flags is one CPU process slot.
 
     decoupled   [ trainer 0 … A-1 | engines A … A+R-1 ]        needs A + R
     colocated   [ trainer 0 … A-1 ]                            needs max(A, R)
@@ -17,7 +17,7 @@ from slime.config.config import Config
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """How many slots a run needs, and which belong to whom.
+    """The slots that a run needs for trainer ranks and engines.
 
     Attributes:
         num_train: trainer ranks (one slot each).
@@ -25,8 +25,8 @@ class PlacementPlan:
         slots_per_engine: slots of one engine (its tensor x pipeline parallel size).
         rollout_offset: first slot of the engines.
         total: slots of the placement group.
-        formula: how ``total`` came about, for messages.
-        num_external: engines that others have started at the launch; they have no slots.
+        formula: the calculation of ``total``, for messages.
+        num_external: external engines at the launch, which take no slots.
     """
 
     num_train: int
@@ -39,7 +39,7 @@ class PlacementPlan:
 
     @property
     def num_engines(self) -> int:
-        """That the run starts."""
+        """Number of engines that the run starts."""
         return self.num_rollout // self.slots_per_engine
 
     @property
@@ -48,10 +48,8 @@ class PlacementPlan:
 
     @staticmethod
     def of(config: Config) -> PlacementPlan:
-        """The plan for a resolved configuration.
-
-        Example: 4 trainer GPUs and 4 engine GPUs need 8 when decoupled, 4 with --colocate.
-        """
+        """Return the plan for a resolved configuration: 4 trainer GPUs and 4 engine GPUs need 8
+        slots, 4 with --colocate."""
         cluster = config.cluster
         train = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
         rollout = cluster.rollout_num_gpus
@@ -60,13 +58,11 @@ class PlacementPlan:
             f"actor_num_nodes {cluster.actor_num_nodes} x actor_num_gpus_per_node "
             f"{cluster.actor_num_gpus_per_node}"
         )
-        if (
-            not needs_engines(config) and config.debug.debug_rollout_only
-        ):  # answers are made ready, and that is all
-            return PlacementPlan(
-                0, 0, per_engine, 0, 1, "no trainer and no engine: one slot, as Ray wants one"
-            )
         if not needs_engines(config):
+            if config.debug.debug_rollout_only:  # SFT samples are prepared, and nothing else
+                return PlacementPlan(
+                    0, 0, per_engine, 0, 1, "no trainer and no engine: one slot, as Ray wants one"
+                )
             return PlacementPlan(train, 0, per_engine, 0, train, trainer_text)
         external = len(config.engine.rollout_external_engine_addrs)
         if config.debug.debug_rollout_only:
@@ -87,14 +83,14 @@ class PlacementPlan:
 
 
 def joined_cluster(config: Config) -> str | None:
-    """Address of the Ray cluster that the run joins; None: it starts one of its own on this
-    host."""
+    """Return the address of the Ray cluster to join; None if the run starts one on this host."""
     address = config.cluster.ray_address or os.environ.get("RAY_ADDRESS") or "local"
     return None if address == "local" else address
 
 
 def needs_engines(config: Config) -> bool:
-    """False for SFT, for --debug-train-only and when rollouts are loaded from dumps."""
+    """Return whether the run generates: not for SFT without evaluation, --debug-train-only or
+    rollouts that are loaded from dumps."""
     debug = config.debug
     if debug.debug_train_only or debug.load_debug_rollout_data:
         return False

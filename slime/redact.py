@@ -22,8 +22,7 @@ from urllib.parse import quote
 
 HIDDEN = "•••"
 
-# -- names
-# --------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
 
@@ -157,8 +156,7 @@ def _hides(grade: int, value: Any) -> bool:
     return not (plain.startswith("<") or (plain.isdecimal() and len(plain) < 8))
 
 
-# -- texts
-# --------------------------------------------------------------------------------------------------
+# -- texts -----------------------------------------------------------------------------------------
 
 #: Shorter values are words that stand in every log ("1", "true", "none").
 _LEAST = 6
@@ -304,8 +302,7 @@ def _looks_random(value: str) -> bool:
     return len(value) >= 8 and any(c.isdigit() for c in value) and any(c.isalpha() for c in value)
 
 
-# -- what others call
-# ----------------------------------------------------------------------------------------
+# -- what others call ------------------------------------------------------------------------------
 
 
 def redacted(value: Any, name: str = "") -> Any:

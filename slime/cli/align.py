@@ -95,7 +95,7 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
     from slime.diagnosis.align.engines import EngineThere
     from slime.diagnosis.align.examine import as_json, text
     from slime.diagnosis.align.prepare import RoundFailed, Wish, examined, fresh_round
-    from slime.diagnosis.look import LeftOut
+    from slime.diagnosis.check import LeftOut
     from slime.diagnosis.troubles import TROUBLES, Finding
 
     options = asked.options

@@ -297,8 +297,7 @@ def _dtype(options: argparse.Namespace) -> str:
     return said if said in PRECISIONS else "bfloat16"
 
 
-# -- ranks
-# -------------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 
 @contextmanager

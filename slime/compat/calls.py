@@ -30,8 +30,7 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-# -- coroutines
-# --------------------------------------------------------------------------------------------------
+# -- coroutines ------------------------------------------------------------------------------------
 
 
 class AsyncLoopThread:
@@ -83,8 +82,7 @@ def run(coro: Coroutine[Any, Any, T]) -> T:
     return get_async_loop().run(coro)
 
 
-# -- functions of users
-# ----------------------------------------------------------------------------------------------
+# -- functions of users ----------------------------------------------------------------------------
 
 
 def call_dynamic_filter(fn: Any, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
@@ -114,8 +112,7 @@ class SingletonMeta(type):
         return cls._instances[cls]
 
 
-# -- hosts
-# --------------------------------------------------------------------------------------------------
+# -- hosts -----------------------------------------------------------------------------------------
 
 _ELSEWHERE = ("192.0.2.1", 9)
 """An address that is nobody's (RFC 5737)."""
@@ -177,8 +174,7 @@ def exec_command(cmd: str, capture_output: bool = False) -> str | None:
     return done.stdout if capture_output else None
 
 
-# -- traces
-# --------------------------------------------------------------------------------------------------
+# -- traces ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

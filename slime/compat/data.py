@@ -20,8 +20,7 @@ from slime.rollout.generate import is_in_run
 from slime.rollout.loop import current_loop
 from slime.samples.types import Sample
 
-# -- rows
-# --------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
 def read_file(path: str) -> Iterator[dict[str, Any]]:
@@ -108,8 +107,7 @@ class Dataset:
         return len(self.samples)
 
 
-# -- tokens
-# --------------------------------------------------------------------------------------------------
+# -- tokens ----------------------------------------------------------------------------------------
 
 
 def load_tokenizer(name_or_path: str, chat_template_path: str | None = None, **kwargs: Any) -> Any:
@@ -185,8 +183,7 @@ class MultiTurnLossMaskGenerator:
         return texts
 
 
-# -- evaluation sets
-# -------------------------------------------------------------------------------------------------
+# -- evaluation sets -------------------------------------------------------------------------------
 
 
 #: Flags that a set takes what it leaves out from.

@@ -27,8 +27,7 @@ _WORKERS = 2
 #: Of a response, for a strict comparison of boxes.
 _TAIL = 100
 
-# -- boxes
-# --------------------------------------------------------------------------------------------------
+# -- boxes -----------------------------------------------------------------------------------------
 
 
 def extract_answer(passage: str | None) -> str | None:
@@ -53,8 +52,7 @@ def remove_boxed(s: str | None) -> str | None:
     return None if s is None else last_boxed(s)
 
 
-# -- expressions
-# --------------------------------------------------------------------------------------------------
+# -- expressions -----------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -95,8 +93,7 @@ def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
     return int(_is_right("deepscaler", response, label))
 
 
-# -- instructions
-# ------------------------------------------------------------------------------------------------
+# -- instructions ----------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -121,8 +118,7 @@ def compute_ifbench_reward(
     return shared_loop().run(grade).score
 
 
-# -- text
-# --------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 def normalize_answer(s: str | None) -> str:

@@ -41,17 +41,8 @@ NO_COUNTERPART: dict[str, str] = {
     path: with_doc_urls(row["use"]) for row in _TABLE["no_counterpart"] for path in row["imports"]
 }
 
-#: Modules of our own that plugins import and that have moved, with what is below them.
-MOVED: dict[str, str] = {
-    "slime.api": "slime.run.api",
-    "slime.hooks": "slime.user_code.hooks",
-    "slime.hook_loading": "slime.user_code.loading",
-    "slime.notebook": "slime.observe.notebook",
-    "slime.rollout.agents": "slime.agents",
-    "slime.rollout.environments": "slime.environments",
-    "slime.rollout.sandbox": "slime.sandbox",
-    "slime.engines.embedded": "slime.embedded",
-}
+#: Further names of our own modules, which stand for what is below them, too → the module.
+ALIASES: dict[str, str] = _TABLE["aliases"]
 
 _HUB = "slime.rollout.rm_hub"
 _ROLLOUT = "slime.rollout.sglang_rollout"
@@ -139,21 +130,12 @@ def _note_replacement(path: str, target: str, value: Any) -> None:
         )
 
 
-def _moved_to(fullname: str) -> str | None:
-    for old, new in MOVED.items():
-        if fullname == old or fullname.startswith(old + "."):
-            return new + fullname.removeprefix(old)
+def _alias_of(fullname: str) -> str | None:
+    """The module that another name stands for; None where it is no such name."""
+    for alias, module in ALIASES.items():
+        if fullname == alias or fullname.startswith(alias + "."):
+            return module + fullname.removeprefix(alias)
     return None
-
-
-class _MovedModule(ModuleType):
-    """A module of an earlier version at its new place."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        target = importlib.import_module(_moved_to(self.__name__) or self.__name__)
-        return getattr(target, name)
 
 
 #: Packages that are here for old paths alone, so that whatever else is asked of them is an old
@@ -165,14 +147,16 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith("slime."):
+            return None
         if reason := NO_COUNTERPART.get(fullname):
             # without a name: with its own, "from package import module" would drop it for "cannot
             # import name"
             raise ModuleNotFoundError(
                 f"{fullname} has no counterpart in this version; use: {reason}"
             )
-        if new := _moved_to(fullname):
-            found = importlib.util.find_spec(new)
+        if module := _alias_of(fullname):
+            found = importlib.util.find_spec(module)
             if found is None:
                 return None
             is_package = found.submodule_search_locations is not None
@@ -189,24 +173,25 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             fullname, self, origin="slime.compat.import_paths", is_package=is_package
         )
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        if new := _moved_to(spec.name):
-            return _MovedModule(spec.name, f"Moved to {new}.")
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        if spec.name not in OLD_MODULES:
+            return None  # an alias: `exec_module` puts the module itself in its place
         return _OldModule(spec.name, f"Names of earlier slime versions; see {__name__}.")
 
     def exec_module(self, module: ModuleType) -> None:
-        pass
+        if target := _alias_of(module.__name__):
+            sys.modules[module.__name__] = importlib.import_module(target)
 
     def get_code(self, fullname: str) -> CodeType:
-        """What ``python -m`` of a moved module runs."""
-        new = _moved_to(fullname)
-        return compile(
-            f"import runpy; runpy.run_module({new!r}, run_name='__main__')", new or "", "exec"
-        )
+        """Return what ``python -m`` of an alias runs."""
+        target = _alias_of(fullname)
+        source = f"import runpy; runpy.run_module({target!r}, run_name='__main__')"
+        return compile(source, fullname, "exec")
 
 
 def install() -> None:
     """Make the old paths importable. Calling it again changes nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+        # in front: below an alias of a package, the finder of files would load its modules twice
+        sys.meta_path.insert(0, _Finder())
         register_old_modules(OLD_MODULES)

@@ -21,8 +21,7 @@ from slime.algorithms.losses import (
 from slime.algorithms.reduce import sequence_mean
 from slime.samples.packing import PackingRules, plan_steps
 
-# -- losses
-# --------------------------------------------------------------------------------------------------
+# -- losses ----------------------------------------------------------------------------------------
 
 
 def compute_approx_kl(
@@ -113,8 +112,7 @@ def _length(tensor: Tensor) -> Tensor:
     return torch.tensor([tensor.numel()], device=tensor.device)
 
 
-# -- advantages
-# --------------------------------------------------------------------------------------------------
+# -- advantages ------------------------------------------------------------------------------------
 
 
 def get_grpo_returns(rewards: Sequence[float] | Tensor, kl: list[Tensor]) -> list[Tensor]:
@@ -204,8 +202,7 @@ def get_advantages_and_returns_batch(
     return [row[0] for row in rows], [row[1] for row in rows]
 
 
-# -- packing
-# --------------------------------------------------------------------------------------------------
+# -- packing ---------------------------------------------------------------------------------------
 
 
 def build_dp_schedule(

@@ -123,8 +123,7 @@ def violations(draft: Draft) -> Iterator[UserError]:
                 return
 
 
-# -- what flags declare of themselves
-# ------------------------------------------------------------------------
+# -- what flags declare of themselves --------------------------------------------------------------
 
 
 def _ranges(draft: Draft) -> None:
@@ -163,8 +162,7 @@ def _is_so_anyway(draft: Draft, spec: FlagSpec) -> bool:
     return bool(derived == draft[spec.dest])
 
 
-# -- the run
-# -------------------------------------------------------------------------------------------------
+# -- the run ---------------------------------------------------------------------------------------
 
 
 def _staleness(draft: Draft) -> None:

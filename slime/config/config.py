@@ -115,8 +115,7 @@ class Config:
     extra: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
-    # -- views
-    # -------------------------------------------------------------------------------------------
+    # -- views -------------------------------------------------------------------------------------
 
     def values(self) -> dict[str, Any]:
         """Every flag of ours, and those of Megatron and SGLang that the user set, by name with
@@ -172,8 +171,7 @@ class Config:
                 ]
         return "\n".join(lines)
 
-    # -- storage
-    # -----------------------------------------------------------------------------------------
+    # -- storage -----------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write config.json with secrets hidden: ``{group: {flag: value}, "extra": {…}, "origins":

@@ -67,7 +67,7 @@ class Draft:
     warnings: list[str] = field(default_factory=list)
 
     @staticmethod
-    def of(
+    def with_defaults(
         given: UserFlags, specs: Mapping[str, FlagSpec], entry: str, is_run: bool = False
     ) -> Draft:
         """Constant defaults of our flags, and the given values over them."""

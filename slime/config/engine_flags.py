@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slime.config.data import read_table
+from slime.config.data import read_table, record_of
 from slime.config.flag import FlagMeta, FlagSpec
 from slime.documentation import with_doc_urls
 
@@ -89,14 +89,6 @@ class ForeignArg:
     aliases: tuple[str, ...] = ()
     help: str = ""
 
-    @staticmethod
-    def from_json(row: dict[str, Any]) -> ForeignArg:
-        values: dict[str, Any] = {
-            key: tuple(value) if key in ("choices", "aliases") else value
-            for key, value in row.items()
-        }
-        return ForeignArg(**values)
-
 
 @functools.cache
 def _sglang_table() -> dict[str, Any]:
@@ -107,7 +99,7 @@ def _sglang_table() -> dict[str, Any]:
 def stored_sglang_args() -> tuple[str, list[ForeignArg]]:
     """(version, arguments) of the newest SGLang that is supported."""
     table = _sglang_table()
-    return table["version"], [ForeignArg.from_json(row) for row in table["arguments"]]
+    return table["version"], [record_of(ForeignArg, row) for row in table["arguments"]]
 
 
 @functools.cache
@@ -125,7 +117,7 @@ def sglang_args() -> tuple[str, list[ForeignArg]]:
     version = older[-1] if older else versions[0]
     if version == newest:
         return installed, arguments
-    changed = {row["name"]: ForeignArg.from_json(row) for row in others[version]["arguments"]}
+    changed = {row["name"]: record_of(ForeignArg, row) for row in others[version]["arguments"]}
     kept = [arg for arg in arguments if arg.name not in {*others[version]["without"], *changed}]
     return installed, [*kept, *changed.values()]
 
@@ -161,7 +153,7 @@ def sglang_flags() -> dict[str, FlagSpec]:
 def router_flags() -> dict[str, FlagSpec]:
     """``--router-<name>`` for everything sglang-router accepts, by dest."""
     table = read_table("sglang_router.json")
-    arguments = [ForeignArg.from_json(row) for row in table["arguments"]]
+    arguments = [record_of(ForeignArg, row) for row in table["arguments"]]
     origin = f"sglang-router {table['version']}"
     flags = with_prefix("router", arguments, ROUTER_RESERVED, origin)
     policy = flags["router_policy"]

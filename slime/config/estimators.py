@@ -115,11 +115,11 @@ FACTS: dict[str, EstimatorFacts] = {
 }
 
 
-def those_where(fact: str, is_so: bool = True) -> tuple[str, ...]:
-    """Names of the estimators of which a fact is true, or false.
+def estimators_where(fact: str, is_so: bool = True) -> tuple[str, ...]:
+    """The names of the estimators for which a fact is true, or false.
 
     Example:
-        >>> those_where("discounts")
+        >>> estimators_where("discounts")
         ('reinforce_plus_plus',)
     """
     assert fact in {field.name for field in fields(EstimatorFacts)}, fact

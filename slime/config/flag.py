@@ -55,8 +55,7 @@ def option_of(dest: str) -> str:
     return "--" + dest.replace("_", "-")
 
 
-# -- range
-# -------------------------------------------------------------------------------------------------
+# -- range -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,7 @@ SEED = Interval(0, 2**32 - 1, what="a seed of every generator, NumPy's included"
 FRACTION = Interval(0, 1, what="a fraction")
 WEIGHT = finite(0, "the weight of a loss")
 
-# -- what a flag acts with
-# ---------------------------------------------------------------------------------
+# -- what a flag acts with -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -148,28 +146,28 @@ class Condition:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A flag acts when one of ``settings`` holds. Else it is refused, because it would be ignored.
+    """A flag acts when one of ``conditions`` holds. Else it is refused: it would be ignored.
 
     Attributes:
         why: why it does nothing without them.
-        warns: said in a warning, not refused: speed alone is at stake, or a function of the user's
+        warns: a warning instead of a refusal: speed alone is at stake, or a function of the user's
             own may read it.
     """
 
-    settings: tuple[Condition, ...]
+    conditions: tuple[Condition, ...]
     why: str = ""
     warns: bool = False
 
     def __or__(self, other: Requirement) -> Requirement:
         return Requirement(
-            (*self.settings, *other.settings), self.why or other.why, self.warns or other.warns
+            (*self.conditions, *other.conditions), self.why or other.why, self.warns or other.warns
         )
 
     def __and__(self, other: Requirement) -> tuple[Requirement, ...]:
         return (self, other)
 
     def holds(self, values: Mapping[str, Any]) -> bool:
-        return any(setting.holds(values) for setting in self.settings)
+        return any(condition.holds(values) for condition in self.conditions)
 
     def words(self, values: Mapping[str, Any] | None = None) -> str:
         """What is missing.
@@ -180,14 +178,16 @@ class Requirement:
             >>> (on("eval_config") | unless("loss_type", "sft_loss")).words()
             'with --loss-type sft_loss and without --eval-config'
         """
-        present = [s.found(values) if values else s.asked for s in self.settings if s.negated]
-        absent = [setting.asked for setting in self.settings if not setting.negated]
+        present = [s.found(values) if values else s.asked for s in self.conditions if s.negated]
+        absent = [condition.asked for condition in self.conditions if not condition.negated]
         parts = ["with " + " and ".join(present)] if present else []
         parts += ["without " + " or ".join(absent)] if absent else []
         return " and ".join(parts)
 
     def fix(self, option: str) -> str:
-        absent = " or ".join(setting.asked for setting in self.settings if not setting.negated)
+        absent = " or ".join(
+            condition.asked for condition in self.conditions if not condition.negated
+        )
         return f"pass {absent} too, or leave {option} out" if absent else f"leave {option} out"
 
 
@@ -222,8 +222,7 @@ ENGINES = (
 #: The built-in policy loss runs.
 POLICY_LOSS = unless("loss_type", "sft_loss", "custom_loss", why="it belongs to the policy loss")
 
-# -- the declaration
-# ---------------------------------------------------------------------------------------
+# -- the declaration -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -240,14 +239,14 @@ class FlagMeta:
             constant.
         range: of a number, or of each number of a list.
         needs: when it acts: all of these.
-        serves: the parts of a run that read it; () is the group's.
+        read_by: the parts of a run that read it; () is the group's ``READ_BY``.
         refused: why setting this flag is not supported in this version; empty when it works.
         refused_values: the same for single values of a flag that otherwise works.
         instead: single values that ask for speed alone → what is taken in their place, with a
             warning, and why.
         is_reserved: refused at its default, too: this system sets it itself.
-        no_effect: why setting this flag changes nothing, which is said in a warning; empty when it
-            does.
+        no_effect: why setting this flag changes nothing, for a warning; empty when it does
+            something.
     """
 
     name: str = ""
@@ -268,8 +267,13 @@ class FlagMeta:
 NO_META = FlagMeta()
 
 
-def flag(default: Any, *, needs: Requirement | tuple[Requirement, ...] = (),
-         read_by: Part | tuple[Part, ...] = (), **meta: Any) -> Any:  # fmt: skip
+def flag(
+    default: Any,
+    *,
+    needs: Requirement | tuple[Requirement, ...] = (),
+    read_by: Part | tuple[Part, ...] = (),
+    **meta: Any,
+) -> Any:
     """A dataclass field that is a flag with a constant default; see `FlagMeta` for the keywords."""
     needed = (needs,) if isinstance(needs, Requirement) else needs
     readers = (read_by,) if isinstance(read_by, str) else read_by
@@ -355,28 +359,50 @@ def specs_of(group: str, cls: Any) -> list[FlagSpec]:
         factory = field.default_factory
         specs.append(
             FlagSpec(
-                (meta.name or field.name).replace("-", "_"), group, field.name, kind,
-                field.default if factory is dataclasses.MISSING else factory(),
-                many=many, optional=optional, choices=choices, help=docs.get(field.name, ""),
-                meta=meta if meta.read_by else dataclasses.replace(meta, read_by=cls.SERVES),
+                dest=(meta.name or field.name).replace("-", "_"),
+                group=group,
+                attribute=field.name,
+                kind=kind,
+                default=field.default if factory is dataclasses.MISSING else factory(),
+                many=many,
+                optional=optional,
+                choices=choices,
+                help=docs.get(field.name, ""),
+                meta=meta if meta.read_by else dataclasses.replace(meta, read_by=cls.READ_BY),
             )
-        )  # fmt: skip
+        )
     return specs
 
 
-def refused_spec(group: str, cls: Any, row: dict[str, Any]) -> FlagSpec:
-    """A flag of `data/refused_flags.toml`: `Config` has no place for it, as it cannot be set."""
-    many = row.get("many", False)
-    default: Any = row.get("default", () if many else None)
+@dataclass(frozen=True, kw_only=True)
+class RefusedFlag:
+    """A row of `data/refused_flags.toml`; the fields are those of `FlagSpec` and `FlagMeta`."""
+
+    name: str
+    kind: Kind
+    refused: str
+    help: str
+    default: Any = None
+    many: bool = False
+    optional: bool = False
+    choices: tuple[Any, ...] = ()
+    append: bool = False
+
+
+def refused_spec(group: str, cls: Any, row: RefusedFlag) -> FlagSpec:
+    """The flag of a row. `Config` has no place for it, as it cannot be set."""
     return FlagSpec(
-        row["name"], group, "", row["kind"], tuple(default) if many else default, many=many,
-        optional=row.get("optional", False), choices=tuple(row.get("choices", ())),
-        help=row["help"],
-        meta=FlagMeta(
-            refused=with_doc_urls(row["refused"]), append=row.get("append", False),
-            read_by=cls.SERVES,
-        ),
-    )  # fmt: skip
+        dest=row.name,
+        group=group,
+        attribute="",
+        kind=row.kind,
+        default=() if row.many and row.default is None else row.default,
+        many=row.many,
+        optional=row.optional,
+        choices=row.choices,
+        help=row.help,
+        meta=FlagMeta(refused=with_doc_urls(row.refused), append=row.append, read_by=cls.READ_BY),
+    )
 
 
 def _kind_of(annotation: Any) -> tuple[Kind, bool, bool, tuple[Any, ...]]:

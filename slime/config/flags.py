@@ -21,9 +21,9 @@ from slime.config import (
     groups_run,
     groups_train,
 )
-from slime.config.data import read_table
+from slime.config.data import read_table, record_of
 from slime.config.engine_flags import router_flags, sglang_flags, sglang_that_has
-from slime.config.flag import FlagSpec, refused_spec, specs_of
+from slime.config.flag import FlagSpec, RefusedFlag, refused_spec, specs_of
 from slime.config.megatron_flags import SHORTHANDS, lm_flags, native_flags
 from slime.config.other_systems import other_name
 from slime.errors import UserError
@@ -51,9 +51,10 @@ GROUPS: dict[str, type] = {
 def own_flags() -> dict[str, FlagSpec]:
     """Every flag of the groups by its dest, in the order of the groups."""
     refused = read_table("refused_flags.toml")
+    assert refused.keys() <= GROUPS.keys(), refused.keys() - GROUPS.keys()
     specs: dict[str, FlagSpec] = {}
     for group, cls in GROUPS.items():
-        rows = refused.get(group, ())
+        rows = [record_of(RefusedFlag, row) for row in refused.get(group, ())]
         for spec in (*specs_of(group, cls), *(refused_spec(group, cls, row) for row in rows)):
             assert spec.dest not in specs, spec.dest
             specs[spec.dest] = spec

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from slime.config.estimators import EstimatorName, those_where
+from slime.config.estimators import EstimatorName, estimators_where
 from slime.config.flag import (
     POLICY_LOSS,
     SAMPLES,
@@ -40,7 +40,7 @@ _CUSTOM_MAY_READ = unless(
 class AlgorithmConfig:
     """Loss, advantages, and corrections between the sampling and the trained policy."""
 
-    SERVES: ClassVar[tuple[Part, ...]] = ("training",)
+    READ_BY: ClassVar[tuple[Part, ...]] = ("training",)
 
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag(
         "policy_loss", read_by=("driver", "collection", "samples", "training")
@@ -79,7 +79,7 @@ class AlgorithmConfig:
             _CUSTOM_MAY_READ,
             unless(
                 "advantage_estimator",
-                *those_where("dual_clip", False),
+                *estimators_where("dual_clip", False),
                 why="it clips the importance weight, not the loss",
             ),
         ),
@@ -92,7 +92,7 @@ class AlgorithmConfig:
             SAMPLES,
             unless(
                 "advantage_estimator",
-                *those_where("takes_token_kl", False),
+                *estimators_where("takes_token_kl", False),
                 why="its advantage is the group-normalised reward alone; use --use-kl-loss"
                 " --kl-loss-coef 0.01 --kl-loss-type low_var_kl",
             ),
@@ -122,11 +122,11 @@ class AlgorithmConfig:
     gamma: float = flag(
         1.0,
         range=Interval(0, 1, what="a discount; above 1 returns would grow with the length"),
-        needs=on("advantage_estimator", *those_where("discounts"))
+        needs=on("advantage_estimator", *estimators_where("discounts"))
         | on(
             "custom_advantage_function_path",
             why="every token of a sample has the sample's own reward; only"
-            f" {' and '.join(those_where('discounts'))} discounts",
+            f" {' and '.join(estimators_where('discounts'))} discounts",
         ),
     )
     """Discount per trained token (REINFORCE++); the answer of a tool is no time step."""
@@ -140,7 +140,7 @@ class AlgorithmConfig:
             SAMPLES,
             on(
                 "advantage_estimator",
-                *those_where("std_normalized"),
+                *estimators_where("std_normalized"),
                 why="the other estimators do not divide by it",
             ),
             _OWN_REWARDS,

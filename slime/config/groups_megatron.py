@@ -18,19 +18,12 @@ from slime.config.flag import (
     on,
     unless,
 )
+from slime.config.megatron_flags import SHARDED_STATES
 
 _DECAYS = unless(
     "lr_decay_style", "constant", why="a constant learning rate does not decay, one of cosine does"
 )
 _MOMENTUM = Interval(0, 1, below=True, what="the weight of the past in a running mean")
-#: What belongs to optimizer states that are sharded over the replicas.
-_SHARDED = (
-    on("optimizer", "adam", why="only Adam's states are sharded over the replicas"),
-    on(
-        "use_distributed_optimizer",
-        why="each rank updates all parameters, so there is nothing to gather or to shard",
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +40,7 @@ class MegatronConfig:
             `vocab_size`, ...); never passed on, only checked against the Hugging Face config.
     """
 
-    SERVES: ClassVar[tuple[Part, ...]] = ("training",)
+    READ_BY: ClassVar[tuple[Part, ...]] = ("training",)
 
     tensor_model_parallel_size: int = flag(1, range=SOME, read_by="trainer")
     """GPUs over which each layer's matrices are split."""
@@ -148,7 +141,7 @@ class MegatronConfig:
     """Stop on NaN or Inf; off: the step is skipped and counted."""
     use_distributed_optimizer: bool = flag(True, read_by="trainer")
     """Shard optimizer states over data-parallel ranks."""
-    use_precision_aware_optimizer: bool = flag(False, needs=_SHARDED, read_by="trainer")
+    use_precision_aware_optimizer: bool = flag(False, needs=SHARDED_STATES, read_by="trainer")
     """Optimizer states in lower precision (needs Transformer Engine)."""
     optimizer_cpu_offload: bool = flag(False, read_by="trainer")
     """Run the optimizer step on the CPU, with its states in host memory."""
@@ -156,7 +149,7 @@ class MegatronConfig:
     """Optimizer states live in host memory while the engines hold the GPU."""
     overlap_grad_reduce: bool = flag(False)
     """Overlap gradient reduction with the backward pass."""
-    overlap_param_gather: bool = flag(False, needs=(on("overlap_grad_reduce"), *_SHARDED))
+    overlap_param_gather: bool = flag(False, needs=(on("overlap_grad_reduce"), *SHARDED_STATES))
     """Overlap gathering of parameters with the forward pass."""
     accumulate_allreduce_grads_in_fp32: bool = derived(
         "true unless fp32 is the training precision anyway", read_by="trainer"

@@ -16,7 +16,7 @@ class QuantisedConfig:
 
     Engines hold such weights if --hf-checkpoint has a quantization_config."""
 
-    SERVES: ClassVar[tuple[Part, ...]] = ("trainer",)
+    READ_BY: ClassVar[tuple[Part, ...]] = ("trainer",)
 
     fake_quantisation: Literal["experts", "linears"] | None = flag(None, needs=_TRAINS)
     """Compute with the quantised values of the weights, as the engines do, in all forward and

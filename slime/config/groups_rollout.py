@@ -39,7 +39,7 @@ _SFT_PATH = "slime.rollout.sft_rollout.generate_rollout"
 class DataConfig:
     """The prompt data set and how its rows become prompts."""
 
-    SERVES: ClassVar[tuple[Part, ...]] = ("collection",)
+    READ_BY: ClassVar[tuple[Part, ...]] = ("collection",)
 
     prompt_data: str | None = flag(None)
     """JSONL, JSON, CSV, Parquet or Arrow file, data set folder, or org/name on the hub;
@@ -94,7 +94,7 @@ class DataConfig:
 class RolloutConfig:
     """Sampling: how many, how, and the functions that users may put in."""
 
-    SERVES: ClassVar[tuple[Part, ...]] = ("generation",)
+    READ_BY: ClassVar[tuple[Part, ...]] = ("generation",)
 
     num_rollout: int | None = flag(
         None, range=NONE_OR_SOME, read_by=("driver", "samples", "training")
@@ -245,7 +245,7 @@ class RolloutConfig:
 class RewardConfig:
     """Reward functions."""
 
-    SERVES: ClassVar[tuple[Part, ...]] = ("generation",)
+    READ_BY: ClassVar[tuple[Part, ...]] = ("generation",)
 
     rm_type: str | None = flag(
         None,
@@ -306,7 +306,7 @@ class RewardConfig:
 class EvalConfig:
     """Evaluation during the run."""
 
-    SERVES: ClassVar[tuple[Part, ...]] = ("generation",)
+    READ_BY: ClassVar[tuple[Part, ...]] = ("generation",)
 
     eval_interval: int | None = flag(None, range=SOME, needs=EVALUATES)
     """Evaluate every so many rollouts; in any case before the first, at the end of each epoch and
@@ -369,7 +369,7 @@ class EngineConfig:
     ready for `slime.config.foreign.to_argv`: ``router["policy"]`` is --router-policy, for example.
     """
 
-    SERVES: ClassVar[tuple[Part, ...]] = ("engine",)
+    READ_BY: ClassVar[tuple[Part, ...]] = ("engine",)
 
     rollout_engine: Literal["auto", "sglang", "embedded"] = derived(
         "auto: sglang where this host has a GPU and SGLang is installed, else embedded",

@@ -31,7 +31,7 @@ class ClusterConfig:
     that follow.
     """
 
-    SERVES: ClassVar[tuple[Part, ...]] = ("driver",)
+    READ_BY: ClassVar[tuple[Part, ...]] = ("driver",)
 
     actor_num_nodes: int = flag(1, range=SOME, read_by="trainer")
     """Nodes of the trainer."""
@@ -116,7 +116,7 @@ class ClusterConfig:
 class FaultToleranceConfig:
     """Watching engines and replacing dead ones."""
 
-    SERVES: ClassVar[tuple[Part, ...]] = ("engine",)
+    READ_BY: ClassVar[tuple[Part, ...]] = ("engine",)
 
     use_fault_tolerance: bool = flag(
         False, needs=GENERATES, read_by=("generation", "push", "engine")
@@ -155,7 +155,7 @@ class FaultToleranceConfig:
 class ObserveConfig:
     """The run folder, logs and metrics."""
 
-    SERVES: ClassVar[tuple[Part, ...]] = ("driver",)
+    READ_BY: ClassVar[tuple[Part, ...]] = ("driver",)
 
     output_dir: str = flag("outputs")
     """Directory of run folders; `tensorboard --logdir` reads it."""
@@ -210,7 +210,7 @@ class ObserveConfig:
 class DebugConfig:
     """Configuration files, dry runs, and running one half of the loop alone."""
 
-    SERVES: ClassVar[tuple[Part, ...]] = ("driver",)
+    READ_BY: ClassVar[tuple[Part, ...]] = ("driver",)
 
     config: str | None = flag(None, read_by="config")
     """YAML file that sets flags by name (with dashes or underscores); flags on the command line

@@ -28,7 +28,7 @@ _NO_DELTA = "delta weight updates are not in this version; leave --update-weight
 class TrainConfig:
     """Batches, packing, what is trained, and hooks of the trainer."""
 
-    SERVES: ClassVar[tuple[Part, ...]] = ("training",)
+    READ_BY: ClassVar[tuple[Part, ...]] = ("training",)
 
     seed: int = flag(1234, range=SEED, read_by="trainer")
     """Seed of the trainer."""
@@ -130,7 +130,7 @@ class TrainConfig:
 class CheckpointConfig:
     """What is loaded and what is saved."""
 
-    SERVES: ClassVar[tuple[Part, ...]] = ("trainer",)
+    READ_BY: ClassVar[tuple[Part, ...]] = ("trainer",)
 
     hf_checkpoint: str | None = flag(
         None,
@@ -254,7 +254,7 @@ class SyncConfig:
             f" by which it would be {self._staleness_unpaced}"
         )
 
-    SERVES: ClassVar[tuple[Part, ...]] = ("push",)
+    READ_BY: ClassVar[tuple[Part, ...]] = ("push",)
 
     update_weight_mode: Literal["full", "delta"] = flag(
         "full", refused_values={"delta": _NO_DELTA}, read_by="config"

@@ -45,7 +45,8 @@ _FP8 = on("fp8_format")
 _FP4 = on("fp4_format")
 _CPU_OPTIMIZER = on("optimizer_cpu_offload")
 _PRECISION_AWARE = on("use_precision_aware_optimizer")
-_SHARDED = (
+#: Optimizer states are sharded over the replicas.
+SHARDED_STATES = (
     on("optimizer", "adam", why="only Adam's states are sharded over the replicas"),
     on(
         "use_distributed_optimizer",
@@ -72,7 +73,7 @@ FIELDS: dict[str, FlagMeta] = {
     **_fields("loss_scale_window hysteresis", _SCALED, range=SOME),
     **_fields("decoupled_lr decoupled_min_lr", range=finite(0)),
     **_fields("bucket_size", on("overlap_grad_reduce"), range=SOME),
-    **_fields("pad_buckets_for_high_nccl_busbw", *_SHARDED),
+    **_fields("pad_buckets_for_high_nccl_busbw", *SHARDED_STATES),
     **_fields("moe_aux_loss_coeff moe_z_loss_coeff", range=WEIGHT),
     **_fields("moe_router_bias_update_rate", range=finite(0)),
     # details of something that is switched on apart
@@ -127,11 +128,18 @@ def megatron_core() -> dict[str, Any]:
 
 
 def _lm_flag(dest: str, kind: Kind, help: str = "", **more: Any) -> FlagSpec:
-    default = False if kind == "bool" else None
     return FlagSpec(
-        dest, "megatron", dest, kind, default, sections=("model",), optional=True, help=help,
-        origin="Megatron-LM", **more,
-    )  # fmt: skip
+        dest=dest,
+        group="megatron",
+        attribute=dest,
+        kind=kind,
+        default=False if kind == "bool" else None,
+        sections=("model",),
+        optional=True,
+        help=help,
+        origin="Megatron-LM",
+        **more,
+    )
 
 
 def lm_flags() -> dict[str, FlagSpec]:

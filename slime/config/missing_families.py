@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.config.data import read_table
+from slime.config.data import read_table, record_of
 from slime.config.draft import UserFlags
+from slime.config.flag import option_of
 from slime.documentation import doc_url
 from slime.errors import UserError
 
@@ -29,15 +30,12 @@ class MissingFamily:
     name: str
     lacks: str
     modules: tuple[str, ...] = ()
-    flags: frozenset[str] = frozenset()
+    flags: tuple[str, ...] = ()
 
 
-#: The first one that a line names is told.
+#: The error names the first one that a command line asks for.
 MISSING_FAMILIES = tuple(
-    MissingFamily(
-        row["name"], row["lacks"], tuple(row.get("modules", ())), frozenset(row.get("flags", ()))
-    )
-    for row in read_table("missing_families.toml")["family"]
+    record_of(MissingFamily, row) for row in read_table("missing_families.toml")["family"]
 )
 
 #: Modules of the reference system → the family here whose table takes their place.
@@ -59,7 +57,7 @@ def missing_family(given: UserFlags, set_flags: frozenset[str]) -> UserError | N
     ):
         return _refusal(f"the family of {module}", "its layers", [f"--spec {module}"])
     for family in MISSING_FAMILIES:
-        named = sorted("--" + dest.replace("_", "-") for dest in family.flags & set_flags)
+        named = sorted(map(option_of, set_flags.intersection(family.flags)))
         if plugin and plugin in family.modules:
             named = [f"--spec {' '.join(given.values['spec'])}"]
         if named:

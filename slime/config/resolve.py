@@ -42,7 +42,7 @@ def resolve(
     Args:
         is_run: see `Draft`.
     """
-    draft = Draft.of(given, specs, entry, is_run)
+    draft = Draft.with_defaults(given, specs, entry, is_run)
     for step in (
         _speed_alone,
         _placement,

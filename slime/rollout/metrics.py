@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from slime.config.estimators import those_where
+from slime.config.estimators import estimators_where
 from slime.samples.sample_fields import is_finite, is_number
 from slime.samples.types import Group, Sample, SampleStatus
 
@@ -96,7 +96,7 @@ def _compares_samples(args: Any) -> bool:
     """Whether equal rewards of a group's samples mean that none of them teaches anything."""
     own = ("custom_reward_post_process_path", "custom_advantage_function_path")
     return (
-        getattr(args, "advantage_estimator", "grpo") in those_where("group_relative")
+        getattr(args, "advantage_estimator", "grpo") in estimators_where("group_relative")
         and getattr(args, "rewards_normalization", True)
         and not any(getattr(args, dest, None) for dest in own)
     )
@@ -256,8 +256,7 @@ def is_repetitive(text: str) -> bool:
     return len(tail) > 200 and len(tail) > _REPETITION_RATIO * len(zlib.compress(tail))
 
 
-# -- pass@k
-# ------------------------------------------------------------------------------------------------
+# -- pass@k ----------------------------------------------------------------------------------------
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -50,8 +50,7 @@ class UserCodeKilled(BaseException):
     """Raised in a call that hangs, to end it; no `Exception`, which users' code catches."""
 
 
-# -- coroutines
-# --------------------------------------------------------------------------------------------------
+# -- coroutines ------------------------------------------------------------------------------------
 
 
 async def run_isolated(work: Awaitable[T], what: str) -> T:
@@ -121,8 +120,7 @@ def _as_exception(error: BaseException) -> RuntimeError:
     return RuntimeError(said).with_traceback(error.__traceback__)
 
 
-# -- threads
-# --------------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -247,8 +245,7 @@ def hung_threads() -> int:
     return sum(call.is_named for call in _overseer.calls)
 
 
-# -- loops
-# --------------------------------------------------------------------------------------------------
+# -- loops -----------------------------------------------------------------------------------------
 
 #: Thread → what of the user's runs in it at once, without a task of its own.
 _running: dict[int, str] = {}
@@ -426,8 +423,7 @@ class _Overseer:
 
 _overseer = _Overseer()
 
-# -- forks
-# --------------------------------------------------------------------------------------------------
+# -- forks -----------------------------------------------------------------------------------------
 
 
 def _leave_loops() -> None:

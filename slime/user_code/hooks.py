@@ -27,8 +27,7 @@ from slime.user_code.loading import check_class, check_signature, file_of, load_
 if TYPE_CHECKING:
     import torch
 
-# -- what hooks return
-# -----------------------------------------------------------------------------------------------
+# -- what hooks return -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -64,8 +63,7 @@ class DynamicFilterOutput:
     keep_when_insufficient: bool = False
 
 
-# -- data source
-# --------------------------------------------------------------------------------------------------
+# -- data source -----------------------------------------------------------------------------------
 
 
 class DataSource(abc.ABC):
@@ -123,8 +121,7 @@ class DataSource(abc.ABC):
         """Restore what `state_dict` returned."""
 
 
-# -- protocols: rollout
-# ----------------------------------------------------------------------------------------------
+# -- protocols: rollout ----------------------------------------------------------------------------
 
 
 class RolloutFunction(Protocol):
@@ -296,8 +293,7 @@ class EvalLog(Protocol):
     ) -> bool | None: ...
 
 
-# -- protocols: samples
-# ----------------------------------------------------------------------------------------------
+# -- protocols: samples ----------------------------------------------------------------------------
 
 
 class RewardPostProcess(Protocol):
@@ -326,8 +322,7 @@ class ConvertSamples(Protocol):
     def __call__(self, args: Any, samples: list[Sample], /) -> dict[str, list[Any]]: ...
 
 
-# -- protocols: training; all sync, called on every trainer rank
-# -------------------------------------------------------
+# -- protocols: training; all sync, called on every trainer rank -----------------------------------
 
 
 class RolloutDataPostprocess(Protocol):
@@ -536,8 +531,7 @@ HOOKS: dict[str, type] = {
     "custom_megatron_before_train_step_hook_path": BeforeTrainStep,
 }
 
-# -- checking
-# --------------------------------------------------------------------------------------------------
+# -- checking --------------------------------------------------------------------------------------
 
 
 def check_hooks(args: Any) -> None:

@@ -339,8 +339,7 @@ def is_async(fn: Any) -> bool:
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
-# -- failures
-# --------------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
 class FunctionFailed(UserError):
@@ -527,8 +526,7 @@ def user_function(path: str, flag: str = "") -> Callable[..., Any]:
     return call
 
 
-# -- calls
-# --------------------------------------------------------------------------------------------------
+# -- calls -----------------------------------------------------------------------------------------
 
 
 async def call_user_function(path: str, *args: Any, flag: str = "", **kwargs: Any) -> Any:

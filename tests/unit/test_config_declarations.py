@@ -41,8 +41,7 @@ def cpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIME_NUM_GPUS", "0")
 
 
-# -- who reads a flag
-# ----------------------------------------------------------------------------------------
+# -- who reads a flag ------------------------------------------------------------------------------
 
 
 def unread(specs: Iterable[FlagSpec]) -> list[str]:
@@ -92,8 +91,7 @@ def test_a_reader_that_a_flag_does_not_name_is_found() -> None:
     assert undeclared([learning_rate, told]) == ["lr: trainer/megatron/optimizer.py"]
 
 
-# -- where a flag does nothing
-# -------------------------------------------------------------------------------
+# -- where a flag does nothing ---------------------------------------------------------------------
 
 WITH_NEEDS = {dest: spec for dest, spec in ALL_WORKING.items() if spec.meta.needs}
 
@@ -242,8 +240,7 @@ def test_a_value_that_would_be_derived_anyway_is_no_request() -> None:
     assert make_config(eval_top_p=0.9).warnings[0].startswith("--eval-top-p has no effect")
 
 
-# -- where a run lacks the part that reads a flag
-# ----------------------------------------------------------------
+# -- where a run lacks the part that reads a flag --------------------------------------------------
 
 _EVALUATION = ("eval_prompt_data", "eval_config")
 _ENGINES: set[Part] = {"generation", "engine", "router", "push"}
@@ -373,8 +370,7 @@ def test_what_acts_through_another_flag_is_not_left_out() -> None:
     )
 
 
-# -- what is passed on to engines and router
-# -------------------------------------------------------------------
+# -- what is passed on to engines and router -------------------------------------------------------
 
 
 def passed_on(prefix: str) -> dict[str, Any]:

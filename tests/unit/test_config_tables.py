@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.config.data import read_table
+from slime.config.data import read_table, record_of
 from slime.config.engine_flags import (
     ROUTER_RESERVED,
     SGLANG_RESERVED,
@@ -21,7 +21,7 @@ from slime.config.engine_flags import (
     stored_sglang_args,
     to_argv,
 )
-from slime.config.flag import docs_of
+from slime.config.flag import RefusedFlag, docs_of
 from slime.config.flags import GROUPS, all_flags, own_flags, spellings
 from slime.config.help import flags_page, print_help
 from slime.config.megatron_flags import FIELDS, NAMES, SHORTHANDS, lm_flags, megatron_core
@@ -68,8 +68,14 @@ def test_docs_have_every_flag_with_a_status() -> None:
     )
 
 
-# -- Megatron
-# --------------------------------------------------------------------------------------------
+def test_a_table_with_a_wrong_key_is_refused() -> None:
+    row = read_table("refused_flags.toml")["cluster"][0]
+    assert record_of(RefusedFlag, row).optional
+    with pytest.raises(TypeError, match="optionally"):
+        record_of(RefusedFlag, {**row, "optionally": True})
+
+
+# -- Megatron --------------------------------------------------------------------------------------
 
 
 def test_tables_are_those_of_the_installed_packages() -> None:
@@ -113,8 +119,7 @@ def test_tables_name_only_fields_that_exist() -> None:
     assert sorted(named) == sorted(lm_flags())
 
 
-# -- SGLang and the router
-# -------------------------------------------------------------------------------
+# -- SGLang and the router -------------------------------------------------------------------------
 
 
 def test_sglang_table() -> None:
@@ -254,8 +259,7 @@ def test_to_argv_is_read_back_by_argparse() -> None:
     assert to_argv({"options": {"a": 1}, "lora": False}) == ["--options", '{"a": 1}', "--no-lora"]
 
 
-# -- imports
-# ---------------------------------------------------------------------------------------------
+# -- imports ---------------------------------------------------------------------------------------
 
 _HEAVY = (
     "torch",

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from slime.compat.import_paths import MOVED, NO_COUNTERPART, OLD_MODULES
+from slime.compat.import_paths import ALIASES, NO_COUNTERPART, OLD_MODULES
 from slime.rollout.filters import check_reward_nonzero_std
 from slime.rollout.generate import generate as own_generate
 from slime.samples.types import Sample
@@ -117,25 +117,24 @@ def test_every_path_of_the_tables_is_in_the_list() -> None:
     assert unlisted == []
 
 
-@pytest.mark.parametrize("old", MOVED)
-def test_a_moved_module_has_the_names_of_the_new_place(old: str) -> None:
-    new = importlib.import_module(MOVED[old])
-    moved = importlib.import_module(old)
-    public = [
-        name
-        for name, value in vars(new).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
-    ]
-    assert all(getattr(moved, name) is getattr(new, name) for name in public)
+@pytest.mark.parametrize(("alias", "module"), ALIASES.items())
+def test_an_alias_is_the_module_itself(alias: str, module: str) -> None:
+    assert importlib.import_module(alias) is importlib.import_module(module)
     with pytest.raises(ImportError):
-        exec(f"from {old} import nothing_of_that_name", {})
+        exec(f"from {alias} import nothing_of_that_name", {})
+    with pytest.raises(ImportError):
+        importlib.import_module(f"{alias}.nothing_of_that_name")
 
 
-def test_a_module_below_a_moved_package_is_found() -> None:
-    endpoint = importlib.import_module("slime.rollout.agents.endpoint")
-    assert (
-        endpoint.agent_endpoint is importlib.import_module("slime.agents.endpoint").agent_endpoint
-    )
+def test_a_module_below_an_alias_is_the_module_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded once under both names, so that its classes are the same and a patch acts."""
+    own = importlib.import_module("slime.agents.endpoint")
+    assert importlib.import_module("slime.rollout.agents.endpoint") is own
+    monkeypatch.setattr("slime.rollout.agents.endpoint.agent_endpoint", own_generate)
+    assert own.agent_endpoint is own_generate
+
+
+def test_an_alias_runs_as_a_command() -> None:
     command = [sys.executable, "-m", "slime.engines.embedded", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "--model-path" in shown.stdout
@@ -149,8 +148,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     assert not hasattr(importlib.import_module("slime.utils.types"), "Nothing")
 
 
-# -- replaced names
-# --------------------------------------------------------------------------------------------------
+# -- replaced names --------------------------------------------------------------------------------
 
 
 def test_what_replaces_a_name_is_found_until_it_is_put_back(

@@ -5,14 +5,27 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Record = TypeVar("Record")
 
 
 def read_table(name: str) -> dict[str, Any]:
     """The content of a file of this folder, JSON or TOML by the end of its name."""
     text = read_text(name)
     return json.loads(text) if name.endswith(".json") else tomllib.loads(text)
+
+
+def record_of(cls: type[Record], row: Mapping[str, Any]) -> Record:
+    """A row of a table as a record, with tuples for lists.
+
+    Raises:
+        TypeError: the row has a key that the record does not have, or lacks one that it needs.
+    """
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in row.items()}
+    return cls(**values)
 
 
 def read_text(name: str) -> str:
