@@ -36,8 +36,7 @@ from slime.samples.types import Sample
 PATHS = {"chat": "/chat/completions", "responses": "/responses", "messages": "/messages"}
 
 
-# -- the other process: engine and agents
-# --------------------------------------------------------------------------
+# -- the other process: engine and agents ----------------------------------------------------------
 
 
 async def start_engine(new_tokens: int, vocabulary: int, end: int) -> str:
@@ -128,8 +127,7 @@ def play(pipe: Connection, args: argparse.Namespace, vocabulary: int, end: int) 
     asyncio.run(run())
 
 
-# -- this process: the endpoints
-# -----------------------------------------------------------------------------------
+# -- this process: the endpoints -------------------------------------------------------------------
 
 
 async def one_round(

@@ -46,8 +46,7 @@ def questions(new_tokens: int) -> list[tuple[str, str]]:
     return [(text.format(i, j), str(i + j)) for i in range(10) for j in range(10)]
 
 
-# -- TRL
-# -------------------------------------------------------------------------------------------------
+# -- TRL -------------------------------------------------------------------------------------------
 
 
 def run_trl(options: argparse.Namespace) -> None:
@@ -112,8 +111,7 @@ def run_trl(options: argparse.Namespace) -> None:
     Path(options.answer).write_text(json.dumps({"seconds": seconds, "lengths": lengths}))
 
 
-# -- slime
-# -----------------------------------------------------------------------------------------------
+# -- slime -----------------------------------------------------------------------------------------
 
 
 def run_slime(options: argparse.Namespace) -> None:
@@ -184,8 +182,7 @@ def exact_match(args: object, sample: object, **_: object) -> float:
     return float(sample.response.strip() == sample.label)  # type: ignore[attr-defined]
 
 
-# -- both
-# ------------------------------------------------------------------------------------------------
+# -- both ------------------------------------------------------------------------------------------
 
 
 def measure(side: str, dtype: str, options: argparse.Namespace) -> Row:

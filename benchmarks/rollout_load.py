@@ -45,8 +45,7 @@ from slime.user_code.hooks import DataSource
 ME = "benchmarks.rollout_load."
 
 
-# -- the other process: an engine
-# ------------------------------------------------------------------------------------
+# -- the other process: an engine ------------------------------------------------------------------
 
 
 class InstantEngine(asyncio.Protocol):
@@ -105,8 +104,7 @@ def play(pipe: Connection, new_tokens: int, end: int) -> None:
     asyncio.run(run())
 
 
-# -- this process: the rollout
-# ---------------------------------------------------------------------------------------
+# -- this process: the rollout ---------------------------------------------------------------------
 
 
 class Prompts(DataSource):

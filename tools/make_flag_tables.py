@@ -136,8 +136,7 @@ class SourceReader:
                 if value is not None:
                     self._constants[node.targets[0].id] = value
 
-    # -- add_argument
-    # --------------------------------------------------------------------------------------
+    # -- add_argument ------------------------------------------------------------------------------
 
     def added_arguments(self, defaults: dict[str, Any] | None = None) -> list[ForeignArg]:
         """Every ``….add_argument("--…")`` of the file."""
@@ -200,8 +199,7 @@ class SourceReader:
     def _kind_of_parser(self, text: str) -> str:
         return "json" if text in _JSON_TYPES else _KINDS.get(text, "str")
 
-    # -- annotated dataclass fields
-    # ------------------------------------------------------------------------
+    # -- annotated dataclass fields ----------------------------------------------------------------
 
     def annotated_fields(self, class_name: str) -> list[ForeignArg]:
         """Every field ``name: A[type, "help"]`` or ``A[type, Arg(…)]`` of a class that has a
@@ -294,8 +292,7 @@ class SourceReader:
         ]
         return {ast.unparse(field.target): self._value(field.value) for field in fields}
 
-    # -- values
-    # --------------------------------------------------------------------------------------------
+    # -- values ------------------------------------------------------------------------------------
 
     def _choices(self, node: ast.expr | None) -> tuple[Any, ...]:
         value = self._value(node)

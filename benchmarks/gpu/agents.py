@@ -71,8 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     return report.finish()
 
 
-# -- clients
-# --------------------------------------------------------------------------------------------------
+# -- clients ---------------------------------------------------------------------------------------
 
 
 async def chat(endpoint: AgentEndpoint, history: list[Any], limit: int) -> Any:

@@ -160,8 +160,7 @@ def _config(args: argparse.Namespace, directory: Path) -> Any:
     )
 
 
-# -- answers
-# -------------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
 def _ask_all(
@@ -279,8 +278,7 @@ def _sample(name: str, prompt: list[int], ids: list[int], log_probs: list[float]
     )
 
 
-# -- the other side, and the verdict
-# -------------------------------------------------------------------------------
+# -- the other side, and the verdict ---------------------------------------------------------------
 
 
 def _train(args: argparse.Namespace, asked: dict[str, tuple[Path, list[Scored]]]) -> Row | None:

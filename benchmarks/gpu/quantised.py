@@ -244,8 +244,7 @@ class Bench:
                 data = log.read_bytes()[-400_000:]
                 (self.args.logs / f"{log.parent.name}-{log.name}").write_bytes(data)
 
-    # -- cases
-    # ----------------------------------------------------------------------------------------------
+    # -- cases -------------------------------------------------------------------------------------
 
     def serve(self, server: Server) -> Row:
         """What it holds and says fresh from its files; asked twice, to see what two answers differ
@@ -399,8 +398,7 @@ class Bench:
         rows = [row for row in self.report.rows if "verdict" in row]
         self.report.add("verdicts", {row["case"]: row["verdict"] for row in rows})
 
-    # -- inside
-    # ----------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _engine(self, server: Server) -> Engine:
         if server.name not in self._engines:

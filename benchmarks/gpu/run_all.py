@@ -61,9 +61,8 @@ _TINY_RUN = "--shape tiny --prompts 2 --samples 2 --new-tokens 8"
 _LAYOUTS = (
     "--layout tensor_model_parallel_size=2 sequence_parallel=true --layout context_parallel_size=2"
 )
-_FEW_GRAPHS = (
-    "--cuda-graph-max-bs 8"  # SGLang starts sooner, where no speed of generation is measured
-)
+# SGLang starts sooner, where no speed of generation is measured
+_FEW_GRAPHS = "--cuda-graph-max-bs 8"
 
 CASES = [
     Case("trainer-0.6b", 1, 40, 180, "trainer qwen3-0.6b --max-tokens 8192 --peer --profile",

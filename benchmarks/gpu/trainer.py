@@ -34,9 +34,8 @@ from benchmarks.gpu.report import Report, Row, add_arguments, at_least, at_most
 from benchmarks.gpu.timeline import find_gaps, summary
 
 WARM_UP_STEPS = 2
-PEER_ATTENTION = (
-    "packed_varlen"  # transformers looks for a package behind a name with "flash" in it
-)
+# transformers looks for a package behind a name with "flash" in it
+PEER_ATTENTION = "packed_varlen"
 
 _QWEN3 = {
     "model_type": "qwen3",
@@ -197,8 +196,7 @@ LEAST_SHARE = {"qwen3-4b": 0.55, "qwen3-moe-4b": 0.30}
 MOST_GB = {"qwen3-0.6b": 30.0, "qwen3-4b": 95.0}
 
 
-# -- one side in one process
-# ---------------------------------------------------------------------------------
+# -- one side in one process -----------------------------------------------------------------------
 
 
 def run_ours(
@@ -340,8 +338,7 @@ def packed_flash_attention(
     return torch_varlen(packed[0], packed[1], packed[2], sequences, scale)[None], None
 
 
-# -- the work, and what is measured
-# ----------------------------------------------------------------------------
+# -- the work, and what is measured ----------------------------------------------------------------
 
 
 def make_batch(

@@ -39,8 +39,7 @@ def name_of(request: dict[str, Any]) -> str:
     return f"{request['client']} {request['path']}"
 
 
-# -- how the clients read answers
-# ------------------------------------------------------------------------------
+# -- how the clients read answers ------------------------------------------------------------------
 
 
 def read_events(raw: bytes) -> list[Any]:
@@ -198,8 +197,7 @@ def test_recorded_requests_get_answers_that_their_clients_can_read(
         READERS[request_["path"]](request_["body"], answer)
 
 
-# -- what a client does with several of them
-# -------------------------------------------------------------------
+# -- what a client does with several of them -------------------------------------------------------
 
 
 def test_select_chooses_by_the_likelihood_of_the_choices(engine: Server, model_dir: Path) -> None:

@@ -51,8 +51,7 @@ from tests.support.contract_servers import (
 )
 from tests.support.embedded_models import EOS, byte_tokenizer
 
-# -- generation
-# ------------------------------------------------------------------------------------------------
+# -- generation ------------------------------------------------------------------------------------
 
 
 def test_every_route_of_the_protocol_exists(engine: Server) -> None:
@@ -206,8 +205,7 @@ def test_bad_requests_get_status_400_and_the_reason(engine: Server, raw: bytes, 
     assert answer.status == 400 and said in answer.json["error"]["message"]
 
 
-# -- abort, pause, flush
-# ---------------------------------------------------------------------------------------
+# -- abort, pause, flush ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", [{"rid": "victim"}, {"abort_all": True}])
@@ -250,8 +248,7 @@ def test_pause_and_continue_change_no_token(engine: Server, mode: str) -> None:
     assert request.join()["output_ids"] == expected
 
 
-# -- weights
-# --------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def greedy_logprobs(engine: Server) -> list[float]:
@@ -508,8 +505,7 @@ def test_memory_can_be_released_and_taken_back(engine: Server) -> None:
     assert engine.generate(PROMPT, sampling_seed=1)["output_ids"] == before
 
 
-# -- OpenAI
-# --------------------------------------------------------------------------------------------------
+# -- OpenAI ----------------------------------------------------------------------------------------
 
 
 def test_chat_completions(engine: Server) -> None:
@@ -568,8 +564,7 @@ def test_models_are_listed(engine: Server) -> None:
     assert model["id"] == "tiny" and model["max_model_len"] == CONTEXT
 
 
-# -- the server as a process
-# -----------------------------------------------------------------------------------
+# -- the server as a process -----------------------------------------------------------------------
 
 
 def test_through_the_router(engine: Server, tmp_path: Path) -> None:

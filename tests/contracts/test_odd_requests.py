@@ -212,8 +212,7 @@ def test_no_room_and_no_tokens(engine: Server) -> None:
     assert json.loads(first[6:])["output_ids"] == [] and done == "data: [DONE]"
 
 
-# -- streams
-# --------------------------------------------------------------------------------------------------
+# -- streams ---------------------------------------------------------------------------------------
 
 
 def events_of(raw: bytes) -> list[Any]:
@@ -314,8 +313,7 @@ def test_an_abort_during_prefill_leaves_the_group_whole(engine: Server) -> None:
         assert samples[0]["output_ids"] == expected[0][: len(samples[0]["output_ids"])]
 
 
-# -- weights
-# --------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def serialized(raw: bytes, **body: Any) -> dict[str, Any]:

@@ -138,8 +138,7 @@ def is_close(one: list[float], other: list[float], engine: Server) -> bool:
     return all(abs(a - b) < room for a, b in zip(one, other, strict=True))
 
 
-# -- generation
-# ------------------------------------------------------------------------------------------------
+# -- generation ------------------------------------------------------------------------------------
 
 
 def test_it_says_what_it_is(engine: Server, model: Path) -> None:
@@ -214,8 +213,7 @@ def test_a_pause_aborts_and_holds_new_requests(engine: Server) -> None:
     assert held.join()["meta_info"]["finish_reason"]["type"] == "length"
 
 
-# -- weights
-# --------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def stub_of(model: Path, scale: float) -> tuple[MegatronStub, dict[str, Any]]:

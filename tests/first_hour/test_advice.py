@@ -40,8 +40,7 @@ def refused(model: Path, data: Path, **flags: Any) -> UserError:
     return error
 
 
-# -- rows
-# --------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -110,8 +109,7 @@ def test_a_folder_that_is_no_data_set_says_why(model: Path, tmp_path: Path) -> N
     )
 
 
-# -- labels
-# --------------------------------------------------------------------------------------------------
+# -- labels ----------------------------------------------------------------------------------------
 
 
 def drawn_label(model: Path, data: Path, **flags: Any) -> Any:
@@ -158,8 +156,7 @@ def test_a_reward_to_which_a_number_is_a_position_gets_the_number(
     assert drawn_label(model, data) == 2
 
 
-# -- flags
-# --------------------------------------------------------------------------------------------------
+# -- flags -----------------------------------------------------------------------------------------
 
 RUN = [
     "--hf-checkpoint",
@@ -209,8 +206,7 @@ def test_a_file_where_the_name_of_an_evaluation_set_is_expected(given: list[str]
         eval_datasets(make_config(eval_prompt_data=given, num_rollout=1))
 
 
-# -- models
-# --------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 def test_a_config_json_that_was_cut_short(tmp_path: Path) -> None:
@@ -222,8 +218,7 @@ def test_a_config_json_that_was_cut_short(tmp_path: Path) -> None:
     assert "Unterminated string" in caught.value.why and "copy it again" in caught.value.fix
 
 
-# -- slime reward
-# --------------------------------------------------------------------------------------------------
+# -- slime reward ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -65,8 +65,7 @@ def check_stopped(driver: Driver, status: int) -> None:
     assert "Traceback" not in driver.stderr and "***" not in driver.stderr
 
 
-# -- what is kept
-# --------------------------------------------------------------------------------------------------
+# -- what is kept ----------------------------------------------------------------------------------
 
 
 def test_save_alone_saves_on_the_way_and_leaves_a_model(kept: Driver) -> None:
@@ -109,8 +108,7 @@ def test_users_code_reaches_the_router_past_the_proxy(kept: Driver) -> None:
     ]
 
 
-# -- signals
-# --------------------------------------------------------------------------------------------------
+# -- signals ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -203,8 +201,7 @@ def test_sigterm_when_ray_is_dead_already(begin: Callable[..., Driver], hold: Pa
     assert (driver.path / "checkpoints" / "iter_0000000").is_dir()
 
 
-# -- refused before anything starts
-# ----------------------------------------------------------------------------------
+# -- refused before anything starts ----------------------------------------------------------------
 
 
 def test_wandb_without_a_key_says_what_to_do(world: World, tmp_path: Path) -> None:

@@ -52,8 +52,7 @@ def _never(*args: Any, **kwargs: Any) -> None:
     raise AssertionError("a session was opened")
 
 
-# -- data
-# --------------------------------------------------------------------------------------------------
+# -- data ------------------------------------------------------------------------------------------
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -126,8 +125,7 @@ def test_evaluation_data_is_looked_at_too(refuse: Callable[..., str], world: Wor
     )
 
 
-# -- models
-# ------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -186,8 +184,7 @@ def test_nothing_to_load(refuse: Callable[..., str], tmp_path: Path) -> None:
     assert "holds no checkpoint" in refuse("--load", tmp_path)
 
 
-# -- hooks and rewards
-# -------------------------------------------------------------------------------------
+# -- hooks and rewards -----------------------------------------------------------------------------
 
 
 def test_reward_functions(refuse: Callable[..., str], tmp_path: Path) -> None:
@@ -208,8 +205,7 @@ def test_reward_types(refuse: Callable[..., str]) -> None:
     assert "--rm-url" in refuse("--rm-type", "remote_rm", without="--custom-rm-path")
 
 
-# -- the run
-# -----------------------------------------------------------------------------------------------
+# -- the run ---------------------------------------------------------------------------------------
 
 
 def test_more_gpus_than_there_are(
@@ -276,8 +272,7 @@ def test_an_existing_run_folder_is_refused_and_left_alone(
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
 
-# -- as processes
-# ------------------------------------------------------------------------------------------
+# -- as processes ----------------------------------------------------------------------------------
 
 
 def train(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -327,8 +322,7 @@ def test_what_is_imported_for_a_refusal(world: World) -> None:
     assert imported(*world.flags("refused", "--input-key", "question")) == "2 ray transformers"
 
 
-# -- what only shows once processes are up
-# -----------------------------------------------------------------
+# -- what only shows once processes are up ---------------------------------------------------------
 
 
 @pytest.fixture

@@ -165,8 +165,7 @@ def test_a_journal_that_was_cut_anywhere(
     ends_as_unbroken(again, unbroken)
 
 
-# -- a file system that is read-only from one moment on
-# -------------------------------------------------------
+# -- a file system that is read-only from one moment on --------------------------------------------
 
 
 @pytest.fixture
@@ -223,8 +222,7 @@ def test_a_folder_that_becomes_read_only(
     ends_as_unbroken(again, unbroken)
 
 
-# -- version numbers
-# -------------------------------------------------------------------------------------------
+# -- version numbers -------------------------------------------------------------------------------
 
 
 @pytest.mark.full

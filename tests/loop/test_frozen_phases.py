@@ -202,8 +202,7 @@ def test_a_daemon_of_ray_that_is_stopped_while_ray_starts(
     driver.leaves_nothing()
 
 
-# -- what goes on
-# ------------------------------------------------------------------------------------------
+# -- what goes on ----------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -307,8 +306,7 @@ def test_a_reward_worker_that_is_stopped_is_replaced(
     driver.leaves_nothing()
 
 
-# -- the driver, whom nobody sees
-# --------------------------------------------------------------------------
+# -- the driver, whom nobody sees ------------------------------------------------------------------
 
 
 @pytest.mark.full

@@ -23,8 +23,7 @@ from tests.support.processes import ROOT, World
 #: Folders of the clone that `slime init` copies.
 STARTER = ("recipes", "examples")
 
-# -- the wheel
-# ---------------------------------------------------------------------------------------------
+# -- the wheel -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +183,7 @@ def test_training_with_the_wheel(installed: Path, tmp_path: Path) -> None:
     assert row["rollout/raw_reward"] > 0
 
 
-# -- requirements
-# ------------------------------------------------------------------------------------------
+# -- requirements ----------------------------------------------------------------------------------
 
 
 def required() -> set[str]:
@@ -239,8 +237,7 @@ def test_what_is_imported_is_required() -> None:
     assert missing == set()
 
 
-# -- make
-# --------------------------------------------------------------------------------------------------
+# -- make ------------------------------------------------------------------------------------------
 
 
 def test_make_installs_once(tmp_path: Path) -> None:

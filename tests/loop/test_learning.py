@@ -10,9 +10,8 @@ from tests.support.runs import GRPO, Run, RunResult
 MISMATCH = "train/train_rollout_logprob_abs_diff"
 TOLERANCE = 1e-4  # float32, absolute, per token
 KL = ("--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "k3")
-ASYNC_STEPS = (
-    30  # what is learned when differs by the order in which answers end: 14 were too few once
-)
+# what is learned when differs by the order in which answers end: 14 were too few once
+ASYNC_STEPS = 30
 
 
 @pytest.fixture(scope="module")

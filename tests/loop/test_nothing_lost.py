@@ -214,8 +214,7 @@ def test_the_only_engine_and_the_trainer_at_once(begin: Callable[..., Driver], h
     )
 
 
-# -- injections
-# ----------------------------------------------------------------------------------------------
+# -- injections ------------------------------------------------------------------------------------
 
 
 #: Who is killed → what its command line has; the driver is itself, "all" its whole family.

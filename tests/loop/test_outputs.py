@@ -38,8 +38,7 @@ def observed(run: Run, data: Path) -> RunResult:
     return run("observed", *GRPO, *flags, "--colocate", "--num-rollout", 2)
 
 
-# -- the run folder
-# --------------------------------------------------------------------------------------------------
+# -- the run folder --------------------------------------------------------------------------------
 
 
 def test_configuration_says_where_values_come_from(observed: RunResult) -> None:
@@ -173,8 +172,7 @@ def test_slime_watch_and_the_report_show_a_real_run_without_complaint(observed: 
             server.terminate()
 
 
-# -- parts of the loop
-# -------------------------------------------------------------------------------------------------
+# -- parts of the loop -----------------------------------------------------------------------------
 
 
 def test_evaluation_alone(run: Run, data: Path) -> None:
@@ -255,8 +253,7 @@ def test_a_dump_trains_alike_at_another_layout(
         assert staged.steps()[step] == pytest.approx(row, rel=1e-5, abs=1e-5)
 
 
-# -- functions of users
-# ------------------------------------------------------------------------------------------------
+# -- functions of users ----------------------------------------------------------------------------
 
 USER_FILE = '''
 import asyncio

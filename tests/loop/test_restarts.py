@@ -141,8 +141,7 @@ def test_a_users_source_goes_back_with_the_trainer(
     assert [sample.index for k in range(4) for sample in result.samples(k)] == list(range(4 * 16))
 
 
-# -- asked to stop meanwhile
-# -----------------------------------------------------------------------------------
+# -- asked to stop meanwhile -----------------------------------------------------------------------
 
 
 def stopped(driver: Driver) -> str:

@@ -107,8 +107,7 @@ def test_export_is_the_trained_model(resumed: RunResult, outputs: Path) -> None:
     assert sum(means) / len(means) == pytest.approx(trainers, abs=1e-5)
 
 
-# -- one batch ahead
-# --------------------------------------------------------------------------------------------------
+# -- one batch ahead -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +151,7 @@ def test_staleness_after_a_resume(ahead: RunResult, ahead_resumed: RunResult) ->
     assert ahead_resumed.series("rollout/weight_version/min") == [1, 1, 2, 4, 4, 5]
 
 
-# -- a data source of the user's own
-# -----------------------------------------------------------------------------------
+# -- a data source of the user's own ---------------------------------------------------------------
 
 
 @pytest.mark.full

@@ -84,8 +84,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     yield from held(tmp_path_factory.mktemp("run"), request.param, *flags)
 
 
-# -- ports
-# --------------------------------------------------------------------------------------------------
+# -- ports -----------------------------------------------------------------------------------------
 
 
 def documented() -> set[str]:
@@ -145,8 +144,7 @@ def test_agents_elsewhere_reach_the_router_where_it_is_asked_for(tmp_path: Path)
     assert any(not ipaddress.ip_address(ip).is_loopback for ip in addresses)
 
 
-# -- the key
-# --------------------------------------------------------------------------------------------------
+# -- the key ---------------------------------------------------------------------------------------
 
 
 def status(url: str, key: str = "", method: str = "POST") -> int:

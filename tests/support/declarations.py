@@ -26,12 +26,8 @@ PLACES: dict[str, tuple[Part, ...]] = {
     "cluster/engine_actor.py": ("engine",),
     "cluster/engines.py": ("engine",),
     "cluster/external_engines.py": ("engine",),
-    "cluster/rollout_actor.py": (
-        "collection",
-        "generation",
-        "samples",
-        "training",
-    ),  # told of the trainer's saves
+    # "training": it is told of the trainer's saves
+    "cluster/rollout_actor.py": ("collection", "generation", "samples", "training"),
     "cluster/routers.py": ("engine", "router"),
     "cluster/trainer_group.py": ("trainer",),
     "cluster/weight_push.py": ("push",),
@@ -104,8 +100,7 @@ ALL_WORKING = {
     if not spec.meta.refused and not spec.meta.no_effect
 }
 
-# -- who reads a flag
-# ----------------------------------------------------------------------------------------
+# -- who reads a flag ------------------------------------------------------------------------------
 
 
 def words_of(node: ast.AST) -> str:
@@ -227,8 +222,7 @@ def worked_into_others() -> frozenset[tuple[str, str]]:
     )
 
 
-# -- values
-# --------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 
 
 def not_taken(spec: FlagSpec) -> set[Any]:

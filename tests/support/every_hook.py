@@ -27,8 +27,7 @@ def called(folder: Path) -> set[str]:
     return set((folder / "called").read_text().split())
 
 
-# -- rollout
-# --------------------------------------------------------------------------------------------------
+# -- rollout ---------------------------------------------------------------------------------------
 
 
 class Source(SumSource):
@@ -96,8 +95,7 @@ def eval_log(rollout_id: int, args: Any, data: dict[str, Any], extra_metrics: An
     return False
 
 
-# -- samples
-# --------------------------------------------------------------------------------------------------
+# -- samples ---------------------------------------------------------------------------------------
 
 
 def post_process(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
@@ -116,8 +114,7 @@ def convert(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
     }
 
 
-# -- training
-# --------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 def megatron_init(args: Any) -> None:

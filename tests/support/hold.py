@@ -80,8 +80,7 @@ def ask_the_router(args: Any, sample: Sample, **_: Any) -> float:
         return float(answer.status == 200)
 
 
-# -- what reaches which process
-# ----------------------------------------------------------------------------
+# -- what reaches which process --------------------------------------------------------------------
 
 
 def reward_and_note(args: Any, sample: Sample, **_: Any) -> float:
@@ -123,8 +122,7 @@ def die_once(
             os.kill(os.getpid(), number)
 
 
-# -- what is scored, and when
-# ------------------------------------------------------------------------------
+# -- what is scored, and when ----------------------------------------------------------------------
 
 
 def reward_and_count(args: Any, sample: Sample, **_: Any) -> float:
@@ -180,8 +178,7 @@ def drop_every_third(args: Any, samples: list[Sample], **_: Any) -> bool:
     return samples[0].group_index % 3 != 2
 
 
-# -- phases of the trainer
-# ---------------------------------------------------------------------------------
+# -- phases of the trainer -------------------------------------------------------------------------
 
 
 def hold_phases(args: Any) -> None:

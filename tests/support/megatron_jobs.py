@@ -118,8 +118,7 @@ def exported(backend: Any) -> dict[str, torch.Tensor]:
     }
 
 
-# -- jobs of a pool of ranks
-# -------------------------------------------------------------------------------
+# -- jobs of a pool of ranks -----------------------------------------------------------------------
 
 
 def load_and_export(info: Any, model: Path, layout: str) -> dict[str, torch.Tensor]:

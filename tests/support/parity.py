@@ -21,10 +21,8 @@ LOSS: dict[str, Any] = {
 MICRO_BATCHES = [[0, 1], [2, 3], [4], [5]]
 DATA_PARALLEL = {
     1: [(range(6), MICRO_BATCHES)],
-    2: [
-        ([4, 0], [[0], [1], []]),
-        ([1, 3, 5, 2], [[0, 1], [2], [3]]),
-    ],  # rank 0 ends with an empty micro-batch
+    # rank 0 ends with an empty micro-batch
+    2: [([4, 0], [[0], [1], []]), ([1, 3, 5, 2], [[0, 1], [2], [3]])],
     4: [([4, 0], [[0], [1]]), ([1], [[0], []]), ([3, 5], [[0, 1], []]), ([2], [[], [0]])],
 }
 

@@ -122,8 +122,7 @@ class Driver:
             except psutil.NoSuchProcess:
                 continue
 
-    # -- while it runs
-    # ---------------------------------------------------------------------------------
+    # -- while it runs -----------------------------------------------------------------------------
 
     def signal(self, number: signal.Signals, *, group: bool = False) -> None:
         self._take_note()
@@ -167,8 +166,7 @@ class Driver:
     def steps(self) -> list[int]:
         return [row["step"] for row in self.rows() if "rollout/raw_reward" in row]
 
-    # -- its end
-    # ---------------------------------------------------------------------------------------
+    # -- its end -----------------------------------------------------------------------------------
 
     def end(self, seconds: float = PATIENCE) -> int:
         """Wait for its end; returns the exit status."""

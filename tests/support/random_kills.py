@@ -136,8 +136,7 @@ def trained_on(driver: Driver, num_rollouts: int) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
-# -- runs that are killed
-# -------------------------------------------------------------------------------------------
+# -- runs that are killed --------------------------------------------------------------------------
 
 _TOLERANT = ("--use-fault-tolerance", "--max-restarts", 99)
 _TWO_RANKS = ("--actor-num-gpus-per-node", 2)

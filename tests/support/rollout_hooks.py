@@ -171,8 +171,7 @@ async def first_sample_only(args: Any, sample: Sample, sampling_params: dict[str
     return await generate(args, sample, sampling_params)
 
 
-# -- sample hooks
-# --------------------------------------------------------------------------------------------
+# -- sample hooks ----------------------------------------------------------------------------------
 
 
 def note_sample(args: Any, sample: Sample) -> None:
@@ -191,8 +190,7 @@ def text_of_sample(args: Any, sample: Sample) -> str:
     return sample.response
 
 
-# -- hooks of the loop
-# ---------------------------------------------------------------------------------------
+# -- hooks of the loop -----------------------------------------------------------------------------
 
 
 def drop_odd(args: Any, samples: list[Sample], **kwargs: Any) -> bool:

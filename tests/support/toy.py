@@ -32,9 +32,8 @@ def write_answering_model(folder: Path) -> Path:
             layer.mlp.down_proj.weight.zero_()
         model.model.embed_tokens.weight.copy_(torch.eye(*model.model.embed_tokens.weight.shape))
         model.lm_head.weight.fill_(0.0)
-        model.lm_head.weight[digits, VOCABULARY["="]] = (
-            2.0  # the norm makes 8 of the 1 in the embedding
-        )
+        # the norm makes 8 of the 1 in the embedding
+        model.lm_head.weight[digits, VOCABULARY["="]] = 2.0
         model.lm_head.weight[VOCABULARY[EOS], digits] = 2.0
     model.save_pretrained(folder)
     return folder
@@ -58,8 +57,7 @@ def write_data(path: Path, count: int = 50) -> Path:
     return path
 
 
-# -- hooks, named by path in the flags
-# -------------------------------------------------------------------------------
+# -- hooks, named by path in the flags -------------------------------------------------------------
 
 
 def digit_share(args: Any, sample: Sample, **_: Any) -> float:

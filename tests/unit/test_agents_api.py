@@ -39,8 +39,7 @@ def one_sample(play: Play, endpoint: AgentEndpoint) -> Sample:
     return sample
 
 
-# -- what agents do, in three protocols
-# ----------------------------------------------------------------------------
+# -- what agents do, in three protocols ------------------------------------------------------------
 
 
 async def chats(endpoint: AgentEndpoint, stream: bool) -> list[Any]:
@@ -300,8 +299,7 @@ def test_an_answer_cut_by_its_limit_or_a_stop_string_says_so() -> None:
     play.run(talk)
 
 
-# -- who may ask, and what is refused
-# ------------------------------------------------------------------------------
+# -- who may ask, and what is refused --------------------------------------------------------------
 
 
 def test_a_request_needs_the_key_of_its_sample_and_only_while_that_is_generated() -> None:

@@ -166,8 +166,7 @@ def test_a_reward_of_the_execution_is_that_of_all_its_samples() -> None:
     assert [sample.reward for sample in samples(session)] == [0.5, 0.5]
 
 
-# -- reasoning
-# --------------------------------------------------------------------------------------------------
+# -- reasoning -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

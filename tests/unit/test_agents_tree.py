@@ -24,8 +24,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call>'
 
 
-# -- what continues
-# ------------------------------------------------------------------------------------------------
+# -- what continues --------------------------------------------------------------------------------
 
 
 def test_a_conversation_is_one_sample_with_the_turns_between_masked() -> None:
@@ -112,8 +111,7 @@ def test_how_arguments_are_written_does_not_matter_but_what_they_say_does() -> N
     assert len({key_of(call("{}")), key_of(call('{"x": 1}')), key_of(call("{}", "g"))}) == 3
 
 
-# -- what branches
-# -------------------------------------------------------------------------------------------------
+# -- what branches ---------------------------------------------------------------------------------
 
 
 def test_a_second_try_shares_its_beginning_which_is_trained_once() -> None:
@@ -221,8 +219,7 @@ def test_chosen_branches_train_what_they_share() -> None:
     assert play.text(play.trained(only)) == "a<|im_end|>c<|im_end|>"
 
 
-# -- any tree
-# --------------------------------------------------------------------------------------------------
+# -- any tree --------------------------------------------------------------------------------------
 
 _WORDS = st.sampled_from(
     [

@@ -178,8 +178,7 @@ def test_an_alarm_is_new_once_and_again_when_it_has_come_back() -> None:
     )
 
 
-# -- memory
-# --------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 HELD = ("driver", "rollout", "engine", "trainer", "trainer_gpu")
 
@@ -296,8 +295,7 @@ def test_who_grows_fastest_is_told_first() -> None:
     )
 
 
-# -- the first gradient
-# ----------------------------------------------------------------------------------------------
+# -- the first gradient ----------------------------------------------------------------------------
 
 
 def first_steps(
@@ -355,8 +353,7 @@ def test_a_large_gradient_is_said_once_and_over_when_it_has_fallen() -> None:
     assert [metrics.get("alarm/large_gradient") for _, metrics in seen] == [1.0, 1.0, 0.0, None]
 
 
-# -- the end
-# --------------------------------------------------------------------------------------------------
+# -- the end ---------------------------------------------------------------------------------------
 
 FLAT = {"flat": 1.0, "train__grad_norm": 0.0}
 
@@ -433,8 +430,7 @@ def test_every_alarm_is_documented() -> None:
     assert {f"alarm/{check.__name__}" for check in CHECKS} <= documented_names()
 
 
-# -- what is refused before it runs
-# --------------------------------------------------------------------------------
+# -- what is refused before it runs ----------------------------------------------------------------
 
 RUN = [
     "--hf-checkpoint",

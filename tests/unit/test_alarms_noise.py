@@ -111,8 +111,7 @@ def test_measured_runs_raise_no_alarm(rows: list[Row]) -> None:
     assert alarms_while_it_goes_on(rows, looks=1) == expected
 
 
-# -- faults
-# --------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------
 
 
 def from_step(first: int, **values: Callable[[Row, int], float]) -> Callable[[list[Row]], None]:
@@ -189,8 +188,7 @@ def test_a_planted_fault_is_found(name: str, seed: int) -> None:
     assert name in {alarm.name for alarm in find_alarms(rows)}
 
 
-# -- what is advised
-# -------------------------------------------------------------------------------------------------
+# -- what is advised -------------------------------------------------------------------------------
 
 SETTINGS = {
     "clip_grad": st.sampled_from([0.0, 0.5, 1.0, 10.0]),

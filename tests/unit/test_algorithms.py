@@ -392,8 +392,7 @@ def test_sequence_mask_spares_positive_advantages() -> None:
     assert keep.tolist() == [0.0, 1.0]
 
 
-# -- the table of estimators
-# -----------------------------------------------------------------------------------------
+# -- the table of estimators -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fact", [field.name for field in dataclasses.fields(Estimator)])

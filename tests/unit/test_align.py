@@ -460,8 +460,7 @@ def test_turns_and_growth() -> None:
     assert found.growth() is None
 
 
-# -- the command
-# --------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def write_dumps(case: Discrepancy, folder: Path, engine: Callable[[Scored], Tensor]) -> list[str]:

@@ -226,8 +226,7 @@ def test_a_rollout_is_told_what_is_gone() -> None:
         assert ages.versions(1).unreachable == {3}
 
 
-# -- what makes other weights
-# ----------------------------------------------------------------------------------
+# -- what makes other weights ----------------------------------------------------------------------
 
 
 def training(**flags: Any) -> str:

@@ -16,8 +16,7 @@ from slime.trainer.megatron.backend import MegatronBackend
 from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 from tests.support.trainers import gradients, trainer
 
-# -- products
-# --------------------------------------------------------------------------------------------------
+# -- products --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -164,8 +163,7 @@ def test_gradients_are_those_of_autograd(ranks: Pools, flags: dict[str, Any]) ->
             ) * scale, name
 
 
-# -- the norm
-# --------------------------------------------------------------------------------------------------
+# -- the norm --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,7 @@ def test_runs_without_a_name_get_one_of_their_own(
     assert len(paths) == 3
 
 
-# -- functions
-# ---------------------------------------------------------------------------------------------
+# -- functions -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -186,8 +185,7 @@ def test_functions_find_their_way_into_other_processes(tmp_path: Path) -> None:
         load_function(f"{tmp_path}/broken.pkl:f")
 
 
-# -- the handle
-# --------------------------------------------------------------------------------------------
+# -- the handle ------------------------------------------------------------------------------------
 
 
 def test_the_handle_reads_a_run_folder(tmp_path: Path) -> None:

@@ -156,8 +156,7 @@ def test_what_the_kernel_is_given(with_norm: bool, monkeypatch: pytest.MonkeyPat
     assert (query_weight, key_weight) == ((q.weight, k.weight) if with_norm else (None, None))
 
 
-# -- which kernel
-# --------------------------------------------------------------------------------------------------
+# -- which kernel ----------------------------------------------------------------------------------
 
 ENDS = torch.tensor([0, 2, 5], dtype=torch.int32)
 SEQUENCES = PackedSequences(cu_seqlens_q=ENDS, cu_seqlens_kv=ENDS, max_seqlen_q=3, max_seqlen_kv=3)
@@ -262,8 +261,7 @@ def test_flash_attention_4_may_be_missing_or_another_version(
     assert flash4(monkeypatch, (9, 0)) is None
 
 
-# -- weights that no module is called for
-# ------------------------------------------------------------------------------
+# -- weights that no module is called for ----------------------------------------------------------
 
 
 def heads_at_once(

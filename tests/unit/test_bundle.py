@@ -202,8 +202,7 @@ def test_a_wrong_place_is_refused(
     assert "--output" in capsys.readouterr().err and (folder / "config.json").read_bytes() == before
 
 
-# -- the words that are hidden
-# ----------------------------------------------------------------------------------------
+# -- the words that are hidden ---------------------------------------------------------------------
 
 _SECRET = st.text(
     "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_/+.", min_size=6, max_size=60

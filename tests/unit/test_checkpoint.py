@@ -28,8 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return jobs.make_model(tmp_path_factory.mktemp("models") / "qwen3")
 
 
-# -- one rank
-# ----------------------------------------------------------------------------------------------
+# -- one rank --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_distributed_optimizer", [True, False])
@@ -269,8 +268,7 @@ def test_retention(model: Path, tmp_path: Path) -> None:
     assert saved_iterations(tmp_path) == [2, 3]
 
 
-# -- two ranks
-# ---------------------------------------------------------------------------------------------
+# -- two ranks -------------------------------------------------------------------------------------
 
 
 @pytest.mark.full

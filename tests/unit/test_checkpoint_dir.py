@@ -39,8 +39,7 @@ def plan_of(**flags: object) -> LoadPlan:
     )
 
 
-# -- what is loaded
-# ----------------------------------------------------------------------------------------
+# -- what is loaded --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("present", [False, True])
@@ -239,8 +238,7 @@ def test_resolving_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# -- crashes
-# -----------------------------------------------------------------------------------------------
+# -- crashes ---------------------------------------------------------------------------------------
 
 
 class CrashRecorder:
@@ -317,8 +315,7 @@ def test_unwritable_places_are_refused(tmp_path: Path) -> None:
         ckpt.partial_dir(tmp_path / "file" / "iter_0000001")
 
 
-# -- after a run that failed
-# -------------------------------------------------------------------------------
+# -- after a run that failed -----------------------------------------------------------------------
 
 
 def test_the_newest_whole_checkpoint(root: Path) -> None:

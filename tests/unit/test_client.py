@@ -424,8 +424,7 @@ def test_num_requests_counts_all_data_parallel_ranks() -> None:
     assert num_requests({"loads": [rank, rank]}) == 10
 
 
-# -- the real router
-# -----------------------------------------------------------------------------------------
+# -- the real router -------------------------------------------------------------------------------
 
 
 def test_real_router_registers_routes_aborts_and_removes() -> None:

@@ -32,8 +32,7 @@ def refused(expected: str, **flags: Any) -> None:
     assert expected in str(caught.value)
 
 
-# -- the batch equation
-# ------------------------------------------------------------------------------------
+# -- the batch equation ----------------------------------------------------------------------------
 
 
 def test_batch_sizes_from_steps_and_back() -> None:
@@ -184,8 +183,7 @@ def test_the_equation_holds_for_whatever_is_accepted(
         assert value is None or {**vars(train), **vars(rollout)}[name] == value
 
 
-# -- round trips
-# -------------------------------------------------------------------------------------------
+# -- round trips -----------------------------------------------------------------------------------
 
 settings_of_runs = st.fixed_dictionaries(
     {},
@@ -294,8 +292,7 @@ def test_config_is_frozen() -> None:
         config.train = None  # type: ignore[misc, assignment]
 
 
-# -- derived values
-# ----------------------------------------------------------------------------------------
+# -- derived values --------------------------------------------------------------------------------
 
 
 def test_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,8 +510,7 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.train.attention_backend == "fused"
 
 
-# -- what would change speed alone, or nothing
-# -------------------------------------------------------------
+# -- what would change speed alone, or nothing -----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -555,8 +551,7 @@ def test_deepep_and_sequence_parallel_without_tensor_parallel_are_warned_of() ->
     assert not config.megatron.sequence_parallel
 
 
-# -- contradictions
-# ----------------------------------------------------------------------------------------
+# -- contradictions --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -752,8 +747,7 @@ def test_a_launch_without_engines_or_data() -> None:
     parse_args([*base, "--num-rollout", "1", "--load-debug-rollout-data", "x_{rollout_id}.pt"])
 
 
-# -- the view for hooks
-# --------------------------------------------------------------------------------------
+# -- the view for hooks ----------------------------------------------------------------------------
 
 
 def test_flat_args_are_mutable_copies(tmp_path: Path) -> None:

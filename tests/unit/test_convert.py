@@ -61,8 +61,7 @@ def convert(
     )
 
 
-# -- group normalisation
-# ---------------------------------------------------------------------------------------------
+# -- group normalisation ---------------------------------------------------------------------------
 
 
 @st.composite
@@ -219,8 +218,7 @@ def test_dict_rewards_need_their_key() -> None:
         convert(groups)
 
 
-# -- what is kept, what is left out
-# ----------------------------------------------------------------------------------
+# -- what is kept, what is left out ----------------------------------------------------------------
 
 
 def test_removed_samples_count_as_executions_and_in_the_statistics_but_train_nothing() -> None:
@@ -285,8 +283,7 @@ def test_samples_longer_than_seq_length_are_refused() -> None:
         convert(groups, seq_length=16)
 
 
-# -- optional fields
-# -------------------------------------------------------------------------------------------------
+# -- optional fields -------------------------------------------------------------------------------
 
 
 def test_optional_fields_are_decided_by_any_sample() -> None:
@@ -311,8 +308,7 @@ def test_weight_versions_truncation_and_metadata_travel() -> None:
     assert batch.global_stats["rollout/truncated"] == 0.5
 
 
-# -- shards
-# --------------------------------------------------------------------------------------------------
+# -- shards ----------------------------------------------------------------------------------------
 
 
 @given(
@@ -366,8 +362,7 @@ def test_ranks_that_share_a_micro_batch_raise_its_cap(ranks: int, sizes: list[in
     assert [len(micro_batch) for step in batch.steps for micro_batch in step.micro_batches] == sizes
 
 
-# -- hooks
-# --------------------------------------------------------------------------------------------------
+# -- hooks -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -192,8 +192,7 @@ def test_settings_of_a_card_that_change_how_files_are_read_are_refused(tmp_path:
         open_rows(str(tmp_path))
 
 
-# -- names on the hub
-# ------------------------------------------------------------------------------------------------
+# -- names on the hub ------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -88,8 +88,7 @@ def test_links_between_pages_work(page: Path) -> None:
     assert missing == []
 
 
-# -- the life of a sample
-# ----------------------------------------------------------------------------------------------
+# -- the life of a sample --------------------------------------------------------------------------
 
 
 def identifiers(path: Path) -> set[str]:

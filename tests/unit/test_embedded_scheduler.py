@@ -76,8 +76,7 @@ def test_a_finished_sequence_leaves_at_once(directory: Path) -> None:
     assert [s.max_new_tokens for s in ended] == sorted(LENGTHS)
 
 
-# -- deterministic mode: bit for bit
-# -----------------------------------------------------------------------
+# -- deterministic mode: bit for bit ---------------------------------------------------------------
 
 
 def bits(sequences: list[Sequence]) -> list[tuple[list[int], list[float]]]:
@@ -118,8 +117,7 @@ def test_deterministic_mode_with_other_arrival_times_and_warm_prefixes(directory
     assert any(s.num_cached > 0 for s in sequences)
 
 
-# -- prefixes
-# ----------------------------------------------------------------------------------------------
+# -- prefixes --------------------------------------------------------------------------------------
 
 
 def test_a_group_is_prefilled_once(directory: Path) -> None:
@@ -175,8 +173,7 @@ def test_prefixes_of_other_weights_are_not_used(directory: Path) -> None:
     assert after.num_cached == 0 and after.versions == [(0, "1")]
 
 
-# -- abort, retract, versions
-# ------------------------------------------------------------------------------
+# -- abort, retract, versions ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
@@ -253,8 +250,7 @@ def test_logits_that_are_not_finite_end_the_request_and_nobody_else(directory: P
     assert_same(sequences, alone(directory))
 
 
-# -- ends
-# --------------------------------------------------------------------------------------------------
+# -- ends ------------------------------------------------------------------------------------------
 
 
 def test_stop_token_stop_string_and_length(directory: Path) -> None:
@@ -290,8 +286,7 @@ def test_no_new_tokens_only_scores_the_prompt(directory: Path) -> None:
     assert sequence.finish_reason == {"type": "length", "length": 0}
 
 
-# -- any order of events
-# -----------------------------------------------------------------------------------
+# -- any order of events ---------------------------------------------------------------------------
 
 EVENTS = st.lists(
     st.one_of(

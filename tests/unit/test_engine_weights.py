@@ -93,8 +93,7 @@ def unlike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list
     return [name for name in one if not same_bits(one[name], other[name]) and name not in biases]
 
 
-# -- the bits
-# --------------------------------------------------------------------------------------------------
+# -- the bits --------------------------------------------------------------------------------------
 
 ON_ONE_RANK = [
     *(("qwen3", kind) for kind in FORMATS),
@@ -164,8 +163,7 @@ def test_experts_alone(models: Models) -> None:
     assert unlike(inside, expected) == [] and unlike(inside, converted)
 
 
-# -- gradients
-# --------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -246,8 +244,7 @@ def test_weights_that_are_gathered_late_are_rounded_when_they_are_there(
     assert all(torch.allclose(plain[name], overlapped[name], atol=1e-4) for name in plain)
 
 
-# -- what is measured
-# ------------------------------------------------------------------------------------------------
+# -- what is measured ------------------------------------------------------------------------------
 
 
 def test_the_parts_of_the_mismatch(models: Models) -> None:
@@ -264,8 +261,7 @@ def test_the_parts_of_the_mismatch(models: Models) -> None:
     assert metrics["train/quantisation_logprob_abs_diff"] == pytest.approx(whole, rel=1e-5)
 
 
-# -- flags
-# --------------------------------------------------------------------------------------------------
+# -- flags -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,7 @@ class World:
     def serving(self) -> set[int]:
         return {engine.number for engine in self.table.in_state(State.SERVING)}
 
-    # -- what is done to them
-    # ------------------------------------------------------------------------------
+    # -- what is done to them ----------------------------------------------------------------------
 
     def die(self, number: int) -> None:
         url = self.table.engines[number].url
@@ -154,8 +153,7 @@ class World:
             if not start.done():
                 start.set_result(f"http://engine-{number}/{count + 1}")
 
-    # -- what they do
-    # --------------------------------------------------------------------------------------
+    # -- what they do ------------------------------------------------------------------------------
 
     def connect(self, layout: list[Any], version: int, *, on_this_node: bool) -> None:
         assert on_this_node and len(layout) == len(self.table.policy)
@@ -509,8 +507,7 @@ def test_in_any_order_requests_go_only_to_engines_with_the_current_weights(
         assert {engine.url for engine in world.table.policy} <= pushed
 
 
-# -- pushes
-# --------------------------------------------------------------------------------------------------
+# -- pushes ----------------------------------------------------------------------------------------
 
 
 def test_a_restarted_engine_gets_weights_before_requests(worlds: Worlds) -> None:
@@ -654,8 +651,7 @@ def test_the_end_of_one_that_has_left_is_no_death(
     assert world.log == ["connect", "out 1", "connect", "push"] and world.serving == {0}
 
 
-# -- taking turns with memory
-# --------------------------------------------------------------------------------
+# -- taking turns with memory ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("turn", [MemoryHolder.TRAINER, MemoryHolder.PUSH, MemoryHolder.ENGINES])

@@ -63,8 +63,7 @@ def play(
     return stage, asyncio.run(run())
 
 
-# -- rows
-# --------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
 def test_a_row_without_a_task_says_how_rows_are_made() -> None:
@@ -79,8 +78,7 @@ def test_a_missing_package_names_its_extra() -> None:
     assert caught.value.fix == "pip install 'slime-rl[verifiers]'"
 
 
-# -- Harbor
-# --------------------------------------------------------------------------------------------------
+# -- Harbor ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -257,8 +255,7 @@ def test_a_runner_of_ones_own_gets_commands_and_folders(tasks: Path) -> None:
     assert sample.reward == 0.5
 
 
-# -- verifiers
-# --------------------------------------------------------------------------------------------------
+# -- verifiers -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -402,8 +399,7 @@ def test_verifiers_itself(right: bool, tmp_path: Path) -> None:
     assert sample.metadata["verifiers"]["rewards"] == {"says_it": float(right)}
 
 
-# -- OpenEnv
-# --------------------------------------------------------------------------------------------------
+# -- OpenEnv ---------------------------------------------------------------------------------------
 
 
 class Count:

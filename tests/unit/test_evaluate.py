@@ -90,8 +90,7 @@ def evaluate(**flags: Any) -> Any:
     return with_loop(test, **flags)
 
 
-# -- running
-# -------------------------------------------------------------------------------------------------
+# -- running ---------------------------------------------------------------------------------------
 
 
 def test_sets_run_with_their_own_settings_and_report_under_their_names(tmp_path: Path) -> None:
@@ -276,8 +275,7 @@ def test_bad_evaluation_data_is_refused_at_the_start(tmp_path: Path) -> None:
     assert "--eval-max-prompt-len" in caught.value.fix
 
 
-# -- settings
-# ------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 def datasets_of(tmp_path: Path, text: str, **flags: Any) -> Any:
@@ -338,8 +336,7 @@ def test_eval_prompt_data_takes_pairs_or_a_single_path() -> None:
         names("a", "x", "b")
 
 
-# -- numbers
-# -------------------------------------------------------------------------------------------------
+# -- numbers ---------------------------------------------------------------------------------------
 
 
 @settings(max_examples=80)
@@ -506,8 +503,7 @@ def test_engine_load_and_repetition() -> None:
     assert is_repetitive("ha " * 1000) and not is_repetitive("ha ha ha")
 
 
-# -- filters
-# -------------------------------------------------------------------------------------------------
+# -- filters ---------------------------------------------------------------------------------------
 
 
 @settings(max_examples=50)
@@ -530,8 +526,7 @@ def test_metric_gatherer_counts_reasons() -> None:
     assert gatherer.collect() == {"rollout/dynamic_filter/drop_a": 2}
 
 
-# -- rewards of evaluation sets, as a launch checks them
-# ---------------------------------------------------------------
+# -- rewards of evaluation sets, as a launch checks them -------------------------------------------
 
 
 def set_with_rewards_of(folder: Path, rm_type: str) -> str:

@@ -41,8 +41,7 @@ from tests.support.contract_servers import Server, embedded_argv, logprobs_of, r
 from tests.support.fake_rollout import FakeClient, hook_args, make_state
 from tests.support.scripted_model import ScriptedModel, conversation, play, trained
 
-# -- calculator
-# --------------------------------------------------------------------------------------------------
+# -- calculator ------------------------------------------------------------------------------------
 
 
 def test_a_call_of_the_calculator_is_answered_and_its_answer_is_not_trained_on() -> None:
@@ -89,8 +88,7 @@ def test_the_calculator(expression: str, said: str) -> None:
     assert calculator.calculate(expression).partition(":")[0] == said
 
 
-# -- self-play
-# --------------------------------------------------------------------------------------------------
+# -- self-play -------------------------------------------------------------------------------------
 
 
 def nim_game(*moves: str, stones: int, **optional: Any) -> Any:
@@ -153,8 +151,7 @@ def test_a_seat_is_compared_with_the_same_seat() -> None:
     assert advantages == pytest.approx([-2 / 3, 0.0, 4 / 3, -2 / 3, 0.0])
 
 
-# -- judge
-# --------------------------------------------------------------------------------------------------
+# -- judge -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -180,8 +177,7 @@ def test_the_judge_is_asked_for_its_word(said: str, score: float) -> None:
     assert body["messages"] == [{"role": "user", "content": "Is this kind? lovely"}]
 
 
-# -- curriculum
-# --------------------------------------------------------------------------------------------------
+# -- curriculum ------------------------------------------------------------------------------------
 
 
 def scored(source: curriculum.Curriculum, score: float, groups: int) -> None:
@@ -228,8 +224,7 @@ def test_the_curriculums_reward() -> None:
     assert curriculum.reward(None, sample) == {"score": 1.0, "level": "level-2"}
 
 
-# -- custom advantage
-# ------------------------------------------------------------------------------------------------
+# -- custom advantage ------------------------------------------------------------------------------
 
 
 def test_a_wrong_answer_is_wrong_at_its_first_mistake() -> None:
@@ -238,10 +233,8 @@ def test_a_wrong_answer_is_wrong_at_its_first_mistake() -> None:
     data = {
         "rewards": [1.5, -0.5, -0.5, -0.5, -0.5],
         "response_lengths": [4, 4, 3, 4, 2],  # with the end of the turn; the fourth was cut
-        "metadata": [
-            *(sample.train_metadata for sample in samples),
-            None,
-        ],  # the last got no reward in time
+        # the last got no reward in time
+        "metadata": [*(sample.train_metadata for sample in samples), None],
     }
     credit.advantages(None, data)
     expected = [[1.5] * 4, [0, -0.5, 0, 0], [0, 0, -0.5], [0, 0, 0, -0.5], [-0.5, -0.5]]
@@ -250,8 +243,7 @@ def test_a_wrong_answer_is_wrong_at_its_first_mistake() -> None:
     )
 
 
-# -- environments
-# --------------------------------------------------------------------------------------------------
+# -- environments ----------------------------------------------------------------------------------
 
 
 def test_the_letter_that_is_asked_for_stands_in_a_question_once() -> None:
@@ -262,8 +254,7 @@ def test_the_letter_that_is_asked_for_stands_in_a_question_once() -> None:
             assert len([word for word in re.findall(r"\w+", asked) if word in letters.LETTERS]) == 1
 
 
-# -- in front of an engine
-# -------------------------------------------------------------------------------------------
+# -- in front of an engine -------------------------------------------------------------------------
 
 LESSONS = (products, words, reviews, mountains, games, programs)
 

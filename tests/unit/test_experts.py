@@ -59,8 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_moe(tmp_path_factory.mktemp("moe"))
 
 
-# -- products
-# --------------------------------------------------------------------------------------------------
+# -- products --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -135,8 +134,7 @@ def test_dispatch_equals_the_dense_formula(tokens: int, experts: int, seed: int)
         torch.testing.assert_close(a, b)
 
 
-# -- router
-# --------------------------------------------------------------------------------------------------
+# -- router ----------------------------------------------------------------------------------------
 
 
 def router_config(**fields: Any) -> Any:
@@ -194,8 +192,7 @@ def test_router_equals_megatrons(fields: dict[str, Any], biased: bool) -> None:
     assert torch.equal(ours > 0, chosen)
 
 
-# -- layouts
-# --------------------------------------------------------------------------------------------------
+# -- layouts ---------------------------------------------------------------------------------------
 
 ETP2 = {"expert_tensor_parallel_size": 2}
 # six samples over four data-parallel ranks
@@ -277,8 +274,7 @@ def test_experts_moved_and_their_load_is_logged(single: dict[str, Any], model: P
     )
 
 
-# -- weights
-# --------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def export_job(info: Any, model: Path, flags: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
@@ -358,8 +354,7 @@ def test_checkpoint_of_one_expert_layout_loads_at_others(
                     )
 
 
-# -- balance losses
-# --------------------------------------------------------------------------------------------------
+# -- balance losses --------------------------------------------------------------------------------
 
 BALANCE = {"moe_z_loss_coeff": 0.3, "moe_aux_loss_coeff": 0.5}
 
@@ -451,8 +446,7 @@ def test_the_global_balance_loss_is_that_of_the_step_in_one_micro_batch(
         )
 
 
-# -- what a shared prompt counts
-# --------------------------------------------------------------------------------------
+# -- what a shared prompt counts -------------------------------------------------------------------
 
 
 def shared_prompts(micro_batches: list[list[int]]) -> TrainBatch:
@@ -643,8 +637,7 @@ def test_expert_bias_moves_only_when_asked(ranks: Pools, tmp_path: Path) -> None
         assert torch.equal(before, after), "a step that is skipped leaves everything as it was"
 
 
-# -- refusals
-# --------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,7 @@ def names(found: Explanation) -> list[str]:
     return [finding.trouble.name for finding in found.findings]
 
 
-# -- every trouble
-# --------------------------------------------------------------------------------------------------
+# -- every trouble ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("excerpt", EXCERPTS, ids=map(str, EXCERPTS))
@@ -273,8 +272,7 @@ def test_the_most_direct_cause_comes_first(tmp_path: Path) -> None:
     ]
 
 
-# -- this run's words
-# -------------------------------------------------------------------------------------------------
+# -- this run's words ------------------------------------------------------------------------------
 
 
 def advice(tmp_path: Path, name: str, **flags: Any) -> str:
@@ -377,8 +375,7 @@ def test_text_of_a_sample_within_an_error_sets_nothing_off(tmp_path: Path) -> No
     assert names(explain(fail(run_folder(tmp_path / "run"), message))) == ["own-function"]
 
 
-# -- whatever the folder is like
-# ---------------------------------------------------------------------------------------
+# -- whatever the folder is like -------------------------------------------------------------------
 
 
 def test_a_run_that_was_killed_says_so_with_its_checkpoint_and_the_next_command(
@@ -524,8 +521,7 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
     )
 
 
-# -- the command
-# --------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("started", [1e300, -1e300, True, "now", None, [1]])

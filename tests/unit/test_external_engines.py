@@ -160,8 +160,7 @@ def make_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 MakeRun = Callable[..., FakeRun]
 Serve = Callable[..., Server]
 
-# -- joining
-# --------------------------------------------------------------------------------------------------
+# -- joining ---------------------------------------------------------------------------------------
 
 
 def test_it_joins_with_the_next_push(make_run: MakeRun, serve: Serve) -> None:
@@ -308,8 +307,7 @@ def test_flags_that_cannot_be() -> None:
     )
 
 
-# -- leaving
-# --------------------------------------------------------------------------------------------------
+# -- leaving ---------------------------------------------------------------------------------------
 
 
 def test_who_leaves_has_its_requests_come_back(make_run: MakeRun, serve: Serve) -> None:
@@ -349,8 +347,7 @@ def test_one_that_is_restarted_cannot_leave(make_run: MakeRun) -> None:
         run.external.remove("engine-1")
 
 
-# -- death
-# --------------------------------------------------------------------------------------------------
+# -- death -----------------------------------------------------------------------------------------
 
 
 def dead() -> Future[Any]:
@@ -474,8 +471,7 @@ def test_a_push_that_fails_of_a_newcomer_is_repeated_without_it(make_run: MakeRu
     assert run.table.num_lost == 1, "then it is nobody's fault, and the push is not repeated"
 
 
-# -- orders
-# --------------------------------------------------------------------------------------------------
+# -- orders ----------------------------------------------------------------------------------------
 
 
 def order(run: Path, name: str, **words: str) -> Path:

@@ -176,8 +176,7 @@ def test_a_model_that_only_model_name_tells_is_exported_as_it_was_loaded(tmp_pat
     )
 
 
-# -- published models
-# ------------------------------------------------------------------------------------------------
+# -- published models ------------------------------------------------------------------------------
 
 
 def spellings(model: str) -> list[dict[str, Any]]:
@@ -303,8 +302,7 @@ def test_every_family_has_a_published_model_and_a_tiny_one() -> None:
     }
 
 
-# -- flags that describe the model
-# -----------------------------------------------------------------------------------
+# -- flags that describe the model -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

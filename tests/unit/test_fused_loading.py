@@ -49,8 +49,7 @@ def pair(layer: int, leaf: str = "weight") -> tuple[str, ...]:
     return tuple(f"{ATTENTION.format(layer)}{part}.{leaf}" for part in PAIR)
 
 
-# -- what belongs together
-# -------------------------------------------------------------------------------------------
+# -- what belongs together -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("leaf", ["weight", "weight_scale_inv", "weight_scale", "weight_packed"])
@@ -88,8 +87,7 @@ def test_half_of_a_pair_cannot_be_quantised() -> None:
     assert not ignore_list.examine(weights, Quantisation("fp8", Fp8((16, 16)), ("lm_head",))).torn
 
 
-# -- buckets
-# --------------------------------------------------------------------------------------------------
+# -- buckets ---------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -153,8 +151,7 @@ def test_weights_and_scales_of_quantised_pairs_are_kept_together(scheme: Fp8 | I
         assert all(any(set(group) <= bucket for bucket in names) for group in groups)
 
 
-# -- pushes to SGLang
-# --------------------------------------------------------------------------------------------------
+# -- pushes to SGLang ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -250,8 +247,7 @@ def test_every_weight_of_a_pair_is_compared_where_all_are(
     sync.close()
 
 
-# -- pushes to other engines
-# ---------------------------------------------------------------------------------------
+# -- pushes to other engines -----------------------------------------------------------------------
 
 
 def assert_together(engine: FakeWeightEngine, groups: list[tuple[str, ...]]) -> None:
@@ -313,8 +309,7 @@ def test_layers_that_are_gathered_keep_their_pairs(
     assert {receipt.loaded for receipt in found[0]["receipts"]} == {len(start)}
 
 
-# -- what an SGLang process is asked
-# -----------------------------------------------------------------------------------
+# -- what an SGLang process is asked ---------------------------------------------------------------
 
 
 @settings(max_examples=100)
@@ -404,8 +399,7 @@ def test_the_probe_finds_a_shared_expert_behind_the_routed_ones() -> None:
     assert tree.find(f"{owner}.shared_experts.gate_proj.weight", (inner, hidden)) is None
 
 
-# -- the sample
-# --------------------------------------------------------------------------------------------------
+# -- the sample ------------------------------------------------------------------------------------
 
 
 @settings(max_examples=50)

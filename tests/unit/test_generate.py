@@ -79,8 +79,7 @@ def sample_at(index: int = 0, first: int = 20) -> Sample:
     return Sample(group_index=0, index=index, tokens=[first, 7])
 
 
-# -- tokens
-# --------------------------------------------------------------------------------------------------
+# -- tokens ----------------------------------------------------------------------------------------
 
 
 def test_response_is_what_the_engine_sampled() -> None:
@@ -334,8 +333,7 @@ def test_weight_versions_of_tokens_follow_the_engines_spans() -> None:
     assert sample.rollout_log_probs == [-1.0, -2.0, -3.0, -1.0]
 
 
-# -- limits
-# --------------------------------------------------------------------------------------------------
+# -- limits ----------------------------------------------------------------------------------------
 
 
 def test_functions_that_post_by_themselves_get_the_version_of_every_token() -> None:
@@ -425,8 +423,7 @@ def test_context_limit_takes_the_smallest_that_is_set() -> None:
     assert context_limit(None, 30, 20) == 20 and context_limit(None, None) is None
 
 
-# -- parameters and seeds
-# ------------------------------------------------------------------------------------
+# -- parameters and seeds --------------------------------------------------------------------------
 
 
 def test_sampling_params_are_spelt_for_the_engine_and_never_shared() -> None:
@@ -564,8 +561,7 @@ def test_an_answer_that_was_cut_has_no_end_to_miss(
     assert not caplog.messages
 
 
-# -- users' generate functions
-# -------------------------------------------------------------------------------
+# -- users' generate functions ---------------------------------------------------------------------
 
 
 def test_multi_turn_masks_tool_tokens_and_changes_no_other_sample() -> None:
@@ -750,8 +746,7 @@ def test_status_failed_from_user_code_is_not_scored() -> None:
     assert not group.is_generated and not rewards.scored
 
 
-# -- sample hooks and rewards
-# --------------------------------------------------------------------------------
+# -- sample hooks and rewards ----------------------------------------------------------------------
 
 
 def test_sample_hooks_run_in_order_before_the_reward_with_what_they_accept() -> None:

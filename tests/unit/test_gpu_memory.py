@@ -150,8 +150,7 @@ def test_whether_engines_lacked_something_is_told_also_when_it_was_tried_again(
     assert turns.onload_engines() is rollout and turns.onload_engines() is False
 
 
-# -- engines that die
-# ------------------------------------------------------------------------------------------------
+# -- engines that die ------------------------------------------------------------------------------
 
 
 class Fleet:

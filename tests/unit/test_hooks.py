@@ -40,8 +40,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     load_function.cache_clear()
 
 
-# -- finding
-# --------------------------------------------------------------------------------------------------
+# -- finding ---------------------------------------------------------------------------------------
 
 
 def test_dotted_colon_and_file_paths_find_the_same_function(module, tmp_path: Path) -> None:
@@ -78,8 +77,7 @@ def test_what_cannot_be_found_says_why(module, path: str, said: list[str]) -> No
     assert all(text in str(caught.value) for text in said), caught.value
 
 
-# -- checking
-# --------------------------------------------------------------------------------------------------
+# -- checking --------------------------------------------------------------------------------------
 
 
 async def generate_with(args, sample, sampling_params, evaluation=False):
@@ -155,8 +153,7 @@ def test_every_function_flag_of_the_configuration_has_a_protocol() -> None:
     assert HOOKS.keys() <= flags.keys(), "what is refused is no hook"
 
 
-# -- calling
-# --------------------------------------------------------------------------------------------------
+# -- calling ---------------------------------------------------------------------------------------
 
 
 def test_optional_keywords_are_passed_only_where_they_are_accepted() -> None:

@@ -52,8 +52,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# -- rows
-# --------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -112,8 +111,7 @@ def check_rows(config: Config) -> None:
         raise error
 
 
-# -- the package
-# --------------------------------------------------------------------------------------------------
+# -- the package -----------------------------------------------------------------------------------
 
 
 @with_package
@@ -177,8 +175,7 @@ def test_what_arguments_leave_open_is_drawn_once_per_row() -> None:
     assert random.getstate() == before, "it draws from nobody else's numbers"
 
 
-# -- NLTK's data
-# --------------------------------------------------------------------------------------------------
+# -- NLTK's data -----------------------------------------------------------------------------------
 
 
 @with_package
@@ -237,8 +234,7 @@ def test_data_that_is_here_is_used(words: Path) -> None:
     assert follows_all("One. Two are here.", two) == 1.0 and follows_all("One is here.", two) == 0.0
 
 
-# -- a run
-# --------------------------------------------------------------------------------------------------
+# -- a run -----------------------------------------------------------------------------------------
 
 
 def config_for(rows: list[dict[str, Any]], folder: Path, **flags: Any) -> Any:

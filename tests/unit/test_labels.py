@@ -63,8 +63,7 @@ def column(path: Path, values: Any) -> Path:
     return path
 
 
-# -- JSON
-# --------------------------------------------------------------------------------------------------
+# -- JSON ------------------------------------------------------------------------------------------
 
 
 @given(JSON_NUMBERS, st.sampled_from(["", " "]), st.sampled_from([None, "math", "f1"]))
@@ -171,8 +170,7 @@ def test_a_prompt_that_is_a_number_is_refused(tmp_path: Path, prompt: str) -> No
         read_prompt(open_rows(str(tmp_path / "a.jsonl"))[0], RowFormat("p"), None)
 
 
-# -- CSV
-# --------------------------------------------------------------------------------------------------
+# -- CSV -------------------------------------------------------------------------------------------
 
 
 @given(
@@ -196,8 +194,7 @@ def test_fields_that_look_like_something_else_are_text(tmp_path: Path, text: str
     assert label_of(tmp_path / "a.csv", rm_type="math") == text
 
 
-# -- columns
-# --------------------------------------------------------------------------------------------------
+# -- columns ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,7 @@ def served(build: Callable[[], Coroutine[Any, Any, web.Application]]) -> Iterato
         thread.join(30)
 
 
-# -- the embedded engine
-# ------------------------------------------------------------------------------------
+# -- the embedded engine ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -215,8 +214,7 @@ def test_wrong_values_are_refused_at_once(engine: str, route: str, body: dict[st
     well(engine)
 
 
-# -- slime watch
-# --------------------------------------------------------------------------------------------
+# -- slime watch -----------------------------------------------------------------------------------
 
 QUESTIONS = [
     "run",
@@ -280,8 +278,7 @@ def test_an_empty_filter_finds_nothing(watched: tuple[str, str], page: str) -> N
         assert status == (400 if field == "sort" else 200)
 
 
-# -- the endpoints of agents
-# --------------------------------------------------------------------------------
+# -- the endpoints of agents -----------------------------------------------------------------------
 
 AGENT_ROUTES = [
     "/v1/chat/completions",

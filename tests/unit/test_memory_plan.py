@@ -66,8 +66,7 @@ def owned(phase: Phase, owner: str) -> dict[str, float]:
     return {use.what: use.nbytes for use in phase.uses if use.owner == owner}
 
 
-# -- who holds what
-# ------------------------------------------------------------------------------------------------
+# -- who holds what --------------------------------------------------------------------------------
 
 
 def test_colocated_one_side_sleeps_while_the_other_works(folders: dict[str, Path]) -> None:
@@ -182,8 +181,7 @@ def test_ranges() -> None:
     assert ranges([3]) == "3" and ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
 
 
-# -- refusals
-# --------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_a_plan_that_cannot_fit_is_refused_with_the_largest_parts_and_what_shrinks_them(
@@ -303,8 +301,7 @@ def test_remedies_do_what_they_say(
                 assert total == pytest.approx(promised, rel=0.01), text
 
 
-# -- how it is shown
-# -------------------------------------------------------------------------------------------------
+# -- how it is shown -------------------------------------------------------------------------------
 
 
 def test_table_and_summary(folders: dict[str, Path]) -> None:
@@ -399,8 +396,7 @@ def test_memory_of_training_is_compared_once_the_moments_exist(
         caplog.clear()
 
 
-# -- what there is
-# --------------------------------------------------------------------------------------------------
+# -- what there is ---------------------------------------------------------------------------------
 
 
 def test_gpu_memory_is_asked_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

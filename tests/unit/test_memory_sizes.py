@@ -44,8 +44,7 @@ def layout_of(world: int, flags: dict[str, Any], name: str) -> Layout:
     )
 
 
-# -- parameters
-# --------------------------------------------------------------------------------------------------
+# -- parameters ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -185,8 +184,7 @@ def test_the_distributed_optimizer_spreads_dense_states_over_replicas_and_those_
     assert whole.stages[0].owned == dense + experts
 
 
-# -- activations
-# --------------------------------------------------------------------------------------------------
+# -- activations -----------------------------------------------------------------------------------
 
 LENGTHS = [256, 256]  # equal, so that attention needs no padding
 
@@ -379,8 +377,7 @@ def test_on_gpus_no_weight_has_a_gradient_beside_the_buffer_but_the_embedding_at
     assert temporaries(recompute_activations=True) == pytest.approx(embedding - kept, rel=0.01)
 
 
-# -- engine
-# --------------------------------------------------------------------------------------------------
+# -- engine ----------------------------------------------------------------------------------------
 
 
 def engine(model: str, **flags: Any) -> EngineSettings:

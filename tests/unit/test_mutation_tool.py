@@ -108,8 +108,7 @@ def test_enough_is_drawn_everywhere() -> None:
         assert sum(mutation.part == part.name for mutation in drawn) == part.budget
 
 
-# -- a project
-# --------------------------------------------------------------------------------------------------
+# -- a project -------------------------------------------------------------------------------------
 
 PROJECT = {
     "slime/__init__.py": "",

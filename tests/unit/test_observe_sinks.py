@@ -389,8 +389,7 @@ def test_use_wandb_without_wandb_says_how_to_get_it(
     assert "slime-rl[wandb]" in error.value.fix
 
 
-# -- console
-# ---------------------------------------------------------------------------------------------
+# -- console ---------------------------------------------------------------------------------------
 
 STEP = {
     "rollout/raw_reward": 0.625,

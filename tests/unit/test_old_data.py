@@ -202,8 +202,7 @@ def test_evaluation_sets() -> None:
         module.ensure_dataset_list([{"path": "a.jsonl"}])
 
 
-# -- tensors
-# --------------------------------------------------------------------------------------------------
+# -- tensors ---------------------------------------------------------------------------------------
 
 
 def test_losses_agree_with_the_formulas() -> None:

@@ -70,8 +70,7 @@ def nothing_seen() -> None:
     seen.clear()
 
 
-# -- names that plugins replace
-# ----------------------------------------------------------------------------------------
+# -- names that plugins replace --------------------------------------------------------------------
 
 
 async def answers_seven(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -259,8 +258,7 @@ def test_pop_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert source.get_samples(1)[0][0].index == 1
 
 
-# -- in a run
-# --------------------------------------------------------------------------------------------------
+# -- in a run --------------------------------------------------------------------------------------
 
 
 def own_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -414,8 +412,7 @@ def test_one_evaluation_set(tmp_path: Path) -> None:
     in_a_loop(test, eval_prompt_data=pairs)
 
 
-# -- outside of a run
-# --------------------------------------------------------------------------------------------------
+# -- outside of a run ------------------------------------------------------------------------------
 
 
 def test_rewards_outside_of_a_run() -> None:

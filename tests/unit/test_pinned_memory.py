@@ -62,8 +62,7 @@ def test_memory_that_cannot_be_locked_is_an_error(
         host_buffer(64, pin=True)
 
 
-# -- ahead of time
-# --------------------------------------------------------------------------------------------------
+# -- ahead of time ---------------------------------------------------------------------------------
 
 
 class SlowDriver(Driver):

@@ -53,8 +53,7 @@ def first_prompt(path: str, **flags: Any) -> Any:
     return source_of(path, **flags).get_samples(1)[0][0]
 
 
-# -- formats
-# --------------------------------------------------------------------------------------------------
+# -- formats ---------------------------------------------------------------------------------------
 
 ROWS = [{"input": f"q{i}", "label": str(i)} for i in range(10)]
 
@@ -148,8 +147,7 @@ def test_rows_keep_their_own_keys(tmp_path: Path) -> None:
     assert [group[0].metadata for group in groups] == [{"x": 1}, {"y": [2]}, {}]
 
 
-# -- rendering
-# --------------------------------------------------------------------------------------------------
+# -- rendering -------------------------------------------------------------------------------------
 
 
 def test_text_and_messages_go_through_the_chat_template(tmp_path: Path) -> None:
@@ -198,8 +196,7 @@ def test_prompts_that_carry_the_template_already_are_said(
     assert "--apply-chat-template puts them into it a second time" in caplog.text
 
 
-# -- length filter
-# --------------------------------------------------------------------------------------------------
+# -- length filter ---------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 30))
@@ -309,8 +306,7 @@ def test_data_workers_find_the_same_as_one_process(
         prepare(open_rows(bad), bad, checker, num_workers=2)
 
 
-# -- bad input
-# --------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -442,8 +438,7 @@ def test_a_template_that_refuses_the_messages_and_a_tokenizer_without_one(tmp_pa
         source_of(path, make_tokenizer(None), apply_chat_template=True)
 
 
-# -- tokenizer
-# --------------------------------------------------------------------------------------------------
+# -- tokenizer -------------------------------------------------------------------------------------
 
 
 def test_tokenizers_come_from_local_folders_only(tmp_path: Path) -> None:
@@ -525,8 +520,7 @@ def test_rows_of_a_chat_are_noticed_without_the_flag(
     assert ("no stop token ends a turn" in caplog.text) == warns
 
 
-# -- shuffling a stream
-# ----------------------------------------------------------------------------------------------
+# -- shuffling a stream ----------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers()), st.integers(1, 20), st.integers(0, 5))

@@ -84,8 +84,7 @@ def test_streaming_knows_no_length(data: str) -> None:
         len(make(data, streaming_data=True))
 
 
-# -- resume
-# --------------------------------------------------------------------------------------------------
+# -- resume ----------------------------------------------------------------------------------------
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["draw", "consume", "put back", "resume"]), st.integers(0, 5)),
@@ -248,8 +247,7 @@ def test_a_run_that_began_in_the_order_of_the_data_goes_on_so_where_no_flag_says
     assert "some not at all" in caplog.text
 
 
-# -- buffer and other sources
-# ----------------------------------------------------------------------------------------
+# -- buffer and other sources ----------------------------------------------------------------------
 
 
 def test_put_back_groups_come_first_and_a_filter_may_choose(

@@ -216,8 +216,7 @@ def _quantise(plain: Path, target: Path, quantisation: Quantisation) -> None:
     quantise_directory(plain, target, quantisation)
 
 
-# -- what is refused
-# ---------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def test_a_wrong_and_a_right_ignore_list_of_experts(tmp_path: Path) -> None:
@@ -508,8 +507,7 @@ def test_scales_may_lie_in_another_shard(tmp_path: Path) -> None:
     assert index.keys() == tensors_of(plain).keys() and set(index.values()) == files
 
 
-# -- memory
-# ---------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

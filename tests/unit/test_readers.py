@@ -42,8 +42,7 @@ def refusal(path: Any) -> str:
     return said[1]
 
 
-# -- JSON
-# --------------------------------------------------------------------------------------------------
+# -- JSON ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -129,8 +128,7 @@ def test_arrays_that_are_no_json(tmp_path: Path, text: str) -> None:
         open_rows(str(tmp_path / "a.json"))
 
 
-# -- CSV
-# --------------------------------------------------------------------------------------------------
+# -- CSV -------------------------------------------------------------------------------------------
 
 
 @given(st.text(st.sampled_from('ab",\n\r é'), max_size=25))
@@ -203,8 +201,7 @@ def test_tabs_are_for_tsv(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "a.tsv") == [{"p": "a\tb", "y": "1,5"}]
 
 
-# -- compressed files and other types
-# --------------------------------------------------------------------------------
+# -- compressed files and other types --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv"])
@@ -240,8 +237,7 @@ def test_other_types_are_refused_with_those_that_are_read(tmp_path: Path, name: 
     )
 
 
-# -- names of data
-# --------------------------------------------------------------------------------------------------
+# -- names of data ---------------------------------------------------------------------------------
 
 
 def test_a_path_that_has_a_colon_is_taken_as_it_is(

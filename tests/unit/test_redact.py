@@ -116,8 +116,7 @@ def test_what_the_page_reads_of_older_runs_is_hidden_too(tmp_path: Path) -> None
     assert planted.found_in(json.dumps(stages.settings(stage)).encode()) == set()
 
 
-# -- names
-# --------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 SECRET_NAMES = [
     "wandb_key",
@@ -232,8 +231,7 @@ def test_settings_with_words_of_secrets_in_them() -> None:
         assert redacted(text, "system_prompt") == text
 
 
-# -- properties
-# -------------------------------------------------------------------------------------------------
+# -- properties ------------------------------------------------------------------------------------
 
 _WORD = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=12)
 _VALUE = (

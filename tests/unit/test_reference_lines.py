@@ -226,8 +226,7 @@ def test_refusals_name_only_lines_that_are_there() -> None:
     assert {name for names in REFUSED.values() for name in names} == set(MISSING)
 
 
-# -- what the lines do not show
-# --------------------------------------------------------------------------------------
+# -- what the lines do not show --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -200,8 +200,7 @@ def test_a_whole_update_records_then_replays_then_forgets(model: Path) -> None:
     assert results[0]["train/grad_norm"] == pytest.approx(results[1]["train/grad_norm"], rel=1e-6)
 
 
-# -- experts of the engine
-# ---------------------------------------------------------------------------------------------
+# -- experts of the engine -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags", [{}, RECOMPUTE])
@@ -308,8 +307,7 @@ def replay_job(info: Any, flags: dict[str, Any], batch: TrainBatch) -> dict[str,
     return {"gradients": gradients, "weights": named()}
 
 
-# -- refusals
-# --------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -365,8 +363,7 @@ def test_the_engines_experts_imply_replay() -> None:
     assert not trainer_config().train.use_routing_replay
 
 
-# -- from the engine's answer to the trainer
-# ---------------------------------------------------------------------------
+# -- from the engine's answer to the trainer -------------------------------------------------------
 
 
 def payload(experts: np.ndarray) -> str:

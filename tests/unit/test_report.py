@@ -467,8 +467,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
 
 
-# -- several runs
-# ---------------------------------------------------------------------------------------------
+# -- several runs ----------------------------------------------------------------------------------
 
 
 def compared(tmp_path: Path) -> tuple[Path, Path]:
@@ -519,8 +518,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     ]["flags"]
 
 
-# -- samples
-# ---------------------------------------------------------------------------------------------
+# -- samples ---------------------------------------------------------------------------------------
 
 
 def rewarded(rewards: list[float | None]) -> list[dict[str, Any]]:
@@ -683,8 +681,7 @@ def test_configuration_files_are_read_as_config_writes_them(tmp_path: Path) -> N
     )
 
 
-# -- charts
-# ----------------------------------------------------------------------------------------------
+# -- charts ----------------------------------------------------------------------------------------
 
 
 def test_thinning_keeps_spikes_and_ends() -> None:
@@ -701,8 +698,7 @@ def test_a_long_run_has_few_points_of_few_digits(tmp_path: Path) -> None:
     assert len(steps) <= 602 and steps[-1] == 4999 and set(losses) <= {0.3333333, None}
 
 
-# -- alarms
-# ----------------------------------------------------------------------------------------------
+# -- alarms ----------------------------------------------------------------------------------------
 
 
 def rows_with(key: str, series: list[float]) -> list[dict[str, Any]]:

@@ -61,8 +61,7 @@ def score(sample: Sample, **flags: Any) -> Any:
     return with_pool(lambda pool: pool.score(sample), **flags)
 
 
-# -- graders
-# --------------------------------------------------------------------------------------------------
+# -- graders ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -176,8 +175,7 @@ def test_gpqa(response: str, label: Any, metadata: dict[str, Any], reward: float
     assert grade_gpqa(response, label, metadata) == reward
 
 
-# -- which function
-# --------------------------------------------------------------------------------------------------
+# -- which function --------------------------------------------------------------------------------
 
 
 def test_metadata_wins_over_the_flag_and_a_boxed_prefix_works_for_all() -> None:
@@ -205,8 +203,7 @@ def test_unknown_types_are_refused_when_the_pool_is_made(rm_type: str, said: str
         score(Sample(index=3))
 
 
-# -- users' functions
-# ------------------------------------------------------------------------------------------------
+# -- users' functions ------------------------------------------------------------------------------
 
 USER_CODE = """
 import asyncio, time
@@ -305,8 +302,7 @@ def test_a_function_that_hangs_scores_zero_and_is_counted(user: str, name: str) 
     )
 
 
-# -- worker processes
-# ------------------------------------------------------------------------------------------------
+# -- worker processes ------------------------------------------------------------------------------
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -335,9 +331,8 @@ def test_a_request_that_takes_too_long_ends_its_worker_and_the_next_one_works() 
         pool = GradingPool(1)
         await pool.grade("math", "1", "1", 20)
         (pid,) = pool.pids
-        slow = (
-            r"\boxed{\sum_{k=1}^{10^{9}} \frac{1}{k!}}"  # hours, in code that no exception leaves
-        )
+        # hours, in code that no exception leaves
+        slow = r"\boxed{\sum_{k=1}^{10^{9}} \frac{1}{k!}}"
         assert await pool.grade("math", slow, "3", 0.3) == Grade(0.0, "timeout")
         assert await pool.grade("math", "1", "1", 20) == Grade(1.0)
         assert pool.pids != [pid] and not psutil.pid_exists(pid)
@@ -428,8 +423,7 @@ def test_workers_die_with_a_killed_parent() -> None:
         wait_until(lambda: not is_running(worker), "the worker dies with its parent")
 
 
-# -- remote
-# --------------------------------------------------------------------------------------------------
+# -- remote ----------------------------------------------------------------------------------------
 
 
 def with_server(answers: list[Any], use: Any) -> Any:
@@ -513,8 +507,7 @@ def test_a_remote_model_that_hangs_scores_zero_and_needs_an_address() -> None:
         score(Sample(), rm_type="remote_rm")
 
 
-# -- slime reward
-# --------------------------------------------------------------------------------------------------
+# -- slime reward ----------------------------------------------------------------------------------
 
 
 def test_the_command_scores_rows(

@@ -67,8 +67,7 @@ def generate(rollout_id: int = 0, **flags: Any) -> RolloutFnTrainOutput:
     return with_loop(test, **flags)
 
 
-# -- the built-in rollout
-# --------------------------------------------------------------------------------------
+# -- the built-in rollout --------------------------------------------------------------------------
 
 
 def test_a_batch_is_sorted_scored_and_deterministic() -> None:
@@ -291,8 +290,7 @@ def test_rollout_and_evaluation_go_on_beside_each_other(tmp_path: Path) -> None:
     with_loop(test, eval_prompt_data=("a", str(tmp_path / "a.jsonl")), over_sampling_batch_size=8)
 
 
-# -- hooks
-# --------------------------------------------------------------------------------------------------
+# -- hooks -----------------------------------------------------------------------------------------
 
 
 def test_filter_sample_filter_and_all_samples_hook_get_what_they_were_promised() -> None:
@@ -433,8 +431,7 @@ def test_plugins_with_a_loop_of_their_own_find_the_old_building_blocks() -> None
         assert all(s.reward in (0.0, 1.0) and s.tokens[2:] for s in group.samples)
 
 
-# -- dumps
-# --------------------------------------------------------------------------------------------------
+# -- dumps -----------------------------------------------------------------------------------------
 
 
 def test_dumps_come_back_as_the_same_groups(tmp_path: Path) -> None:

@@ -188,8 +188,7 @@ def test_a_later_record_does_not_hide_an_earlier_one(tmp_path: Path) -> None:
     assert found(3) == (0, False) and found(None) == (1, False)
 
 
-# -- what is noted where
-# ---------------------------------------------------------------------------------------
+# -- what is noted where ---------------------------------------------------------------------------
 
 
 def test_a_finished_group_is_noted_by_the_rollout_that_takes_it_out_of_the_buffer(
@@ -251,8 +250,7 @@ def test_a_group_that_finishes_when_there_are_enough_is_noted_too(
     assert place.kind is (RecordKind.BEGUN if left.reward is None else RecordKind.FINISHED)
 
 
-# -- a push that broke
-# -----------------------------------------------------------------------------------------
+# -- a push that broke -----------------------------------------------------------------------------
 
 
 def test_what_was_finished_before_a_push_that_broke_is_kept(tmp_path: Path) -> None:

@@ -258,8 +258,7 @@ def test_the_last_lines_of_two_steps_without_contrast_say_so(
     assert told.count("warning: ") == 1 and "\n    try: read responses and labels" in told
 
 
-# -- what is saved when
-# ----------------------------------------------------------------------------------------
+# -- what is saved when ----------------------------------------------------------------------------
 
 
 class Clock:
@@ -363,8 +362,7 @@ def test_a_run_that_keeps_nothing_is_told_so_before_it_starts(
     assert len(told) == warns and all("leave --no-save out" in line for line in told)
 
 
-# -- waiting for ranks that may hang
-# -------------------------------------------------------------------------
+# -- waiting for ranks that may hang ---------------------------------------------------------------
 
 
 class _FinishSaving:

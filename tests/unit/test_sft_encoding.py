@@ -212,8 +212,7 @@ def assert_only_words(name: str, text: str, tokenizer: Any) -> None:
     assert "".join(_THINK_MARKS.sub("", rest).split()) in _HEADERS.get(family(name), ("",)), text
 
 
-# -- kinds of templates, written out
-# ---------------------------------------------------------------------------------
+# -- kinds of templates, written out ---------------------------------------------------------------
 
 R1 = (  # opens reasoning where the assistant is asked, and drops it from every answer
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<U>{{ m.content }}{% else %}"
@@ -305,8 +304,7 @@ def test_a_conversation_may_begin_with_the_assistant() -> None:
     assert [text.split("\n\n")[-1] for text in texts] == ["ANSWER0<|im_end|>", "ANSWER1<|im_end|>"]
 
 
-# -- forms that templates want
-# -----------------------------------------------------------------------------------------
+# -- forms that templates want ---------------------------------------------------------------------
 
 
 def test_calls_have_the_form_that_the_template_writes_as_it_is() -> None:
@@ -346,8 +344,7 @@ def test_content_is_a_list_of_parts_where_the_template_wants_one() -> None:
     )
 
 
-# -- what templates do that trains the wrong tokens unless it is noticed
-# ----------------------------------------------
+# -- what templates do that trains the wrong tokens unless it is noticed ---------------------------
 
 CALLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in "

@@ -208,8 +208,7 @@ def test_auto_is_sglang_where_a_gpu_and_sglang_are(monkeypatch: pytest.MonkeyPat
     assert make_config(**flags).engine.rollout_engine == "embedded"
 
 
-# -- server groups
-# ---------------------------------------------------------------------------------------------
+# -- server groups ---------------------------------------------------------------------------------
 
 
 def groups_file(folder: Path, *groups: dict[str, Any], **model: Any) -> str:
@@ -436,8 +435,7 @@ def test_pairs_of_servers_are_named_to_the_router() -> None:
     assert args.decode_urls == ["http://c:1"]
 
 
-# -- what goes wrong at the start
-# --------------------------------------------------------------------------------
+# -- what goes wrong at the start ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,7 @@ def config_of(**flags: Any) -> Any:
     return make_config(**{**defaults, **flags})
 
 
-# -- who may make an engine generate
-# -------------------------------------------------------------------------------
+# -- who may make an engine generate ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags", [{"colocate": True}, {}])
@@ -81,8 +80,7 @@ def test_the_router_may_not_ask_where_every_answer_is_a_token() -> None:
         check_sglang(config_of(colocate=True, router_health_check_endpoint="/health_generate"))
 
 
-# -- an engine whose memory is away
-# ----------------------------------------------------------------------------------
+# -- an engine whose memory is away ----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -122,8 +120,7 @@ def test_it_survives_the_router_and_dies_of_a_token(
     assert generates("/health_generate") and not generates("/health")
 
 
-# -- what a dead one says
-# ---------------------------------------------------------------------------------------------
+# -- what a dead one says --------------------------------------------------------------------------
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n'
 SCHEDULER = f"[2026-01-01 TP0] Scheduler hit an exception: {TRACEBACK}{POINTER}\n\n"

@@ -38,8 +38,7 @@ def part_of(sent: torch.Tensor, held: Held) -> torch.Tensor:
     return sent.narrow(held.dim, held.start, held.stop - held.start)
 
 
-# -- experts
-# --------------------------------------------------------------------------------------------------
+# -- experts ---------------------------------------------------------------------------------------
 
 
 def sent_experts(leaf: str) -> dict[str, torch.Tensor]:
@@ -166,8 +165,7 @@ def test_a_rank_has_its_own_experts_alone() -> None:
     assert names == [name for name in sent if ".experts.2." in name or ".experts.3." in name]
 
 
-# -- fused linear layers
-# -----------------------------------------------------------------------------------------------
+# -- fused linear layers ---------------------------------------------------------------------------
 
 
 def test_scales_of_fused_layers_are_found_by_tensor_and_by_block() -> None:
@@ -221,8 +219,7 @@ def test_parameters_of_sglangs_own_are_not_missed_in_a_full_check() -> None:
     }
 
 
-# -- a look
-# --------------------------------------------------------------------------------------------------
+# -- a look ----------------------------------------------------------------------------------------
 
 
 def state(model: Model) -> dict[str, tuple[Any, int, tuple[int, ...], torch.Tensor]]:

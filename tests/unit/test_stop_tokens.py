@@ -64,8 +64,7 @@ def test_those_of_an_evaluation_set_too(model: str, tmp_path: Path) -> None:
         )
 
 
-# -- context
-# --------------------------------------------------------------------------------------------------
+# -- context ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -119,8 +118,7 @@ def test_prompts_and_answers_that_are_longer_together_are_warned_of(
     assert ("--rollout-max-context-len 64" in caplog.text) == is_warned
 
 
-# -- end tokens
-# --------------------------------------------------------------------------------------------------
+# -- end tokens ------------------------------------------------------------------------------------
 
 
 def ends(folder: Path, config: Any, generation: Any) -> list[str]:

@@ -189,8 +189,7 @@ def test_ctrl_c_before_there_is_a_run_cannot_be_swallowed() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-# -- an end that hangs
-# -----------------------------------------------------------------------------------------------
+# -- an end that hangs -----------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -291,8 +291,7 @@ def test_deepseek_v3_and_v31_are_told_apart_by_their_templates(
     assert found is not None and found.sglang_parser == parser and found.special_marks
 
 
-# -- in answers of the server
-# ------------------------------------------------------------------------------------------
+# -- in answers of the server ----------------------------------------------------------------------
 
 
 class Scripted:

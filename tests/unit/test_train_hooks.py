@@ -33,8 +33,7 @@ def weights(backend: MegatronBackend) -> dict[str, Tensor]:
     }
 
 
-# -- freezing
-# --------------------------------------------------------------------------------------------------
+# -- freezing --------------------------------------------------------------------------------------
 
 
 def moved_job(info: Any, flags: dict[str, Any], tie: bool) -> dict[str, bool]:
@@ -148,8 +147,7 @@ def test_broken_expressions_are_refused_at_launch(flag: str) -> None:
     assert "(mlp" in caught.value.what and "unterminated" in caught.value.why
 
 
-# -- model provider
-# --------------------------------------------------------------------------------------------------
+# -- model provider --------------------------------------------------------------------------------
 
 
 def half_frozen(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
@@ -206,8 +204,7 @@ def test_the_default_model_is_for_providers() -> None:
         default_model(True, True)
 
 
-# -- layer specification
-# -----------------------------------------------------------------------------------------------
+# -- layer specification ---------------------------------------------------------------------------
 
 
 class Silent(PackedSelfAttention):
@@ -278,8 +275,7 @@ def test_the_default_layer_spec_is_for_specs() -> None:
         default_layer_spec(None, None)  # type: ignore[arg-type]
 
 
-# -- functions around the phases
-# -------------------------------------------------------------------------------------
+# -- functions around the phases -------------------------------------------------------------------
 
 
 def on_init(args: Any) -> None:

@@ -62,8 +62,7 @@ def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     )
 
 
-# -- recompute
-# --------------------------------------------------------------------------------------------------
+# -- recompute -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +204,7 @@ def test_full_recompute_needs_no_more_words() -> None:
     assert (megatron.recompute_method, megatron.recompute_num_layers) == ("uniform", 1)
 
 
-# -- on several ranks
-# ------------------------------------------------------------------------------------------------
+# -- on several ranks ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -267,8 +265,7 @@ def test_parameters_that_are_gathered_late_are_whole_after_a_rollout(
         )
 
 
-# -- optimizer states on the host
-# ------------------------------------------------------------------------------------
+# -- optimizer states on the host ------------------------------------------------------------------
 
 
 class Travelling(HostStates):
@@ -351,8 +348,7 @@ def test_offloaded_states_survive_a_checkpoint(tmp_path: Any) -> None:
         second.close()
 
 
-# -- out of memory
-# --------------------------------------------------------------------------------------------------
+# -- out of memory ---------------------------------------------------------------------------------
 
 GPU_WORDS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"
 

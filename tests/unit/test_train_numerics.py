@@ -27,8 +27,7 @@ from tests.support.trainers import trainer
 
 CPU = torch.device("cpu")
 
-# -- Adam
-# --------------------------------------------------------------------------------------------------
+# -- Adam ------------------------------------------------------------------------------------------
 
 LR, BETA1, BETA2, EPS, DECAY, LIMIT = 0.02, 0.7, 0.9, 0.05, 0.3, 0.5
 #: Norms of the gradients of successive steps, in units of the limit: clipped or not, in turns.
@@ -87,8 +86,7 @@ def test_adam_over_several_steps_is_that_of_float64(backend: MegatronBackend) ->
             assert torch.allclose(parameter.double(), weight, rtol=0, atol=2e-6)
 
 
-# -- the schedule
-# --------------------------------------------------------------------------------------------------
+# -- the schedule ----------------------------------------------------------------------------------
 
 #: 12 samples a rollout in two steps.
 STEPS = {"rollout_batch_size": 4, "n_samples_per_prompt": 3, "num_steps_per_rollout": 2}
@@ -181,8 +179,7 @@ def test_weight_decay_rises_over_the_whole_run() -> None:
         )
 
 
-# -- the KL in the reward
-# --------------------------------------------------------------------------------------------
+# -- the KL in the reward --------------------------------------------------------------------------
 
 KL_OF: dict[str, Callable[[float], float]] = {
     "k1": lambda r: r,
@@ -228,8 +225,7 @@ def test_the_kl_in_the_reward_is_of_its_kind_and_of_trained_tokens(
     assert found == pytest.approx([(value - mean) / deviation for value in expected], abs=1e-4)
 
 
-# -- attention
-# --------------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -264,8 +260,7 @@ def test_attention_is_that_of_float64(dtype: torch.dtype, scale: float | None) -
         start += n
 
 
-# -- rotary frequencies
-# ----------------------------------------------------------------------------------------------
+# -- rotary frequencies ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("truncate", [None, True, False])

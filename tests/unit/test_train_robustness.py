@@ -33,8 +33,7 @@ class Letters:
         return "".join(chr(ord("a") + token % 26) for token in tokens)
 
 
-# -- NaN and Inf
-# --------------------------------------------------------------------------------------------------
+# -- NaN and Inf -----------------------------------------------------------------------------------
 
 
 def failing_job(info: Any, layout: dict[str, Any], sample: int) -> Any:
@@ -149,8 +148,7 @@ def test_a_rank_whose_share_is_empty_clips_nothing() -> None:
         backend.close()
 
 
-# -- log-probs of the engine
-# -----------------------------------------------------------------------------------------
+# -- log-probs of the engine -----------------------------------------------------------------------
 
 
 def test_the_difference_to_the_engine_is_measured_before_training() -> None:
@@ -207,8 +205,7 @@ def test_a_missing_number_among_log_probs_is_named(name: str) -> None:
     )
 
 
-# -- determinism
-# --------------------------------------------------------------------------------------------------
+# -- determinism -----------------------------------------------------------------------------------
 
 
 def test_deterministic_mode_reaches_torch_and_the_libraries(
@@ -250,8 +247,7 @@ def test_dropout_of_attention_is_refused() -> None:
         trainer(attention_dropout=0.1)
 
 
-# -- Transformer Engine
-# ----------------------------------------------------------------------------------------------
+# -- Transformer Engine ----------------------------------------------------------------------------
 
 NEEDY = [
     {"transformer_impl": "transformer_engine"},

@@ -43,8 +43,7 @@ def hook_path(name: str) -> str:
     return f"{__name__}.{name}"
 
 
-# -- which passes
-# --------------------------------------------------------------------------------------------------
+# -- which passes ----------------------------------------------------------------------------------
 
 
 @with_flags(use_kl_loss=True, kl_loss_coef=0.1)
@@ -238,8 +237,7 @@ def test_truncated_importance_sampling_is_logged(backend: MegatronBackend) -> No
     assert metrics["train/ois"] == pytest.approx(1.0)
 
 
-# -- what stops it
-# --------------------------------------------------------------------------------------------------
+# -- what stops it ---------------------------------------------------------------------------------
 
 
 def test_nan_stops_with_the_samples_and_changes_nothing(backend: MegatronBackend) -> None:
@@ -280,8 +278,7 @@ def test_missing_engine_log_probs_are_named(backend: MegatronBackend) -> None:
         backend.train(batch)
 
 
-# -- precision and optimizer
-# -----------------------------------------------------------------------------------------
+# -- precision and optimizer -----------------------------------------------------------------------
 
 
 @with_flags(bf16=True, lr=1e-5, weight_decay=0.0)
@@ -350,8 +347,7 @@ def test_an_expression_that_freezes_nothing_is_refused() -> None:
         trainer(freeze_params_name_list=["no_such_layer"])
 
 
-# -- hooks
-# --------------------------------------------------------------------------------------------------
+# -- hooks -----------------------------------------------------------------------------------------
 
 calls: list[Any] = []
 
@@ -674,8 +670,7 @@ def test_custom_reducer(backend: MegatronBackend) -> None:
     )
 
 
-# -- state
-# --------------------------------------------------------------------------------------------------
+# -- state -----------------------------------------------------------------------------------------
 
 
 @with_flags(use_kl_loss=True, kl_loss_coef=0.1, ref_update_interval=1)

@@ -108,8 +108,7 @@ def test_after_a_push_that_broke(tmp_path: Path) -> None:
     assert cluster.done == ["close", "go on", "set up", *ended, "load", "introduce 7"]
 
 
-# -- a router that dies as the run comes up
-# --------------------------------------------------------------------
+# -- a router that dies as the run comes up --------------------------------------------------------
 
 
 class DyingRouter:
@@ -143,8 +142,7 @@ def test_a_router_that_dies_in_the_launch_is_asked_again_where_it_is_started_aga
     assert router.asked == 1 + tolerant
 
 
-# -- Ray's daemons
-# ---------------------------------------------------------------------------------------------
+# -- Ray's daemons ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dead", [[], ["raylet"]])

@@ -75,10 +75,8 @@ MODELS: dict[str, dict[str, Any]] = {
 TE = {"bf16": True, "transformer_impl": "transformer_engine"}
 WAYS: dict[str, dict[str, Any]] = {
     "truth": {},  # float32, local
-    "local": {
-        "bf16": True,
-        "attention_backend": "flash",
-    },  # torch's kernel, which need not be compiled
+    # torch's kernel, which need not be compiled
+    "local": {"bf16": True, "attention_backend": "flash"},
     "te": TE,
 }
 #: Of the first model only.
@@ -290,8 +288,7 @@ class TestOnAGpu:
             assert all(torch.equal(back[key].cpu(), saved[key]) for key in saved)
 
 
-# -- without it
-# --------------------------------------------------------------------------------------------------
+# -- without it ------------------------------------------------------------------------------------
 
 
 class NormWithState(RMSNorm):

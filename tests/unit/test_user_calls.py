@@ -37,8 +37,7 @@ async def hangs(function: Any, limit: float = 0.05) -> None:
         await call_hook(function, what="mine", limit=limit)
 
 
-# -- threads
-# --------------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
 def test_a_hung_thread_is_ended(caplog: pytest.LogCaptureFixture) -> None:
@@ -144,8 +143,7 @@ def test_what_would_end_the_loop_is_a_failure(error: BaseException, sync: bool) 
     asyncio.run(main())
 
 
-# -- coroutines
-# --------------------------------------------------------------------------------------------------
+# -- coroutines ------------------------------------------------------------------------------------
 
 
 def test_a_coroutine_that_swallows_its_cancellation_is_left_behind(
@@ -171,8 +169,7 @@ def test_a_coroutine_that_swallows_its_cancellation_is_left_behind(
     asyncio.run(main())
 
 
-# -- loops
-# --------------------------------------------------------------------------------------------------
+# -- loops -----------------------------------------------------------------------------------------
 
 
 def watched(work: Any, lost: Any = lambda said: None, limit: float = 0.3) -> Any:
@@ -267,8 +264,7 @@ def test_our_own_code_is_named_and_left_alone(caplog: pytest.LogCaptureFixture) 
     assert watched(works, limit=0.0) == "done"
 
 
-# -- children
-# --------------------------------------------------------------------------------------------------
+# -- children --------------------------------------------------------------------------------------
 
 FORKS = """
 import asyncio, os, signal

@@ -76,8 +76,7 @@ def finished(index: int, **fields: Any) -> Sample:
     return Sample(**(given | fields))
 
 
-# -- each kind of function that gets finished samples
-# ------------------------------------------------------------------
+# -- each kind of function that gets finished samples ----------------------------------------------
 
 
 def reward(args: Any, samples: Any, **kwargs: Any) -> Any:
@@ -397,8 +396,7 @@ def test_lists_by_which_results_go_stay_as_they_are(
         load_function.cache_clear()
 
 
-# -- rewards
-# --------------------------------------------------------------------------------------------------
+# -- rewards ---------------------------------------------------------------------------------------
 
 
 class Odd:
@@ -597,8 +595,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
 
 
-# -- what makes samples
-# ------------------------------------------------------------------------------------------------
+# -- what makes samples ----------------------------------------------------------------------------
 
 #: What a generate function or a sample hook sets → what is said of it.
 WRONG: dict[str, tuple[Callable[[Sample], Any], str]] = {
@@ -785,8 +782,7 @@ def test_any_field_with_any_value_is_trained_on_or_refused_by_name(values: dict[
     )
 
 
-# -- indices
-# --------------------------------------------------------------------------------------------------
+# -- indices ---------------------------------------------------------------------------------------
 
 
 class Zeros(FakeSource):
@@ -882,8 +878,7 @@ def test_what_no_file_can_hold_is_named(tmp_path: Any) -> None:
     assert unpicklable([finished(0)]) == ""
 
 
-# -- metrics
-# --------------------------------------------------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------
 
 
 def logs_odd_metrics(
@@ -911,8 +906,7 @@ def test_metrics_that_are_not_finite_are_told_with_the_functions_name(
         asyncio.run(finish_rollout(flags, flags.flat(), 0, RolloutFnTrainOutput([]), 1.0))
 
 
-# -- training
-# --------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 ORIGIN = "'mine.py:function' (--flag)"
 IN_PLACE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {

@@ -248,8 +248,7 @@ def test_what_is_no_reducer_is_refused(tmp_path: Any, made: str, told: str) -> N
     assert f"'{path}:make' (--custom-pg-loss-reducer-function-path)" in caught.value.what
 
 
-# -- advantages
-# --------------------------------------------------------------------------------------------------
+# -- advantages ------------------------------------------------------------------------------------
 
 
 def assigned(values: Callable[[dict[str, Any]], Any]) -> RolloutTensors:

@@ -104,8 +104,7 @@ def canary_of(fleet: Fleet, model: str | Path, expected: list[float], **flags: A
     return canary
 
 
-# -- the tokens
-# --------------------------------------------------------------------------------------------------
+# -- the tokens ------------------------------------------------------------------------------------
 
 
 @given(vocab=st.integers(32, 300_000), length=st.integers(1, 32))
@@ -125,8 +124,7 @@ def test_the_canary_fits_a_short_context(models: dict[str, Path]) -> None:
     )
 
 
-# -- the judgement
-# -----------------------------------------------------------------------------------------------
+# -- the judgement ---------------------------------------------------------------------------------
 
 EXPECTED = [-0.5 * (number % 7) - 1 for number in range(31)]
 
@@ -330,8 +328,7 @@ def test_an_engine_that_does_not_answer_the_question(
             canary.check("a weight push")
 
 
-# -- trainer and engine
-# --------------------------------------------------------------------------------------------
+# -- trainer and engine ----------------------------------------------------------------------------
 
 
 def lose_rotary_tables(engine: EmbeddedEngine) -> None:
@@ -451,8 +448,7 @@ def test_keys_and_values_of_before_are_not_used_again(models: dict[str, Path]) -
     assert [answer["meta_info"]["cached_tokens"] for [answer] in asked] == [0, 0]
 
 
-# -- in the loop
-# --------------------------------------------------------------------------------------------------
+# -- in the loop -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -181,9 +181,8 @@ def test_an_existing_export_is_replaced_as_a_whole(sharded: Path, tmp_path: Path
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [2.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    "shard_bytes", [1 << 30, 8]
-)  # the last shard meets it, or the first of several
+# the last shard meets it, or the first of several
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 8])
 def test_a_full_disk_leaves_the_old_export(
     sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:

@@ -155,8 +155,7 @@ def test_a_failed_push_is_every_ranks_error(pool: RankPool, tmp_path: Path) -> N
     assert all("no such tensor" in text for text in said)
 
 
-# -- the real engine
-# ---------------------------------------------------------------------------------------
+# -- the real engine -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
