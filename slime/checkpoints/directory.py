@@ -171,10 +171,9 @@ def is_leftover(name: str) -> bool:
 
 
 def is_saved(root: Path, iteration: int) -> bool:
-    """Is the save of ``iteration`` complete? Also while it is saved once more, it is not."""
-    return (
-        read_tracker(root) == iteration and not _partial(root / iteration_name(iteration)).exists()
-    )
+    """Return whether the save of ``iteration`` is complete, and no further one is under way."""
+    final = root / iteration_name(iteration)
+    return read_tracker(root) == iteration and not partial_path(final).exists()
 
 
 @dataclass(frozen=True)
@@ -243,8 +242,7 @@ def set_aside(root: Path, iteration: int | str) -> Path | None:
     return aside
 
 
-# -- completeness
-# ------------------------------------------------------------------------------------------
+# -- completeness ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -424,8 +422,7 @@ def _go_back(directory: Path) -> str:
     return "pass --load with another checkpoint, or leave --load out to start from --hf-checkpoint"
 
 
-# -- writing
-# -----------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def _bring_to_disk_below(directory: Path) -> None:
@@ -443,7 +440,7 @@ def partial_dir(final: Path) -> Path:
     Raises:
         UserError: the place cannot be written to.
     """
-    path = _partial(final)
+    path = partial_path(final)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -458,7 +455,8 @@ def partial_dir(final: Path) -> Path:
     return path
 
 
-def _partial(final: Path) -> Path:
+def partial_path(final: Path) -> Path:
+    """The hidden directory that is renamed to ``final`` once it is complete."""
     return final.with_name(f".{final.name}.partial")
 
 
@@ -472,7 +470,7 @@ def discard_partial(final: Path) -> bool:
     discarded = final.with_name(f".{final.name}.discarded")
     shutil.rmtree(discarded, ignore_errors=True)
     try:
-        _partial(final).rename(discarded)
+        partial_path(final).rename(discarded)
     except OSError:  # not there, or the disk is in trouble: then the next save tries again
         return False
     shutil.rmtree(discarded, ignore_errors=True)

@@ -146,8 +146,7 @@ def _check(source: Path, spec: ModelSpec) -> None:
             )
 
 
-# -- facts
-# --------------------------------------------------------------------------------------------------
+# -- facts -----------------------------------------------------------------------------------------
 
 
 def _add_facts(writer: GGUFWriter, spec: ModelSpec, name: str, tensors: list[_Tensor]) -> None:
@@ -189,8 +188,7 @@ def _add_facts(writer: GGUFWriter, spec: ModelSpec, name: str, tensors: list[_Te
         writer.add_rope_scaling_orig_ctx_len(int(trained))
 
 
-# -- tensors
-# --------------------------------------------------------------------------------------------------
+# -- tensors ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -304,8 +302,7 @@ def _write_tensors(writer: GGUFWriter, tensors: list[_Tensor]) -> None:
     writer.close()
 
 
-# -- tokenizer
-# --------------------------------------------------------------------------------------------------
+# -- tokenizer -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -160,8 +160,7 @@ def saved_reference(plan: LoadPlan) -> int | None:
     return read_common(plan.path).get("reference_iteration")
 
 
-# -- reading
-# -----------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def _read_model(plan: LoadPlan, state: TrainerState) -> None:
@@ -207,8 +206,7 @@ def _read_optimizer(plan: LoadPlan, state: TrainerState, saved: StateDict) -> fl
     return restore(state.optimizer, saved, settings_of_checkpoint)
 
 
-# -- is it all there
-# ---------------------------------------------------------------------------------------
+# -- is it all there -------------------------------------------------------------------------------
 
 
 def _account_for(model_state: dict[str, Any], contents: Any, directory: Path) -> LoadReport:

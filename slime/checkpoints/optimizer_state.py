@@ -32,8 +32,7 @@ MASTER = "param"
 _PREFIX = "optimizer.state"
 
 
-# -- boxes
-# -------------------------------------------------------------------------------------------------
+# -- boxes -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,7 @@ def boxes(shape: Sequence[int], start: int, end: int) -> list[TensorSlice]:
     return found
 
 
-# -- what a rank holds
-# -------------------------------------------------------------------------------------
+# -- what a rank holds -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -184,8 +182,7 @@ def ensure_state(optimizer: Any, *, on_host: bool = False) -> None:
                     inner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
 
-# -- to a checkpoint and back
-# ------------------------------------------------------------------------------
+# -- to a checkpoint and back ----------------------------------------------------------------------
 
 
 def sharded_optimizer_state(
@@ -406,8 +403,7 @@ def _instance(part: Any) -> int:
     return part.distributed_optimizer_instance_id if isinstance(part, DistributedOptimizer) else 0
 
 
-# -- settings
-# ----------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 #: Entries of torch's parameter groups that say how this process computes, never what.
 _OF_THIS_PROCESS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from slime.checkpoints.directory import partial_dir, publish
+from slime.checkpoints.directory import partial_dir, partial_path, publish
 from slime.checkpoints.hf_files import INDEX, SINGLE, HfReader, check_export, copy_assets
 from slime.checkpoints.quantised_check import counted, tables_of, verify_quantised
 from slime.checkpoints.safetensors_stream import Table, read_table, write_stream
@@ -243,8 +243,7 @@ def _files_of(tables: Mapping[str, Table]) -> dict[str, str]:
     return {name: file for file, table in tables.items() for name in table}
 
 
-# -- one conversion
-# --------------------------------------------------------------------------------------------------
+# -- one conversion --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -323,7 +322,7 @@ class _QuantiseJob:
         sizes = {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
         words = {"source": str(self.source.resolve()), "files": sizes, **self.settings}
         plan = (json.dumps(words, indent=1, default=list) + "\n").encode()
-        partial = self.target.with_name(f".{self.target.name}.partial")
+        partial = partial_path(self.target)
         if not (partial / _PLAN).is_file() or (partial / _PLAN).read_bytes() != plan:
             partial_dir(self.target)
             write_atomically(partial / _PLAN, plan, durable=True)

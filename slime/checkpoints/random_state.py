@@ -92,8 +92,7 @@ def why_not_continued(saved_layout: dict[str, Any] | None) -> str | None:
     return None
 
 
-# -- seeding
-# -----------------------------------------------------------------------------------------------
+# -- seeding ---------------------------------------------------------------------------------------
 
 
 def seed_generators(seed: int) -> None:

@@ -154,9 +154,8 @@ def _hf_dirs(folder: Path, levels: int = _LEVELS) -> Iterator[Path]:
         if entry.is_dir() and not entry.name.startswith("."):
             if has_weights(entry):
                 yield entry
-            elif (
-                levels > 1 and not (entry / ".metadata").is_file()
-            ):  # of a checkpoint: not newer than it is
+            # a model within a checkpoint is not newer than the checkpoint
+            elif levels > 1 and not (entry / ".metadata").is_file():
                 yield from _hf_dirs(entry, levels - 1)
 
 

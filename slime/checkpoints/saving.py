@@ -37,6 +37,7 @@ from slime.checkpoints.directory import (
     file_record,
     iteration_name,
     partial_dir,
+    partial_path,
     publish,
     retain,
     set_latest,
@@ -158,9 +159,7 @@ class CheckpointWriter:
     def _run(self, job: _RankSave) -> None:
         try:
             job.run()
-        except (
-            BaseException
-        ) as error:  # whatever it is: `raise_failure` raises it where someone listens
+        except BaseException as error:  # `raise_failure` raises it in the caller's thread
             self._failure = error
 
 
@@ -178,7 +177,7 @@ class _RankSave:
     def __post_init__(self) -> None:
         self.rank = dist.get_rank()
         self.started = time.perf_counter()
-        self.partial = self.final.with_name(f".{self.final.name}.partial")
+        self.partial = partial_path(self.final)
 
     def snapshot(self, memory: HostMemory) -> None:
         nbytes = self.planned.snapshot(memory)
@@ -216,28 +215,26 @@ class _RankSave:
         """The failure of any rank as "what\\0why"; None when the checkpoint is published."""
         verdict: str | None = None
         try:
-            said = gather((failure, plain_results(written[0]), written[1]), self.group)
-            if said is not None:
+            reports = gather((failure, plain_results(written[0]), written[1]), self.group)
+            if reports is not None:
                 verdict = next(
-                    (failed for failed, _, _ in said if failed is not None), None
-                ) or self._finish(said)
+                    (failed for failed, _, _ in reports if failed is not None), None
+                ) or self._finish(reports)
                 if verdict is not None:
                     shutil.rmtree(self.partial, ignore_errors=True)
             verdict = broadcast(verdict, self.group)
-        except (
-            RuntimeError
-        ) as error:  # a connection that breaks: the others cannot be told any more
+        except RuntimeError as error:  # a broken connection: the verdict does not reach the others
             return (
                 f"saving {self.final} was cut short\0another trainer rank is gone "
                 f"({first_lines(error)})"
             )
         return verdict
 
-    def _finish(self, said: list[Any]) -> str | None:
+    def _finish(self, reports: list[Any]) -> str | None:
         """Rank 0, when every rank's file is on the disk."""
         try:
-            records = [FileRecord(**record) for _, _, files in said for record in files]
-            self.planned.finish(self.partial, [results_of(results) for _, results, _ in said])
+            records = [FileRecord(**record) for _, _, files in reports for record in files]
+            self.planned.finish(self.partial, [results_of(results) for _, results, _ in reports])
             (self.partial / EXTRA_STATE).write_bytes(self.extra_state)
             listed = {record.path for record in records}
             records += [
@@ -264,8 +261,7 @@ class _RankSave:
         return first_lines(error) + _free_space(self.partial)
 
 
-# -- errors
-# ------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -277,10 +273,10 @@ def _agreed(what: str) -> Iterator[None]:
         yield
     except WRITE_ERRORS as error:
         failure = error
-    said: list[str | None] = all_gather(
+    failures: list[str | None] = all_gather(
         None if failure is None else json_safe(first_lines(failure))
     )
-    first = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
+    first = next(((rank, text) for rank, text in enumerate(failures) if text is not None), None)
     if first is not None:
         raise _write_error(f"{what} failed on trainer rank {first[0]}", first[1]) from failure
 

@@ -43,8 +43,7 @@ StateDict = dict[str, Any]
 WRITE_ERRORS = (OSError, RuntimeError, dcp.api.CheckpointException)
 
 
-# -- writing
-# -----------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 class ShardedWrite:
@@ -224,8 +223,7 @@ def pickled(value: Any) -> bytes:
     return stream.getvalue()
 
 
-# -- reading
-# -----------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def read(state: StateDict, directory: Path) -> StateDict:

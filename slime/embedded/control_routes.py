@@ -47,8 +47,7 @@ async def _on_engine(future: Future[Any]) -> Any:
     return await asyncio.wait_for(asyncio.wrap_future(future), deadlines.CONTROL_ROUTES_COMMAND)
 
 
-# -- reports
-# -------------------------------------------------------------------------------------------
+# -- reports ---------------------------------------------------------------------------------------
 
 
 @routes.get("/model_info")
@@ -129,8 +128,7 @@ async def loads(request: web.Request) -> web.Response:
     )
 
 
-# -- requests in flight
-# --------------------------------------------------------------------------------
+# -- requests in flight ----------------------------------------------------------------------------
 
 
 @routes.post("/abort_request")
@@ -181,8 +179,7 @@ async def flush_cache(request: web.Request) -> web.Response:
     return web.Response(text="Cache flushed.\n")
 
 
-# -- memory
-# --------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def _tags(body: dict[str, Any]) -> set[str]:
@@ -227,8 +224,7 @@ async def resume_memory(request: web.Request) -> web.Response:
     return web.Response()
 
 
-# -- weights
-# -------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def _update_route(path: str, method: Callable[[WeightUpdater, dict[str, Any]], str]) -> None:
@@ -313,8 +309,7 @@ async def weights_checker(request: web.Request) -> web.Response:
     return json_response(answer)
 
 
-# -- what SGLang's server has besides
-# --------------------------------------------------------------------
+# -- what SGLang's server has besides --------------------------------------------------------------
 
 _EMBEDDING = "this is a model for generation, not for embeddings or classification"
 _SESSIONS = "it keeps no sessions; prompts that share a prefix find it in the cache without one"

@@ -103,8 +103,7 @@ class Engine:
         self._rate: collections.deque[tuple[float, int]] = collections.deque()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    # -- from any thread
-    # -------------------------------------------------------------------------------
+    # -- from any thread ---------------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
@@ -182,8 +181,7 @@ class Engine:
         recent = [(at, count) for at, count in list(self._rate) if now - at <= _RATE_WINDOW]
         return sum(count for _, count in recent) / _RATE_WINDOW
 
-    # -- the thread
-    # ------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _post(self, order: Callable[[], None]) -> None:
         self.check_alive()
@@ -192,9 +190,8 @@ class Engine:
 
     def _run(self) -> None:
         if self.options.num_threads:
-            torch.set_num_threads(
-                self.options.num_threads
-            )  # OpenMP keeps this per thread: here is where it counts
+            # OpenMP keeps the number per thread
+            torch.set_num_threads(self.options.num_threads)
         try:
             while not self._stopping:
                 self._wake.clear()

@@ -35,8 +35,7 @@ from slime.engines.tool_calls import ToolFormat
 routes = web.RouteTableDef()
 
 
-# -- shared by all routes
-# --------------------------------------------------------------------------------
+# -- shared by all routes --------------------------------------------------------------------------
 
 
 class Unavailable(Exception):
@@ -105,10 +104,11 @@ def ready_to_generate(state: ServerState) -> None:
     """
     engine = state.engine
     engine.check_alive()
-    gone = engine.released & {"weights", "kv_cache"}
-    if gone:
+    released = engine.released & {"weights", "kv_cache"}
+    if released:
         raise Unavailable(
-            f"memory is released ({', '.join(sorted(gone))}); call /resume_memory_occupation first"
+            f"memory is released ({', '.join(sorted(released))}); "
+            "call /resume_memory_occupation first"
         )
     if engine.store.broken:
         raise Unavailable(f"the weights are not usable: {engine.store.broken}; update them again")
@@ -157,9 +157,7 @@ async def send_events(request: web.Request, events: AsyncIterator[Any]) -> web.S
         await response.write(
             event({"error": {"message": str(error), "type": "unavailable", "code": 503}})
         )
-    except (
-        ConnectionResetError
-    ):  # the client is gone, and its sequences were given up with the stream
+    except ConnectionResetError:  # by the client; the stream has aborted its sequences
         return response
     await response.write(DONE)
     await response.write_eof()
@@ -208,8 +206,7 @@ async def health_generate(request: web.Request) -> web.Response:
     return web.Response()
 
 
-# -- answers
-# -------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
 class Answer:
@@ -322,9 +319,8 @@ def _logprobs(job: Job, tokenizer: Tokenizer | None, count: int) -> dict[str, An
         info["input_token_logprobs"] = _triples([None, *sequence.input_logprobs], ids, shown)
     if sequence.num_top_logprobs:
         info["output_top_logprobs"] = [_top(row, shown) for row in sequence.top_logprobs[:count]]
-        starts = (
-            [] if sequence.logprob_start is None else [None]
-        )  # nothing predicts the first position
+        # nothing predicts the first position
+        starts = [] if sequence.logprob_start is None else [None]
         info["input_top_logprobs"] = [
             *starts,
             *(_top(row, shown) for row in sequence.input_top_logprobs),

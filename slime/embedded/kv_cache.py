@@ -219,8 +219,7 @@ def block_size(start: int) -> int:
     return max(BLOCK, 1 << max(0, (start // 4).bit_length() - 1))
 
 
-# -- who owns which slot
-# ---------------------------------------------------------------------------------
+# -- who owns which slot ---------------------------------------------------------------------------
 
 
 @dataclass

@@ -30,8 +30,7 @@ from slime.engines.tool_calls import Reply
 routes = web.RouteTableDef()
 
 
-# -- models
-# --------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 def _card(state: ServerState) -> dict[str, Any]:
@@ -83,8 +82,7 @@ def _unknown_model(state: ServerState, name: str) -> web.Response | None:
     return json_response({"error": error}, status=404)
 
 
-# -- completions
-# ---------------------------------------------------------------------------------------
+# -- completions -----------------------------------------------------------------------------------
 
 
 @routes.post("/v1/chat/completions")
@@ -170,8 +168,7 @@ async def _news(
             yield index, new, slice(begin, count), ended
 
 
-# -- chat
-# ----------------------------------------------------------------------------------------------
+# -- chat ------------------------------------------------------------------------------------------
 
 
 def _chat_choice(index: int, asked: OpenAIRequest, state: ServerState) -> dict[str, Any]:
@@ -231,8 +228,7 @@ def _chat_logprobs(job: Job, tokenizer: Any, tokens: slice) -> dict[str, Any]:
     return {"content": content}
 
 
-# -- text
-# ----------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 def _text_choice(index: int, asked: OpenAIRequest, state: ServerState) -> dict[str, Any]:
@@ -274,9 +270,8 @@ def _text_logprobs(job: Job, tokenizer: Any, tokens: slice, echo: bool) -> dict[
     values = cast("list[float | None]", sequence.output_logprobs[tokens])
     tops: list[Any] = list(sequence.top_logprobs[tokens])
     if echo:
-        scored = sequence.prompt[
-            : 1 + len(sequence.input_logprobs)
-        ]  # all of it, unless aborted during its prefill
+        # the whole prompt, unless it was aborted during its prefill
+        scored = sequence.prompt[: 1 + len(sequence.input_logprobs)]
         ids = scored.tolist() + ids
         values = [None, *sequence.input_logprobs, *values]
         tops = [None, *sequence.input_top_logprobs, *tops] if sequence.num_top_logprobs else []
@@ -293,8 +288,7 @@ def _text_logprobs(job: Job, tokenizer: Any, tokens: slice, echo: bool) -> dict[
     }
 
 
-# -- both
-# ----------------------------------------------------------------------------------------------
+# -- both ------------------------------------------------------------------------------------------
 
 
 def _ending(job: Job, calls_tools: bool = False) -> dict[str, Any]:
@@ -315,8 +309,7 @@ def _usage(asked: OpenAIRequest) -> dict[str, Any]:
     return chat_answers.usage(prompt, completion, sum(sequence.num_cached for sequence in firsts))
 
 
-# -- the tokenizer
-# -------------------------------------------------------------------------------------
+# -- the tokenizer ---------------------------------------------------------------------------------
 
 
 @routes.post("/tokenize")

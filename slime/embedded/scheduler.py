@@ -30,9 +30,8 @@ from slime.embedded.weights import WeightStore
 
 #: A sequence waits for another's prefill when they share at least this many tokens.
 _WORTH_WAITING = 16
-_LOGIT_ROWS = (
-    64  # input log-probs are computed in pieces of this many rows, so [tokens, vocab] never exists
-)
+#: Input log-probs are computed in pieces of this many rows, so that [tokens, vocab] never exists.
+_LOGIT_ROWS = 64
 
 
 @dataclass
@@ -87,8 +86,7 @@ class Scheduler:
         self._leader_of_prompt: dict[bytes, Sequence] = {}
         self._done: list[Sequence] = []
 
-    # -- requests
-    # --------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
@@ -132,8 +130,7 @@ class Scheduler:
         """Forget all prefixes."""
         self.slots.flush()
 
-    # -- the step
-    # --------------------------------------------------------------------------------------
+    # -- the step ----------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> StepOutput:
@@ -341,8 +338,7 @@ class Scheduler:
             if sequence.status is SequenceStatus.FINISHED:
                 self._leave(sequence, clean=finite)
 
-    # -- parts of the step
-    # -----------------------------------------------------------------------------
+    # -- parts of the step -------------------------------------------------------------------------
 
     def _collect_input_logprobs(
         self, sequence: Sequence, span: PrefillChunk, hidden: torch.Tensor
@@ -426,8 +422,7 @@ class Scheduler:
         sequence.num_retractions += 1
         self.waiting.appendleft(sequence)
 
-    # -- memory
-    # ----------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def _ensure_length(self, length: int) -> None:
         """Grow the cache to ``length`` positions; when memory does not allow it, retained prefixes

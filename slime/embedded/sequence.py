@@ -150,8 +150,7 @@ class Sequence:
         return found[1] if found else None
 
 
-# -- text
-# ----------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 class Tokenizer(Protocol):
@@ -255,8 +254,7 @@ def trim_stop(text: str, matched: object, keep: bool) -> str:
     return text[: position + len(matched)] if keep else text[:position]
 
 
-# -- experts
-# -------------------------------------------------------------------------------------------
+# -- experts ---------------------------------------------------------------------------------------
 
 
 class RoutedExperts:

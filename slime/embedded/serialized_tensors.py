@@ -70,9 +70,7 @@ def read_named_tensors(payload: Any, load_format: str | None) -> Pairs:
 
 def _pair(item: Any) -> tuple[str, torch.Tensor]:
     name, tensor = item
-    if isinstance(
-        tensor, _PerRank
-    ):  # one pickle for each rank of the engine: this one has a single rank
+    if isinstance(tensor, _PerRank):  # a pickle for each rank; the embedded engine has one
         tensor = _load(tensor.values[0])
     if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
         raise WeightError(
@@ -90,9 +88,8 @@ def _flat(content: Any) -> Pairs:
         raise WeightError("flattened_tensor must be a tensor of bytes (uint8)")
     pairs = []
     for entry in table:
-        part = buffer[
-            entry.start_idx : entry.end_idx
-        ].clone()  # a copy is aligned, wherever the bytes begin
+        # a copy is aligned, wherever the bytes begin
+        part = buffer[entry.start_idx : entry.end_idx].clone()
         shape = tuple(entry.shape)
         if part.numel() != torch.Size(shape).numel() * entry.dtype.itemsize:
             said = f"{part.numel()} bytes for {dtype_name(entry.dtype)} {list(shape)}"
@@ -101,8 +98,7 @@ def _flat(content: Any) -> Pairs:
     return pairs
 
 
-# -- what a pickle may name
-# ----------------------------------------------------------------------------
+# -- what a pickle may name ------------------------------------------------------------------------
 
 
 @dataclass
@@ -180,9 +176,8 @@ class _TensorUnpickler(pickle.Unpickler):
             return vars(torch)[name]
         if full in _CALLS:
             call = _CALLS[full]
-            return lambda *args: call(
-                *args
-            )  # an object of its own: a pickle may set attributes on what it names
+            # a new object each time, because a pickle may set attributes on what it names
+            return lambda *args: call(*args)
         if module.startswith("sglang.") and name in _RECORDS:
             return type(name, (_RECORDS[name],), {})  # likewise
         if full in _CLASSES:

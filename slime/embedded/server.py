@@ -210,10 +210,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except BadRequest as error:
         return _refusal(request, str(error), 400, "invalid_request_error", error.field)
-    except (
-        UserError,
-        web.RequestPayloadError,
-    ) as error:  # also a body that is not encoded as it says
+    # RequestPayloadError: the body is not encoded as its header says
+    except (UserError, web.RequestPayloadError) as error:
         return _refusal(request, str(error), 400, "invalid_request_error")
     except (Unavailable, EngineDead) as error:
         return _refusal(request, str(error), 503, "unavailable")

@@ -64,9 +64,7 @@ class WeightUpdater:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._groups: dict[str, ExternalGroup] = {}
-        self._order = (
-            threading.Lock()
-        )  # updates one after the other, in the order in which they came
+        self._one_at_a_time = threading.Lock()
 
     def from_tensor(self, body: Mapping[str, Any]) -> str:
         """``/update_weights_from_tensor``: segments of shared memory, or SGLang's serialized
@@ -75,7 +73,7 @@ class WeightUpdater:
         pairs: list[tuple[str, torch.Tensor]] = []
         if load_format == "shared_memory":
             segments = required(body, "segments", LIST)
-            with self._order:
+            with self._one_at_a_time:
                 for segment in segments:
                     pairs += _read_segment(segment)
                 return self._apply(pairs, body)
@@ -90,10 +88,9 @@ class WeightUpdater:
             raise WeightError(
                 "serialized_named_tensors is empty; give one payload for each rank of the engine"
             )
-        with self._order:
-            return self._apply(
-                read_named_tensors(payloads[0], load_format), body
-            )  # rank 0 is the only one
+        with self._one_at_a_time:
+            # rank 0 is the only one
+            return self._apply(read_named_tensors(payloads[0], load_format), body)
 
     def from_distributed(self, body: Mapping[str, Any]) -> str:
         """``/update_weights_from_distributed``: one broadcast of the flat bucket, or one per
@@ -110,7 +107,7 @@ class WeightUpdater:
                 f"load_format {load_format!r} is not known; use 'flattened_bucket' or leave it out"
             )
         store = self._engine.store
-        with self._order:
+        with self._one_at_a_time:
             problem = _problem(lambda: store.check((entry.name, entry.shape) for entry in entries))
             try:
                 pairs = _receive(group, entries, load_format is not None, store.device)
@@ -119,9 +116,8 @@ class WeightUpdater:
                 raise WeightError(
                     f"the broadcast of group '{name}' failed, the group is closed: {error}"
                 ) from error
-            if (
-                problem is not None
-            ):  # taken part in the collective all the same, so that nobody hangs
+            # only after the collective, in which the others would hang
+            if problem is not None:
                 raise problem
             return self._apply(pairs, body)
 
@@ -129,16 +125,14 @@ class WeightUpdater:
         """``/update_weights_from_disk``: a complete Hugging Face directory."""
         path = required(body, "model_path", _PATH)
         version = _version(body)
-        with self._order:
+        with self._one_at_a_time:
             self._abort_if_asked(body)
             try:
                 count = self._engine.call(
                     lambda: self._engine.store.load_directory(path, version)
                 ).result(deadlines.WEIGHT_UPDATE_COPY)
-            except (
-                UserError,
-                OSError,
-            ) as error:  # a name that is longer than a file system takes, say
+            # OSError: for example a name that is too long for the file system
+            except (UserError, OSError) as error:
                 raise WeightError(str(error)) from error
             self._flush_if_asked(body)
         return f"{count} tensors from {path}"

@@ -73,8 +73,7 @@ class WeightStore:
         self.pushed: set[str] = set()
         self.broken = ""
 
-    # -- updates
-    # ---------------------------------------------------------------------------------------
+    # -- updates -----------------------------------------------------------------------------------
 
     def update(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None
@@ -191,8 +190,7 @@ class WeightStore:
                 self.update(((name, content.get_tensor(name)) for name in names), version)
         return len(shapes)
 
-    # -- checks
-    # ----------------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------
 
     def parameter(self, name: str) -> torch.Tensor:
         """The parameter of a Hugging Face name; a tied head is the embedding.
@@ -256,8 +254,7 @@ class WeightStore:
                 f"{len(differing)} parameters differ from the snapshot: {_few(differing)}"
             )
 
-    # -- memory
-    # ----------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
@@ -281,8 +278,7 @@ class WeightStore:
             storage.data = storage.data.to(device)
         self._bind()
 
-    # -- construction
-    # ----------------------------------------------------------------------------------
+    # -- construction ------------------------------------------------------------------------------
 
     def _build(self, num_positions: int) -> Decoder:
         """Build the decoder by Megatron's names of the parameters; the family's table gives the

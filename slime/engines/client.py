@@ -268,8 +268,7 @@ class RolloutClient:
                 await slots.resize(self.max_concurrency * len(workers))
         return workers
 
-    # -- requests
-    # ------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -423,8 +422,7 @@ class RolloutClient:
                 self.busy.ended()
             self.last_progress = time.monotonic()
 
-    # -- abort
-    # ---------------------------------------------------------------------------------------------
+    # -- abort -------------------------------------------------------------------------------------
 
     @property
     def aborting(self) -> bool:
@@ -526,8 +524,7 @@ class RolloutClient:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._aborting.wait(), timeout=seconds)
 
-    # -- load
-    # ----------------------------------------------------------------------------------------------
+    # -- load --------------------------------------------------------------------------------------
 
     async def worker_loads(self) -> dict[str, tuple[int, int]]:
         """Return (requests, tokens held) of every engine by URL; (-1, -1) if it does not answer.

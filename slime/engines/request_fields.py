@@ -187,8 +187,7 @@ def _range(low: int | None, high: int | None) -> str:
     return "" if low is None else f" of at least {low}"
 
 
-# -- sampling parameters
-# -------------------------------------------------------------------------------
+# -- sampling parameters ---------------------------------------------------------------------------
 
 #: Below this a temperature means greedy, as in SGLang.
 GREEDY_BELOW = 1e-6

@@ -90,8 +90,7 @@ def wants_routing_key(name: str) -> bool:
     return router_policy(name) == "manual"
 
 
-# -- its command line
-# --------------------------------------------------------------------------------------
+# -- its command line ------------------------------------------------------------------------------
 
 
 def router_command(
@@ -147,8 +146,7 @@ def disaggregated_router_command(
     return dataclasses.replace(spec, argv=[*spec.argv, *pairs])
 
 
-# -- its workers
-# -------------------------------------------------------------------------------------------
+# -- its workers -----------------------------------------------------------------------------------
 
 #: The router's name of the model. Without one it would show the model's path to everybody: it
 #: answers /v1/models without a key.

@@ -120,8 +120,7 @@ def _until_broken(calls: Iterator[Call]) -> Iterator[Call]:
         return
 
 
-# -- the ways
-# --------------------------------------------------------------------------------------------------
+# -- the ways --------------------------------------------------------------------------------------
 
 
 def _finite(number: str) -> float:
@@ -319,7 +318,8 @@ FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat(
         ("<tool_call>",), _hermes, ("<tool_call>",), ("qwen2", "qwen3", "qwen3_moe"), "qwen25"
     ),
-    "deepseek": ToolFormat(  # V3, R1
+    # DeepSeek-V3 and R1
+    "deepseek": ToolFormat(
         _DEEPSEEK_BEGINS,
         _deepseek,
         ("<｜tool▁calls▁begin｜>", "```json"),
@@ -327,7 +327,7 @@ FORMATS: dict[str, ToolFormat] = {
         "deepseekv3",
         special_marks=True,
     ),
-    # of the same family and other templates; SGLang reads each with a parser of its own
+    # DeepSeek-V3.1: the same family with another template, for which SGLang has another parser
     "deepseek31": ToolFormat(
         _DEEPSEEK_BEGINS,
         _deepseek,

@@ -124,8 +124,7 @@ class DistributedTransport(Transport):
         self._leave()
         self._buffers.drop()
 
-    # -- inside
-    # --------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _join(self) -> None:
         # a fresh name per group: an engine that still knows a former one must not mix them up

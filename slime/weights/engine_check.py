@@ -253,9 +253,13 @@ class SliceCheck:
     """
 
     def __init__(
-        self, fleet: EngineFleet, engines: Sequence[EngineSlots], address: str,
-        shapes: Mapping[str, Sequence[int]], opens: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        fleet: EngineFleet,
+        engines: Sequence[EngineSlots],
+        address: str,
+        shapes: Mapping[str, Sequence[int]],
+        opens: bool = False,
+    ) -> None:
         self._engines = engines
         self._opens = opens
         # a CPU's own is the faster one there

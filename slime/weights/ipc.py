@@ -114,8 +114,7 @@ class IpcTransport(Transport):
         for _ in self._shared_buckets(tensors):
             pass
 
-    # -- inside
-    # --------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _shared_buckets(self, tensors: NamedTensors) -> Iterator[tuple[Bucket, list[Handle]]]:
         """Buckets, the same on every rank, and on rank 0 the handles of all ranks' copies; leaves
@@ -183,8 +182,7 @@ class IpcTransport(Transport):
         return request
 
 
-# -- handles
-# -------------------------------------------------------------------------------------------------
+# -- handles ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

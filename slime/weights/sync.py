@@ -276,8 +276,7 @@ class WeightSync:
             self._fleet.close()
         self._transport = self._fleet = self._check = None
 
-    # -- each rank that takes part
-    # -----------------------------------------------------------------------
+    # -- each rank that takes part -----------------------------------------------------------------
 
     def _send(self, tensors: NamedTensors, version: int) -> None:
         """Send this rank's part and report it."""
@@ -321,8 +320,7 @@ class WeightSync:
             self._gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         return self._gloo
 
-    # -- rank 0
-    # --------------------------------------------------------------------------------------------
+    # -- rank 0 ------------------------------------------------------------------------------------
 
     def _prepare_check(
         self, route: Route, engines: Sequence[EngineSlots], stages: Sequence[_StageContents]

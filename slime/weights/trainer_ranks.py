@@ -179,8 +179,7 @@ class TrainerRanks:
             with suppress(dist.DistError):
                 self._say(f"left-{stage}")
 
-    # -- inside
-    # --------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _report_of(self, stage: int, limit: float) -> Any:
         failure, value = self._hear(f"report-{stage}", stage, limit)

@@ -1,10 +1,9 @@
-"""An SGLang server's process: its own launcher, which is told the key to ask for where nobody reads
-it.
+"""An SGLang server's process: SGLang's own launcher, with the run's key kept from other users.
 
-SGLang takes the key on its command line alone, which every user of the host can read, and writes
-all its arguments into its log. Here the arguments get it after they were read, and what is logged
-is looked through. It must be an ordinary string: SGLang's processes send each other their arguments
-in a form that knows no other.
+SGLang takes its key on the command line only, which every user of the host can read, and logs all
+its arguments. Here the parsed arguments get the key, and log records are searched for it. The key
+must be a plain string, because SGLang's processes send each other their arguments in a form that
+knows no subclasses.
 """
 
 from __future__ import annotations
@@ -41,8 +40,11 @@ def main() -> None:
 
 
 def guard(host: str, *, inference_only: bool) -> None:
-    """Have SGLang's application answer no pages of elsewhere, which it allows by itself (CORS),
-    and, if it is to only generate, no route that steers it."""
+    """Refuse requests of pages from elsewhere, which SGLang allows (CORS).
+
+    Args:
+        inference_only: refuse requests to control routes, too.
+    """
     server: Any = importlib.import_module("sglang.srt.entrypoints.http_server")
     server.app.add_middleware(AsgiGuard, access=EngineAccess(is_loopback(host), inference_only))
 
@@ -54,15 +56,12 @@ def hide_in_log(key: str) -> None:
     def without_key(*given: Any, **named: Any) -> logging.LogRecord:
         record = make(*given, **named)
         try:
-            said = record.getMessage()
-        except (
-            TypeError,
-            ValueError,
-            KeyError,
-        ):  # a message that does not fit its arguments: logging will say so
+            text = record.getMessage()
+        # the message does not fit its arguments, which logging reports
+        except (TypeError, ValueError, KeyError):
             return record
-        if key in said:
-            record.msg = said.replace(key, HIDDEN)
+        if key in text:
+            record.msg = text.replace(key, HIDDEN)
             record.args = ()
         return record
 

@@ -90,8 +90,9 @@ class _Layer:
         self._drop_surplus()
 
     def _drop_surplus(self) -> None:
-        surplus = [name for name, value in self.module._parameters.items()
-                   if value is not None and name not in self.kept[0][1]]  # fmt: skip
+        own = self.kept[0][1]
+        parameters = self.module._parameters.items()
+        surplus = [name for name, value in parameters if value is not None and name not in own]
         for name in surplus:
             del self.module._parameters[name]
 

@@ -60,9 +60,10 @@ _ARGUMENTS = {
     ),
 }
 _KINDS = {
-    "ipc": "handles (--colocate)", "broadcast": "broadcast (engines on GPUs of their own)",
+    "ipc": "handles (--colocate)",
+    "broadcast": "broadcast (engines on GPUs of their own)",
     "disk": "--update-weight-transport disk",
-}  # fmt: skip
+}
 _FP8_NEEDS = (("tp_size", (1,)), ("fp8_gemm_backend", ("triton",)))
 _TWICE_ROUNDED = (
     "SGLang computes gate and up of an expert with the larger of their two scales, for which it "

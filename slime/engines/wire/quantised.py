@@ -112,12 +112,11 @@ def _parts(weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
 
 
 def _kernels(weight: torch.Tensor, scheme: Int4 | Fp8) -> Any:
-    """The module of them; None off a GPU, and for a format that they do not take."""
+    """Return the module of GPU kernels; None off a GPU, or if they do not take the format."""
     if not weight.is_cuda:
         return None
-    from slime.engines.wire import (
-        quantised_kernels,
-    )  # imports triton, which other builds of torch lack
+    # imports triton, which other builds of torch lack
+    from slime.engines.wire import quantised_kernels
 
     return quantised_kernels if quantised_kernels.takes(scheme) else None
 
@@ -185,8 +184,7 @@ def _in_rows(weight: torch.Tensor, unit: int, compute: Callable[[torch.Tensor], 
     return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
-# -- INT4
-# --------------------------------------------------------------------------------------------------
+# -- INT4 ------------------------------------------------------------------------------------------
 
 
 def _scheme(scheme: Int4) -> Any:
@@ -237,8 +235,7 @@ def _from_int4(parts: Stored, scheme: Int4, dtype: torch.dtype) -> torch.Tensor:
     return weight.to(dtype)
 
 
-# -- FP8
-# --------------------------------------------------------------------------------------------------
+# -- FP8 -------------------------------------------------------------------------------------------
 
 
 def _fp8(weight: torch.Tensor, scheme: Fp8) -> Stored:

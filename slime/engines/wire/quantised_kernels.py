@@ -55,8 +55,7 @@ def quantise(weight: Tensor, scheme: Int4 | Fp8) -> dict[str, Tensor]:
     return _fp8_blocks(weight, scheme) if any(scheme.block) else _fp8_whole(weight, scheme)
 
 
-# -- FP8
-# --------------------------------------------------------------------------------------------------
+# -- FP8 -------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -122,8 +121,7 @@ def _fp8_whole(weight: Tensor, scheme: Fp8) -> dict[str, Tensor]:
     return {"weight": numbers, scheme.scale: scales}
 
 
-# -- INT4
-# --------------------------------------------------------------------------------------------------
+# -- INT4 ------------------------------------------------------------------------------------------
 
 
 @triton.jit
