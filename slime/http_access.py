@@ -25,8 +25,7 @@ TOKEN_HEADER = "X-Slime-Token"
 #: anything.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' "
-    "data:;"
-    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -203,9 +202,8 @@ def guard(token: str | None, cookie: str) -> Middleware:
             return await handler(request)
         given = request.query.get("token")
         if given is not None and request.path == "/" and _same(given, token):
-            found = web.Response(
-                status=302, headers={"Location": "/"}
-            )  # so that the token leaves the address bar
+            # so that the token leaves the address bar
+            found = web.Response(status=302, headers={"Location": "/"})
             found.set_cookie(cookie, token, httponly=True, samesite="Strict", path="/")
             return found
         if not any(_same(word, token) for word in _words(request, cookie)):

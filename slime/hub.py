@@ -168,8 +168,7 @@ def _not_here(name: str, kind: str, why: str) -> UserError:
         f"'{name}' is no folder here, and the {kind} of that name was not downloaded before",
         why=why,
         fix="pass a local path, or set HF_ENDPOINT to a hub that can be reached; where there is a "
-        "network, "
-        f"`hf download {name}` makes a folder to copy",
+        f"network, `hf download {name}` makes a folder to copy",
     )
 
 

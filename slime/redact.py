@@ -109,10 +109,8 @@ def _grade(name: str) -> int:
         return 0
     last = words[-1]
     before = words[-2] if len(words) > 1 else ""
-    if last == "id" and words[-3:-1] == [
-        "access",
-        "key",
-    ]:  # the half of AWS's that names the account
+    # the half of AWS's that names the account
+    if last == "id" and words[-3:-1] == ["access", "key"]:
         return 2
     if last in _STRONG or last.endswith(_STRONG_ENDS):
         return 2
@@ -254,9 +252,8 @@ class _Hider:
             if isinstance(inner, dict | list):
                 shown = self.value(inner, flag)
                 return word if shown == inner else json.dumps(shown, ensure_ascii=False)
-            if (
-                flag == "--train-env-vars"
-            ):  # written in another way: what its names are is not known
+            # written in another way: what its names are is not known
+            if flag == "--train-env-vars":
                 self.found.add(word)
                 return HIDDEN
         return str(self.value(word, flag))

@@ -102,9 +102,8 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
     most = _number(options, "--max-tokens", 0) or None
     for name in ("--model", "--also"):
         if name in options and Path(options[name]).exists():
-            options[name] = str(
-                Path(options[name]).resolve()
-            )  # relative to here; the run may have begun elsewhere
+            # relative to here; the run may have begun elsewhere
+            options[name] = str(Path(options[name]).resolve())
     folder: Path | None = None
     try:
         if asked.sources:
@@ -212,8 +211,8 @@ def _recorded(asked: _Asked) -> tuple[Config, list[Scored]]:
             why=f"looked for {', '.join(map(str, files))}"
             if files
             else "its samples/ hold no token ids",
-            fix="run it with --dump-details DIR, or call slime align with the flags of the run "
-            "for a fresh round",
+            fix="run it with --dump-details DIR, or call slime align with the flags of the run for "
+            "a fresh round",
         )
     return config, dumps.read(there)
 

@@ -158,9 +158,8 @@ def _lines(is_terminal: bool) -> Iterator[str]:
     """What is typed, or the lines of standard input; ends with them."""
     if not is_terminal:
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(
-                encoding="utf-8", errors="strict"
-            )  # some locales pass on what they cannot read
+            # some locales pass on what they cannot read
+            sys.stdin.reconfigure(encoding="utf-8", errors="strict")
         try:
             yield from (line.strip() for line in sys.stdin)
         except UnicodeDecodeError as error:
@@ -255,9 +254,8 @@ class Conversation:
                 self._turns += [question, {"role": "assistant", "content": "".join(pieces)}]
 
     def _stream(self, path: str, body: dict[str, Any], text_of: Any) -> Iterator[str]:
-        connection = http.client.HTTPConnection(
-            self._address, timeout=deadlines.CHAT_NEXT_PIECE
-        )  # knows no proxies
+        # knows no proxies
+        connection = http.client.HTTPConnection(self._address, timeout=deadlines.CHAT_NEXT_PIECE)
         try:
             sent = json.dumps(
                 {"model": self._model, "stream": True, **self._sampling, **body}

@@ -151,8 +151,7 @@ def _described(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
             "slime convert does not know "
             f"{', '.join(foreign or [specs[dest].option for dest in given])}",
             why="beside its own flags (--help) it takes those that describe a model, such as "
-            "--num-layers, and only"
-            " where Megatron is at one end",
+            "--num-layers, and only where Megatron is at one end",
             fix="leave it out",
         )
     if given:
@@ -177,9 +176,8 @@ def hf_to_megatron(options: argparse.Namespace) -> str:
 
     _require_directory("--hf_model_path", options.hf_model_path)
     family = family_of(options.hf_model_path, options.model_name)
-    HfReader(options.hf_model_path).verify(
-        family, family.model_spec(options.hf_model_path)
-    )  # before anything heavy
+    # before anything heavy
+    HfReader(options.hf_model_path).verify(family, family.model_spec(options.hf_model_path))
     there = saved_iterations(options.save_path)
     if there and not options.force:
         raise UserError(
@@ -215,9 +213,8 @@ def megatron_to_hf(options: argparse.Namespace) -> str:
         from slime.weights.source import save_hf
 
         loaded = load(plan, TrainerState(chunks))
-        source = (
-            options.hf_model_path
-        )  # the model has the wanted dtype, but for what the family keeps in float32
+        # the model has the wanted dtype, but for what the family keeps in float32
+        source = options.hf_model_path
         path = save_hf(
             chunks, source, options.save_path, assets_from=source, model_name=options.model_name
         )

@@ -67,8 +67,8 @@ def _checks(config: Config, load: LoadPlan) -> list[str]:
         preflight.check_weights(config, load)
     else:
         remarks.append(
-            f"weights are missing: {folder} has a config.json and no *.safetensors; a launch "
-            "needs them"
+            f"weights are missing: {folder} has a config.json and no *.safetensors; a launch needs "
+            "them"
         )
     preflight.check_engine_flags(config)
     preflight.check_flags(config)

@@ -66,9 +66,8 @@ def _run_of(path: Path, directory: Path) -> RunData | None:
     """The run that the model is of: the folder that was named, or one that holds the model."""
     if path.is_dir() and is_run_folder(path):
         return read_run(path.resolve())
-    for folder in directory.resolve().parents[
-        :4
-    ]:  # any of which may hold the config.json of something else
+    # any of which may hold the config.json of something else
+    for folder in directory.resolve().parents[:4]:
         if (folder / "run.json").is_file() and is_run_folder(folder):
             return read_run(folder)
     return None

@@ -75,9 +75,8 @@ async def _serve(runs: Runs, listener: socket.socket, host: str, token: str | No
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if (
-            number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-        ):  # as nohup leaves it
+        # as nohup leaves it
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, stopping.set)
     port = listener.getsockname()[1]
     app = application(runs, token, f"slime_watch_{port}")

@@ -156,9 +156,8 @@ async def _stop_engines(tasks: Tasks, home: asyncio.AbstractEventLoop) -> Tasks:
     event loop."""
     client = own.current_state().client
     with client.abort_scope():
-        await asyncio.sleep(
-            0
-        )  # tasks that have just been created see the abort before anything is sent
+        # tasks that have just been created see the abort before anything is sent
+        await asyncio.sleep(0)
         await client.abort_all(deadlines.DYNAMIC_SAMPLING_ABORT)
         if home is asyncio.get_running_loop():
             return await _ended(tasks)

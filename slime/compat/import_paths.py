@@ -124,8 +124,8 @@ def _note_replacement(path: str, target: str, value: Any) -> None:
         set_override(part, None if is_ours else value)
     elif not is_ours:
         logging.getLogger("slime").warning(
-            "%s was replaced, and no part of the run looks it up there: what imports it from "
-            "there gets the new one",
+            "%s was replaced, and no part of the run looks it up there: what imports it from there "
+            "gets the new one",
             path,
         )
 

@@ -128,9 +128,8 @@ class RolloutDataSource(PromptSource):
         super().load_state_dict(state)
         self.metadata = state.get("metadata", {})
         self._own_index = state.get("sample_index")
-        if (
-            self._own_index is not None
-        ):  # the class makes its groups itself: it counts on, and none is drawn again
+        # the class makes its groups itself: it counts on, and none is drawn again
+        if self._own_index is not None:
             self._next = self._low = state.get("sample_group_index", self._next)
             self._done.clear()
         if (

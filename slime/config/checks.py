@@ -127,10 +127,8 @@ def violations(draft: Draft) -> Iterator[UserError]:
 
 
 def _ranges(draft: Draft) -> None:
-    for dest in (
-        *draft.given.values,
-        *draft.values,
-    ):  # the user's own first, what follows from them after
+    # the user's own first, what follows from them after
+    for dest in (*draft.given.values, *draft.values):
         check_number(draft.specs[dest], draft[dest])
 
 
@@ -172,8 +170,8 @@ def _staleness(draft: Draft) -> None:
         raise UserError(
             f"--max-staleness {most} is too little for --update-weights-interval {interval}",
             why=f"the last of the {interval} rollouts between two pushes is trained on "
-            f"{interval - 1} rollouts after"
-            " the push before it, and the next push waits for it: it could never be begun",
+            f"{interval - 1} rollouts after the push before it, and the next push waits for it: it "
+            "could never be begun",
             fix=f"pass --max-staleness {interval - 1} or more, or --update-weights-interval "
             f"{most + 1} or less",
         )
@@ -186,10 +184,8 @@ def _staleness(draft: Draft) -> None:
     if takes_them and not any(draft[name] for name in corrections):
         draft.warnings.append(
             "--stale-samples correct has nothing to correct with: groups older than "
-            "--max-staleness are trained on as"
-            " if they were not; --use-tis weighs their tokens, --use-rollout-logprobs takes the "
-            "engine's log-probs as"
-            " the old policy's"
+            "--max-staleness are trained on as if they were not; --use-tis weighs their tokens, "
+            "--use-rollout-logprobs takes the engine's log-probs as the old policy's"
         )
 
 
@@ -200,9 +196,8 @@ _FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 def _overlap(draft: Draft) -> None:
     if draft["rollout_function_path"] == _FULLY_ASYNC and not draft["async_buffer_size"]:
         draft.warnings.append(
-            "nothing is generated while the trainer works, which --rollout-function-path asks "
-            "for: it takes"
-            " train_async.py (or --async-buffer-size) and engines on GPUs of their own"
+            "nothing is generated while the trainer works, which --rollout-function-path asks for: "
+            "it takes train_async.py (or --async-buffer-size) and engines on GPUs of their own"
         )
 
 
@@ -227,8 +222,8 @@ def _entry(draft: Draft) -> None:
             f"--colocate cannot be used with {other}",
             why="generation runs while the trainer trains, so they cannot take turns on the same "
             "GPUs",
-            fix="remove --colocate and give the engines GPUs of their own with "
-            "--rollout-num-gpus, or use train.py",
+            fix="remove --colocate and give the engines GPUs of their own with --rollout-num-gpus, "
+            "or use train.py",
         )
 
 
@@ -361,8 +356,7 @@ def _sampling(draft: Draft) -> None:
     if draft["over_sampling_batch_size"] < draft["rollout_batch_size"]:
         raise UserError(
             f"--over-sampling-batch-size {draft['over_sampling_batch_size']} is less than "
-            "--rollout-batch-size "
-            f"{draft['rollout_batch_size']}",
+            f"--rollout-batch-size {draft['rollout_batch_size']}",
             fix="let it be at least as large",
         )
 
@@ -390,8 +384,8 @@ def _layer_spec(draft: Draft) -> None:
     if family := BUILT_IN.get(spec[0]):
         draft.values["spec"] = ()
         draft.warnings.append(
-            f"--spec {' '.join(spec)} is not imported: the layers of {family} are built in, by "
-            "the table of its family"
+            f"--spec {' '.join(spec)} is not imported: the layers of {family} are built in, by the "
+            "table of its family"
         )
 
 
@@ -415,8 +409,7 @@ def _names(draft: Draft) -> None:
             raise UserError(
                 f"{option_of(dest)} {name!r} is no name of a folder",
                 why="the run folder is --output-dir/--run-name, one level deep, so that "
-                "tensorboard finds all runs; "
-                "folders of a stage are inside",
+                "tensorboard finds all runs; folders of a stage are inside",
                 fix=f"leave the slash out; {fix}",
             )
 
@@ -499,17 +492,15 @@ def _check_signal(draft: Draft) -> None:
             )
         draft.warnings.append(
             "--use-kl-loss with --kl-loss-coef 0 only measures the KL to the reference model, at "
-            "the cost of a forward"
-            " pass in every step"
+            "the cost of a forward pass in every step"
         )
     elif draft["use_kl_loss"] and draft["kl_loss_type"] == "k1" and not draft["use_unbiased_kl"]:
         # the gradient of log π - log π_ref is that of log π, the mean of which over samples of π is
         # 0
         draft.warnings.append(
             "--use-kl-loss with --kl-loss-type k1 hardly keeps the model near the reference: the "
-            "expectation of its"
-            " gradient is 0 on policy; leave --kl-loss-type out (low_var_kl), or pass k2 or "
-            "--use-unbiased-kl"
+            "expectation of its gradient is 0 on policy; leave --kl-loss-type out (low_var_kl), or "
+            "pass k2 or --use-unbiased-kl"
         )
 
 

@@ -100,8 +100,7 @@ def _batches(draft: Draft) -> None:
         raise UserError(
             "--use-dynamic-batch-size needs --max-tokens-per-gpu",
             why="it packs micro-batches up to that many tokens",
-            fix="start with rollout_max_response_len ÷ context_parallel_size: "
-            "--max-tokens-per-gpu "
+            fix="start with rollout_max_response_len ÷ context_parallel_size: --max-tokens-per-gpu "
             f"{-(-draft['rollout_max_response_len'] // draft['context_parallel_size'])}",
         )
     model = (
@@ -120,8 +119,7 @@ def _batches(draft: Draft) -> None:
             why=f"micro_batch_size × data-parallel size = {micro} × {data_parallel} = "
             f"{micro * data_parallel}",
             fix="change --global-batch-size or --micro-batch-size, or leave --micro-batch-size "
-            "out: samples are then"
-            " packed by tokens",
+            "out: samples are then packed by tokens",
         )
 
 

@@ -93,8 +93,8 @@ class AlgorithmConfig:
             unless(
                 "advantage_estimator",
                 *estimators_where("takes_token_kl", False),
-                why="its advantage is the group-normalised reward alone; use --use-kl-loss"
-                " --kl-loss-coef 0.01 --kl-loss-type low_var_kl",
+                why="its advantage is the group-normalised reward alone; use --use-kl-loss "
+                "--kl-loss-coef 0.01 --kl-loss-type low_var_kl",
             ),
         ),
     )
@@ -125,8 +125,8 @@ class AlgorithmConfig:
         needs=on("advantage_estimator", *estimators_where("discounts"))
         | on(
             "custom_advantage_function_path",
-            why="every token of a sample has the sample's own reward; only"
-            f" {' and '.join(estimators_where('discounts'))} discounts",
+            why="every token of a sample has the sample's own reward; only "
+            f"{' and '.join(estimators_where('discounts'))} discounts",
         ),
     )
     """Discount per trained token (REINFORCE++); the answer of a tool is no time step."""

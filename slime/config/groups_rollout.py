@@ -110,10 +110,8 @@ class RolloutConfig:
     """Prompts per rollout."""
     n_samples_per_prompt: int = derived(
         "by the equation where rollout_batch_size and global_batch_size are set, else 8; 1 where "
-        "nothing that is built"
-        " in compares the samples of a prompt (SFT, reinforce_plus_plus, your own loss, "
-        "advantages, reward"
-        " normalisation, conversion, rollout or data source)",
+        "nothing that is built in compares the samples of a prompt (SFT, reinforce_plus_plus, your "
+        "own loss, advantages, reward normalisation, conversion, rollout or data source)",
         range=SOME,
         read_by="collection",
     )

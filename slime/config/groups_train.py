@@ -57,8 +57,8 @@ class TrainConfig:
     """Pack micro-batches by tokens, up to --max-tokens-per-gpu. The loss and the gradient are those
     of unpacked micro-batches, in less time."""
     max_tokens_per_gpu: int | None = derived(
-        "from the memory plan when the run starts: a power of two, at most 16384 on a GPU and "
-        "4096 on a CPU",
+        "from the memory plan when the run starts: a power of two, at most 16384 on a GPU and 4096 "
+        "on a CPU",
         range=SOME,
         needs=on("use_dynamic_batch_size"),
         read_by="samples",
@@ -250,8 +250,7 @@ class SyncConfig:
             return ""
         return (
             " (--max-staleness): fewer are ahead than --async-buffer-size "
-            f"{self.async_buffer_size} allows for,"
-            f" by which it would be {self._staleness_unpaced}"
+            f"{self.async_buffer_size} allows for, by which it would be {self._staleness_unpaced}"
         )
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("push",)

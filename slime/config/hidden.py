@@ -72,8 +72,8 @@ def with_secrets(
             "the run cannot go on without its secrets, which its folder does not hold",
             why="not in the environment: "
             + ", ".join(f"{name} ({of})" for name, of in missing.items()),
-            fix=f"{' '.join(f'{name}=…' for name in missing)} {command}; or give these flags "
-            "again behind it",
+            fix=f"{' '.join(f'{name}=…' for name in missing)} {command}; or give these flags again "
+            "behind it",
         )
     return build(values, config.origins, extra, config.warnings)
 

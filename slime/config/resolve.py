@@ -80,9 +80,8 @@ def _speed_alone(draft: Draft) -> None:
     if draft["sequence_parallel"] and draft["tensor_model_parallel_size"] == 1:
         draft.values["sequence_parallel"] = False
         draft.warnings.append(
-            "--sequence-parallel has no effect with --tensor-model-parallel-size 1: it splits "
-            "what tensor parallelism"
-            " leaves whole"
+            "--sequence-parallel has no effect with --tensor-model-parallel-size 1: it splits what "
+            "tensor parallelism leaves whole"
         )
 
 
@@ -202,8 +201,7 @@ def _name_rollouts(draft: Draft, dest: str) -> None:
         draft.values[dest] = path_patterns.with_rollout(given)
         draft.warnings.append(
             f"{option_of(dest)} {given} has no {{rollout_id}} in it, and each rollout would write "
-            "over the last:"
-            f" {draft[dest]} is taken"
+            f"over the last: {draft[dest]} is taken"
         )
 
 
@@ -310,8 +308,8 @@ def _algorithm(draft: Draft) -> None:
     if FACTS[estimator].clips_weight and draft["eps_clip"] < 1:
         draft.warnings.append(
             f"--advantage-estimator {estimator} with --eps-clip {draft['eps_clip']:g}: "
-            f"{estimator.upper()} clips the "
-            "importance weight from above only; its lower clip is off when --eps-clip is 1 or more"
+            f"{estimator.upper()} clips the importance weight from above only; its lower clip is "
+            "off when --eps-clip is 1 or more"
         )
 
 

@@ -81,8 +81,8 @@ async def run_isolated(work: Awaitable[T], what: str) -> T:
                 work.close()  # should it not even have begun
         else:
             logger.warning(
-                "%s goes on after it was cancelled, and is left behind; let "
-                "asyncio.CancelledError through%s",
+                "%s goes on after it was cancelled, and is left behind; let asyncio.CancelledError "
+                "through%s",
                 what, lines_of_users(frames_of_task(task)),
             )  # fmt: skip
         raise
@@ -328,9 +328,8 @@ class WatchedLoop:
                 self._end(what)
             elif self._blocked >= self._limit() + deadlines.USER_CALLS_CANCEL:
                 self._lost(f"{what} blocks the event loop and cannot be ended{self._stack()}")
-            elif (
-                self._new_children()
-            ):  # one that was about to begin: what was raised waits until it ends
+            # one that was about to begin: what was raised waits until it ends
+            elif self._new_children():
                 self._end(what)
 
     def _users_code(self) -> str:
@@ -399,9 +398,8 @@ class _Overseer:
         while True:
             time.sleep(deadlines.USER_CALLS_POLL)
             now = time.monotonic()
-            seconds = min(
-                now - last, 2 * deadlines.USER_CALLS_POLL
-            )  # this process may have been stopped
+            # this process may have been stopped
+            seconds = min(now - last, 2 * deadlines.USER_CALLS_POLL)
             last = now
             for watched in list(self.loops.values()):
                 watched.look(seconds)
