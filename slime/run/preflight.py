@@ -1,6 +1,7 @@
-"""What a launch would trip over: the functions that a launch and `slime doctor` call.
+"""Checks of a run's inputs, outputs and flags before anything starts; the launch and `slime doctor`
+call them.
 
-They take a second or two, most of it the import of the tokenizer, and import no torch and no Ray.
+Together they take a second or two, mostly to import the tokenizer. They import no torch and no Ray.
 """
 
 from __future__ import annotations
@@ -43,36 +44,39 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: Process slots that a host without GPUs offers at least, and per core: trainer and engines take
-#: turns.
+#: Process slots that a host without GPUs offers at least, and per core. There may be more than one
+#: per core, since trainer and engines take turns.
 _MIN_SLOTS = 8
 _SLOTS_PER_CORE = 4
-#: What a health check of Ray's asks of the GCS.
+#: The gRPC method of Ray's own health check of the GCS.
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 
 def from_the_hub(config: Config) -> Config:
-    """The configuration with local copies in the place of names on the hub, downloaded where they
-    are not here yet.
+    """Return the configuration with names on the Hugging Face hub replaced by local paths, after
+    downloading what is not here yet.
 
     The names stay in ``origins``, and so in config.json.
 
     Raises:
-        UserError: a name of something that is not here, and that the hub does not give.
+        UserError: something is neither here nor available from the hub.
     """
     model = config.checkpoint.hf_checkpoint
     data = config.data.prompt_data
-    sets = list(config.eval.eval_prompt_data)
+    eval_sets = list(config.eval.eval_prompt_data)
     local: dict[str, tuple[str | None, str]] = {}
     if model is not None and is_hub_name(model):
         local["hf_checkpoint"] = (model, str(fetch_model(model)))
     if data is not None and (copy := local_data(data)) != data:
         local["prompt_data"] = (data, copy)
-    copies = [path if number % 2 == 0 else local_data(path) for number, path in enumerate(sets)]
+    # the list alternates between names and paths
+    local_sets = [
+        value if number % 2 == 0 else local_data(value) for number, value in enumerate(eval_sets)
+    ]
     if config.eval.eval_config:
-        for dataset in eval_datasets(config):  # which finds the copies from then on
+        for dataset in eval_datasets(config):  # later calls of local_data find the copies
             local_data(dataset.path)
-    if not local and copies == sets:
+    if not local and local_sets == eval_sets:
         return config
     origins = config.origins | {
         flag: f"{config.origins[flag]}: {name}" for flag, (name, _) in local.items()
@@ -85,12 +89,12 @@ def from_the_hub(config: Config) -> Config:
         checkpoint = replace(checkpoint, hf_checkpoint=path, ref_load=reference)
     if "prompt_data" in local:
         rows = replace(rows, prompt_data=local["prompt_data"][1])
-    evaluation = replace(config.eval, eval_prompt_data=tuple(copies))
+    evaluation = replace(config.eval, eval_prompt_data=tuple(local_sets))
     return replace(config, checkpoint=checkpoint, data=rows, eval=evaluation, origins=origins)
 
 
 def check_flags(config: Config) -> None:
-    """What flags name besides models and data: hooks, rewards, output directories."""
+    """Check what flags name besides models and data: hooks, rewards and output directories."""
     check_functions(config.flat())
     warn_of_old_plugins(config)
     check_rewards(config)
@@ -98,8 +102,8 @@ def check_flags(config: Config) -> None:
 
 
 def check_functions(args: Any) -> None:
-    """Functions of the user's can be imported and called, and so can what they import of slime when
-    they are called.
+    """Check that users' functions can be imported and called, and that what they import from slime
+    exists.
 
     Args:
         args: all flags (`Config.flat`).
@@ -109,21 +113,22 @@ def check_functions(args: Any) -> None:
 
 
 def warn_of_old_plugins(config: Config) -> None:
-    """Say which defaults are those that a plugin of earlier versions was written for."""
-    kept = {
+    """Warn if a plugin for earlier versions makes some flags default to the behaviour of those
+    versions."""
+    effects = {
         "rollout_skip_special_tokens": "responses keep their special tokens",
         "label_type": "labels their type",
     }
-    said = {flag: text for flag, text in kept.items() if follows_old_plugin(config, flag)}
-    if said:
+    active = {flag: text for flag, text in effects.items() if follows_old_plugin(config, flag)}
+    if active:
         logger.warning(
             "%s is written for the import paths of earlier versions, and so %s; %s give it what "
             "new code gets",
             old_plugin(config),
-            " and ".join(said.values()),
+            " and ".join(active.values()),
             " and ".join(
                 f"{option_of(flag)} {'text' if flag == 'label_type' else ''}".strip()
-                for flag in said
+                for flag in active
             ),
         )
 
@@ -133,8 +138,8 @@ def warn_of_old_plugins(config: Config) -> None:
 
 
 def check_architecture(config: Config) -> None:
-    """The model is of a known family, no flag contradicts it or would be ignored, and the parallel
-    layout fits it. Needs its config.json only."""
+    """Check that the model's family is known, that no flag contradicts the model or has no effect,
+    and that the parallel layout fits. Reads only config.json."""
     from slime.models import family_of
 
     flags = config.checkpoint
@@ -143,11 +148,11 @@ def check_architecture(config: Config) -> None:
     check_model_flags(config.megatron, spec)
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
-    stops = {
+    stop_ids = {
         *config.rollout.rollout_stop_token_ids,
-        *(one for d in eval_datasets(config) for one in d.stop_token_ids),
+        *(token for dataset in eval_datasets(config) for token in dataset.stop_token_ids),
     }
-    if beyond := sorted(one for one in stops if one >= spec.vocab_size):
+    if beyond := sorted(token for token in stop_ids if token >= spec.vocab_size):
         why = f"{flags.hf_checkpoint} has tokens 0 to {spec.vocab_size - 1}"
         fix = (
             "pass ids of its tokenizer (--rollout-stop-token-ids, stop_token_ids of an evaluation "
@@ -159,13 +164,14 @@ def check_architecture(config: Config) -> None:
 
 
 def check_weights(config: Config, plan: LoadPlan) -> None:
-    """Every Hugging Face directory that will be read holds a known model, whole, and the same one.
-    Engines alone read quantised ones. What is loaded does not lie behind the end of the run."""
+    """Check that all Hugging Face directories that the run reads hold the same model, completely,
+    that only engines read a quantised one, and that the checkpoint to load is not past the run's
+    end."""
     from slime.checkpoints.hf_files import HfReader
     from slime.models import family_of, read_hf_config
     from slime.models.spec import check_same_model
 
-    if not config.debug.debug_rollout_only:  # which begins at the first rollout
+    if not config.debug.debug_rollout_only:  # which always starts at the first rollout
         check_length(config, plan)
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
@@ -181,9 +187,8 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
         check_same_model(spec, own, folder)
         quantisation = Quantisation.read(read_hf_config(folder))
         if quantisation is not None and folder not in trained:
-            from slime.checkpoints.quantised_check import (
-                verify_quantised,
-            )  # which needs torch, as others do not
+            # imports torch
+            from slime.checkpoints.quantised_check import verify_quantised
 
             verify_quantised(folder, family, own, quantisation)
         else:
@@ -191,7 +196,7 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
 
 
 def check_engine_flags(config: Config) -> None:
-    """Engines can do for this run what the flags ask of them."""
+    """Check that the engines support the flags of this run."""
     if needs_engines(config):
         engine = engine_of(config)
         engine.check_flags(config)
@@ -205,15 +210,15 @@ def check_engine_flags(config: Config) -> None:
 
 
 def check_engine(config: Config) -> None:
-    """Engines of the kind that is asked for can be started here; the nodes of a cluster look for
-    themselves."""
+    """Check that engines of the chosen kind can start on this host. On a cluster each node checks
+    this itself."""
     if needs_engines(config) and PlacementPlan.of(config).num_engines and not joins_cluster(config):
         engine_of(config).check_installed()
 
 
 def check_external_engines(config: Config) -> None:
-    """Engines that others have started answer, and can take part as far as they say so without
-    being compared."""
+    """Check that external engines answer and fit this run. Whether they fit each other is checked
+    at the launch."""
     for url in external_urls(config) if needs_engines(config) else ():
         check_fit(
             config, url, replace(fetch_engine_info(url), tokens=None), None, lambda warning: None
@@ -221,7 +226,8 @@ def check_external_engines(config: Config) -> None:
 
 
 def check_transformer_engine(config: Config) -> None:
-    """Where the trainer runs on this host; on a cluster each trainer rank looks for itself."""
+    """Check that flags which need Transformer Engine find it, if the trainer runs on this host. On
+    a cluster each trainer rank checks this itself."""
     if joins_cluster(config) or config.debug.debug_rollout_only:
         return
     error = missing(vars(config.flat()), installed=is_installed())
@@ -230,11 +236,11 @@ def check_transformer_engine(config: Config) -> None:
 
 
 def check_context(config: Config) -> None:
-    """The model was made for sequences as long as the limits allow; generation stops at them, and
-    so may training.
+    """Check that limits of prompt and response lengths fit into the model's context.
 
     Raises:
-        UserError: the responses alone are longer.
+        UserError: responses alone may exceed the context. If only prompt and response together may,
+            a warning is logged.
     """
     from slime.models import read_hf_config
 
@@ -244,13 +250,11 @@ def check_context(config: Config) -> None:
     context = hf_config.get("max_position_embeddings")
     if not isinstance(context, int) or context <= 0:
         return
-    factor = (hf_config.get("rope_scaling") or {}).get("factor")
-    if isinstance(factor, int | float) and (hf_config.get("rope_scaling") or {}).get(
-        "original_max_position_embeddings"
-    ):
-        context = max(
-            context, int(factor * hf_config["rope_scaling"]["original_max_position_embeddings"])
-        )
+    scaling = hf_config.get("rope_scaling") or {}
+    factor = scaling.get("factor")
+    original = scaling.get("original_max_position_embeddings")
+    if isinstance(factor, int | float) and original:
+        context = max(context, int(factor * original))
     limits = {"--rollout-max-response-len": config.rollout.rollout_max_response_len}
     if config.eval.eval_prompt_data or config.eval.eval_config:
         limits["--eval-max-response-len"] = config.eval.eval_max_response_len
@@ -282,7 +286,7 @@ def check_context(config: Config) -> None:
 
 
 def check_rewards(config: Config) -> None:
-    """Something gives rewards, and what the flags name of it is there."""
+    """Check that samples get rewards, and that the reward functions which flags name exist."""
     from slime.rollout.rewards.pool import check_rm_type
     from slime.user_code.hooks import RewardFunction
 
@@ -315,42 +319,39 @@ def check_rewards(config: Config) -> None:
             "rm_type in their metadata",
             fix="pass one of them; --rm-type math compares with the label",
         )
-    asks = {
+    rm_types = {
         str(rm_type).removeprefix("boxed_")
-        for rm_type in (reward.rm_type, *(d.rm_type for d in datasets))
+        for rm_type in (reward.rm_type, *(dataset.rm_type for dataset in datasets))
     }
-    if "remote_rm" in asks and not reward.rm_url:
+    if "remote_rm" in rm_types and not reward.rm_url:
         raise UserError(
             "--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path"
         )
 
 
 def _may_have_rewards(config: Config) -> bool:
-    """Something gives samples a reward, or may do so: functions of the user's own are given the
-    benefit of doubt."""
+    """Return whether samples get a reward or need none, or users' functions may set one."""
     rollout = config.rollout
     data = config.data
-    if (
+    return bool(
         config.reward.rm_type
         or config.reward.custom_rm_path
         or config.algorithm.loss_type == "sft_loss"
-    ):
-        return True
-    own = (
-        rollout.custom_generate_function_path
+        or rollout.custom_generate_function_path
         or rollout.rollout_function_path
         or data.data_source_path
+        or rollout.num_rollout == 0
+        or config.debug.debug_train_only
+        or not data.prompt_data
+        or _rows_name_rewards(config, unreadable=True)
     )
-    if own or rollout.num_rollout == 0 or config.debug.debug_train_only or not data.prompt_data:
-        return True
-    return _rows_name_rewards(config, unreadable=True)
 
 
 def _rows_name_rewards(config: Config, *, unreadable: bool) -> bool:
-    """Whether one of the first rows has an rm_type of its own; ``unreadable`` for rows of which
-    nobody can tell.
+    """Return whether one of the first rows has an rm_type of its own.
 
-    What is wrong with those is for ``check_data`` to say, which counts them.
+    Args:
+        unreadable: the result if the rows cannot be read, which `check_data` reports.
     """
     from slime.prompts.readers import iter_rows
 
@@ -372,11 +373,11 @@ def _rows_name_rewards(config: Config, *, unreadable: bool) -> bool:
 
 
 def check_data(config: Config) -> None:
-    """Rows of all data sets can be used (see `slime.rollout.validate_rows`); dumps that are to be
-    loaded are there.
+    """Check that rows of all data sets are valid (`slime.rollout.validate_rows`), and that the
+    debug dumps to load exist.
 
     Raises:
-        UserError: everything that is wrong with the data.
+        UserError: lists everything that is wrong with the data.
     """
     from slime.prompts.prepare import remember
 
@@ -391,12 +392,12 @@ def check_data(config: Config) -> None:
 
 
 def data_report(config: Config, tokenizer: Any = None) -> DataReport:
-    """What `check_data` finds.
+    """Return the findings of `check_data`.
 
     Args:
-        tokenizer: the model's, where it was read already.
+        tokenizer: the model's tokenizer; loaded if None.
     Raises:
-        UserError: the tokenizer cannot be read, or a dump is not there.
+        UserError: the tokenizer cannot be read, or a dump does not exist.
     """
     from slime.prompts.tokenizer import load_tokenizer
     from slime.rollout.debug_data import check_dumps
@@ -423,7 +424,7 @@ def data_report(config: Config, tokenizer: Any = None) -> DataReport:
 
 
 def _split_notices(config: Config) -> Iterator[str]:
-    """Which split of each data set is read where its path names none."""
+    """Yield a line for each data set whose path names no split, with the split that is read."""
     from slime.prompts.dataset_folders import EVALUATION, TRAINING, split_notice
 
     paths: list[tuple[str, tuple[str, ...]]] = []
@@ -440,7 +441,7 @@ def _split_notices(config: Config) -> Iterator[str]:
 
 
 def _check_batch(config: Config, size: DataSize) -> None:
-    """--num-epoch counts whole batches of an epoch."""
+    """Raise if --num-epoch is set and an epoch has less than one whole batch."""
     wanted = config.rollout.rollout_batch_size
     if config.data.num_epoch is None or size.num_kept >= wanted:
         return
@@ -450,8 +451,7 @@ def _check_batch(config: Config, size: DataSize) -> None:
         f"--rollout-batch-size of {wanted}",
         why=f"{left_out} of {size.num_rows} are left out, as the warnings say" if left_out else "",
         fix="lower --rollout-batch-size, or pass --num-rollout instead of --num-epoch (prompts "
-        "are then used again"
-        " in a new epoch)",
+        "are then used again in a new epoch)",
     )
 
 
@@ -460,7 +460,7 @@ def _check_batch(config: Config, size: DataSize) -> None:
 
 
 def check_outputs(config: Config) -> None:
-    """A checkpoint that cannot be written is better known now than in an hour."""
+    """Check that output directories can be written and belong to no other run."""
     flags = {
         "--output-dir": config.observe.output_dir,
         "--save": config.checkpoint.save,
@@ -485,24 +485,27 @@ def check_outputs(config: Config) -> None:
 
 
 def warn_if_nothing_is_kept(config: Config) -> None:
-    """A run may train for days before somebody looks for its model."""
+    """Warn if the run saves neither a checkpoint nor a model."""
     keeps = config.checkpoint.save or config.checkpoint.save_hf
     if not (keeps or config.debug.debug_rollout_only or config.rollout.num_rollout == 0):
         logger.warning(
             "nothing of this training will be kept: leave --no-save out for checkpoints and the "
-            "model at the end, both"
-            " in the run folder, or pass --save-hf DIR for the model alone"
+            "model at the end, both in the run folder, or pass --save-hf DIR for the model alone"
         )
 
 
 def _check_export(config: Config) -> None:
-    """An export replaces its directory: nothing else of the run may be there."""
+    """Check that the export, which replaces its directory, deletes nothing else of the run."""
     from slime.checkpoints.hf_files import check_export
 
     flags = config.checkpoint
     observe = config.observe
-    kept = {"--save": flags.save, "--load": flags.load, "--ref-load": flags.ref_load,
-            "--hf-checkpoint": flags.hf_checkpoint}  # fmt: skip
+    kept = {
+        "--save": flags.save,
+        "--load": flags.load,
+        "--ref-load": flags.ref_load,
+        "--hf-checkpoint": flags.hf_checkpoint,
+    }
     if flags.save_hf:
         kept["--output-dir"] = observe.output_dir
         target = fill(flags.save_hf, 0)
@@ -535,17 +538,17 @@ def _check_writable(flag: str, path: Path) -> None:
 
 
 def joins_cluster(config: Config) -> bool:
-    """Does the run join a Ray cluster that is there, instead of starting one on this host?"""
+    """Return whether the run joins a running Ray cluster instead of starting one on this host."""
     return joined_cluster(config) is not None
 
 
 def check_slots(config: Config) -> None:
-    """A local Ray has this host's GPUs; without any, process slots, but not more than it can
-    carry."""
+    """Check that this host has enough GPUs or process slots for a local Ray, or that the cluster to
+    join answers."""
     address = joined_cluster(config)
     if address is not None:
         _check_answers(address)
-        return  # the cluster will say how many it has
+        return  # the number of slots is known after joining
     plan = PlacementPlan.of(config)
     gpus = num_gpus()
     cores = num_cpus()
@@ -567,13 +570,13 @@ def check_slots(config: Config) -> None:
         f"this run needs {plan.total} {'GPUs' if gpus else 'process slots (CPUs)'}, {here}",
         why=plan.formula,
         fix="lower --actor-num-gpus-per-node or --rollout-num-gpus, pass --colocate to share "
-        "them, or join a Ray "
-        "cluster with --ray-address",
+        "them, or join a Ray cluster with --ray-address",
     )
 
 
 def _check_answers(address: str) -> None:
-    """Ray itself tries for more than a minute before it gives up, and prints what it tries."""
+    """Raise unless a Ray cluster answers. Ray itself would try for more than a minute, and print
+    each try."""
     fix = "start one with 'ray start --head', or unset --ray-address and RAY_ADDRESS to run here"
     if address == "auto":
         return
@@ -598,11 +601,11 @@ def _check_answers(address: str) -> None:
 
 
 def _is_gcs(host: str, port: int) -> bool:
-    """Does Ray's GCS listen there? With Ray's TLS switched on it is enough that somebody does; one
-    that wants Ray's token is Ray as well.
+    """Return whether Ray's GCS listens there. One that asks for a token counts as well; with Ray's
+    TLS switched on, any server does.
 
     Raises:
-        OSError: nobody listens.
+        OSError: no server listens.
     """
     end = time.monotonic() + deadlines.PREFLIGHT_CONNECT
     with socket.create_connection((host, port), timeout=deadlines.PREFLIGHT_CONNECT):

@@ -204,7 +204,7 @@ class Session:
         if self.step == 1:
             for line in first_step_lines(metrics, templated=self.config.data.apply_chat_template):
                 logger.info("%s", line)
-        for line in self._memory.look(metrics) if self._memory is not None else ():
+        for line in self._memory.compare(metrics) if self._memory is not None else ():
             logger.warning("%s", line)
         self._unlogged_metrics = {}
         if (
