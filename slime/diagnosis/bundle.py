@@ -19,7 +19,7 @@ from pathlib import Path
 import orjson
 
 from slime.diagnosis.explain import Explanation
-from slime.diagnosis.reading import is_within, logs_of, read_ends
+from slime.diagnosis.reading import is_within, read_ends, run_logs
 from slime.errors import UserError
 from slime.files import json_safe, read_object, replacing
 from slime.observe.run_folder import package_versions
@@ -169,7 +169,7 @@ def _fill(add: _Adder, folder: Path, found: Explanation, text: str, with_samples
     for path in sorted((folder / "logs").glob("*.log")):
         if path.is_symlink():
             add.file(path, folder)  # says that it is left out
-    for path in logs_of(folder):
+    for path in run_logs(folder):
         add.file(path, folder)
     for path in _newest_samples(folder) if with_samples else ():
         add.file(path, folder, _SAMPLES_HEAD, 0)

@@ -18,7 +18,7 @@ from typing import Any
 
 from slime import deadlines
 from slime.config.config import Config
-from slime.diagnosis.look import CheckedRun, LeftOut, Look
+from slime.diagnosis.check import CheckedRun, CheckFindings, LeftOut
 from slime.errors import UserError
 from slime.prompts.prepare import remember
 from slime.prompts.problems import RowProblem
@@ -45,42 +45,43 @@ _FORMS = (
     "<think>\n</think>\n<answer>{}</answer>",
 )
 _NOISE = "lorem ipsum zzz qqq"
-#: Rewards that judge by something else than the answer, and those that ask somebody else.
+#: Values of --rm-type whose rewards do not depend on the label, with the reason; and the one that
+#: asks a server.
 _BLIND = {"random": "it is by chance", "ifbench": "it reads no labels"}
 _REMOTE = "remote_rm"
 
 
-def data(case: CheckedRun, look: Look) -> None:
-    """The rows of each data set can be used; says what `slime train` says."""
+def data(case: CheckedRun, findings: CheckFindings) -> None:
+    """Check that the rows of each data set can be used, with the messages of `slime train`."""
     if case.names:
         raise LeftOut(f"not downloaded yet: {', '.join(case.names)}")
-    report = look.attempt(preflight.data_report, case.run, case.tokenizer)
+    report = findings.attempt(preflight.data_report, case.run, case.tokenizer)
     if report is None:
         return
     for error in report.errors:
-        look.refused(error)
+        findings.add_error(error)
     for line in report.warnings:
-        look.found("data-rows", line, is_fatal=False)
+        findings.add("data-rows", line, is_fatal=False)
     for line in report.templated:
-        look.found("template-twice", line, is_fatal=False)
+        findings.add("template-twice", line, is_fatal=False)
     for line in report.notes:
-        look.note(line)
-        look.told.append(line)
+        findings.note(line)
+        findings.launch_notes.append(line)
     if report.error is None:
         remember(report.checked)  # the rollout process of a launch need not check them again
 
 
-def hooks(case: CheckedRun, look: Look) -> None:
-    """Every function of the user's can be imported and called."""
-    look.attempt(preflight.check_functions, case.run.flat(), trouble="hook")
-    look.attempt(preflight.warn_of_old_plugins, case.run)
+def hooks(case: CheckedRun, findings: CheckFindings) -> None:
+    """Check that every function of the user's can be imported and called."""
+    findings.attempt(preflight.check_functions, case.run.flat(), trouble="hook")
+    findings.attempt(preflight.warn_of_old_plugins, case.run)
 
 
-def reward(case: CheckedRun, look: Look) -> None:
-    """There is a reward, and it tells an answer with the label in it from noise."""
+def reward(case: CheckedRun, findings: CheckFindings) -> None:
+    """Check that there is a reward, and that an answer with the label scores more than noise."""
     config = case.run
-    look.attempt(preflight.check_rewards, config)
-    if any(finding.is_fatal for finding in look.findings):
+    findings.attempt(preflight.check_rewards, config)
+    if any(finding.is_fatal for finding in findings.all):
         return
     flags = config.reward
     kind = str(flags.rm_type or "").removeprefix("boxed_")
@@ -107,10 +108,11 @@ def reward(case: CheckedRun, look: Look) -> None:
     try:
         # a run has it in logs/rollout.log
         printed = io.StringIO() if case.is_launch else sys.stdout
+        # warnings about missing rewards are dropped: they are reported below
         with (
-            Look(look.trouble).warnings(),
+            CheckFindings(findings.trouble).report_warnings(),
             contextlib.redirect_stdout(printed),
-        ):  # missing rewards are told below
+        ):
             scores, failure = _scores(config, rows, case.tokenizer, trial_only=case.is_launch)
     except UserError as error:
         if _asks_a_server(error):
@@ -118,12 +120,12 @@ def reward(case: CheckedRun, look: Look) -> None:
         # functions that make samples of their own may give rewards what is not there here
         rollout = config.rollout
         makes_samples = rollout.custom_generate_function_path or rollout.rollout_function_path
-        look.refused(error, "reward-fails", is_fatal=not makes_samples)
+        findings.add_error(error, "reward-fails", is_fatal=not makes_samples)
     else:
         if failure is not None:
-            look.refused(failure, "reward-fails", is_fatal=False)
+            findings.add_error(failure, "reward-fails", is_fatal=False)
         elif scores is not None:
-            _judge(scores, look)
+            _judge(scores, findings)
 
 
 #: Packages whose errors are about a server.
@@ -161,7 +163,7 @@ def _labelled(config: Config, tokenizer: Any) -> list[Sample]:
         try:
             prompt = read_prompt(row, form, tokenizer)
         except RowProblem:
-            continue  # reported with all others where the data is looked at
+            continue  # the check of the data reports it
         if prompt.label is None or str(prompt.metadata.get("rm_type")).endswith((_REMOTE, *_BLIND)):
             continue
         text = str(prompt.text)
@@ -186,9 +188,14 @@ def _labelled(config: Config, tokenizer: Any) -> list[Sample]:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Mean rewards of answers that hold the label in the form that scores best, of noise, and of
-    other rows' labels in the same form; ``reads_label``: an answer scores otherwise for another
-    label."""
+    """Mean rewards of three kinds of answers.
+
+    Attributes:
+        gold: the row's own label, in the form that scores best.
+        noise: text without any label.
+        other: another row's label, in the same form.
+        reads_label: an answer scores differently if the row has another label.
+    """
 
     gold: float
     noise: float
@@ -196,14 +203,16 @@ class Scores:
     reads_label: bool
 
 
-#: Scores, None for a trial; and how the reward failed for some of the answers.
+#: Scores (None after a trial), and the error of an answer for which the reward failed.
 _Found = tuple[Scores | None, UserError | None]
 
 
 def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any, *, trial_only: bool) -> _Found:
-    """
+    """Score answers in a thread of their own.
+
     Raises:
-        UserError: the reward fails for each label as the answer.
+        UserError: the reward fails for every label as the answer.
+        LeftOut: it takes too long.
     """
     reward = dataclasses.replace(
         config.reward, rm_timeout=min(config.reward.rm_timeout, deadlines.CHECKS_DATA_REWARD)
@@ -214,7 +223,7 @@ def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any, *, trial_onl
     def score() -> None:
         try:
             done.put(asyncio.run(_scored(config, rows, tokenizer, patience, trial_only)))
-        except BaseException as error:  # delivered to whoever waits
+        except BaseException as error:  # raised below, in the thread that waits
             done.put(error)
 
     # in a thread, as an async function that blocks its loop cannot be ended
@@ -223,7 +232,8 @@ def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any, *, trial_onl
         found = done.get(timeout=deadlines.CHECKS_DATA_ALL_REWARDS)
     except queue.Empty as none:
         raise LeftOut(
-            f"{_ROWS * (len(_FORMS) + 3)} answers take it more than {deadlines.CHECKS_DATA_ALL_REWARDS:g} s"
+            f"{_ROWS * (len(_FORMS) + 3)} answers take it more than "
+            f"{deadlines.CHECKS_DATA_ALL_REWARDS:g} s"
         ) from none
     if isinstance(found, BaseException):
         raise found
@@ -308,25 +318,25 @@ def _answered(row: Sample, text: str, tokenizer: Any) -> Sample:
     )
 
 
-def _judge(scores: Scores, look: Look) -> None:
-    said = (
+def _judge(scores: Scores, findings: CheckFindings) -> None:
+    means = (
         f"the label as the answer scores {scores.gold:g}, another row's {scores.other:g}, noise "
         f"{scores.noise:g}"
     )
     if scores.reads_label:
         if scores.gold > scores.noise and scores.gold >= scores.other:
-            look.note(said)
+            findings.note(means)
         else:
-            look.found(
+            findings.add(
                 "reward-inverted",
-                f"{said} (means of the form that scores best)",
+                f"{means} (means of the form that scores best)",
                 is_fatal=False,
             )
     elif scores.gold == scores.noise == scores.other:
         detail = (
-            f"{said} (in {len(_FORMS)} forms); where it wants yet another form, or reads no label, "
-            "that is fine"
+            f"{means} (in {len(_FORMS)} forms); where it wants yet another form, or reads no "
+            "label, that is fine"
         )
-        look.found("reward-flat", detail, is_fatal=False)
+        findings.add("reward-flat", detail, is_fatal=False)
     else:
-        look.note("it does not depend on the label")
+        findings.note("it does not depend on the label")

@@ -17,7 +17,7 @@ import psutil
 
 from slime import deadlines
 from slime.config.config import Config
-from slime.diagnosis.look import CheckedRun, LeftOut, Look
+from slime.diagnosis.check import CheckedRun, CheckFindings, LeftOut
 from slime.errors import UserError
 from slime.memory.trainer import rank_parameters
 from slime.models import family_of
@@ -45,24 +45,24 @@ _ASK_TORCH = (
 )
 #: Packages whose compilation takes seconds.
 _LARGE = ("torch", "transformers", "ray", "sglang")
-#: Bytes of a parameter in a checkpoint: the weights, and what Adam and mixed precision keep of it.
+#: Bytes of a parameter in a checkpoint: its weight, and its state of Adam and mixed precision.
 _WEIGHT = 2
 _STATES = 12
 
 
-def host(case: CheckedRun, look: Look) -> None:
-    """Cores, memory, packages that are compiled, open files."""
-    look.note(
+def host(case: CheckedRun, findings: CheckFindings) -> None:
+    """Check RAY_TMPDIR, bytecode of large packages, and the limit of open files."""
+    findings.note(
         f"{num_cpus()} cores, {free_host_memory() / 1e9:.0f} of {host_memory() / 1e9:.0f} GB free"
     )
     if case.config is None or joined_cluster(case.config) is None:
         try:
             folder_of_sockets()
         except UserError as error:
-            look.found("temporary-folder", f"{error}: {error.why}", source="RAY_TMPDIR")
+            findings.add("temporary-folder", f"{error}: {error.why}", source="RAY_TMPDIR")
     if os.environ.get("PYTHONDONTWRITEBYTECODE") and (names := _not_compiled()):
         folder = " ".join(sorted({str(path.parents[1]) for path in names.values()}))
-        look.found(
+        findings.add(
             "bytecode",
             f"PYTHONDONTWRITEBYTECODE is set, and {', '.join(names)} are not compiled",
             f"unset PYTHONDONTWRITEBYTECODE, or once: python -m compileall -q -j 0 {folder}",
@@ -77,7 +77,7 @@ def host(case: CheckedRun, look: Look) -> None:
             f"a process may open {hard} files, and about {wanted} are wanted for the requests "
             "under way"
         )
-        look.found("open-files", detail, is_fatal=hard < FEWEST_FILES)
+        findings.add("open-files", detail, is_fatal=hard < FEWEST_FILES)
 
 
 def _not_compiled() -> dict[str, Path]:
@@ -105,7 +105,7 @@ def _requests(config: Config) -> int:
     )
 
 
-def shared_memory(case: CheckedRun, look: Look) -> None:
+def shared_memory(case: CheckedRun, findings: CheckFindings) -> None:
     """Check that /dev/shm has room for the buckets, if engines of this host get weights through
     it."""
     config = case.run
@@ -118,19 +118,19 @@ def shared_memory(case: CheckedRun, look: Look) -> None:
     ):
         raise LeftOut("no weights go through it")
     if not SHARED_MEMORY.is_dir():
-        return look.found("shared-memory", f"there is no {SHARED_MEMORY}", is_fatal=False)
+        return findings.add("shared-memory", f"there is no {SHARED_MEMORY}", is_fatal=False)
     free = shutil.disk_usage(SHARED_MEMORY).free
     bucket = config.sync.update_weight_buffer_size
     whole = _weights(config) * (4 if config.megatron.fp32 else 2)
     wanted = min(_BUCKETS * bucket, whole) if whole else _BUCKETS * bucket
-    look.note(f"{free / 1e6:,.0f} MB free, {wanted / 1e6:,.0f} MB wanted")
+    findings.note(f"{free / 1e6:,.0f} MB free, {wanted / 1e6:,.0f} MB wanted")
     if free < wanted:
         detail = (
             f"{SHARED_MEMORY} has {free / 1e6:,.0f} MB free, and a push of weights takes "
             f"{wanted / 1e6:,.0f} MB"
         )
         fits = f"--update-weight-buffer-size {max(1, int(free // (2 * _BUCKETS)))}"
-        look.found("shared-memory", detail, fits, is_fatal=False)
+        findings.add("shared-memory", detail, fits, is_fatal=False)
 
 
 def _weights(config: Config) -> int:
@@ -142,7 +142,7 @@ def _weights(config: Config) -> int:
     return sum(held.numel for held in rank_parameters(spec, Layout(), 0))
 
 
-def disk(case: CheckedRun, look: Look) -> None:
+def disk(case: CheckedRun, findings: CheckFindings) -> None:
     """Check that the folders of --save and --save-hf have room for one checkpoint."""
     config = case.run
     flags = case.run.checkpoint
@@ -157,14 +157,16 @@ def disk(case: CheckedRun, look: Look) -> None:
         free = shutil.disk_usage(
             _nearest(fixed_folder(folder) if flag == "--save-hf" else Path(folder))
         ).free
-        look.note(f"{flag}: {free / 1e9:,.0f} GB free, a checkpoint takes {nbytes / 1e9:,.1f} GB")
+        findings.note(
+            f"{flag}: {free / 1e9:,.0f} GB free, a checkpoint takes {nbytes / 1e9:,.1f} GB"
+        )
         if free < nbytes:
             detail = (
                 f"{flag} {folder}: {free / 1e9:,.2f} GB are free there, one takes "
                 f"{nbytes / 1e9:,.2f} GB"
             )
-            look.found("disk-room", detail, source=flag)
-    if not look.notes:
+            findings.add("disk-room", detail, source=flag)
+    if not findings.notes:
         raise LeftOut("nothing is saved, or the model's size is not known")
 
 
@@ -176,20 +178,20 @@ def _nearest(path: Path) -> Path:
     return found
 
 
-def device(case: CheckedRun, look: Look) -> None:
-    """torch sees the GPUs of this host."""
+def device(case: CheckedRun, findings: CheckFindings) -> None:
+    """Check that torch sees the GPUs of this host."""
     here = num_gpus({name: value for name, value in os.environ.items() if name != "SLIME_NUM_GPUS"})
     if not here:
         raise LeftOut("this host has no GPU: trainer and engines take process slots of its cores")
-    told = ask_torch()
-    cuda, available, count = (*told.split(), "", "", "")[:3]
-    look.note(f"{here} GPUs, torch sees {count or 0} (CUDA {cuda or 'unknown'})")
+    answer = ask_torch()
+    cuda, available, count = (*answer.split(), "", "", "")[:3]
+    findings.note(f"{here} GPUs, torch sees {count or 0} (CUDA {cuda or 'unknown'})")
     if available != "True" or not count.isdigit() or int(count) < here:
         detail = (
             f"this host has {here} GPUs, and torch, built for CUDA {cuda or 'unknown'}, says: "
-            f"{told or 'nothing'}"
+            f"{answer or 'nothing'}"
         )
-        look.found("torch-without-gpu", detail)
+        findings.add("torch-without-gpu", detail)
 
 
 def ask_torch() -> str:
@@ -208,25 +210,25 @@ def ask_torch() -> str:
     return done.stdout.strip() or (done.stderr.strip().splitlines() or [""])[-1]
 
 
-def network(case: CheckedRun, look: Look) -> None:
+def network(case: CheckedRun, findings: CheckFindings) -> None:
     """Check the settings of NCCL and gloo, InfiniBand between nodes, the host's name, and proxies
     in front of remote rewards."""
     for name in _INTERFACES:
         if missing := absent_interfaces(os.environ.get(name, ""), psutil.net_if_addrs()):
             there = ", ".join(sorted(psutil.net_if_addrs()))
             detail = f"{name} names {', '.join(missing)}, and this host has {there}"
-            look.found("nccl-interface", detail, source=name)
+            findings.add("nccl-interface", detail, source=name)
     config = case.config
     if config is None:
         return
     nodes = config.cluster.actor_num_nodes
     if nodes > 1:
-        _between_nodes(nodes, look)
-    _proxy(config, look)
-    look.note(f"{nodes} node{'s' if nodes > 1 else ''} for the trainer")
+        _between_nodes(nodes, findings)
+    _proxy(config, findings)
+    findings.note(f"{nodes} node{'s' if nodes > 1 else ''} for the trainer")
 
 
-def absent_interfaces(told: str, there: Mapping[str, object]) -> list[str]:
+def absent_interfaces(setting: str, there: Mapping[str, object]) -> list[str]:
     """Return names in a NCCL_SOCKET_IFNAME that match no interface. They are prefixes; after "="
     they are whole names, and after "^" interfaces to avoid.
 
@@ -237,37 +239,37 @@ def absent_interfaces(told: str, there: Mapping[str, object]) -> list[str]:
         >>> absent_interfaces("^docker", {"lo": []})
         []
     """
-    if told.startswith("^"):
+    if setting.startswith("^"):
         return []
-    names = [name for name in told.removeprefix("=").split(",") if name]
-    if told.startswith("="):
+    names = [name for name in setting.removeprefix("=").split(",") if name]
+    if setting.startswith("="):
         return [name for name in names if name not in there]
     return [name for name in names if not any(one.startswith(name) for one in there)]
 
 
-def _between_nodes(nodes: int, look: Look) -> None:
+def _between_nodes(nodes: int, findings: CheckFindings) -> None:
     if os.environ.get("NCCL_IB_DISABLE", "0") not in ("", "0"):
         detail = (
             f"NCCL_IB_DISABLE={os.environ['NCCL_IB_DISABLE']}, and the trainer has {nodes} nodes"
         )
-        look.found("infiniband", detail, source="NCCL_IB_DISABLE", is_fatal=False)
+        findings.add("infiniband", detail, source="NCCL_IB_DISABLE", is_fatal=False)
     elif not shutil.which("ibstat") and not _INFINIBAND.is_dir():
         detail = (
             f"the trainer has {nodes} nodes, and this host has neither ibstat nor {_INFINIBAND}"
         )
-        look.found("infiniband", detail, is_fatal=False)
+        findings.add("infiniband", detail, is_fatal=False)
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
     except OSError as error:
-        look.found(
+        findings.add(
             "hostname",
             f"this host is called {name}, which has no address: {error}",
             is_fatal=False,
         )
 
 
-def _proxy(config: Config, look: Look) -> None:
+def _proxy(config: Config, findings: CheckFindings) -> None:
     import urllib.request
 
     url = config.reward.rm_url
@@ -276,15 +278,17 @@ def _proxy(config: Config, look: Look) -> None:
     proxy = urllib.request.getproxies().get(parts.scheme)
     if asked and parts.hostname and proxy and not urllib.request.proxy_bypass(parts.hostname):
         detail = f"--rm-url {url} would be asked through {_without_password(proxy)}"
-        look.found("proxy", detail, f"no_proxy={parts.hostname}", source="--rm-url", is_fatal=False)
+        findings.add(
+            "proxy", detail, f"no_proxy={parts.hostname}", source="--rm-url", is_fatal=False
+        )
 
 
 def _without_password(url: str) -> str:
     return url.rpartition("@")[2]
 
 
-def ports(case: CheckedRun, look: Look) -> None:
-    """Engines and router find ports."""
-    reserved = look.attempt(reserve_port, trouble="ports")
+def ports(case: CheckedRun, findings: CheckFindings) -> None:
+    """Check that engines and router find ports."""
+    reserved = findings.attempt(reserve_port, trouble="ports")
     if reserved is not None:
         reserved.release()

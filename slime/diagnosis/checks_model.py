@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.checkpoints.load_plan import resolve_load, resolve_reference
 from slime.config.config import Config
-from slime.diagnosis.look import CheckedRun, LeftOut, Look
+from slime.diagnosis.check import CheckedRun, CheckFindings, LeftOut
 from slime.errors import UserError
 from slime.models import family_of, read_hf_config
 from slime.prompts.source import is_chat, warn_of_endless_generation
@@ -22,7 +22,7 @@ from slime.trainer.quantised_rules import (
 from slime.weights.quantised_launch import check_route
 
 
-def hub(case: CheckedRun, look: Look) -> None:
+def hub(case: CheckedRun, findings: CheckFindings) -> None:
     """Check that names of the hub have a copy here or can be downloaded."""
     from slime.hub import dataset_name, is_hub_name, is_there
 
@@ -33,7 +33,7 @@ def hub(case: CheckedRun, look: Look) -> None:
     if case.run.eval.eval_config:
         sets = tuple(
             text
-            for one in look.attempt(eval_datasets, case.run) or ()
+            for one in findings.attempt(eval_datasets, case.run) or ()
             for text in (one.name, one.path)
         )
     for path in (data, *sets[1::2]):
@@ -42,95 +42,95 @@ def hub(case: CheckedRun, look: Look) -> None:
     if not named:
         raise LeftOut("no flag names anything of the hub")
     for name, kind in named.items():
-        is_here = look.attempt(is_there, name, kind, trouble="hub")
+        is_here = findings.attempt(is_there, name, kind, trouble="hub")
         if is_here:
-            look.note(f"{name} is here")
+            findings.note(f"{name} is here")
         elif is_here is False:
-            look.note(f"{name} will be downloaded")
+            findings.note(f"{name} will be downloaded")
         if not is_here:
             case.names = (*case.names, name)
     if not case.names:
         case.config = preflight.from_the_hub(case.run)
 
 
-def directory(case: CheckedRun, look: Look) -> None:
+def directory(case: CheckedRun, findings: CheckFindings) -> None:
     """Check that there is a config.json of a known family."""
     path = str(case.model)
     name = case.run.checkpoint.model_name
     family = family_of(path, name)
     family.model_spec(path)
-    look.note(f"{path}: {family.name}")
+    findings.note(f"{path}: {family.name}")
 
 
-def architecture(case: CheckedRun, look: Look) -> None:
-    """No flag contradicts the model, and the parallel layout divides it."""
-    look.attempt(preflight.check_architecture, case.run)
-    look.attempt(preflight.check_context, case.run)
+def architecture(case: CheckedRun, findings: CheckFindings) -> None:
+    """Check that no flag contradicts the model, and that the parallel layout divides it."""
+    findings.attempt(preflight.check_architecture, case.run)
+    findings.attempt(preflight.check_context, case.run)
 
 
-def quantisation(case: CheckedRun, look: Look) -> None:
+def quantisation(case: CheckedRun, findings: CheckFindings) -> None:
     """Check that engines can load the weights as config.json describes them, that the ignore list
     of quantised weights fits the model, and that what computes them is installed."""
-    look.attempt(check_route, case.run)
-    look.attempt(check_ignore_list, case.run)
-    look.attempt(check_quantised_flags, case.run)
-    look.attempt(check_quantised_library, case.run)
+    findings.attempt(check_route, case.run)
+    findings.attempt(check_ignore_list, case.run)
+    findings.attempt(check_quantised_flags, case.run)
+    findings.attempt(check_quantised_library, case.run)
 
 
-def checkpoint(case: CheckedRun, look: Look) -> None:
+def checkpoint(case: CheckedRun, findings: CheckFindings) -> None:
     """Check --load, --save and --ref-load, and that the run will keep something."""
     config = case.run
-    plan = look.attempt(resolve_load, config)
+    plan = findings.attempt(resolve_load, config)
     if plan is not None:
-        look.note(plan.note)
+        findings.note(plan.note)
     if config.algorithm.needs_reference:
-        look.attempt(resolve_reference, config)
-    look.attempt(preflight.warn_if_nothing_is_kept, config)
+        findings.attempt(resolve_reference, config)
+    findings.attempt(preflight.warn_if_nothing_is_kept, config)
 
 
-def weights(case: CheckedRun, look: Look) -> None:
+def weights(case: CheckedRun, findings: CheckFindings) -> None:
     """Check that every Hugging Face directory that is read is complete, layer by layer."""
     config = case.run
     try:
         plan = resolve_load(config)
     except UserError:
-        # told where the checkpoint is looked at: what engines serve is looked at all the same
+        # the check of the checkpoint reports it; the weights that engines serve are checked anyway
         config = replace(
             config, checkpoint=replace(config.checkpoint, load=None, save=None, ckpt_step=None)
         )
         plan = resolve_load(config)
-    look.attempt(preflight.check_weights, config, plan)
+    findings.attempt(preflight.check_weights, config, plan)
 
 
-def outputs(case: CheckedRun, look: Look) -> None:
-    """Everything that is written can be written."""
-    look.attempt(preflight.check_outputs, case.run)
+def outputs(case: CheckedRun, findings: CheckFindings) -> None:
+    """Check that every output can be written."""
+    findings.attempt(preflight.check_outputs, case.run)
 
 
 # -- tokenizer
 # --------------------------------------------------------------------------------------------------
 
 
-def tokenizer(case: CheckedRun, look: Look) -> None:
+def tokenizer(case: CheckedRun, findings: CheckFindings) -> None:
     """Check that the tokenizer can be read, its ids have rows in the embedding, and something ends
     a turn, with and without the template."""
     found = case.tokenizer
     rows = read_hf_config(str(case.model)).get("vocab_size")
     ids = max(found.get_vocab().values(), default=-1) + 1
-    look.note(f"{ids} tokens, vocab_size {rows}")
+    findings.note(f"{ids} tokens, vocab_size {rows}")
     if isinstance(rows, int) and ids > rows:
         detail = f"the tokenizer has ids up to {ids - 1}, and config.json a vocab_size of {rows}"
-        look.found("vocabulary", detail, source=str(case.model), is_fatal=False)
+        findings.add("vocabulary", detail, source=str(case.model), is_fatal=False)
     for line in end_token_conflicts(found, str(case.model)):
-        look.found("end-tokens-differ", line, is_fatal=False)
+        findings.add("end-tokens-differ", line, is_fatal=False)
     try:
         in_turns = is_chat(case.run, found)
     except UserError:
-        return  # of the data, which is looked at for itself
-    look.attempt(warn_of_endless_generation, case.run, found)
+        return  # the check of the data reports it
+    findings.attempt(warn_of_endless_generation, case.run, found)
     if not in_turns:
-        other = look.attempt(_report, case.run, found)
-        look.note(
+        other = findings.attempt(_report, case.run, found)
+        findings.note(
             f"with --apply-chat-template: {other[0]}" if other else "without --apply-chat-template"
         )
 

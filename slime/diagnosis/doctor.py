@@ -15,7 +15,7 @@ from slime.checkpoints.load_plan import LoadPlan, resolve_load
 from slime.config.config import Config
 from slime.config.make import options_in
 from slime.diagnosis import checks_data, checks_host, checks_model, checks_plan
-from slime.diagnosis.look import Check, CheckedRun, LeftOut, Look
+from slime.diagnosis.check import Check, CheckedRun, CheckFindings, LeftOut
 from slime.diagnosis.one_round import ROUND
 from slime.diagnosis.troubles import Finding
 from slime.errors import UserError, several
@@ -62,6 +62,9 @@ _AT_LAUNCH = (
     "data", "hooks", "reward", "outputs", "GPUs", "engines", "trainer", "credentials",
 )  # fmt: skip
 
+#: An error of these modules is a defect of a check, not of the run.
+_OURS = "slime.diagnosis."
+
 State = Literal["ok", "warning", "FAIL", "left out"]
 
 
@@ -70,17 +73,16 @@ class CheckOutcome:
     """The outcome of one check.
 
     Attributes:
-        said: what is worth knowing of it, or why it was left out.
-        seconds: that it took.
-        told: what a launch logs of it.
+        note: a few words about the result, or why the check was left out.
+        launch_notes: notes that a launch logs.
     """
 
     check: Check
     state: State
-    said: str
+    note: str
     findings: tuple[Finding, ...]
     seconds: float
-    told: tuple[str, ...] = ()
+    launch_notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,12 @@ def examine(
     *,
     with_round: bool = False,
 ) -> Report:
-    """Look at the run of a command line. Without a round it starts nothing, downloads nothing,
-    writes nothing.
+    """Check the run of a command line. Without a round this starts, downloads and writes nothing.
 
     Args:
         argv: the flags of the run.
         entry: "train" or "train_async".
-        with_round: try one round, where nothing stands in its way.
+        with_round: run one round, if no check failed.
     """
     started = time.perf_counter()
     case = CheckedRun.of(argv, entry)
@@ -139,8 +140,7 @@ def preflight(config: Config, errors: Sequence[UserError] = ()) -> LoadPlan:
     """Check models, hooks, rewards, data, output directories and the size of the run; log warnings.
 
     Args:
-        errors: what is wrong with the flags; ``config`` is the configuration without them
-            (`judge_args`).
+        errors: what is wrong with the flags; ``config`` leaves these flags out (`judge_args`).
     Returns:
         What will be loaded.
     Raises:
@@ -156,7 +156,7 @@ def preflight(config: Config, errors: Sequence[UserError] = ()) -> LoadPlan:
     if wrong:
         raise several(wrong)
     for outcome in outcomes:
-        for note in outcome.told:
+        for note in outcome.launch_notes:
             logger.info("%s", note)
     for finding in findings:
         logger.warning("%s", finding.detail)
@@ -182,18 +182,16 @@ def at_start(config: Config) -> list[Finding]:
 
 def _made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> CheckOutcome:
     started = time.perf_counter()
-    look = Look(check.trouble)
+    findings = CheckFindings(check.trouble)
     state: State = "left out"
     try:
-        _may_be_made(check, case, earlier)
-        look.attempt(check.function, case, look)
+        _require(check, case, earlier)
+        findings.attempt(check.function, case, findings)
         state = "ok"
     except LeftOut as reason:
-        look.notes = [str(reason)]
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # the next check is made; a launch that runs the same code ends of it, too
+        findings.notes = [str(reason)]
+    except (Exception, SystemExit) as error:
+        # the next check is made; a launch fails, since it would run the same code
         if case.is_launch and not case.errors:
             raise
         if case.errors and check.name != "flags":
@@ -201,31 +199,37 @@ def _made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> C
                 check, "left out", "the flags are wrong", (), time.perf_counter() - started
             )
         detail = f"{type(error).__name__}: {error} ({_place(error)})"
-        look.found(
+        findings.add(
             "check-broken",
             detail,
             source=check.name,
             is_fatal=not _place(error).startswith(_OURS),
         )
     if check.name != "flags":
-        look.findings = [one for one in look.findings if not _follows(one, case)]
-    if look.findings:
-        state = "FAIL" if any(finding.is_fatal for finding in look.findings) else "warning"
+        findings.all = [one for one in findings.all if not _follows(one, case)]
+    if findings.all:
+        state = "FAIL" if any(finding.is_fatal for finding in findings.all) else "warning"
     seconds = time.perf_counter() - started
     return CheckOutcome(
-        check, state, ", ".join(look.notes), tuple(look.findings), seconds, tuple(look.told)
+        check,
+        state,
+        ", ".join(findings.notes),
+        tuple(findings.all),
+        seconds,
+        tuple(findings.launch_notes),
     )
 
 
 def _follows(finding: Finding, case: CheckedRun) -> bool:
-    """Whether a finding may follow from a flag that is wrong itself."""
+    """Whether a finding may only follow from a flag that is wrong."""
     return bool(options_in(finding.detail) & case.doubtful)
 
 
-def _may_be_made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> None:
-    """
+def _require(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> None:
+    """Check the prerequisites of a check.
+
     Raises:
-        LeftOut: something that the check stands on is not right.
+        LeftOut: one is missing.
     """
     if case.config is None and not check.without_flags:
         raise LeftOut("the flags cannot be read yet")
@@ -234,11 +238,8 @@ def _may_be_made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome
             raise LeftOut(f"after {name}")
 
 
-_OURS = "slime.diagnosis."
-
-
 def _place(error: BaseException) -> str:
-    """Return the line of slime's that is nearest to an error: "slime.prompts.readers:141"."""
+    """Return the innermost line of slime in a traceback: "slime.prompts.readers:141"."""
     lines = [
         (str(frame.f_globals.get("__name__")), line) for frame, line in walk_tb(error.__traceback__)
     ]
@@ -247,7 +248,7 @@ def _place(error: BaseException) -> str:
     )
 
 
-# -- what is said
+# -- output
 # --------------------------------------------------------------------------------------------------
 
 
@@ -256,7 +257,7 @@ def text(report: Report) -> str:
     width = max(len(outcome.check.name) for outcome in report.outcomes)
     lines = [f"{o.check.name:<{width}}  {o.state:<8}  {_line(o)}".rstrip() for o in report.outcomes]
     for finding in report.findings:
-        lines += ["", *_told(finding)]
+        lines += ["", *_finding_lines(finding)]
     fatal = sum(finding.is_fatal for finding in report.findings)
     warnings = len(report.findings) - fatal
     counts = [_counted(fatal, "error"), _counted(warnings, "warning")]
@@ -271,10 +272,10 @@ def _counted(count: int, what: str) -> str:
 
 
 def _line(outcome: CheckOutcome) -> str:
-    return ", ".join(dict.fromkeys(f.trouble.name for f in outcome.findings)) or outcome.said
+    return ", ".join(dict.fromkeys(f.trouble.name for f in outcome.findings)) or outcome.note
 
 
-def _told(finding: Finding) -> list[str]:
+def _finding_lines(finding: Finding) -> list[str]:
     head = "FAIL" if finding.is_fatal else "warning"
     lines = [
         f"{head}: {finding.trouble.name}",
@@ -291,7 +292,7 @@ def as_json(report: Report) -> dict[str, object]:
         "fatal": report.is_fatal,
         "seconds": round(report.seconds, 3),
         "checks": [
-            {"name": o.check.name, "state": o.state, "said": o.said, "seconds": round(o.seconds, 3)}
+            {"name": o.check.name, "state": o.state, "said": o.note, "seconds": round(o.seconds, 3)}
             | {"findings": [finding.as_json() for finding in o.findings]}
             for o in report.outcomes
         ],

@@ -17,8 +17,8 @@ from typing import Any
 import orjson
 
 from slime.checkpoints.directory import newest_whole
-from slime.diagnosis.reading import TextLine, TextSource, logs_of, read_ends, read_log
-from slime.diagnosis.remedies import Flags
+from slime.diagnosis.reading import TextLine, TextSource, read_ends, read_log, run_logs
+from slime.diagnosis.remedies import Flags, endless_generation
 from slime.diagnosis.signatures import Level, Seen, find_signatures
 from slime.diagnosis.troubles import TROUBLES, Finding, Trouble
 from slime.documentation import doc_url
@@ -31,10 +31,13 @@ from slime.processes.host import slime_command
 #: Bytes read from the end of metrics.jsonl, where the newest rows are.
 _METRICS_BYTES = 4 << 20
 _OBJECT_BYTES = 16 << 20
-#: Larger steps and seconds are damage.
-_MOST = 1e11
+#: Larger steps and times are damage.
+_LARGEST_NUMBER = 1e11
 #: Errors with these names state cause and remedy themselves.
 _SAYS_WHY = ("UserError", "OutOfMemory", "NonFiniteTraining", "WeightMismatch")
+#: Errors whose message needs no class name before it.
+_PLAIN_WORDS = (*_SAYS_WHY, "RunFailed", "ActorDied", "DeadlinePassed", "ConnectionBroken")
+#: With more responses cut at the length limit, generation is taken to be endless.
 _MOST_TRUNCATED = 0.9
 
 
@@ -49,7 +52,7 @@ class Explanation:
         checkpoint: the newest whole one.
         next: a command; "" where there is none to give.
         findings: the most direct cause first.
-        notes: of what could not be read, or was not.
+        notes: what was not read, and why.
     """
 
     folder: Path
@@ -109,7 +112,7 @@ def explain(folder: Path) -> Explanation:
     rows = _rows(run, stage)
     state = _state(folder, entry)
     crash = _crash(run, stage, entry, state)
-    sources = [*_of_crash(crash), *(read_log(path, folder) for path in logs_of(folder))]
+    sources = [*_crash_sources(crash), *(read_log(path, folder) for path in run_logs(folder))]
     notes = [
         f"{source.name}: {source.num_skipped:,} bytes between its ends were not read"
         for source in sources
@@ -121,18 +124,25 @@ def explain(folder: Path) -> Explanation:
         )
     if not entries:
         notes.append("run.json is missing or damaged: how the run ended is told by its logs alone")
-    findings = _of_sources(sources, flags, state, _since(entry))
-    findings += _of_end(crash, findings, state, entry)
+    findings = _log_findings(sources, flags, state, _since(entry))
+    findings += _end_findings(crash, findings, state, entry)
     findings.sort(key=lambda found: (not found[1].is_fatal, found[0]))
-    alarms = _of_metrics(rows, flags, ended=state != "running")
+    alarms = _alarm_findings(rows, flags, ended=state != "running")
     checkpoint = _checkpoint(folder, flags, entry)
     step = _number(rows[-1]["step"]) if rows else None
-    told = (*(finding for _, finding in findings), *alarms)
-    next_one = _next(folder, state, flags, checkpoint)
-    return Explanation(folder, state, stage, step, checkpoint, next_one, told, tuple(notes))
+    return Explanation(
+        folder,
+        state,
+        stage,
+        step,
+        checkpoint,
+        _next(folder, state, flags, checkpoint),
+        (*(finding for _, finding in findings), *alarms),
+        tuple(notes),
+    )
 
 
-# -- what is there
+# -- reading
 # --------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +156,7 @@ def _object(path: Path, root: Path) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) and abs(value) < _MOST else 0.0
+    return float(value) if isinstance(value, (int, float)) and abs(value) < _LARGEST_NUMBER else 0.0
 
 
 def _rows(run: RunFolder, stage: str) -> list[dict[str, Any]]:
@@ -167,20 +177,17 @@ def _state(folder: Path, entry: dict[str, Any]) -> str:
     state = str(entry.get("state") or "unknown")
     if state != "running":
         return state
-    held = (
-        is_held(folder)
-        if not (folder / ".lock").is_symlink() and (folder / ".lock").is_file()
-        else False
-    )
-    # locks may not reach there
+    lock = folder / ".lock"
+    held = not lock.is_symlink() and lock.is_file() and is_held(folder)
+    # locks may not reach another host
     elsewhere = entry.get("host") != platform.node() and time.time() - _written(folder) < 600
     return "running" if held or elsewhere else "killed"
 
 
 def _written(folder: Path) -> float:
-    """When the run last wrote something."""
+    """Return when the run last wrote something."""
     times = [0.0]
-    for path in (folder / "metrics.jsonl", *logs_of(folder)):
+    for path in (folder / "metrics.jsonl", *run_logs(folder)):
         try:
             times.append(path.stat().st_mtime)
         except OSError:
@@ -212,24 +219,18 @@ def _crash(
     return None
 
 
-def _of_crash(crash: tuple[Path, dict[str, Any]] | None) -> list[TextSource]:
-    """Return the error that ended the run as texts: its own words, those of an engine's log in it,
-    and the traceback."""
+def _crash_sources(crash: tuple[Path, dict[str, Any]] | None) -> list[TextSource]:
+    """Return the error that ended the run as texts: the lines after its first, which may quote an
+    engine's log; its first line; and the traceback."""
     if crash is None:
         return []
-    folder, said = crash
+    folder, error = crash
     root = folder.parent.parent
     name = str((folder / "crash.json").relative_to(root))
-    message = str(said.get("message") or "")
-    if str(said.get("error")) not in (
-        *_SAYS_WHY,
-        "RunFailed",
-        "ActorDied",
-        "DeadlinePassed",
-        "ConnectionBroken",
-    ):
-        message = f"{said.get('error')}: {message}"
-    notes = said.get("notes")
+    message = str(error.get("message") or "")
+    if str(error.get("error")) not in _PLAIN_WORDS:
+        message = f"{error.get('error')}: {message}"
+    notes = error.get("notes")
     texts = message.split("\n")
     texts += (
         [line for note in notes for line in str(note).split("\n")]
@@ -249,11 +250,11 @@ def _of_crash(crash: tuple[Path, dict[str, Any]] | None) -> list[TextSource]:
     ]
 
 
-# -- what it means
+# -- findings
 # --------------------------------------------------------------------------------------------------
 
 
-def _of_sources(
+def _log_findings(
     sources: list[TextSource], flags: Flags, state: str, since: str
 ) -> list[tuple[int, Finding]]:
     """Return a finding per trouble from where it shows best: the error for words of ours, else the
@@ -266,15 +267,16 @@ def _of_sources(
                 by_trouble.setdefault(seen.signature.trouble.name, []).append(seen)
     found = []
     for several in by_trouble.values():
-        best = max(reversed(several), key=_worth)
+        best = max(reversed(several), key=_rank)
         more = f" (and {len(several) - 1} more lines like it)" if len(several) > 1 else ""
-        own = _own_remedies(sources, best)
+        is_error = best.signature.form == "error" and best.source.kind == "crash"
+        message = _message(sources, best.source.name) if is_error else []
+        own = _fixes_in(message)
         remedies = (
             *own,
-            *(way for way in best.signature.exact(flags) if not _is_told(way, own)),
+            *(way for way in best.signature.exact(flags) if not _is_named(way, own)),
         )
-        detail = f"{best.line.text.strip()[:400]}{_why(sources, best)}{more}"
-        is_error = best.signature.form == "error" and best.source.kind == "crash"
+        detail = f"{best.line.text.strip()[:400]}{_why(message)}{more}"
         rank = 10 * best.signature.level + (0 if is_error else 1)
         place = (
             best.source.name
@@ -285,51 +287,42 @@ def _of_sources(
     return found
 
 
-def _is_told(remedy: str, own: tuple[str, ...]) -> bool:
+def _is_named(remedy: str, own: tuple[str, ...]) -> bool:
     """Whether the error's own fixes name the same flag."""
     flag = re.search(r"--[a-z-]+", remedy)
     return flag is not None and any(flag[0] in way for way in own)
 
 
-def _worth(seen: Seen) -> tuple[int, int]:
-    order = {"crash": 3 if seen.signature.form == "error" else 1, "traceback": 0}
-    is_crash_folder = seen.source.name.startswith("crash")
-    return (order.get(seen.source.kind, 1 if is_crash_folder else 2), 0)
+def _rank(seen: Seen) -> int:
+    if seen.source.kind == "crash":
+        return 3 if seen.signature.form == "error" else 1
+    if seen.source.kind == "traceback":
+        return 0
+    return 1 if seen.source.name.startswith("crash") else 2
 
 
-def _own_remedies(sources: list[TextSource], seen: Seen) -> tuple[str, ...]:
-    """Return the fixes that an error of ours names with values that exist nowhere else (batches,
-    peaks)."""
-    if seen.source.kind != "crash" or seen.signature.form != "error":
-        return ()
-    rest = next((source.lines for source in sources if source.name == seen.source.name), [])
-    return _fix_of([line.text for line in rest])
+def _message(sources: list[TextSource], name: str) -> list[str]:
+    """Return the lines after the first of the error that ended the run. They name causes and fixes
+    with values that are written nowhere else (batches, peaks)."""
+    lines = next((source.lines for source in sources if source.name == name), [])
+    return [line.text for line in lines]
 
 
-def _why(sources: list[TextSource], seen: Seen) -> str:
-    """Return the error's own account of its cause, and the line of the user's code."""
-    if seen.source.kind != "crash" or seen.signature.form != "error":
-        return ""
-    rest = next((source.lines for source in sources if source.name == seen.source.name), [])
-    texts = [line.text for line in rest]
+def _why(message: list[str]) -> str:
+    """Return an error's own account of its cause, and the line of the user's code."""
     ends = [
         index
-        for index, text in enumerate(texts)
+        for index, text in enumerate(message)
         if text.startswith(("fix: ", "in your code:", "why: last lines of"))
-    ] or [len(texts)]
-    why = [text for text in texts[: ends[0]] if text][:4]
-    mine = next(
-        (
-            texts[index + 1 : index + 3]
-            for index, text in enumerate(texts)
-            if text == "in your code:"
-        ),
-        [],
-    )
-    return "".join(f"; {text[:300]}" for text in (*why, *mine))
+    ]
+    why = [text for text in message[: ends[0] if ends else None] if text][:4]
+    if "in your code:" in message:
+        start = message.index("in your code:") + 1
+        why += message[start : start + 2]
+    return "".join(f"; {text[:300]}" for text in why)
 
 
-def _fix_of(lines: list[str]) -> tuple[str, ...]:
+def _fixes_in(lines: list[str]) -> tuple[str, ...]:
     if "in your code:" in lines:
         lines = lines[: lines.index("in your code:")]
     for index, text in enumerate(lines):
@@ -341,7 +334,7 @@ def _fix_of(lines: list[str]) -> tuple[str, ...]:
     return ()
 
 
-def _of_end(
+def _end_findings(
     crash: tuple[Path, dict[str, Any]] | None,
     findings: list[tuple[int, Finding]],
     state: str,
@@ -363,12 +356,12 @@ def _of_end(
     if crash is None:
         detail = "run.json says that it failed, and there is no crash folder of that"
         return [(10 * Level.RUN, Finding(TROUBLES["unknown-error"], detail, source="run.json"))]
-    folder, said = crash
+    folder, error = crash
     source = str((folder / "crash.json").relative_to(folder.parent.parent))
-    lines = [line.strip() for line in str(said.get("message") or "").split("\n")]
-    note = f" ({said['note']})" if said.get("note") else ""
-    fix = _fix_of(lines)
-    if fix or said.get("error") in _SAYS_WHY:
+    lines = [line.strip() for line in str(error.get("message") or "").split("\n")]
+    note = f" ({error['note']})" if error.get("note") else ""
+    fix = _fixes_in(lines)
+    if fix or error.get("error") in _SAYS_WHY:
         what = [line for line in lines if line not in fix and not line.startswith("fix: ")][:6]
         return [
             (
@@ -376,54 +369,40 @@ def _of_end(
                 Finding(TROUBLES["run-error"], "; ".join(what)[:800] + note, fix, source),
             )
         ]
-    detail = f"{said.get('error')}: {lines[0][:400]}{note}"
+    detail = f"{error.get('error')}: {lines[0][:400]}{note}"
     return [(10 * Level.RUN, Finding(TROUBLES["unknown-error"], detail, source=source))]
 
 
-def _of_metrics(rows: list[dict[str, Any]], flags: Flags, *, ended: bool) -> list[Finding]:
+def _alarm_findings(rows: list[dict[str, Any]], flags: Flags, *, ended: bool) -> list[Finding]:
     """Find alarms in the metrics: they end no run, and may make it worthless."""
     try:
         alarms = find_alarms(rows, ended=ended, flags=flags)
     except (TypeError, KeyError, ValueError):  # rows of another version
         return []
-    return [_of_alarm(alarm, rows, flags) for alarm in alarms]
+    return [_alarm_finding(alarm, rows, flags) for alarm in alarms]
 
 
-def _of_alarm(alarm: Alarm, rows: list[dict[str, Any]], flags: Flags) -> Finding:
-    ratio = next(
-        (
-            row["rollout/truncated_ratio"]
-            for row in reversed(rows)
-            if row.get("rollout/truncated_ratio")
-        ),
-        0.0,
-    )
-    if alarm.name == "truncation" and ratio >= _MOST_TRUNCATED:
-        stops = flags.get("rollout_stop_token_ids") or flags.get("rollout_stop")
-        remedies = (
-            "--rollout-stop-token-ids or --rollout-stop with the token that ends a turn (now "
-            f"{stops or 'not set'})",
-            f"a larger --rollout-max-response-len (now {flags.get('rollout_max_response_len')})",
-            *(
-                ()
-                if flags.get("apply_chat_template")
-                else ("--apply-chat-template, for a model that was taught to chat",)
-            ),
-        )
+def _alarm_finding(alarm: Alarm, rows: list[dict[str, Any]], flags: Flags) -> Finding:
+    ratios = (row.get("rollout/truncated_ratio") for row in reversed(rows))
+    if alarm.name == "truncation" and next(filter(None, ratios), 0.0) >= _MOST_TRUNCATED:
         return Finding(
-            TROUBLES["endless-generation"], alarm.detail, remedies, "metrics.jsonl", False
+            TROUBLES["endless-generation"],
+            alarm.detail,
+            tuple(endless_generation(flags)),
+            source="metrics.jsonl",
+            is_fatal=False,
         )
     trouble = Trouble(
         alarm.name.replace("_", "-"),
-        alarm.title,
-        f"What it means: {doc_url('metrics.md')}",
-        (alarm.fix,) if alarm.fix else (),
-        "tests/unit/test_alarms.py",
+        symptom=alarm.title,
+        cause=f"What it means: {doc_url('metrics.md')}",
+        remedies=(alarm.fix,) if alarm.fix else (),
+        provoke="rows of metrics that raise the alarm",
     )
     return Finding(trouble, alarm.detail, source="metrics.jsonl", is_fatal=False)
 
 
-# -- what now
+# -- the next command
 # --------------------------------------------------------------------------------------------------
 
 

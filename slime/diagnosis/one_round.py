@@ -21,7 +21,7 @@ import yaml
 from slime import deadlines
 from slime.checkpoints.directory import read_tracker
 from slime.config.config import Config
-from slime.diagnosis.look import Check, CheckedRun, LeftOut, Look
+from slime.diagnosis.check import Check, CheckedRun, CheckFindings, LeftOut
 from slime.observe.first_step import large_gradient
 from slime.placement import needs_engines
 from slime.processes.host import python_module
@@ -49,7 +49,7 @@ _NOT_GIVEN_PREFIXES = (
 _KEPT = ("debug_train_only",)
 
 
-def one_round(case: CheckedRun, look: Look) -> None:
+def one_round(case: CheckedRun, findings: CheckFindings) -> None:
     """Check that weights arrive unchanged, and that trainer and engine agree on log-probs."""
     config = case.run
     if not goes_round(config):
@@ -58,20 +58,20 @@ def one_round(case: CheckedRun, look: Look) -> None:
     status, said = launch(config, folder)
     row = _last_row(folder)
     if status != 0:
-        return look.found("round-failed", how_it_failed(status, said, folder))
+        return findings.add("round-failed", how_it_failed(status, said, folder))
     difference = row.get(_METRIC, math.nan)
     if not difference <= _DIFFERENCE:
         detail = (
             f"the mean difference is {difference:.3f}; below 0.01 is usual in float32, below 0.05 "
             "in bfloat16"
         )
-        look.found("log-probs-differ", f"{detail}; the folder of the round is {folder}")
+        findings.add("log-probs-differ", f"{detail}; the folder of the round is {folder}")
     gradient = large_gradient([row], {})
     if gradient is not None:
-        look.found("large-gradient", f"{gradient[0]}; the folder of the round is {folder}")
+        findings.add("large-gradient", f"{gradient[0]}; the folder of the round is {folder}")
     elif difference <= _DIFFERENCE:
         shutil.rmtree(folder, ignore_errors=True)
-    look.note(f"all weights arrived; log-probs differ by {difference:.4f}")
+    findings.note(f"all weights arrived; log-probs differ by {difference:.4f}")
 
 
 def goes_round(config: Config) -> bool:

@@ -1,5 +1,5 @@
-"""Read files of a run folder as they are: huge, half-written, links, pipes. Only regular files
-within the folder are opened, and only their two ends are read."""
+"""Read files of a run folder safely, though some may be huge, half-written, links or pipes. Only
+regular files within the folder are opened, and only their two ends are read."""
 
 from __future__ import annotations
 
@@ -65,23 +65,23 @@ def is_within(path: Path, root: Path) -> bool:
         return path.resolve().is_relative_to(root.resolve()) and path.parent.resolve() == _plain(
             path.parent, root
         )
-    except OSError:  # it has gone meanwhile, or lies where we may not look
+    except OSError:  # it was removed meanwhile, or we may not read its folder
         return False
 
 
 def _plain(folder: Path, root: Path) -> Path:
-    """``folder`` by its own names below the root: differs from where it leads to if one of them is
-    a link."""
+    """Return ``folder`` below the resolved root; it is not resolved itself if one of its parts is a
+    link."""
     return root.resolve() / folder.relative_to(root)
 
 
 def read_ends(
     path: Path, root: Path, head: int = HEAD_BYTES, tail: int = TAIL_BYTES
 ) -> tuple[bytes, bytes, int]:
-    """The beginning and the end of a file, and how many bytes lie between them; a file that fits is
-    all beginning.
+    """Return the beginning and the end of a file, and how many bytes lie between them; a file that
+    fits is all beginning.
 
-    Whatever cannot be read (a link, a pipe, a file that has gone) is empty.
+    A file that cannot be read (a link, a pipe, one that was removed) counts as empty.
     """
     if not is_within(path, root):
         return b"", b"", 0
@@ -103,7 +103,7 @@ def read_log(path: Path, root: Path) -> TextSource:
     head, tail, skipped = read_ends(path, root)
     lines = [TextLine(text, number) for number, text in enumerate(_texts(head), 1)]
     if skipped:
-        last = _texts(tail.partition(b"\n")[2])  # the first line of what is read begins somewhere
+        last = _texts(tail.partition(b"\n")[2])  # the first line is cut
         lines = lines[:-1] + [
             TextLine(text, number - len(last)) for number, text in enumerate(last)
         ]
@@ -123,7 +123,7 @@ def _texts(content: bytes) -> list[str]:
     ]
 
 
-def logs_of(root: Path) -> Iterator[Path]:
+def run_logs(root: Path) -> Iterator[Path]:
     """Yield the logs of a run by name; of very many, those written last."""
     folder = root / "logs"
     found = (

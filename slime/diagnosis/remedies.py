@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slime.diagnosis.troubles import TROUBLES
 from slime.engines.kinds import engine_named
 
 #: Flags of a run by name with underscores, as config.json has them; unset ones may be missing.
@@ -31,7 +32,7 @@ def _with_value(flags: Flags, words: str) -> str:
 
 
 def _fraction(flags: Flags, factor: float) -> str:
-    """Advise another share of a GPU's memory for the engine."""
+    """Return the flag of the engine's share of a GPU's memory with another value."""
     value = flags.get("sglang_mem_fraction_static")
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return f"{_FRACTION} {0.7 if factor < 1 else 0.9} (not set: SGLang's own choice)"
@@ -90,7 +91,8 @@ def _beside_engines(flags: Flags) -> list[str]:
 
 
 def _smaller_host(flags: Flags) -> list[str]:
-    ways = ["dmesg names what the kernel killed, and how large it was"]
+    first, *rest = TROUBLES["host-memory"].remedies
+    ways = [first]
     if flags.get("num_data_workers"):
         ways.append(f"--num-data-workers {flags['num_data_workers']} → 0")
     if flags.get("offload_optimizer_states"):
@@ -99,15 +101,11 @@ def _smaller_host(flags: Flags) -> list[str]:
         )
     if flags.get("async_save"):
         ways.append("without --async-save: it holds a copy of what is saved")
-    return [
-        *ways,
-        "fewer processes on a host; fewer --num-data-workers, --streaming-data",
-        "RAY_memory_usage_threshold=0.98, if Ray ended a process too early",
-    ]
+    return [*ways, *rest]
 
 
 def _four_steps(flags: Flags) -> list[str]:
-    """Lead to the kernel of an illegal access, past what this run has switched on."""
+    """Return steps to find the kernel of an illegal access, given what this run has switched on."""
     speculative = flags.get("sglang_speculative_algorithm")
     graphs = not flags.get("sglang_disable_cuda_graph")
     second = []
@@ -185,6 +183,17 @@ def _engine_died(flags: Flags) -> list[str]:
     if not flags.get("use_fault_tolerance"):
         ways.insert(0, "--use-fault-tolerance: it is then started again")
     return ways + [way for way in engine.to_find_the_cause if not flags.get(_flag_in(way))]
+
+
+def endless_generation(flags: Flags) -> list[str]:
+    """Return the remedies of the trouble of this name, with this run's values."""
+    stops = flags.get("rollout_stop_token_ids") or flags.get("rollout_stop") or "not set"
+    end_token, longer, template = TROUBLES["endless-generation"].remedies
+    ways = [
+        f"{end_token} (now {stops})",
+        f"{longer} (now {flags.get('rollout_max_response_len')})",
+    ]
+    return ways if flags.get("apply_chat_template") else [*ways, template]
 
 
 #: Name in a signature → remedies.

@@ -118,8 +118,7 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-# -- faults, by the name of what they must be found as
-# ---------------------------------------------------------------
+# -- faults, by the name of what they must be found as ---------------------------------------------
 
 FAULTS: dict[str, list[Callable[[Fault], object]]] = {}
 
@@ -406,8 +405,7 @@ def test_a_fault_is_found(
     assert found[name].detail and found[name].advice and "password" not in doctor.text(report)
 
 
-# -- what is right
-# --------------------------------------------------------------------------------------------------
+# -- what is right ---------------------------------------------------------------------------------
 
 
 def test_nothing_is_found_in_a_run_that_is_right(world: World) -> None:
@@ -432,7 +430,7 @@ def test_built_in_rewards_tell_labels_from_noise(words: str, world: World) -> No
     assert report.findings == [], doctor.text(report)
     (reward,) = (outcome for outcome in report.outcomes if outcome.check.name == "reward")
     assert reward.state == ("left out" if words == "random" else "ok")
-    assert ("by chance" if words == "random" else "scores 1, ") in reward.said
+    assert ("by chance" if words == "random" else "scores 1, ") in reward.note
 
 
 @pytest.mark.parametrize(
@@ -448,7 +446,7 @@ def test_rewards_of_other_kinds_are_right(
     flags = ["--save", world.outputs / "kept", "--custom-rm-path", f"{__file__}:{function}", *more]
     report = examine(world.flags("examined", *flags))
     assert report.findings == [], doctor.text(report)
-    assert any(said in outcome.said for outcome in report.outcomes)
+    assert any(said in outcome.note for outcome in report.outcomes)
 
 
 def test_a_slow_reward_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,7 +454,7 @@ def test_a_slow_reward_is_not_waited_for(world: World, monkeypatch: pytest.Monke
     flags = ["--save", world.outputs / "kept", "--custom-rm-path", f"{__file__}:never"]
     report = examine(world.flags("examined", *flags))
     assert report.findings == [] and any(
-        "it takes more than 0.05 s" in outcome.said for outcome in report.outcomes
+        "it takes more than 0.05 s" in outcome.note for outcome in report.outcomes
     )
     (found,) = examine(world.flags("examined", *flags, "--rm-timeout", 0.04)).findings
     assert found.trouble.name == "reward-fails" and "within 0.04 s" in found.detail
@@ -472,7 +470,7 @@ def test_a_remote_reward_is_not_asked(world: World) -> None:
         "http://127.0.0.1:9/score",
     ]
     report = examine(world.flags("examined", *flags, without="--custom-rm-path"))
-    assert report.findings == [] and any("remote" in outcome.said for outcome in report.outcomes)
+    assert report.findings == [] and any("remote" in outcome.note for outcome in report.outcomes)
 
 
 def test_a_launch_looks_at_the_host_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,7 +485,7 @@ def test_a_launch_looks_at_the_host_too(world: World, monkeypatch: pytest.Monkey
     }
 
 
-# -- a round ---
+# -- a round ---------------------------------------------------------------------------------------
 
 
 def test_a_round_that_is_right_leaves_nothing(
@@ -496,7 +494,7 @@ def test_a_round_that_is_right_leaves_nothing(
     made = Fault(world, monkeypatch, tmp_path)
     made.round_gives(0, **{DIFFERENCE: 0.001})
     report = made.examine()
-    assert report.findings == [] and "differ by 0.0010" in report.outcomes[-1].said
+    assert report.findings == [] and "differ by 0.0010" in report.outcomes[-1].note
     assert not (tmp_path / "round-of-its-own").exists()
 
 
@@ -506,14 +504,13 @@ def test_no_round_where_something_stands_in_its_way(
     made = Fault(world, monkeypatch, tmp_path)
     made.round_gives(0)
     made.add("--input-key", "promt")
-    assert (made.examine().outcomes[-1].state, made.examine().outcomes[-1].said) == (
+    assert (made.examine().outcomes[-1].state, made.examine().outcomes[-1].note) == (
         "left out",
         "after data",
     )
 
 
-# -- the command
-# --------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def test_the_command_says_all_and_ends_accordingly(

@@ -39,8 +39,7 @@ def _found(report: Report) -> dict[str, str]:
     return {finding.trouble.name: finding.detail for finding in report.findings}
 
 
-# -- rewards of the user's
-# -------------------------------------------------------------------------------------------
+# -- rewards of the user's -------------------------------------------------------------------------
 
 
 def loud(args: Any, sample: Sample) -> float:
@@ -69,8 +68,7 @@ async def blocks_its_loop(args: Any, sample: Sample) -> float:
 
 BLOCKED = threading.Event()
 
-# -- what is expected
-# ------------------------------------------------------------------------------------------------
+# -- what is expected ------------------------------------------------------------------------------
 
 
 def test_a_check_that_fails_itself_does_not_end_the_examination(
@@ -144,7 +142,7 @@ def test_a_reward_that_blocks_its_event_loop_is_not_waited_for(
     try:
         report = examine(_flags(world, "--custom-rm-path", f"{__name__}:blocks_its_loop"))
         (reward,) = (outcome for outcome in report.outcomes if outcome.check.name == "reward")
-        assert reward.state == "left out" and "more than 0.05 s" in reward.said
+        assert reward.state == "left out" and "more than 0.05 s" in reward.note
     finally:
         BLOCKED.set()
 
@@ -157,8 +155,7 @@ def test_nothing_but_the_answer_is_on_stdout(world: World) -> None:
     assert json.loads(done.stdout)["ok"] and "from a program" in done.stderr
 
 
-# -- damaged files
-# --------------------------------------------------------------------------------------------------
+# -- damaged files ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", ["fp8", [1]])

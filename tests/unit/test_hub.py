@@ -92,7 +92,7 @@ def test_the_doctor_looks_for_names_and_downloads_nothing(tmp_path: Path) -> Non
         "'--rm-type', 'math']\n"
         "    outcomes = {o.check.name: o for o in examine(argv).outcomes}\n"
         "    print(outcomes['hub'].state, [f.trouble.name for f in outcomes['hub'].findings], "
-        "outcomes['model'].said)\n"
+        "outcomes['model'].note)\n"
         "said('me/tiny'); said('me/nothing')"
     )
     with stub_hub(models__me__tiny=model, datasets__me__tiny=model) as (url, _):

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from slime.__main__ import main
 from slime.config import Config, make_config
+from slime.diagnosis.check import CheckedRun, CheckFindings
 from slime.diagnosis.checks_data import data as doctor_data
-from slime.diagnosis.look import CheckedRun, Look
 from slime.errors import UserError
 from slime.log import untold
 from slime.prompts import prepare
@@ -58,8 +58,7 @@ def chat(question: str, *answers: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, *said]}
 
 
-# -- what is said
-# --------------------------------------------------------------------------------------------------
+# -- what is said ----------------------------------------------------------------------------------
 
 
 def test_all_kinds_of_problems_are_in_one_answer_with_their_remedies(tmp_path: Path) -> None:
@@ -172,9 +171,9 @@ def test_doctor_says_what_the_launch_says(
     config = config_of(path, rm_type="math", hf_checkpoint=str(model), rollout_max_prompt_len=20)
     with pytest.raises(UserError) as refused:
         preflight.check_data(config)
-    look = Look("data-rows")
-    doctor_data(CheckedRun(config), look)
-    fatal, warning = look.findings
+    findings = CheckFindings("data-rows")
+    doctor_data(CheckedRun(config), findings)
+    fatal, warning = findings.all
     assert (
         fatal.is_fatal
         and fatal.detail.splitlines()[0] == refused.value.what
@@ -228,8 +227,7 @@ def test_slime_reward_says_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
 
 
-# -- lengths
-# --------------------------------------------------------------------------------------------------
+# -- lengths ---------------------------------------------------------------------------------------
 
 
 def test_without_a_flag_prompts_are_measured_against_the_models_context(tmp_path: Path) -> None:
@@ -266,8 +264,7 @@ def test_an_epoch_of_less_than_a_batch_counts_what_is_left_out(tmp_path: Path) -
     )
 
 
-# -- supervised fine-tuning
-# ------------------------------------------------------------------------------------------
+# -- supervised fine-tuning ------------------------------------------------------------------------
 
 SFT = {"loss_type": "sft_loss", "input_key": "messages", "label_key": None}
 
@@ -318,8 +315,7 @@ def test_unchecked_rows_that_cannot_be_trained_on_are_left_out(
     assert any(f"{path}:2: there is no answer to train on" in line for line in untold())
 
 
-# -- checked once
-# --------------------------------------------------------------------------------------------------
+# -- checked once ----------------------------------------------------------------------------------
 
 
 def test_the_process_that_draws_does_not_check_again_unless_something_has_changed(
@@ -359,8 +355,7 @@ def test_a_slow_check_is_shared_among_processes(
     )
 
 
-# -- large data sets
-# -------------------------------------------------------------------------------------------------
+# -- large data sets -------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 3_000_000))

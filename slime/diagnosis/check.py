@@ -32,7 +32,7 @@ class CheckedRun:
     Attributes:
         config: None if the flags give no configuration. If there are ``errors``, it leaves out the
             flags that they are about, so that the rest can be checked.
-        errors: those for which a launch refuses the flags.
+        errors: what is wrong with the flags, for which a launch refuses them.
         is_launch: checks take as little time as they can.
         names: models and data sets on the hub that are not downloaded yet.
     """
@@ -50,7 +50,7 @@ class CheckedRun:
 
     @property
     def doubtful(self) -> frozenset[str]:
-        """Options in errors of the flags: other findings about them may follow from those."""
+        """Options that errors of the flags name; other findings about them may follow."""
         return frozenset().union(*(options_in(f"{one.what} {one.fix}") for one in self.errors))
 
     @property
@@ -88,24 +88,24 @@ class CheckedRun:
 
 
 @dataclass
-class Look:
-    """Collects what a check finds.
+class CheckFindings:
+    """What one check found.
 
     Attributes:
         trouble: name of the trouble for errors from a place that has none of its own.
         notes: a few words for the line of a check that found nothing.
-        told: the notes that a launch logs.
+        launch_notes: notes that a launch logs.
     """
 
     trouble: str
-    findings: list[Finding] = field(default_factory=list)
+    all: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    launch_notes: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def found(
+    def add(
         self,
         name: str,
         detail: str,
@@ -118,10 +118,10 @@ class Look:
         trouble = TROUBLES[name]
         advice = (*remedies, *trouble.remedies) if remedies else ()
         finding = Finding(trouble, detail, advice, source, is_fatal, error)
-        if finding not in self.findings:
-            self.findings.append(finding)
+        if finding not in self.all:
+            self.all.append(finding)
 
-    def refused(
+    def add_error(
         self, error: UserError, trouble: str | None = None, *, is_fatal: bool = True
     ) -> None:
         """Add an error as a launch reports it."""
@@ -129,7 +129,7 @@ class Look:
             [error.what, *([error.why] if error.why else []), *getattr(error, "__notes__", ())]
         )
         fixes = (error.fix,) if error.fix else ()
-        self.found(
+        self.add(
             trouble or trouble_of(error) or self.trouble,
             detail,
             *fixes,
@@ -145,15 +145,15 @@ class Look:
         Args:
             trouble: the trouble of its errors; default: by where they are raised.
         """
-        with self.warnings():
+        with self.report_warnings():
             try:
                 return check(*arguments)
             except UserError as error:
-                self.refused(error, trouble)
+                self.add_error(error, trouble)
         return None
 
     @contextmanager
-    def warnings(self) -> Iterator[None]:
+    def report_warnings(self) -> Iterator[None]:
         """Within the block, turn warnings in slime's log into findings that are not fatal."""
         logger = logging.getLogger("slime")
         handler = _Listener(self)
@@ -169,13 +169,13 @@ class Look:
 
 
 class _Listener(logging.Handler):
-    def __init__(self, look: Look) -> None:
+    def __init__(self, findings: CheckFindings) -> None:
         super().__init__(logging.WARNING)
-        self._look = look
+        self._findings = findings
 
     def emit(self, record: logging.LogRecord) -> None:
-        trouble = trouble_at(record.name, record.funcName or "") or self._look.trouble
-        self._look.found(trouble, record.getMessage(), is_fatal=False)
+        trouble = trouble_at(record.name, record.funcName or "") or self._findings.trouble
+        self._findings.add(trouble, record.getMessage(), is_fatal=False)
 
 
 @dataclass(frozen=True)
@@ -183,14 +183,14 @@ class Check:
     """One check of `slime doctor`.
 
     Attributes:
-        function: (case, look); raises `LeftOut` if it has nothing to look at.
+        function: (case, findings); raises `LeftOut` if there is nothing to check.
         trouble: name of the trouble for errors from a place that has none of its own.
-        after: checks that must have been made and found nothing fatal.
+        after: checks that must not have failed or been left out, else this one is left out.
         without_flags: the check can be made although the flags are wrong.
     """
 
     name: str
-    function: Callable[[CheckedRun, Look], None]
+    function: Callable[[CheckedRun, CheckFindings], None]
     trouble: str
     after: tuple[str, ...] = ()
     without_flags: bool = False
