@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from slime import __version__
+from slime.cli import ENTRIES
 from slime.errors import UserError
 from slime.processes.owner import leave_what_hangs, something_hangs
 from slime.redact import redact_text
@@ -43,8 +44,6 @@ _OF_THE_DISK = {
 }
 
 
-#: Commands that train → the loop that they enter.
-ENTRIES = {"train": "train", "train-async": "train_async"}
 #: Commands and what they are for. Each is ``main(argv)`` in the module of `slime.cli` that has its
 #: name, and may return an exit status.
 COMMANDS = {

@@ -65,9 +65,9 @@ def several(errors: Sequence[UserError]) -> UserError:
             *(f"   {line}" for line in rest),
             *(f"     {line}" for line in notes),
         ]
-    told = UserError("\n".join(lines))
-    told.errors = tuple(distinct)
-    return told
+    combined = UserError("\n".join(lines))
+    combined.errors = tuple(distinct)
+    return combined
 
 
 class RunFailed(UserError):

@@ -101,12 +101,34 @@ def foreign(headers: Mapping[str, str], *, on_loopback: bool) -> str:
 #: What `slime serve` answers unless its control routes are asked for: generation, and what tells of
 #: the model.
 _INFERENCE = (
-    *("/", "/health", "/health_generate", "/ping", "/metrics", "/get_load", "/v1/loads"),
-    *("/generate", "/encode", "/classify", "/tokenize", "/detokenize", "/invocations"),
-    *("/model_info", "/get_model_info", "/server_info", "/get_server_info"),
-    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score"),
-    *("/v1/responses", "/v1/classify", "/v1/messages", "/v1/messages/count_tokens"),
-    *("/v1/tokenize", "/v1/detokenize"),
+    "/",
+    "/health",
+    "/health_generate",
+    "/ping",
+    "/metrics",
+    "/get_load",
+    "/v1/loads",
+    "/generate",
+    "/encode",
+    "/classify",
+    "/tokenize",
+    "/detokenize",
+    "/invocations",
+    "/model_info",
+    "/get_model_info",
+    "/server_info",
+    "/get_server_info",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/v1/responses",
+    "/v1/classify",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/tokenize",
+    "/v1/detokenize",
 )
 
 
@@ -136,8 +158,8 @@ class EngineAccess:
 
     def refusal(self, path: str, headers: Mapping[str, str]) -> str:
         """Why a request is refused, with status 403; "" if it is not."""
-        if told := foreign(headers, on_loopback=self.on_loopback):
-            return f"forbidden: {told}"
+        if reason := foreign(headers, on_loopback=self.on_loopback):
+            return f"forbidden: {reason}"
         if self.inference_only and not is_inference(path):
             return (
                 f"{path} is closed: it steers the server, or there is no such route (slime serve "
@@ -196,8 +218,8 @@ def guard(token: str | None, cookie: str) -> Middleware:
     async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method not in ("GET", "HEAD"):
             raise web.HTTPMethodNotAllowed(request.method, ["GET", "HEAD"])
-        if told := foreign(request.headers, on_loopback=token is None):
-            raise web.HTTPForbidden(text=f"forbidden: {told}\n")
+        if reason := foreign(request.headers, on_loopback=token is None):
+            raise web.HTTPForbidden(text=f"forbidden: {reason}\n")
         if token is None:
             return await handler(request)
         given = request.query.get("token")

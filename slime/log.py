@@ -22,8 +22,8 @@ from slime.redact import Redacting, redact_text, remember
 _ROOT = "slime"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _MOST_UNTOLD = 100
-#: Warnings that the driver has not said yet, in a process without a terminal; and keys of what was
-#: said once.
+#: Warnings that the driver has not printed yet, in a process without a terminal; and keys of
+#: warnings that come once.
 _untold: list[str] = []
 _said: set[str] = set()
 
@@ -67,12 +67,12 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def tell(logger: logging.Logger, text: str, *args: object, once: str = "") -> None:
-    """A warning that the user is to meet on the terminal: the driver says it for processes without
-    one, see `untold`.
+    """Log a warning that the user should see on the terminal; the driver prints those of processes
+    without one, see `untold`.
 
     Args:
         text, args: as `logging` takes them.
-        once: say it once in this process under this key.
+        once: a key; in this process the warning of a key comes once.
     """
     if once in _said:
         return
@@ -84,10 +84,10 @@ def tell(logger: logging.Logger, text: str, *args: object, once: str = "") -> No
 
 
 def untold() -> list[str]:
-    """What was told since this was asked last."""
-    told = _untold[:]
+    """Return the warnings of `tell` since the last call."""
+    warnings = _untold[:]
     _untold.clear()
-    return told
+    return warnings
 
 
 def log_level(level: str | None = None) -> int:

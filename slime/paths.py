@@ -75,7 +75,7 @@ def check(
         UserError: names what is wrong with the pattern.
     """
     named = " and ".join(f"{{{name}}}" for name in fields)
-    told = f"the only field is {named}" if len(fields) == 1 else f"the fields are {named}"
+    allowed = f"the only field is {named}" if len(fields) == 1 else f"the fields are {named}"
     fix = "write it like {rollout_id} or {rollout_id:04d}, and {{ and }} for braces that are meant"
     try:
         unknown = [name for name in _fields(pattern) if name not in fields]
@@ -91,7 +91,7 @@ def check(
     except (KeyError, IndexError, ValueError) as error:
         why = f"; {type(error).__name__}: {error}"
     if why:
-        raise UserError(f"{option} {pattern} cannot be filled in", why=told + why, fix=fix)
+        raise UserError(f"{option} {pattern} cannot be filled in", why=allowed + why, fix=fix)
     if len(set(paths)) < len(paths):
         same = next(i for i, path in enumerate(paths) if path in paths[:i])
         raise UserError(

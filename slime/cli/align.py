@@ -36,7 +36,8 @@ import orjson
 from slime.checkpoints.directory import is_saved, iteration_dir
 from slime.checkpoints.load_plan import resolve_load, resolve_reference
 from slime.checkpoints.run_models import has_weights, is_run_folder
-from slime.cli.doctor import ENTRIES, answer_alone
+from slime.cli import ENTRIES
+from slime.cli.doctor import answer_alone
 from slime.cli.model_source import model_directory
 from slime.config import Config, parse_args
 from slime.config.make import judge_args
@@ -81,11 +82,11 @@ def main(argv: list[str]) -> int:
             fix="slime align --config recipe.yaml …, or slime align outputs/<run>",
         )
     with answer_alone():
-        said, as_json, status = _found(asked)
+        answer, as_json, status = _found(asked)
     print(
         orjson.dumps(json_safe(as_json), option=orjson.OPT_INDENT_2).decode()
         if "--json" in asked.options
-        else said
+        else answer
     )
     return status
 
@@ -145,8 +146,9 @@ def _told(finding: Finding) -> str:
 def _apart(argv: list[str]) -> _Asked:
     asked = _Asked()
     words = list(argv)
-    if words and words[0] in ENTRIES:
-        asked.entry = ENTRIES[words.pop(0)]
+    if words and (entry := ENTRIES.get(words[0].replace("_", "-"))):
+        asked.entry = entry
+        del words[0]
     while words and not words[0].startswith("-"):
         asked.sources.append(Path(words.pop(0)))
     while words:

@@ -100,12 +100,12 @@ def example_question(run_folder: Path) -> str | None:
 
 def _last_words_of_the_user(prompt: Any) -> str:
     if isinstance(prompt, list):
-        said = [
+        questions = [
             turn["content"]
             for turn in prompt
             if isinstance(turn, dict) and turn.get("role") == "user"
         ]
-        prompt = said[-1] if said else ""
+        prompt = questions[-1] if questions else ""
     return prompt.strip() if isinstance(prompt, str) else ""
 
 
@@ -265,9 +265,9 @@ class Conversation:
             )
             answer = connection.getresponse()
             if answer.status != 200:
-                said = json.loads(answer.read())
+                refusal = json.loads(answer.read())
                 raise UserError(
-                    said.get("error", said)["message"],
+                    refusal.get("error", refusal)["message"],
                     fix="/reset begins anew" if len(self._turns) else "",
                 )
             for line in answer:

@@ -56,9 +56,9 @@ def main(argv: list[str]) -> None:
     command: Callable[[argparse.Namespace], str] = options.command
     if command is not hf_to_megatron:  # which takes the lock
         check_no_run_writes(options.save_path, "--save_path")
-    said = command(options)
+    message = command(options)
     if int(os.environ.get("RANK", "0")) == 0:
-        print(said)
+        print(message)
 
 
 def _parser() -> Arguments:
@@ -290,8 +290,8 @@ def _dtype(options: argparse.Namespace) -> str:
     from slime.models import read_hf_config
     from slime.models.spec import named_dtype
 
-    said = options.dtype or named_dtype(read_hf_config(options.hf_model_path))
-    return said if said in PRECISIONS else "bfloat16"
+    name = options.dtype or named_dtype(read_hf_config(options.hf_model_path))
+    return name if name in PRECISIONS else "bfloat16"
 
 
 # -- ranks -----------------------------------------------------------------------------------------

@@ -20,10 +20,8 @@ from collections.abc import Iterator
 
 import orjson
 
+from slime.cli import ENTRIES
 from slime.errors import UserError
-
-#: Word on the command line → whose flags they are.
-ENTRIES = {"train": "train", "train-async": "train_async", "train_async": "train_async"}
 
 
 def main(argv: list[str]) -> int:
@@ -35,7 +33,7 @@ def main(argv: list[str]) -> int:
     if any(word in ("--help", "-h") for word in argv):
         print(__doc__)
         return 0
-    entry = ENTRIES.get(argv[0], "") if argv else ""
+    entry = ENTRIES.get(argv[0].replace("_", "-"), "") if argv else ""
     words = argv[1:] if entry else list(argv)
     as_json = "--json" in words
     with_round = "--round" in words
@@ -48,11 +46,11 @@ def main(argv: list[str]) -> int:
 
     with answer_alone():
         report = doctor.examine(words, entry or "train", with_round=with_round)
-    said = doctor.text(report).encode("utf-8", "replace").decode()
+    answer = doctor.text(report).encode("utf-8", "replace").decode()
     print(
         orjson.dumps(doctor.as_json(report), option=orjson.OPT_INDENT_2).decode()
         if as_json
-        else said
+        else answer
     )
     return int(report.is_fatal)
 

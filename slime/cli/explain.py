@@ -83,8 +83,10 @@ def _told(number: int, finding: Finding) -> list[str]:
 
 
 def _wrapped(before: str, text: str) -> list[str]:
-    indent = "        "
     return textwrap.wrap(
-        f"{before}{text}", _WIDTH, subsequent_indent=indent, drop_whitespace=True,
-        break_long_words=False, break_on_hyphens=False, replace_whitespace=True,
-    )  # fmt: skip
+        f"{before}{text}",
+        _WIDTH,
+        subsequent_indent=" " * 8,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

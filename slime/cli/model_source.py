@@ -114,7 +114,7 @@ def _converted(model: RunModel, hf_checkpoint: str | None) -> Path:
             timeout=deadlines.MODEL_SOURCE_CONVERT,
         )
         if done.returncode:
-            gone = (
+            advice = (
                 ""
                 if model.path.is_dir()
                 else "the run has removed this checkpoint meanwhile: try again; or "
@@ -123,7 +123,7 @@ def _converted(model: RunModel, hf_checkpoint: str | None) -> Path:
             raise UserError(
                 f"{model.path} could not be converted",
                 why="\n  ".join(done.stdout.strip().splitlines()[-6:]),
-                fix=f"{gone}slime convert megatron-to-hf {words}",
+                fix=f"{advice}slime convert megatron-to-hf {words}",
             )
         try:
             made.rename(target)

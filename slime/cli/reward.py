@@ -152,11 +152,16 @@ def _samples(
         text = response or "" if response_key is None else _response_text(row, response_key)
         found.append(
             Sample(
-                group_index=number - 1, index=number - 1, prompt=prompt.text, response=text,
-                response_length=len(text.split()), label=prompt.label, metadata=prompt.metadata,
+                group_index=number - 1,
+                index=number - 1,
+                prompt=prompt.text,
+                response=text,
+                response_length=len(text.split()),
+                label=prompt.label,
+                metadata=prompt.metadata,
                 status=SampleStatus.COMPLETED,
             )
-        )  # fmt: skip
+        )
     if problems.found:
         raise problems.error(config.data.prompt_data, number)
     return found

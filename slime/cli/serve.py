@@ -289,13 +289,13 @@ def _welcome(url: str, name: str, new_key: str) -> str:
     known = bool(key_of(url))
     header = f'-H "Authorization: Bearer ${VARIABLE}" ' if known else ""
     key = f'os.environ["{VARIABLE}"]' if known else '"none"'
-    told = (
+    key_line = (
         f"Its key, which is shown this once:\n\nexport {VARIABLE}={new_key}\n\n" if new_key else ""
     )
     return f"""\
 {name} is at {url}/v1; Ctrl-C ends it
 
-{told}curl {url}/v1/chat/completions -H 'Content-Type: application/json' {header}\\
+{key_line}curl {url}/v1/chat/completions -H 'Content-Type: application/json' {header}\\
   -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
 
 from openai import OpenAI

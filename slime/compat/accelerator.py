@@ -15,7 +15,7 @@ Device = int | str | torch.device | None
 
 
 def device_type() -> str:
-    """ "cuda" or "cpu"."""
+    """The kind of device: "cuda" or "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -44,9 +44,8 @@ class AsyncLoopThread:
 
     def run(self, coro: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result; not to be called on the loop itself."""
-        return asyncio.run_coroutine_threadsafe(
-            coro, self.loop
-        ).result()  # as long as the coroutine takes
+        future = asyncio.run_coroutine_threadsafe(coro, self.loop)
+        return future.result()  # as long as the coroutine takes
 
 
 class _RunsLoop:
@@ -114,10 +113,10 @@ class SingletonMeta(type):
 
 # -- hosts -----------------------------------------------------------------------------------------
 
+#: An address that is nobody's (RFC 5737).
 _ELSEWHERE = ("192.0.2.1", 9)
-"""An address that is nobody's (RFC 5737)."""
+#: The ports that this process was given, until it ends.
 _held: list[PortReservation] = []
-"""What this process was given, until it ends."""
 
 
 def init_http_client(args: Any) -> None:

@@ -188,36 +188,28 @@ class MultiTurnLossMaskGenerator:
 
 #: Flags that a set takes what it leaves out from.
 _EVALUATION = (
-    *(
-        "eval_input_key",
-        "eval_label_key",
-        "eval_tool_key",
-        "n_samples_per_eval_prompt",
-        "eval_min_new_tokens",
-    ),
-    *(
-        "eval_temperature",
-        "eval_top_p",
-        "eval_top_k",
-        "eval_max_response_len",
-        "metadata_key",
-        "apply_chat_template",
-    ),
-    *(
-        "input_key",
-        "label_key",
-        "tool_key",
-        "n_samples_per_prompt",
-        "apply_chat_template_kwargs",
-        "rollout_stop",
-    ),
-    *(
-        "rollout_temperature",
-        "rollout_top_p",
-        "rollout_top_k",
-        "rollout_max_response_len",
-        "rollout_stop_token_ids",
-    ),
+    "eval_input_key",
+    "eval_label_key",
+    "eval_tool_key",
+    "n_samples_per_eval_prompt",
+    "eval_min_new_tokens",
+    "eval_temperature",
+    "eval_top_p",
+    "eval_top_k",
+    "eval_max_response_len",
+    "metadata_key",
+    "apply_chat_template",
+    "input_key",
+    "label_key",
+    "tool_key",
+    "n_samples_per_prompt",
+    "apply_chat_template_kwargs",
+    "rollout_stop",
+    "rollout_temperature",
+    "rollout_top_p",
+    "rollout_top_k",
+    "rollout_max_response_len",
+    "rollout_stop_token_ids",
 )
 
 

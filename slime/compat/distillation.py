@@ -30,15 +30,15 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
         "logprob_start_len": 0,
     }
     answer = await post(args.rm_url, body)
-    said = answer.get("meta_info", {}).get("input_token_logprobs") or []
-    if len(said) != len(sample.tokens):
+    logprobs = answer.get("meta_info", {}).get("input_token_logprobs") or []
+    if len(logprobs) != len(sample.tokens):
         raise UserError(
-            f"the teacher at {args.rm_url} gave {len(said)} log-probs for {len(sample.tokens)} "
+            f"the teacher at {args.rm_url} gave {len(logprobs)} log-probs for {len(sample.tokens)} "
             "tokens",
             fix="--rm-url is to be the /generate of an engine whose model has the same vocabulary",
         )
     first = len(sample.tokens) - sample.response_length
-    sample.teacher_log_probs = [float(entry[0]) for entry in said[first:]]
+    sample.teacher_log_probs = [float(entry[0]) for entry in logprobs[first:]]
     return 0.0
 
 

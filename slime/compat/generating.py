@@ -88,8 +88,8 @@ class PluginGenerateState:
         self.remaining_batch_size += len(samples)
 
 
+#: The last state without a run, and the args that it was made of.
 _lone: list[tuple[Any, without_run.LoneState]] = []
-"""The last one, and the args that it was made of."""
 
 
 def _lone_state(args: Any) -> without_run.LoneState:

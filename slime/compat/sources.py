@@ -15,10 +15,22 @@ from slime.samples.types import Sample
 
 #: Flags that matter to a source where there is no run.
 _FLAGS = (
-    *("prompt_data", "input_key", "label_key", "metadata_key", "tool_key", "hf_checkpoint"),
-    *("rollout_global_dataset", "apply_chat_template", "apply_chat_template_kwargs"),
-    *("rollout_shuffle", "rollout_seed", "rollout_max_prompt_len", "n_samples_per_prompt"),
-    *("buffer_filter_path", "streaming_data", "num_data_workers"),
+    "prompt_data",
+    "input_key",
+    "label_key",
+    "metadata_key",
+    "tool_key",
+    "hf_checkpoint",
+    "rollout_global_dataset",
+    "apply_chat_template",
+    "apply_chat_template_kwargs",
+    "rollout_shuffle",
+    "rollout_seed",
+    "rollout_max_prompt_len",
+    "n_samples_per_prompt",
+    "buffer_filter_path",
+    "streaming_data",
+    "num_data_workers",
 )
 
 

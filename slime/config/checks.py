@@ -111,10 +111,23 @@ def violations(draft: Draft) -> Iterator[UserError]:
     """All contradictions, one after the other; where the numbers make no layout at all, the rest is
     not looked at."""
     for step in (
-        _ranges, _needs, _staleness, _overlap, _entry, _host, _placement, _nccl_timeout,
-        _external_engines, _lengths, _sampling, _evaluation, _debug, _names, _layer_spec,
+        _ranges,
+        _needs,
+        _staleness,
+        _overlap,
+        _entry,
+        _host,
+        _placement,
+        _nccl_timeout,
+        _external_engines,
+        _lengths,
+        _sampling,
+        _evaluation,
+        _debug,
+        _names,
+        _layer_spec,
         *checks_train.STEPS,
-    ):  # fmt: skip
+    ):
         try:
             step(draft)
         except UserError as error:
@@ -143,10 +156,10 @@ def _needs(draft: Draft) -> None:
         for need in spec.meta.needs:
             if need.holds(draft.values) or _is_so_anyway(draft, spec):
                 continue
-            said = f"{spec.option} has no effect {need.words(draft.values)}"
+            what = f"{spec.option} has no effect {need.words(draft.values)}"
             if not need.warns:
-                raise UserError(said, why=need.why, fix=need.fix(spec.option))
-            draft.warnings.append(f"{said}: {need.why}")
+                raise UserError(what, why=need.why, fix=need.fix(spec.option))
+            draft.warnings.append(f"{what}: {need.why}")
 
 
 def _is_so_anyway(draft: Draft, spec: FlagSpec) -> bool:
@@ -459,9 +472,14 @@ def _compared(draft: Draft, dest: str) -> int:
 
 #: Functions that may give advantages, or groups, of their own.
 _OWN_SIGNAL = (
-    *("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"),
-    *("custom_advantage_function_path", "rollout_data_postprocess_path", "rollout_function_path"),
-    *("custom_generate_function_path", "data_source_path", "load_debug_rollout_data"),
+    "custom_reward_post_process_path",
+    "custom_convert_samples_to_train_data_path",
+    "custom_advantage_function_path",
+    "rollout_data_postprocess_path",
+    "rollout_function_path",
+    "custom_generate_function_path",
+    "data_source_path",
+    "load_debug_rollout_data",
 )
 
 

@@ -48,12 +48,12 @@ def config_of(args: Any, names: Iterable[str], **flags: Any) -> Config:
     """
     specs = all_flags()
     given = {name: getattr(args, name, None) for name in names}
-    said = {
+    differing = {
         name: value
         for name, value in given.items()
         if value is not None and value != specs[name].default
     }
-    return make_config(**{**said, **flags})
+    return make_config(**{**differing, **flags})
 
 
 def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:

@@ -83,8 +83,9 @@ async def run_isolated(work: Awaitable[T], what: str) -> T:
             logger.warning(
                 "%s goes on after it was cancelled, and is left behind; let asyncio.CancelledError "
                 "through%s",
-                what, lines_of_users(frames_of_task(task)),
-            )  # fmt: skip
+                what,
+                lines_of_users(frames_of_task(task)),
+            )
         raise
 
 
@@ -116,8 +117,8 @@ async def _contained(work: Awaitable[T]) -> T:
 def _as_exception(error: BaseException) -> RuntimeError:
     """What would end the event loop, so that everyone else would wait, as a failure of whoever
     raised it."""
-    said = "it hung, and was ended" if isinstance(error, UserCodeKilled) else f"it raised {error!r}"
-    return RuntimeError(said).with_traceback(error.__traceback__)
+    what = "it hung, and was ended" if isinstance(error, UserCodeKilled) else f"it raised {error!r}"
+    return RuntimeError(what).with_traceback(error.__traceback__)
 
 
 # -- threads ---------------------------------------------------------------------------------------
@@ -274,8 +275,8 @@ class WatchedLoop:
 
     Args:
         limit: gives the seconds after which blocking code is ended.
-        lost: told, in another thread, of code that cannot be ended; the loop answers nobody any
-            more.
+        lost: called in another thread with a message about code that cannot be ended; the loop
+            does not answer any more.
     """
 
     def __init__(
@@ -306,7 +307,7 @@ class WatchedLoop:
     def stop(self) -> None:
         _overseer.loops.pop(self.loop, None)
 
-    def look(self, seconds: float) -> None:
+    def check(self, seconds: float) -> None:
         """Called in the overseer's thread, ``seconds`` after the last time."""
         if self.loop.is_closed():
             return self.stop()
@@ -321,7 +322,7 @@ class WatchedLoop:
         self._blocked += seconds
         if self._blocked >= self._next:
             self._next *= 2
-            self._say()
+            self._warn()
         what = self._users_code()
         if what and self._blocked >= self._limit():
             if not self._ended:
@@ -341,12 +342,14 @@ class WatchedLoop:
     def _stack(self) -> str:
         return stack_of_thread(self.thread)
 
-    def _say(self) -> None:
+    def _warn(self) -> None:
         logger.warning(
             "%s blocks the event loop for %.0f s, and all samples wait for it: use await, or a "
             "sync function%s",
-            self._users_code() or "something", self._blocked, self._stack(),
-        )  # fmt: skip
+            self._users_code() or "something",
+            self._blocked,
+            self._stack(),
+        )
 
     def _new_children(self) -> list[psutil.Process]:
         return [child for child in children_of(self.native) if began_at(child.pid) >= self._since]
@@ -359,14 +362,16 @@ class WatchedLoop:
         )
         logger.warning(
             "%s has blocked the event loop for %.0f s and is ended%s",
-            what, self._blocked, f", with its processes {killed}" if killed else "",
-        )  # fmt: skip
+            what,
+            self._blocked,
+            f", with its processes {killed}" if killed else "",
+        )
 
 
 def watch_loop(
     loop: asyncio.AbstractEventLoop, limit: Callable[[], float], lost: Callable[[str], object]
 ) -> WatchedLoop:
-    """Watch over the event loop that this is called on until `WatchedLoop.stop` or its end; the
+    """Watch the event loop that this is called on until `WatchedLoop.stop` or its end; the
     arguments are those of the class."""
     watched = _overseer.loops[loop] = WatchedLoop(loop, limit, lost)
     watched._answer()  # it is called there
@@ -375,7 +380,7 @@ def watch_loop(
 
 
 class _Overseer:
-    """A thread that looks each second at loops, and at calls that nobody waits for any more."""
+    """A thread that checks loops, and calls that nobody waits for any more, each second."""
 
     def __init__(self) -> None:
         self.calls: set[_Call] = set()
@@ -402,11 +407,11 @@ class _Overseer:
             seconds = min(now - last, 2 * deadlines.USER_CALLS_POLL)
             last = now
             for watched in list(self.loops.values()):
-                watched.look(seconds)
+                watched.check(seconds)
             for call in list(self.calls):
-                self._look_at(call, now)
+                self._check_call(call, now)
 
-    def _look_at(self, call: _Call, now: float) -> None:
+    def _check_call(self, call: _Call, now: float) -> None:
         if call.is_over:
             self.calls.discard(call)
         elif not call.ended_at:
@@ -415,8 +420,11 @@ class _Overseer:
         elif now >= call.ended_at + deadlines.USER_CALLS_CANCEL and not call.is_named:
             call.is_named = True
             kill(children_of(call.native))  # those that it has started since
-            said = "the thread of %s cannot be ended, and stays until this process ends%s"
-            logger.warning(said, call.what, stack_of_thread(call.thread))
+            logger.warning(
+                "the thread of %s cannot be ended, and stays until this process ends%s",
+                call.what,
+                stack_of_thread(call.thread),
+            )
 
 
 _overseer = _Overseer()

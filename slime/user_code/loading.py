@@ -1,5 +1,5 @@
-"""How a hook is found by its dotted path, how its signature is checked, which keywords it takes,
-how it is called, and how its failures are told: with the user's own lines.
+"""Users' functions are found by their dotted path, checked against a signature, and called; an
+error shows the user's own lines.
 
 The hooks themselves are in `slime.user_code.hooks`.
 """
@@ -192,9 +192,7 @@ def _is_installed(file: Path) -> bool:
 def _saved_function(path: str, file: Path) -> Any:
     try:
         return cloudpickle.loads(file.read_bytes())
-    except (
-        Exception
-    ) as error:  # it imports what it refers to, and whatever that raises is the message
+    except Exception as error:  # it imports what it refers to: whatever that raises is the message
         raise UserError(
             f"the function {path} cannot be loaded",
             why=f"{type(error).__name__}: {error}",
@@ -399,9 +397,9 @@ def where_to_mend(error: BaseException) -> str:
 def with_user_frames(failure: AnyUserError, error: BaseException) -> AnyUserError:
     """``failure`` with a note of where in the user's code ``error`` was raised, for terminal and
     crash folder; once."""
-    said = user_frames(error).replace("\n", "\n  ")
+    frames = user_frames(error).replace("\n", "\n  ")
     known = getattr(failure, "__notes__", ())
-    for note in [*getattr(error, "__notes__", ()), *([said] if said else [])]:
+    for note in [*getattr(error, "__notes__", ()), *([frames] if frames else [])]:
         if note not in known:
             failure.add_note(note)
             known = failure.__notes__
@@ -428,8 +426,8 @@ def failures_of(what: str) -> Iterator[None]:
             __file__,
             user_calls.__file__,
         ):
-            if said := user_frames(error):
-                error.add_note(said)
+            if frames := user_frames(error):
+                error.add_note(frames)
             raise
         failure = FunctionFailed(
             f"{what} failed", why=f"{type(error).__name__}: {error}", fix=where_to_mend(error)
