@@ -3,8 +3,8 @@
     rewards ─ baseline, scale ─► advantages ─► loss
 
 A new one is a function for what is new about it and a row in `ESTIMATORS`; its name and its facts,
-from which the flags follow, are a record in `slime.config.estimators`. Every fact has to be told: a
-row that leaves one out cannot be made.
+from which the flags follow, are a record in `slime.config.estimators`. No fact has a default: a row
+that leaves one out cannot be made.
 """
 
 from __future__ import annotations

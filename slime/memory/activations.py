@@ -203,8 +203,8 @@ def _working(spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels) -> f
         rows = rows_per_token(spec, layout)
         width = int(facts["moe_ffn_hidden_size"]) / layout.expert_tensor
         mlp = rows * (2 * hidden + 4 * width)
-    # gradients of the product and of gate and up, and without a kernel the parts that the latter is
-    # made of
     else:
+        # gradients of the product and of gate and up, and without a kernel the parts that the
+        # latter is made of
         mlp = (3 if kernels.fused else 5) * int(facts["ffn_hidden_size"]) / layout.tensor
     return 4 * hidden + max(attention, mlp)

@@ -42,7 +42,7 @@ def check_memory(config: Config, device: DeviceMemory | None = None) -> MemoryPl
     """Log the plan.
 
     Args:
-        device: what the ranks run on, where the Ray cluster told; default: as the flags and this
+        device: what the ranks run on, where the Ray cluster says; default: as the flags and this
             host say.
     Raises:
         UserError: on GPUs, the plan does not fit and ``--memory-plan`` is not ``warn``.
@@ -59,7 +59,7 @@ def check_memory_of_cluster(config: Config, gpu_memory: float | None, *, on_gpu:
     several hosts share the work then and this one's memory says nothing.
 
     Args:
-        gpu_memory: bytes of the smallest GPU of the run; None: no driver told.
+        gpu_memory: bytes of the smallest GPU of the run; None: no driver reports it.
     """
     if not on_gpu:
         return

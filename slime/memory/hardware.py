@@ -49,21 +49,21 @@ def device_memory(
     """Memory of one GPU (the smallest), or of this host if there is none.
 
     Args:
-        seen: bytes that the nodes of a cluster told; this host's driver is asked when None.
+        seen: bytes that the nodes of a cluster report; this host's driver is asked when None.
         on_gpu: the cluster has GPUs, whatever this host has.
     Raises:
         UserError: --gpu-memory-gb is no size of a GPU.
     """
     if not on_gpu and not is_on_gpu(config):
         return DeviceMemory(free_host_memory(), "free on this host", on_gpu=False)
-    told = config.cluster.gpu_memory_gb
-    if told is not None and not 0 < told < _LARGEST_GB:
+    given = config.cluster.gpu_memory_gb
+    if given is not None and not 0 < given < _LARGEST_GB:
         raise UserError(
-            f"--gpu-memory-gb is {told:g}",
+            f"--gpu-memory-gb is {given:g}",
             fix="pass the memory of one GPU in 10⁹ bytes: 80, 141, …",
         )
-    if told is not None:
-        return DeviceMemory(told * 1e9, "--gpu-memory-gb", on_gpu=True)
+    if given is not None:
+        return DeviceMemory(given * 1e9, "--gpu-memory-gb", on_gpu=True)
     if seen is not None:
         return DeviceMemory(seen, "as its nodes say", on_gpu=True)
     found = _seen_gpus()

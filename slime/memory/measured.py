@@ -31,7 +31,7 @@ class Measured:
 
     Example:
         >>> measured = Measured(plan)  # doctest: +SKIP
-        >>> measured.look({"perf/forward_backward_peak_memory_gb": 70.2})  # doctest: +SKIP
+        >>> measured.compare({"perf/forward_backward_peak_memory_gb": 70.2})  # doctest: +SKIP
         ['memory of train: 70.2 GB measured, 66.0 GB planned']
     """
 
@@ -42,10 +42,10 @@ class Measured:
         self._without_moments = set(_PHASES) if _has_moments(plan) else set[str]()
         """Metrics that the first update, whose moments may not exist, has yet to bring."""
 
-    def look(self, metrics: Mapping[str, float]) -> list[str]:
-        """Lines to be logged as warnings: 5 per cent more than planned, and told again when it has
-        grown by as much. What is within the plan is logged once, as information, when everything
-        planned exists."""
+    def compare(self, metrics: Mapping[str, float]) -> list[str]:
+        """Return lines to log as warnings: for what is 5 per cent above the plan, and again when it
+        has grown by as much. What is within the plan is logged once, as information, when
+        everything planned exists."""
         warnings = []
         for metric, planned in self.planned.items():
             if metric not in metrics or not planned:

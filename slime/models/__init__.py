@@ -25,7 +25,15 @@ from slime.models.spec import HfConfig, ModelSpec, read_hf_config
 from slime.models.table import Match, ModelFamily, Rule
 
 FAMILIES: tuple[ModelFamily, ...] = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GLM4, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V3),
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    GLM4,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    DEEPSEEK_V3,
 )
 
 __all__ = [
@@ -80,21 +88,21 @@ def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily
         'qwen3_moe'
     """
     config = read_hf_config(hf_config)
-    told = _told_by(config)
+    own = _family_in(config)
     if model_name:
         named = _named(model_name)
-        if told is None:
+        if own is None:
             return named[-1] if any(config.get(key) for key in EXPERT_COUNTS) else named[0]
-        if told not in named:
+        if own not in named:
             raise UserError(
                 f"--model-name {model_name} contradicts the model's config.json",
                 why=f"the name means {' or '.join(family.name for family in named)}, config.json "
                 f"has the model_type {config.get('model_type')!r}, which is of the family "
-                f"{told.name}",
+                f"{own.name}",
                 fix="leave --model-name out, or pass the model directory that it belongs to",
             )
-    if told is not None:
-        return told
+    if own is not None:
+        return own
     model_type = config.get("model_type")
     architectures = config.get("architectures") or []
     raise UserError(
@@ -105,7 +113,7 @@ def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily
     )
 
 
-def _told_by(config: dict[str, Any]) -> ModelFamily | None:
+def _family_in(config: dict[str, Any]) -> ModelFamily | None:
     model_type = config.get("model_type")
     architectures = config.get("architectures") or []
     for family in FAMILIES:

@@ -38,7 +38,7 @@ def check_model_flags(flags: MegatronConfig, spec: ModelSpec) -> None:
     }
     wrong = list(_of_transformer(spec.transformer, _acting(spec.transformer, flags.transformer)))
     wrong += [
-        _said(dest, value, described[dest])
+        _contradiction(dest, value, described[dest])
         for dest, value in given.items()
         if not _equal(value, described[dest])
     ]
@@ -132,7 +132,7 @@ def _of_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> I
             else:
                 agrees = _equal(value, described[name])
             if not agrees:
-                yield _said(flag.dest, value, described[name])
+                yield _contradiction(flag.dest, value, described[name])
         elif (
             is_dense
             and name.startswith("moe_")
@@ -195,7 +195,7 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _said(dest: str, value: Any, fact: Any) -> str:
+def _contradiction(dest: str, value: Any, fact: Any) -> str:
     return f"{_spelled(dest, value)}, but " + ("it has none" if fact is None else f"it is {fact}")
 
 

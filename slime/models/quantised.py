@@ -135,16 +135,16 @@ class Quantisation:
         Raises:
             UserError: a method or scheme that is not known here, by its name.
         """
-        told = config.get("quantization_config")
-        if not told:
+        settings = config.get("quantization_config")
+        if not settings:
             return None
-        if not isinstance(told, Mapping):
+        if not isinstance(settings, Mapping):
             raise UserError(
-                f"quantization_config in config.json is {told!r}, not an object",
+                f"quantization_config in config.json is {settings!r}, not an object",
                 fix="correct config.json",
             )
         readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8}
-        method = told.get("quant_method")
+        method = settings.get("quant_method")
         if not isinstance(method, str) or method not in readers:
             raise UserError(
                 f"quantization_config in config.json has the quant_method {method!r}",
@@ -152,7 +152,7 @@ class Quantisation:
                 fix="take the model with plain weights, or one that was quantised by a method of "
                 "these",
             )
-        return readers[method](told)
+        return readers[method](settings)
 
     def module(self, name: str) -> str | None:
         """The module whose weight a stored tensor is a part of; None for a name that no quantised
@@ -169,9 +169,9 @@ class Quantisation:
         return f"{self.scheme} ({self.method})"
 
 
-def _compressed_tensors(told: Mapping[str, Any]) -> Quantisation:
+def _compressed_tensors(settings: Mapping[str, Any]) -> Quantisation:
     method = "compressed-tensors"
-    groups = told.get("config_groups") or {}
+    groups = settings.get("config_groups") or {}
     if not isinstance(groups, Mapping):
         raise _unknown(
             method, f"the config_groups {groups!r}", "an object with one group of weights"
@@ -186,7 +186,7 @@ def _compressed_tensors(told: Mapping[str, Any]) -> Quantisation:
         raise _unknown(
             method, f"the targets {group['targets']!r}", "the target Linear, with rules to ignore"
         )
-    _refuse_coarser_rest(told, group)
+    _refuse_coarser_rest(settings, group)
     scheme = _scheme(weights)
     formats = (
         (None, "pack-quantized")
@@ -194,7 +194,7 @@ def _compressed_tensors(told: Mapping[str, Any]) -> Quantisation:
         else (None, "float-quantized", "naive-quantized")
     )
     for key, where, known in (
-        ("format", told, formats),
+        ("format", settings, formats),
         ("format", group, formats),
         ("dynamic", weights, (None, False)),
         # with others the columns stand in another order
@@ -204,7 +204,7 @@ def _compressed_tensors(told: Mapping[str, Any]) -> Quantisation:
         if where.get(key) not in known:
             words = " or ".join(repr(value) for value in known if value is not None)
             raise _unknown(method, f"{key} {where[key]!r}", f"{key} {words}, or none")
-    return Quantisation("compressed-tensors", scheme, _rules(told.get("ignore"), method))
+    return Quantisation("compressed-tensors", scheme, _rules(settings.get("ignore"), method))
 
 
 def _scheme(weights: Mapping[str, Any]) -> Int4 | Fp8:
@@ -232,25 +232,25 @@ def _scheme(weights: Mapping[str, Any]) -> Int4 | Fp8:
     )
 
 
-def _block(told: object, method: str) -> tuple[int, int]:
+def _block(value: object, method: str) -> tuple[int, int]:
     if (
-        isinstance(told, list)
-        and len(told) == 2
-        and all(type(size) is int and size > 0 for size in told)
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(size) is int and size > 0 for size in value)
     ):
-        return told[0], told[1]
-    raise _unknown(method, f"blocks of {told!r}", "a list of two sizes, like [128, 128]")
+        return value[0], value[1]
+    raise _unknown(method, f"blocks of {value!r}", "a list of two sizes, like [128, 128]")
 
 
-def _rules(told: object, method: str) -> tuple[str, ...]:
-    if isinstance(told, list | tuple) and all(isinstance(rule, str) for rule in told):
-        return tuple(told)
-    if told is None:
+def _rules(value: object, method: str) -> tuple[str, ...]:
+    if isinstance(value, list | tuple) and all(isinstance(rule, str) for rule in value):
+        return tuple(value)
+    if value is None:
         return ()
-    raise _unknown(method, f"the rules {told!r} of modules to ignore", "a list of strings")
+    raise _unknown(method, f"the rules {value!r} of modules to ignore", "a list of strings")
 
 
-def _refuse_coarser_rest(told: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+def _refuse_coarser_rest(settings: Mapping[str, Any], group: Mapping[str, Any]) -> None:
     """Refuse settings that go beyond how weights are stored: stored activation scales, a quantised
     cache, rotations, sparsity."""
     activations = group.get("input_activations")
@@ -265,28 +265,28 @@ def _refuse_coarser_rest(told: Mapping[str, Any], group: Mapping[str, Any]) -> N
         )
     for key, where in (
         ("output_activations", group),
-        ("kv_cache_scheme", told),
-        ("transform_config", told),
+        ("kv_cache_scheme", settings),
+        ("transform_config", settings),
     ):
         if where.get(key):
             raise _unknown("compressed-tensors", key, "weights alone, and FP8 activations")
-    sparsity = told.get("sparsity_config")
+    sparsity = settings.get("sparsity_config")
     if sparsity and sparsity != {"format": "dense"}:
         raise _unknown("compressed-tensors", f"sparsity_config {sparsity!r}", "dense weights")
 
 
-def _fp8(told: Mapping[str, Any]) -> Quantisation:
+def _fp8(settings: Mapping[str, Any]) -> Quantisation:
     for key, known in (
         ("fmt", "e4m3"),
         ("activation_scheme", "dynamic"),
         ("scale_fmt", "float"),
         ("kv_cache_scheme", None),
     ):
-        if told.get(key, known) != known:
-            raise _unknown("fp8", f"{key} {told[key]!r}", f"{key} {known!r}")
-    block = told.get("weight_block_size")
+        if settings.get(key, known) != known:
+            raise _unknown("fp8", f"{key} {settings[key]!r}", f"{key} {known!r}")
+    block = settings.get("weight_block_size")
     scheme = Fp8((0, 0), "weight_scale") if block is None else Fp8(_block(block, "fp8"))
-    ignore = told.get("modules_to_not_convert") or told.get("ignored_layers") or FOR_FP8
+    ignore = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or FOR_FP8
     return Quantisation("fp8", scheme, _rules(ignore, "fp8"))
 
 

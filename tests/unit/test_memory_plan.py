@@ -362,18 +362,18 @@ def test_what_was_measured_is_compared_with_the_plan(
     planned, metric = sum(tensors.values()) / 1e9, "perf/forward_backward_peak_memory_gb"
     measured = Measured(plan)
     with caplog.at_level(logging.INFO, "slime"):
-        assert measured.look({}) == []  # a step of the driver without an update
-        assert measured.look({metric: planned * 0.6, "train/loss": 1.0}) == []
+        assert measured.compare({}) == []  # a step of the driver without an update
+        assert measured.compare({metric: planned * 0.6, "train/loss": 1.0}) == []
         assert not caplog.text  # there were no moments yet
-        assert measured.look({metric: planned * 0.9, "train/loss": 1.0}) == []
+        assert measured.compare({metric: planned * 0.9, "train/loss": 1.0}) == []
     assert f"{planned * 0.9:.1f} GB measured, {planned:.1f} GB planned" in caplog.text
-    assert measured.look({metric: planned * 0.91}) == [] and measured.look({}) == []
-    [warning] = measured.look({metric: planned * 1.2})
+    assert measured.compare({metric: planned * 0.91}) == [] and measured.compare({}) == []
+    [warning] = measured.compare({metric: planned * 1.2})
     assert "memory of train" in warning and f"{planned * 0.9:.1f} GB in the steps before" in warning
-    assert measured.look({metric: planned * 1.2}) == []  # said once
-    [warning] = measured.look({"perf/trainer_asleep_gb": 9.0})
+    assert measured.compare({metric: planned * 1.2}) == []  # said once
+    [warning] = measured.compare({"perf/trainer_asleep_gb": 9.0})
     assert "the sleeping trainer: 9.0 GB measured" in warning
-    [warning] = Measured(plan).look({metric: planned * 1.2})  # without moments already
+    [warning] = Measured(plan).compare({metric: planned * 1.2})  # without moments already
     assert "memory of train" in warning
 
 
@@ -391,7 +391,7 @@ def test_memory_of_training_is_compared_once_the_moments_exist(
     measured = Measured(plan_of(folders[DENSE], 141, **flags))
     for update in range(3):
         with caplog.at_level(logging.INFO, "slime"):
-            measured.look({"perf/forward_backward_peak_memory_gb": 40.0 + update})
+            measured.compare({"perf/forward_backward_peak_memory_gb": 40.0 + update})
         assert ("memory of train" in caplog.text) is (update == compared)
         caplog.clear()
 
