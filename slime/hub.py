@@ -145,7 +145,7 @@ def is_there(name: str, kind: str) -> bool:
     except LocalEntryNotFoundError as error:
         if why_not := _why_not_reached():
             raise _not_here(name, kind, why_not) from error
-    with _said_to_people(name):
+    with _hub_errors(name):
         HfApi().repo_info(name, repo_type=kind, timeout=deadlines.HUB_FIRST_ANSWER)
     return False
 
@@ -156,7 +156,7 @@ def _fetch(name: str, kind: str, download: Callable[..., str]) -> Path:
     why_not = _why_not_reached()
     if why_not is None:
         logger.info("%s %s: from the hub, what is not here yet", kind, name)
-    with _said_to_people(name):
+    with _hub_errors(name):
         try:
             return Path(download(local_files_only=why_not is not None))
         except LocalEntryNotFoundError as error:
@@ -194,8 +194,8 @@ def _why_not_reached() -> str | None:
 
 
 @contextmanager
-def _said_to_people(name: str) -> Iterator[None]:
-    """What the hub refuses, as a `UserError`."""
+def _hub_errors(name: str) -> Iterator[None]:
+    """Raise errors of the hub as a `UserError`."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -263,7 +263,7 @@ def upload(repo: str, folder: Path, files: dict[str, bytes], *, private: bool, m
         raise UserError(
             f"nothing can be uploaded to {repo}", why=why_not, fix="set HF_ENDPOINT, or try again"
         )
-    with _said_to_people(repo):
+    with _hub_errors(repo):
         url = api.create_repo(repo, private=private, exist_ok=True)
         operations = [CommitOperationAdd(name, content) for name, content in files.items()]
         for path in sorted(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""What is secret, in one place: by the name of a value, by where it stands in a text, or by its own
+"""Secrets are recognised here alone: by the name of a value, by its place in a text, or by its own
 shape.
 
     structures (config.json, W&B's config)          redacted(value, name)
@@ -130,9 +130,9 @@ def _grade(name: str) -> int:
     return int(last == "auth" or last.endswith("token"))
 
 
-#: What stands where a key would, and is none.
 #: Files of keys and credentials are named in the clear.
 _PATH = re.compile(r"(?:~|\.{0,2})/[\w./-]+\.\w{2,5}")
+#: What stands where a key would, and is none.
 _NO_VALUES = frozenset(
     ("", "none", "null", "empty", "true", "false", "auto", "basic", "bearer", "token", "yes", "no")
 )

@@ -35,7 +35,7 @@ from benchmarks.gpu.setting import await_engine, engine, make_model, new_parser,
 from slime.config import make_config
 from slime.diagnosis.align.evidence import Scored
 from slime.diagnosis.align.examine import Result, text
-from slime.diagnosis.align.prepare import Wish, examined
+from slime.diagnosis.align.prepare import Options, examined
 from slime.diagnosis.align.trainer_here import TrainerHere
 from slime.engines.client import RolloutClient
 from slime.prompts.chat_template import render_prompt
@@ -301,10 +301,10 @@ def _examine(
     began = time.monotonic()
     older = folder / "older weights"
     also = older if mistake.server == "older weights" else None
-    wish = Wish(
+    options = Options(
         directory, also=also, most_tokens=args.max_tokens, always=True, with_parts=not mistake.cause
     )
-    result = examined(_config(args, directory), samples, wish)
+    result = examined(_config(args, directory), samples, options)
     print(text(result), flush=True)
     return {
         "cause": mistake.cause,
@@ -323,8 +323,8 @@ def _examine(
 
 def _is_found(result: Result, mistake: Mistake) -> bool:
     if not mistake.cause:
-        return not result.parts_ways
-    return bool(result.told) and result.told[0].cause.trouble.name == mistake.cause
+        return not result.sides_differ
+    return bool(result.reported) and result.reported[0].cause.trouble.name == mistake.cause
 
 
 if __name__ == "__main__":

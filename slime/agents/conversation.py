@@ -95,8 +95,7 @@ def clean(messages: Iterable[dict[str, Any]]) -> Messages:
     return [{name: message[name] for name in _FIELDS if name in message} for message in read]
 
 
-# -- what is the same
-# ----------------------------------------------------------------------------------------------
+# -- what is the same ------------------------------------------------------------------------------
 
 
 def key_of(message: dict[str, Any], *, with_reasoning: bool = True) -> bytes:
@@ -152,8 +151,7 @@ def digest(before: bytes, key: bytes) -> bytes:
     return hashlib.blake2b(before + key, digest_size=16).digest()
 
 
-# -- to tokens, and back
-# -------------------------------------------------------------------------------------------
+# -- to tokens, and back ---------------------------------------------------------------------------
 
 
 class Speech:
@@ -198,7 +196,7 @@ class Speech:
         calls = tool_format(template or None, family)
         return Speech(tokenizer, calls, reasoning_format(template), end_tokens)
 
-    # -- messages to tokens --
+    # -- messages to tokens ------------------------------------------------------------------------
 
     def check_tools(self, tools: list[dict[str, Any]] | None) -> None:
         """Raises:
@@ -251,7 +249,7 @@ class Speech:
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    # -- tokens to what is said --
+    # -- tokens to what is said --------------------------------------------------------------------
 
     def opens_reasoning(self, prompt: Sequence[int]) -> bool:
         """Whether what follows this prompt is reasoning already."""

@@ -63,8 +63,7 @@ class AgentEndpoint:
         self.api_key = ""
         self._host = _LOOPBACK
 
-    # -- where it is
-    # ---------------------------------------------------------------------------------------
+    # -- where it is -------------------------------------------------------------------------------
 
     @property
     def port(self) -> int:
@@ -119,8 +118,7 @@ class AgentEndpoint:
         self._finished = await run_program(command, given, timeout=timeout, cwd=cwd)
         return self._finished
 
-    # -- what came of it
-    # -----------------------------------------------------------------------------------
+    # -- what came of it ---------------------------------------------------------------------------
 
     @property
     def turns(self) -> list[Turn]:
@@ -170,8 +168,7 @@ class AgentEndpoint:
         )
         return f": it has asked for none, and {status}{last}"
 
-    # -- life
-    # ----------------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> AgentEndpoint:
         state = self._session.state
@@ -208,9 +205,8 @@ class AgentEndpoint:
         )
         if self._ended_by_rollout:  # as `asyncio.timeout` does
             alone = self._task.uncancel() <= self._cancelled_before
-            if (
-                alone and kind is None
-            ):  # it came when there was nothing left to cancel: what is done is done
+            # it came when there was nothing left to cancel: what is done is done
+            if alone and kind is None:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(0)
             if alone and kind is not None and issubclass(kind, asyncio.CancelledError):

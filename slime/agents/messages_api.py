@@ -30,8 +30,7 @@ from slime.samples.types import SampleStatus
 logger = get_logger(__name__)
 
 
-# -- requests
-# --------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 
 def read(body: dict[str, Any], session: AgentSession) -> Ask:
@@ -103,8 +102,7 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         return read_tools([one | schema for one, schema in zip(bare, schemas)]) or None
 
 
-# -- answers
-# --------------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
 def whole(turn: Turn) -> dict[str, Any]:

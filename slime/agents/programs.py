@@ -27,7 +27,7 @@ _WITHHELD = (VARIABLE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 #: Bytes of output: a program that writes without end must not fill the memory of the rollout.
 _MOST_OUTPUT = 16 << 20
 _REAPER = Path(__file__).parents[1] / "sandbox" / "reaper.py"
-#: Of this process, for the minder: enough to start Python.
+#: Variables of this process that the reaper gets: enough to start Python.
 _FOR_PYTHON = ("PATH", "LD_LIBRARY_PATH")
 #: Programs of which it was said that they leave something behind.
 _leaves_behind: set[str] = set()
@@ -67,9 +67,8 @@ async def run_program(
     Raises:
         OSError: it cannot be started.
     """
-    with (
-        tempfile.TemporaryFile() as written
-    ):  # a pipe would be read until all that inherited it has ended
+    # a pipe would be read until all that inherited it has ended
+    with tempfile.TemporaryFile() as written:
         own = {name: value for name, value in os.environ.items() if name not in _WITHHELD}
         request = {
             "owner": os.getpid(),
@@ -78,16 +77,16 @@ async def run_program(
             "cwd": None if cwd is None else str(cwd),
             "output": written.fileno(),
         }
-        came = await _minded(request, timeout)
+        came = await _run_under_reaper(request, timeout)
         if refused := came.get("refused"):
             raise OSError(*refused)
         written.seek(max(0, written.seek(0, os.SEEK_END) - _MOST_OUTPUT))
         return Finished(came.get("status"), written.read().decode(errors="replace"))
 
 
-async def _minded(request: dict[str, Any], timeout: float | None) -> dict[str, Any]:
-    """What the minder says of a program, or {} where it was told to end before there was one."""
-    minder = await asyncio.create_subprocess_exec(
+async def _run_under_reaper(request: dict[str, Any], timeout: float | None) -> dict[str, Any]:
+    """Return the reaper's report on a program; {} if it was ended before the program started."""
+    reaper = await asyncio.create_subprocess_exec(
         *(sys.executable, "-S", "-s", "-E", "-B", str(_REAPER)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -96,31 +95,31 @@ async def _minded(request: dict[str, Any], timeout: float | None) -> dict[str, A
         pass_fds=[request["output"]],
         start_new_session=True,
     )
-    hears = asyncio.ensure_future(minder.communicate(json.dumps(request).encode()))
+    report = asyncio.ensure_future(reaper.communicate(json.dumps(request).encode()))
     try:
-        await asyncio.wait({hears}, timeout=timeout)
+        await asyncio.wait({report}, timeout=timeout)
     finally:
-        if not hears.done():
+        if not report.done():
             with contextlib.suppress(ProcessLookupError):
-                minder.terminate()
-            await asyncio.wait({hears}, timeout=deadlines.PROGRAMS_TERMINATE)
-        if minder.returncode is None:  # it hangs: the kernel ends the program with it
+                reaper.terminate()
+            await asyncio.wait({report}, timeout=deadlines.PROGRAMS_TERMINATE)
+        if reaper.returncode is None:  # it hangs: the kernel ends the program with it
             with contextlib.suppress(ProcessLookupError):
-                minder.kill()
-            await minder.wait()
-            hears.cancel()
-        came = _heard(hears)
+                reaper.kill()
+            await reaper.wait()
+            report.cancel()
+        came = _read_report(report)
         _name(request["command"][0], came.get("left", []))
-    if not came and (minder.returncode or 0) > 0:
+    if not came and (reaper.returncode or 0) > 0:
         raise RuntimeError(
-            f"the process that minds {request['command'][0]} ended with status {minder.returncode}"
+            f"the reaper of {request['command'][0]} ended with status {reaper.returncode}"
         )
     return came
 
 
-def _heard(hears: asyncio.Future[tuple[bytes, bytes]]) -> dict[str, Any]:
-    said = hears.result()[0] if hears.done() and not hears.cancelled() else b""
-    return dict(json.loads(said)) if said else {}
+def _read_report(report: asyncio.Future[tuple[bytes, bytes]]) -> dict[str, Any]:
+    text = report.result()[0] if report.done() and not report.cancelled() else b""
+    return dict(json.loads(text)) if text else {}
 
 
 def _name(program: str, left: list[str]) -> None:

@@ -34,8 +34,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 _PREFIX = "resp_"
 
 
-# -- requests
-# --------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 
 def read(body: dict[str, Any], session: AgentSession) -> Ask:
@@ -122,8 +121,7 @@ def _messages(items: list[Any]) -> Messages:
         return read_messages(given, where="input")
 
 
-# -- answers
-# --------------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
 def whole(turn: Turn) -> dict[str, Any]:

@@ -154,9 +154,8 @@ class AgentServer:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            logger.exception(
-                "%s failed", request.match_info.route.resource
-            )  # the path may have the key
+            # the path may have the key
+            logger.exception("%s failed", request.match_info.route.resource)
             return _refused(request, f"{type(error).__name__}: {error}", 500, "api_error")
 
     def _tell(self, request: web.Request, message: str) -> None:
@@ -174,8 +173,7 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="replace")).digest()
 
 
-# -- requests
-# --------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 
 def _answering(api: ModuleType) -> Handler:
@@ -291,8 +289,7 @@ async def _model(request: web.Request) -> web.Response:
     return _json(_CARD | {"id": request.match_info["model"]})
 
 
-# -- one for each event loop
-# ---------------------------------------------------------------------------------------
+# -- one for each event loop -----------------------------------------------------------------------
 
 _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]] = (
     WeakKeyDictionary()

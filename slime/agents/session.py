@@ -73,12 +73,10 @@ class AgentSession:
         self.refused = ""
         self._is_over = False
         self._started = 0
-        self._full: TurnPosition | None = (
-            None  # of a request that the context had no room for, if none was answered since
-        )
-        self._context = (
-            contextvars.copy_context()
-        )  # the generate function's: its state, and its span of the trace
+        # of a request that the context had no room for, if none was answered since
+        self._full: TurnPosition | None = None
+        # the generate function's: its state, and its span of the trace
+        self._context = contextvars.copy_context()
         self._waiting: set[asyncio.Task[Any]] = set()
         self._busy = 0.0
         self._since = 0.0
@@ -104,9 +102,8 @@ class AgentSession:
         """
         if self._is_over:  # its body came when the key was void already
             raise Refusal("this sample is done", 401, "authentication_error", "invalid_api_key")
-        if (
-            self.failure is not None
-        ):  # agents repeat a 503, some thirty times; this they do not, and no engine is asked
+        # agents repeat a 503, some thirty times; this they do not, and no engine is asked
+        if self.failure is not None:
             raise Refusal(
                 f"this sample has failed: {self.failure}",
                 400,
@@ -142,9 +139,8 @@ class AgentSession:
             self._full = place
             said = f"the prompt is too long: {len(place.prompt)} tokens fill the context"
             raise Refusal(said, 400, "invalid_request_error", "context_length_exceeded")
-        if (
-            self._full is full_before
-        ):  # the agent has gone on with less; one refused meanwhile has not yet
+        # the agent has gone on with less; one refused meanwhile has not yet
+        if self._full is full_before:
             self._full = None
         output = sample.tokens[sample.prompt_length :]
         opened = self.book.speech.opens_reasoning(place.prompt)
@@ -179,12 +175,10 @@ class AgentSession:
             return None
         if self._full.parent in self.book.branches():
             return self._full.parent if self._full.parent in ends else None
-        return max(
-            ends, key=self.book.turns.index, default=None
-        )  # it was rewritten: most likely of the last one
+        # it was rewritten: most likely of the last one
+        return max(ends, key=self.book.turns.index, default=None)
 
-    # -- time
-    # ----------------------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------
 
     @contextmanager
     def _in_flight(self) -> Iterator[None]:

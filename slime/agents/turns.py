@@ -127,8 +127,7 @@ class Book:
         self._by_visible: dict[bytes, list[Turn]] = {}
         self._asked: Counter[bytes] = Counter()
 
-    # -- from messages to tokens
-    # ---------------------------------------------------------------------------
+    # -- from messages to tokens -------------------------------------------------------------------
 
     def place(self, ask: Ask) -> TurnPosition:
         """Find the place of a request, and its tokens; it counts as asked.
@@ -224,8 +223,7 @@ class Book:
             return self.speech.visible_part(_meant(part, message).output), False
         return [], False
 
-    # -- what was answered
-    # ---------------------------------------------------------------------------------
+    # -- what was answered -------------------------------------------------------------------------
 
     def record(self, place: TurnPosition, ask: Ask, answer: Sample, reading: Reading) -> Turn:
         """Note an answer.
@@ -266,8 +264,7 @@ class Book:
             self._by_visible.setdefault(key_of(message, with_reasoning=False), []).append(turn)
         return turn
 
-    # -- branches
-    # ------------------------------------------------------------------------------------------
+    # -- branches ----------------------------------------------------------------------------------
 
     def branches(self) -> list[Turn]:
         """The last turn of every branch, in the order in which they were answered."""
@@ -296,8 +293,7 @@ def _meant(turns: list[Turn], message: dict[str, Any]) -> Turn:
     return max(reversed(turns), key=likeness)
 
 
-# -- samples
-# --------------------------------------------------------------------------------------------------
+# -- samples ---------------------------------------------------------------------------------------
 
 
 def samples_of(drawn: Sample, ends: Sequence[Turn], cut_short: Turn | None = None) -> list[Sample]:

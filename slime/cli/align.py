@@ -95,7 +95,7 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
     """Text, JSON and exit status."""
     from slime.diagnosis.align.engines import EngineThere
     from slime.diagnosis.align.examine import as_json, text
-    from slime.diagnosis.align.prepare import RoundFailed, Wish, examined, fresh_round
+    from slime.diagnosis.align.prepare import Options, RoundFailed, examined, fresh_round
     from slime.diagnosis.check import LeftOut
     from slime.diagnosis.troubles import TROUBLES, Finding
 
@@ -114,7 +114,7 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
             folder = Path(tempfile.mkdtemp(prefix="slime-align-"))
             samples = fresh_round(config, folder)
         also = model_directory(options["--also"]) if "--also" in options else None
-        wish = Wish(
+        chosen = Options(
             _model(config, options),
             also,
             most,
@@ -122,7 +122,7 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
             always="--all" in options,
         )
         engine = EngineThere(options["--engine"]) if "--engine" in options else None
-        result = examined(config, samples, wish, engine)
+        result = examined(config, samples, chosen, engine)
     except LeftOut as reason:
         if folder is not None:
             folder.rmdir()
@@ -132,7 +132,7 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
         return _told(finding), {"ok": False, "causes": [finding.as_json()]}, 1
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
-    return text(result), as_json(result), int(result.parts_ways)
+    return text(result), as_json(result), int(result.sides_differ)
 
 
 def _told(finding: Finding) -> str:

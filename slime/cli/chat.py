@@ -223,7 +223,7 @@ class Conversation:
         self._turns: list[dict[str, str]] = []
 
     def reset(self) -> None:
-        """Forget what was said; the system prompt stays."""
+        """Forget the conversation; the system prompt stays."""
         self._turns = []
 
     def ask(self, text: str) -> Iterator[str]:
@@ -232,7 +232,7 @@ class Conversation:
 
         Raises:
             UserError: the server refuses, e.g. a conversation that is too long.
-            RunFailed: it is gone.
+            RunFailed: it does not answer any more.
         """
         if not self._has_turns:
             yield from self._stream(
@@ -254,7 +254,7 @@ class Conversation:
                 self._turns += [question, {"role": "assistant", "content": "".join(pieces)}]
 
     def _stream(self, path: str, body: dict[str, Any], text_of: Any) -> Iterator[str]:
-        # knows no proxies
+        # http.client uses no proxies
         connection = http.client.HTTPConnection(self._address, timeout=deadlines.CHAT_NEXT_PIECE)
         try:
             sent = json.dumps(

@@ -1,7 +1,7 @@
 """``--dry-run``: resolve, plan placement and memory, check, print; start nothing.
 
 Needs no GPU and neither torch nor Ray. A model directory with nothing but config.json will do: what
-is missing there, and what only the machines of the run must have, is said and not refused.
+is missing there, and what only the machines of the run must have, is reported and not refused.
 """
 
 from __future__ import annotations

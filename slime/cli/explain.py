@@ -1,5 +1,4 @@
-"""`slime explain`: what a run folder tells about its run: how it ended, the likeliest cause, and
-what to do.
+"""`slime explain`: how a run ended, the likeliest cause, and what to do, from its folder.
 
 slime explain outputs/sums
 slime explain outputs/sums --json                 the same for a program

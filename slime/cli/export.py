@@ -10,18 +10,15 @@ from pathlib import Path
 
 from slime.checkpoints.gguf_export import hf_to_gguf
 from slime.cli.arguments import Arguments
-from slime.cli.model_source import model_directory, model_name
+from slime.cli.model_source import add_model_arguments, model_directory, model_name
 from slime.observe.run_folder import check_no_run_writes
 
 
 def main(argv: list[str]) -> int:
     """Write the file and say where it is. Returns the exit status."""
     parser = Arguments("slime export", __doc__)
+    add_model_arguments(parser)
     add = parser.add_argument
-    add(
-        "path",
-        help="a run folder, a --save directory, a Hugging Face directory, or org/name on the hub",
-    )
     add("--gguf", required=True, metavar="FILE", help="the file to write")
     add(
         "--dtype",
@@ -31,10 +28,6 @@ def main(argv: list[str]) -> int:
     add(
         "--pre-tokenizer",
         help="llama.cpp's name of how text is cut into words, where it is not known here",
-    )
-    add(
-        "--hf-checkpoint",
-        help="config and tokenizer, for a --save directory outside of its run folder",
     )
     flags = parser.parse_args(argv)
     check_no_run_writes(Path(flags.gguf), "--gguf")

@@ -22,6 +22,7 @@ from slime.checkpoints.run_models import (
     is_run_folder,
     newest_model,
 )
+from slime.cli.arguments import Arguments
 from slime.errors import UserError
 from slime.files import entries_of, left_behind
 from slime.hub import fetch_model, is_hub_name
@@ -30,6 +31,18 @@ from slime.processes.host import python_module
 #: Where a Megatron checkpoint keeps what it was converted to: it goes with the checkpoint.
 CONVERTED = "hf"
 _BESIDE = ".hf-of-"
+
+
+def add_model_arguments(parser: Arguments) -> None:
+    """Declare ``path`` and ``--hf-checkpoint``, the arguments of `model_directory`."""
+    parser.add_argument(
+        "path",
+        help="a run folder, a --save directory, a Hugging Face directory, or org/name on the hub",
+    )
+    parser.add_argument(
+        "--hf-checkpoint",
+        help="config and tokenizer, for a --save directory outside of its run folder",
+    )
 
 
 def model_directory(path: str, hf_checkpoint: str | None = None) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slime.checkpoints.run_models import first_base, is_run_folder
 from slime.cli.arguments import Arguments
-from slime.cli.model_source import model_directory, model_name
+from slime.cli.model_source import add_model_arguments, model_directory, model_name
 from slime.errors import UserError
 from slime.hub import hub_token, upload
 from slime.observe.model_card import UNKNOWN, model_card
@@ -46,8 +46,8 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> Arguments:
     parser = Arguments("slime push", __doc__)
+    add_model_arguments(parser)
     add = parser.add_argument
-    add("path", help="a run folder, a --save directory, or a Hugging Face directory")
     add("repo", help="org/name on the hub; made where it is not there")
     add(
         "--private",
@@ -55,10 +55,6 @@ def _parser() -> Arguments:
         help="only you and your organisation may see it, if it is new",
     )
     add("--card-only", action="store_true", help="print the model card and upload nothing")
-    add(
-        "--hf-checkpoint",
-        help="config and tokenizer, for a --save directory outside of its run folder",
-    )
     return parser
 
 

@@ -31,7 +31,7 @@ from typing import Any
 from slime import deadlines
 from slime.cli.arguments import Arguments
 from slime.cli.convert import PRECISIONS
-from slime.cli.model_source import model_directory, model_name
+from slime.cli.model_source import add_model_arguments, model_directory, model_name
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.config import make_config
 from slime.engines.keys import ACCESS, EVERYTHING, ONLY_INFERENCE, VARIABLE, key_of, know
@@ -148,16 +148,9 @@ def _key(flags: argparse.Namespace) -> str:
     return str(key)
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """What `slime serve` and `slime chat` share: which model, on which engine."""
-    parser.add_argument(
-        "path",
-        help="a run folder, a --save directory, a Hugging Face directory, or org/name on the hub",
-    )
-    parser.add_argument(
-        "--hf-checkpoint",
-        help="config and tokenizer, for a --save directory outside of its run folder",
-    )
+def add_model_flags(parser: Arguments) -> None:
+    """Declare what `slime serve` and `slime chat` share: the model, and the engine for it."""
+    add_model_arguments(parser)
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run Python code that the model brings"
     )
@@ -178,7 +171,7 @@ def leave_on_signals() -> None:
         raise SystemExit(0)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, leave)
 
 
@@ -204,7 +197,7 @@ def serving(
         extra: more words for the engine's command line.
         key: that it asks for; "": none. By default one that this process alone knows.
         with_control_routes: routes that steer it are open.
-        on_start: is told its address and log before it answers.
+        on_start: called with its address and log before it answers.
     Raises:
         UserError: the engine cannot be started here, the port is taken, or the server dies before
             it answers.
@@ -223,7 +216,7 @@ def serving(
     if reservation is not None:
         port = reservation.port
     else:
-        bind(host, port).close()  # taken: said at once
+        bind(host, port).close()  # a port that is taken fails at once
     spec = record.command(config, str(directory), host, port, ONE_GPU)
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"

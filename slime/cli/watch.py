@@ -75,7 +75,7 @@ async def _serve(runs: Runs, listener: socket.socket, host: str, token: str | No
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # as nohup leaves it
+        # nohup ignores SIGHUP, and that stays
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, stopping.set)
     port = listener.getsockname()[1]

@@ -4,7 +4,7 @@ give them.
     <run>/engines/<id>.order.json    {"verb": "add", "url": "10.0.0.7:30000"}, written by
                                      `slime engines`
     <run>/engines/<id>.answer.json   {"said": …}, {"refused": …}, …, written by the driver, which
-                                     removes the order; its reader removes it
+                                     removes the command; its reader removes the answer
 
 No port is opened for this. The driver polls while it waits for something else, and usually only
 checks when the folder was last changed. Imports no Ray.
@@ -34,8 +34,8 @@ from slime.observe.run_folder import RunFolder
 
 logger = get_logger(__name__)
 
-_ORDER = re.compile(r"([0-9a-f]{16})\.order\.json")
-_OURS = re.compile(r"[0-9a-f]{16}\.(order|answer)\.json")
+_COMMAND_NAME = re.compile(r"([0-9a-f]{16})\.order\.json")
+_OUR_NAMES = re.compile(r"[0-9a-f]{16}\.(order|answer)\.json")
 _LARGEST = 4096
 FOLDER = "engines"
 
@@ -97,11 +97,11 @@ class CommandInbox:
         """Remove all commands and answers."""
         with contextlib.suppress(OSError):
             for path in self._folder.iterdir():
-                if _OURS.fullmatch(path.name):
+                if _OUR_NAMES.fullmatch(path.name):
                     path.unlink(missing_ok=True)
 
     def _read(self, path: Path) -> EngineCommand | None:
-        found = _ORDER.fullmatch(path.name)
+        found = _COMMAND_NAME.fullmatch(path.name)
         if found is None or found.group(1) in self._answered:
             return None
         try:
@@ -134,9 +134,9 @@ def send_command(
         RunFailed: it does not answer.
     """
     folder = run / FOLDER
-    order = secrets.token_hex(8)
-    asked = folder / f"{order}.order.json"
-    answered = folder / f"{order}.answer.json"
+    command_id = secrets.token_hex(8)
+    asked = folder / f"{command_id}.order.json"
+    answered = folder / f"{command_id}.answer.json"
     _check_runs(run)
     if not folder.is_dir():
         raise UserError(

@@ -37,8 +37,12 @@ class DisaggregatedWorkers(NamedTuple):
 
 
 class ServerExit(NamedTuple):
-    """How a server process ended ("was killed (SIGKILL)"), the last lines of its log, its URL, the
-    exception in its log, if any, and its pid.
+    """The end of a server process.
+
+    Attributes:
+        how: for messages: "was killed (SIGKILL)".
+        log_tail: the last lines of its log.
+        exception: the line of its log with the exception that it died of; "" if there is none.
     """
 
     how: str

@@ -318,19 +318,21 @@ class Engines:
             killed, "ending a dead engine", deadlines.ENGINES_ACTOR_CALL
         )[0]
         if engine.died_too_often:
-            times = (
+            all_deaths = (
                 f"died {engine.deaths} times without a completed rollout between; the last time "
                 f"it {how}"
             )
             raise_server_exit(
                 engine.name,
-                server_exit._replace(how=times),
+                server_exit._replace(how=all_deaths),
                 engine_of(self.config).remedies(server_exit.exception),
             )
         logger.warning(
             "%s %s; it is started again; engines that go on meanwhile: %d",
-            with_pid(engine.name, server_exit.pid), how, len(self.table.policy),
-        )  # fmt: skip
+            with_pid(engine.name, server_exit.pid),
+            how,
+            len(self.table.policy),
+        )
         if self.restarts_immediately:
             self.restart_dead()
 

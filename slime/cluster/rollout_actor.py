@@ -1,5 +1,5 @@
-"""The rollout actor, which does prompts, generation, rewards, conversion and packing in one asyncio
-process, and the driver's handle of it."""
+"""The rollout actor, an asyncio process for prompts, generation, rewards, conversion and packing,
+and the driver's handle of it."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class RolloutActor:
         self._under_way: dict[int, asyncio.Task[RolloutResult]] = {}
         self.loop: Any = None  # a `RolloutLoop`, from `connect` on
         self._footprint = Footprint()
+        # writes the last rollout's training data beside its samples
         self._recording: asyncio.Future[None] | None = None
-        """Writes the last rollout's training data beside its samples."""
-        self.journal: Any = None  # a `slime.rollout.journal.Journal`, where there is one
+        self.journal: Any = None  # a `slime.rollout.journal.Journal`, unless it is switched off
         log_to_file_only(
             "rollout", run_path / "logs", config.observe.log_level, *config.for_hiding()
         )
@@ -323,15 +323,15 @@ class RolloutActor:
         end_children()  # processes that user functions left behind
 
 
-def say(warnings: Sequence[str]) -> None:
+def log_warnings(warnings: Sequence[str]) -> None:
     """Log an actor's warnings on the driver's terminal."""
     for warning in warnings:
         logger.warning("%s", warning)
 
 
-def _exit_with_reason(said: str) -> None:
+def _exit_with_reason(reason: str) -> None:
     # the driver notices the end of this process; the log holds the reason
-    logger.error("%s", said)
+    logger.error("%s", reason)
     logging.shutdown()
     os._exit(1)
 
@@ -346,24 +346,24 @@ def oldest_needed_rollout(config: Config) -> int:
     flags = config.checkpoint
     root = Path(flags.save or "")
     kept = 1 if flags.save_retain == 1 else 2
-    there = own_iterations(root)[-kept:]
-    return there[0] - config.sync.async_buffer_size if len(there) == kept else 0
+    newest = own_iterations(root)[-kept:]
+    return newest[0] - config.sync.async_buffer_size if len(newest) == kept else 0
 
 
 class RolloutHandle:
-    """The driver's handle of the `RolloutActor`, which answers while a rollout is under way.
+    """The driver's handle of the `RolloutActor`.
 
     Attributes:
-        worker: for messages, and to wait for its answers.
-        counters, waits: of what is under way, and who waits for whom where nothing moves; from
-            `watch_progress`.
-        shows_evaluation: these are of an evaluation, where one goes on beside a rollout.
+        worker: the actor's name in messages, and the key of its answers.
+        counters: counters of the rollout under way, updated by `watch_progress`.
+        waits: a description of who waits for whom, "" unless the rollout is stuck; updated
+            likewise.
+        shows_evaluation: both are of an evaluation if one runs beside a rollout.
     """
 
     def __init__(self, config: Config, run_path: Path) -> None:
-        remote: Any = ray.remote(
-            RolloutActor
-        )  # Ray makes the methods remote; its types do not say so
+        # Any: Ray makes the methods remote, which its types do not express
+        remote: Any = ray.remote(RolloutActor)
         self._actor = remote.options(num_cpus=0, max_concurrency=16).remote(
             config, run_path, remembered()
         )
@@ -375,21 +375,12 @@ class RolloutHandle:
         self.shows_evaluation = False
 
     def begin_setup(self) -> ray.ObjectRef:
-        """Start `RolloutActor.setup`; pass the answer to `set_up`."""
+        """Return a ref to the result of `RolloutActor.setup`."""
         return self._actor.setup.remote()
 
-    def set_up(self, num_prompts: int, warnings: Sequence[str]) -> int:
-        """Log the actor's warnings; return the number of prompts per epoch."""
-        say(warnings)
-        return num_prompts
-
     def connect(self, router_url: str, router_urls: dict[str, str], run_keys: RunKeys) -> None:
-        say(
-            self._answer(
-                self._actor.connect.remote(router_url, router_urls, run_keys),
-                "connecting to the router",
-            )
-        )
+        ref = self._actor.connect.remote(router_url, router_urls, run_keys)
+        log_warnings(self._answer(ref, "connecting to the router"))
 
     def begin_rollout(
         self, rollout_id: int, layout: TrainLayout, versions: VersionWindow
@@ -435,9 +426,9 @@ class RolloutHandle:
         *,
         is_again: bool = False,
     ) -> None:
-        """See `RolloutActor.load_source`."""
-        asked = self._actor.load_source.remote(config, rollout_id, state, is_again)
-        say(self._answer(asked, "restoring the data position"))
+        """Restore the data position, with the arguments of `RolloutActor.load_source`."""
+        ref = self._actor.load_source.remote(config, rollout_id, state, is_again)
+        log_warnings(self._answer(ref, "restoring the data position"))
 
     def source_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self._answer(
@@ -446,7 +437,7 @@ class RolloutHandle:
         return state
 
     def newest_version(self) -> int:
-        """See `RolloutActor.newest_version`."""
+        """Return the newest weight version in the journal; 0 without a journal."""
         version: int = self._answer(
             self._actor.newest_version.remote(), "asking what the journal has"
         )

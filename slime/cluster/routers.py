@@ -77,8 +77,8 @@ class Routers:
         tolerant = config.fault_tolerance.use_fault_tolerance
         self._health = HealthChecks.of(config, path=LIVENESS_PATH) if tolerant else None
         self._fleet: EngineFleet | None = None
+        # process of each router that was lost last: its end may be reported twice
         self._last_pid: dict[str, int | None] = {}
-        """Pid of the process that was lost last; its end may be reported twice."""
         self._deaths: Counter[str] = Counter()
         self._restarts = 0
 
@@ -202,8 +202,11 @@ class Routers:
             self._health.begin()  # checks of the former process are not answered any more
         logger.warning(
             "%s %s; it was started again within %.1f s at its old address, %s",
-            with_pid(name, server_exit.pid), how, time.monotonic() - began, url,
-        )  # fmt: skip
+            with_pid(name, server_exit.pid),
+            how,
+            time.monotonic() - began,
+            url,
+        )
         return refused
 
     def _starts_with_workers(self, model: str, url_of: Mapping[str, str]) -> bool:

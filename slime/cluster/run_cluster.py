@@ -18,7 +18,7 @@ from slime.cluster.engines import Engines
 from slime.cluster.gpu_memory import EngineMemory, GpuMemoryOwner
 from slime.cluster.placement import GpuSlots
 from slime.cluster.ray_session import reserve, start_ray
-from slime.cluster.rollout_actor import Generating, RolloutHandle, RolloutResult
+from slime.cluster.rollout_actor import Generating, RolloutHandle, RolloutResult, log_warnings
 from slime.cluster.slow_waits import stopped_parts
 from slime.cluster.trainer_group import Launch, Trainers, TrainerStart, threads_per_process
 from slime.cluster.waiting import (
@@ -107,6 +107,9 @@ class Cluster:
         on_progress: called with the rollout's counters while a rollout is waited for.
         on_push: called with the weight version after a push in the middle of a rollout, which
             happens when all engines had died.
+    Attributes:
+        is_sequential: trainer and engines never work at the same time, so that each may use all CPU
+            cores.
     """
 
     def __init__(
@@ -126,7 +129,6 @@ class Cluster:
         self._on_push = on_push
         is_sft = config.algorithm.loss_type == "sft_loss"  # its engines, if any, only evaluate
         self.is_sequential = is_sft or config.sync.async_buffer_size == 0
-        """Trainer and engines do not work at the same time: each may use all CPU cores."""
         self._started_ray = False
         self._slots: GpuSlots | None = None
         self._rollout: RolloutHandle | None = None
@@ -136,8 +138,7 @@ class Cluster:
         self._gpu_memory: GpuMemoryOwner | None = None
         self._weights: WeightPush | None = None  # if there are engines
         self._canary: Canary | None = None
-        self._generating: dict[int, Generating] = {}
-        """Rollouts that were started and not collected, by id."""
+        self._generating: dict[int, Generating] = {}  # started and not collected, by rollout id
         self._source_at_launch: dict[str, Any] = {}
         self._watches: list[Watch] = []
         self._progress: Watch | None = None
@@ -193,7 +194,8 @@ class Cluster:
         setting_up = trainers.begin_setup(self._should_stop) if trainers is not None else {}
         coming_up.update(setting_up)
 
-        num_prompts = rollout.set_up(*wait(data, "reading the data")[0])
+        num_prompts, warnings = wait(data, "reading the data")[0]
+        log_warnings(warnings)
         clock.lap("data")
         start = TrainerStart(config.rollout.start_rollout_id or 0)
         if trainers is not None:
@@ -352,7 +354,7 @@ class Cluster:
 
         Args:
             politely: give the processes time to shut down; false after a failure, when some of them
-                may hang, waiting for others that are gone.
+                may hang, waiting for others that have died.
         """
         if not ray.is_initialized():
             return
@@ -387,11 +389,9 @@ class Cluster:
         if self._weights is not None:
             self._weights.wake_engines()
         layout = self._trainers.layout if self._trainers is not None else TrainLayout()
-        begun = Generating(
-            rollout_id, require_launched(self._rollout).begin_rollout(rollout_id, layout, versions)
-        )
-        self._generating[rollout_id] = begun
-        return begun
+        ref = require_launched(self._rollout).begin_rollout(rollout_id, layout, versions)
+        generating = self._generating[rollout_id] = Generating(rollout_id, ref)
+        return generating
 
     def collect(self, generating: Generating) -> RolloutResult:
         """Wait for a rollout; a second call returns at once."""

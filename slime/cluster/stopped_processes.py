@@ -1,4 +1,5 @@
-"""A thread of the driver that ends the wait for a stopped process (SIGSTOP), which answers nobody.
+"""Monitor, in a thread of the driver, that ends waits for a stopped process (SIGSTOP), which never
+answers.
 
     pid 4711 (ray::TrainerActor) is stopped since 14:03:12; the driver waits since 14:03:10
         (training) for trainer-0. It ends at 14:13:12 if nothing is heard until then;
@@ -64,7 +65,7 @@ class StoppedProcessMonitor:
         self._interval = min(deadlines.STOPPED_PROCESSES_POLL, limit / 8)
         self._warn_after = min(deadlines.STOPPED_PROCESSES_LINE, limit / 3)
         self._since: dict[int, float] = {}
-        self._said: set[int] = set()
+        self._reported: set[int] = set()
         self._error: BaseException | None = None
         self._raised_at: float | None = None
         self._is_leaving = False
@@ -109,9 +110,9 @@ class StoppedProcessMonitor:
         """Look for stopped processes; log and end waits that are due."""
         now = self._clock()
         stopped = self._find_stopped()
-        for pid in self._said - stopped.keys():
+        for pid in self._reported - stopped.keys():
             logger.info("pid %d goes on, or is gone", pid)
-        self._said &= stopped.keys()
+        self._reported &= stopped.keys()
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
         if self._raised_at is not None:
             self._exit_if_not_raised(now, stopped)
@@ -130,15 +131,17 @@ class StoppedProcessMonitor:
             self._expire(now, stopped)
 
     def _warn(self, stopped: dict[int, str], left: float) -> None:
-        if not (news := {pid: name for pid, name in stopped.items() if pid not in self._said}):
+        if not (news := {pid: name for pid, name in stopped.items() if pid not in self._reported}):
             return
-        self._said |= news.keys()
+        self._reported |= news.keys()
         logger.warning(
             "%s; the driver %s. It ends at %s if nothing is heard until then; kill -CONT %s lets "
             "it go on",
-            self._stopped(news), open_waits.describe(), _time_in(left),
+            self._stopped(news),
+            open_waits.describe(),
+            _time_in(left),
             " ".join(map(str, news)),
-        )  # fmt: skip
+        )
 
     def _stopped(self, stopped: dict[int, str]) -> str:
         since = {pid: _time_in(self._since[pid] - self._clock()) for pid in stopped}
@@ -154,13 +157,10 @@ class StoppedProcessMonitor:
             f"{self._stopped(stopped)}, and the run does not go on: the driver "
             f"{open_waits.describe()}",
             why="a process that is stopped (SIGSTOP) answers nobody, and nothing was heard for "
-            f"{self._limit:.0f} s "
-            "(--distributed-timeout-minutes)",
+            f"{self._limit:.0f} s (--distributed-timeout-minutes)",
             fix=f"the Python stacks of the driver and of {len(asked)} actors that could still "
-            "tell are in their logs; "
-            f"find out who has stopped it; kill -CONT {' '.join(map(str, stopped))} in time would "
-            "have let the run "
-            "go on",
+            "tell are in their logs; find out who has stopped it; kill -CONT "
+            f"{' '.join(map(str, stopped))} in time would have let the run go on",
         )
         error.names = tuple(open_waits.names_of(stopped))
         self._raised_at = now

@@ -340,7 +340,8 @@ class Trainers:
     def connect_engines(
         self, engines: list[EngineSlots], version: int, *, on_this_node: bool
     ) -> None:
-        """See `slime.weights.sync.WeightSync.connect`; ``version`` counts the first time only."""
+        """Have each rank connect to the engines (`slime.weights.sync.WeightSync.connect`).
+        ``version`` counts only the first time."""
         what = "connecting trainer and engines"
         self._ask(
             lambda a: a.connect_engines.remote(engines, on_this_node, version),

@@ -50,7 +50,7 @@ class ActorDied(ActorLost):
 
 
 class ConnectionBroken(ActorLost):
-    """Actors lost their connections to each other, and none of them has said why."""
+    """Actors lost their connections to each other, for an unknown reason."""
 
 
 class NoEngineLeft(Exception):
@@ -86,7 +86,7 @@ class NamedActor:
 
     @property
     def process(self) -> Process | None:
-        """None until the actor has answered, and if it died before."""
+        """The actor's process; None until it has answered, or if it died before."""
         if (
             self._found is not None
             or self._process is None
@@ -96,7 +96,7 @@ class NamedActor:
         try:
             self._found = ray.get(self._process)
         except RayActorError as error:
-            logger.debug("%s never said where it is: %s", self.name, error)
+            logger.debug("%s never reported its process: %s", self.name, error)
         return self._found
 
     def __str__(self) -> str:
@@ -214,7 +214,7 @@ def raise_failed(asked: Asked, what: str) -> None:
 
 
 class Watch:
-    """Keeps one call open with each of several actors, to notice soon when one of them is gone.
+    """Keeps one call open with each of several actors, to notice soon when one of them dies.
 
     Args:
         questions: actor → a function that starts a call which the actor answers quickly.
@@ -234,7 +234,7 @@ class Watch:
         """Handle the answers that have come and ask those actors again, without waiting.
 
         Raises:
-            ActorDied: one of them is gone. Also what ``on_answer`` raises.
+            ActorDied: one of them has died. Also what ``on_answer`` raises.
         """
         open_refs = list(self._asked.values())
         done = (
@@ -323,8 +323,7 @@ def _deadline_passed(
     )
     return DeadlinePassed(
         f"{what}: no answer within {timeout:.0f} s from {', '.join(map(str, silent))}, waited for "
-        "since "
-        f"{time.strftime('%H:%M:%S', time.localtime(since))}",
+        f"since {time.strftime('%H:%M:%S', time.localtime(since))}",
         why=f"{', '.join(stopped.values())} is stopped (SIGSTOP), and so answers nobody"
         if stopped
         else "",
@@ -407,16 +406,15 @@ def _fetch(ref: ray.ObjectRef, what: str, worker: NamedActor) -> Any:
             if str(error).strip()
             else "Ray's memory monitor killed the process",
             fix="lower --max-tokens-per-gpu or --micro-batch-size, put fewer processes on a host, "
-            "or raise Ray's "
-            "threshold (RAY_memory_usage_threshold)",
+            "or raise Ray's threshold (RAY_memory_usage_threshold)",
         ).naming(worker) from error
     except RayActorError as error:
         if worker.name == "rollout":  # where rewards, generate functions and filters run
             why = (
                 "its process ended without a word: by os._exit or a crash in a function of yours "
-                "or a library that it"
+                "or a library that it calls, or killed, perhaps by the kernel for lack of memory "
+                "(see dmesg)"
             )
-            why += " calls, or killed, perhaps by the kernel for lack of memory (see dmesg)"
             fix = "look into logs/rollout.log; slime reward runs a reward on its own"
         else:
             why = (

@@ -1,4 +1,3 @@
-"""What plugins written for earlier versions import and a name alone does not give them: other
-signatures, sync in place of async, use outside of a run. Each is a thin face of our own code; the
-table is in `slime.compat.import_paths`.
+"""Functions that plugins of earlier versions import with another signature, sync in place of async,
+or outside of a run. Each calls our own code; `import_paths.toml` lists all names.
 """

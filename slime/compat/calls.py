@@ -61,7 +61,7 @@ class _RunsLoop:
 
 @functools.cache
 def shared_loop() -> AsyncLoopThread:
-    """That of this process, for what has no run, and for sync functions that need an event loop
+    """The event loop of this process where there is no run, and for sync functions that need one
     beside the run's."""
     return AsyncLoopThread()
 

@@ -1,4 +1,4 @@
-"""Imports that a plugin's source makes of slime, found before launch.
+"""Check the imports of slime in a plugin's source before launch.
 
 An import inside a function fails only when the function is called: in the first training step, an
 hour into a run. All imports of the file are looked up, and those of the plugin's other files that

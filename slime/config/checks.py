@@ -1,5 +1,5 @@
-"""What flags ask for that cannot be, found before anything starts. Each error says which flags, and
-what to do.
+"""Contradictions between flags, found before anything starts. Each error names the flags and what
+to do.
 
 What a flag declares of itself (refusals, range, what it acts with) is checked here for all of them;
 below are the equations between several flags that say how a run is made. Those of the trainer are
@@ -47,8 +47,8 @@ def unsupported(
     given: UserFlags, specs: Mapping[str, FlagSpec]
 ) -> Iterator[tuple[list[str], UserError]]:
     """Yield (flags by dest, error) for each thing that flags ask for and that this version does not
-    do. Flags that ask for the same thing are told together, and those that describe a model of a
-    missing family by its name."""
+    do. Flags that ask for the same thing share an error, and those that describe a model of a
+    missing family share the one that names it."""
     differing = frozenset(
         dest for dest, value in given.values.items() if value != specs[dest].default
     )
@@ -77,7 +77,7 @@ def unsupported(
 
 
 def _refusal(spec: FlagSpec, value: Any) -> tuple[str, str]:
-    """Why a value is refused, and the flag as it is told; empty where it is not."""
+    """Return why a value is refused and how the error names the flag; "" where it is accepted."""
     if spec.meta.refused and (value != spec.default or spec.meta.is_reserved):
         return spec.meta.refused, spec.option
     for item in value if isinstance(value, tuple) else (value,):

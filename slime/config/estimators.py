@@ -1,6 +1,5 @@
-"""What the flags must know of each ``--advantage-estimator``: one record each, from which the needs
-of the flags around it, the checks and the defaults follow. What an estimator computes is its row in
-`slime.algorithms.estimators`.
+"""A record of each ``--advantage-estimator``: the needs of the flags around it, the checks and the
+defaults follow from it. What an estimator computes is its row in `slime.algorithms.estimators`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ EstimatorName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorFacts:
-    """Which flags act on an estimator, and what it asks for. Every fact has to be told.
+    """The flags that act on an estimator, and what it asks for. No fact has a default.
 
     Attributes:
         group_relative: a reward counts relative to those of the other samples of its prompt.

@@ -36,7 +36,7 @@ class MegatronConfig:
             contradictions.
         optimizer: of `OptimizerConfig`, beyond the fields below.
         ddp: of `DistributedDataParallelConfig`, beyond the fields below.
-        model: what the user said of the model beside TransformerConfig (`rotary_base`,
+        model: what the user set of the model beside TransformerConfig (`rotary_base`,
             `vocab_size`, ...); never passed on, only checked against the Hugging Face config.
     """
 

@@ -1,4 +1,4 @@
-"""What is told of flags: ``--help``, docs/flags.md, and the words that both have in common."""
+"""Texts about flags: ``--help``, docs/flags.md, and the words that both share."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ _METAVAR = {
     "int_or_list": "INT|LIST",
     "bool": "",
 }
-
-
 #: What a decent run says of itself, in the order in which one thinks of it: dest → placeholder and
 #: a few words. A dozen at most: whoever wants more has topics for it.
 BASICS = {

@@ -127,8 +127,8 @@ _NAMED = re.compile(r"--([a-z][\w-]*)|\b([a-z]\w*_\w+)\b")
 
 
 def _without_contradictions(given: UserFlags, entry: str, errors: list[UserError]) -> Draft | None:
-    """The draft of the flags without those that contradict others or are out of range; each is told
-    in ``errors``.
+    """The draft of the flags without those that contradict others or are out of range; each adds to
+    ``errors``.
 
     Returns:
         None where something is wrong that no flag can be left out for.

@@ -22,14 +22,10 @@ from slime.errors import UserError
 from slime.processes.host import num_cpus, num_gpus
 
 EQUATION = "rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout"
-
-
 #: What a run has where neither flags nor the equation say more, as in the reference system's
 #: example: 32 × 8 = 256 × 1.
 DEFAULT_PROMPTS = 32
 DEFAULT_SAMPLES = 8
-
-
 #: From one checkpoint to the next: a short run would spend a third of its time on them.
 _CHECKPOINT_SPACING = 120.0
 

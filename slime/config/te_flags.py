@@ -1,4 +1,4 @@
-"""Flags that need Transformer Engine, and what is said where it is not installed."""
+"""Flags that need Transformer Engine, and the error where it is not installed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEEDS: dict[str, str] = {
 #: Flags of which one value needs it.
 _ONLY: dict[str, str] = {"transformer_impl": "transformer_engine", "attention_backend": "fused"}
 
-#: Of these, the ones that act inside Transformer Engine's layers: without them they would do
+#: Flags among them that act inside Transformer Engine's layers: without these layers they would do
 #: nothing.
 ACTS_IN_LAYERS = ("fp8_format", "fp4_format", "fp8_param_gather", "delay_wgrad_compute")
 
@@ -40,7 +40,7 @@ INSTALL = (
 
 
 def is_installed() -> bool:
-    """Looks without importing it."""
+    """Return whether Transformer Engine is installed, without importing it."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 

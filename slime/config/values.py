@@ -1,5 +1,5 @@
-"""From what was written (text of a command line, YAML, Python) to the typed value of a flag, in its
-range."""
+"""Values of flags as they are written (a command line, YAML, Python), converted to their type and
+checked against their range."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_number(spec: FlagSpec, value: Any, where: str = "") -> None:
     """Refuse a number that is not in the flag's range, or one of several; None is unset.
 
     Args:
-        where: what is said instead of the flag, for a value from elsewhere.
+        where: names a value from elsewhere, in place of the flag.
     Raises:
         UserError: tells what the number is, and the range.
 

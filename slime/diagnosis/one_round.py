@@ -30,12 +30,11 @@ from slime.processes.owner import die_with_parent
 _PROMPTS = 2
 _SAMPLES = 2
 _TOKENS = 64
-#: Mean difference of log-probs between trainer and engine from which on they do not compute the
-#: same.
+#: Mean difference of log-probs up to which trainer and engine compute the same.
 _DIFFERENCE = 0.1
 _METRIC = "train/train_rollout_logprob_abs_diff"
 _LAST_LINES = 8
-#: Flags that are not for a round: how long and how much, what is kept and compared, who is told.
+#: Flags that a round does not take: its length and size, what is saved and compared, loggers.
 _NOT_GIVEN = (
     "config", "custom_config_path", "dry_run", "num_epoch", "num_rollout", "start_rollout_id",
     "stage", "run_name", "output_dir", "global_batch_size", "num_steps_per_rollout",
@@ -55,10 +54,10 @@ def one_round(case: CheckedRun, findings: CheckFindings) -> None:
     if not goes_round(config):
         raise LeftOut("the run does not generate, train and push")
     folder = Path(tempfile.mkdtemp(prefix="slime-doctor-"))
-    status, said = launch(config, folder)
+    status, output = launch(config, folder)
     row = _last_row(folder)
     if status != 0:
-        return findings.add("round-failed", how_it_failed(status, said, folder))
+        return findings.add("round-failed", how_it_failed(status, output, folder))
     difference = row.get(_METRIC, math.nan)
     if not difference <= _DIFFERENCE:
         detail = (
@@ -80,9 +79,9 @@ def goes_round(config: Config) -> bool:
     return not is_sft and needs_engines(config) and not config.debug.debug_rollout_only
 
 
-def how_it_failed(status: int, said: Sequence[str], folder: Path) -> str:
+def how_it_failed(status: int, output: Sequence[str], folder: Path) -> str:
     """Format the exit status and the last lines of a round."""
-    lines = "\n".join(said[-_LAST_LINES:])
+    lines = "\n".join(output[-_LAST_LINES:])
     return f"it ended with status {status}; its folder is {folder}:\n{lines}"
 
 

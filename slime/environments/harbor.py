@@ -53,9 +53,8 @@ class RunningTask:
         lines = dockerfile_lines(task)
         self._refuse_what_needs_more(lines)
         workdirs = [words for word, words in lines if word == "WORKDIR"]
-        workdir = (
-            posixpath.join("/", *workdirs) if workdirs else "/app"
-        )  # one that is relative is below the last
+        # one that is relative is below the last
+        workdir = posixpath.join("/", *workdirs) if workdirs else "/app"
         self.workdir = posixpath.normpath(
             str(self._section("environment").get("workdir") or workdir)
         )

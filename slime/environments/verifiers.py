@@ -101,9 +101,8 @@ class VerifiersTaskset:
         async with agent_endpoint(args, sample, sampling_params) as endpoint:
             os.environ.update(past_proxies([]))  # the package's clients read proxies there
             client = vf.EvalClientConfig(base_url=endpoint.keyed_base_url, api_key_var=_NO_KEY)
-            environment = (
-                self._environment()
-            )  # one for each sample: what it serves is then closed with it
+            # one for each sample: what it serves is then closed with it
+            environment = self._environment()
             async with environment.serving():
                 episode = await environment.run_episode(
                     task, vf.ModelContext(model="policy", client=client)

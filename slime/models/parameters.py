@@ -1,7 +1,7 @@
 """Which tensors of a model are trained, stored and served, under their Hugging Face names.
 
     trained   the trainer's parameters are made of them, and `load_hf` must fill every one
-    stored    the trainer's Hugging Face exports hold them, and it reads them from such a directory
+    stored    a Hugging Face directory of plain weights holds them; the trainer reads and exports it
     served    a push brings them to the engines, which start from a directory that holds them
 
 All three are the family's table when a plain model is trained as a whole. Engines of a quantised

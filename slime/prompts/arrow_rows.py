@@ -109,9 +109,8 @@ def loading(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        cause = (
-            error.__cause__ or error
-        )  # of "An error occurred while generating the dataset", which says nothing
+        # of "An error occurred while generating the dataset", which says nothing
+        cause = error.__cause__ or error
         why = f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
         fix = (
             "name a .jsonl or .parquet file, or a folder that holds nothing but the files of one "
@@ -120,8 +119,7 @@ def loading(path: str) -> Iterator[None]:
         raise UserError(f"the data set '{path}' cannot be read", why=why, fix=fix) from error
 
 
-# -- values
-# --------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 
 
 def _converted(row: dict[str, Any], converts: dict[str, _Convert]) -> dict[str, Any]:

@@ -118,8 +118,7 @@ def render_shown(
         ) from error
 
 
-# -- the form in which a template takes messages
-# -------------------------------------------------------------------
+# -- the form in which a template takes messages ---------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -382,9 +381,8 @@ def _writes_thought(
     if calls:
         message |= {"content": "", "tool_calls": [_PROBE_CALL]}
     text = probe(tried, message, tools=_PROBE_TOOLS if calls else None)
-    is_dumped = (
-        '"thinking":' in text or "'thinking':" in text
-    )  # a list of parts, written as Python or JSON
+    # a list of parts, written as Python or JSON
+    is_dumped = '"thinking":' in text or "'thinking':" in text
     return 0 <= text.find(_THOUGHT) < text.rfind(_VALUE if calls else _ANSWER) and not is_dumped
 
 
@@ -415,8 +413,7 @@ def _end_of(tail: str, behind: str, tokenizer: Any) -> str:
     return "".join(pieces[:count])
 
 
-# -- reasoning in content
-# ------------------------------------------------------------------------------------------
+# -- reasoning in content --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

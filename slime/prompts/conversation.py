@@ -92,8 +92,7 @@ class ConversationError(UserError):
         return f"{self.what}: {self.detail}" if self.detail else self.what
 
 
-# -- a conversation
-# ------------------------------------------------------------------------------------------------
+# -- a conversation --------------------------------------------------------------------------------
 
 
 def conversation_in(value: Any, where: str = "messages") -> tuple[list[Any], Any] | None:
@@ -315,9 +314,8 @@ class _MessageReader:
         loss = reading_loss_keys(given, where)
         if role == "assistant" and loss == 0:
             said["step_loss_mask"] = 0
-        elif (
-            role != "assistant" and loss == 1
-        ):  # asks for what is not done; kept, so that it is reported
+        # asks for what is not done; kept, so that it is reported
+        elif role != "assistant" and loss == 1:
             said |= {key: given[key] for key in LOSS_KEYS[1:] if key in given}
         known = (*_KEYS, *_CONSUMED)
         said |= {
@@ -344,7 +342,7 @@ class _MessageReader:
             raise ConversationError(kind, where, f"found in {', '.join(found)}", "keep one of them")
         return next(reversed(found.values()), "")
 
-    # -- content --
+    # -- content -----------------------------------------------------------------------------------
 
     def content(self, content: Any, where: str, *, role: str, join: str = "") -> _Content:
         found = _Content()
@@ -424,7 +422,7 @@ class _MessageReader:
                 f"a part {shown}: only text is taken here", where, f"its keys are: {keys}"
             )
 
-    # -- calls of tools --
+    # -- calls of tools ----------------------------------------------------------------------------
 
     def _calls(self, given: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         calls = _decoded(given.get("tool_calls"), f"{where}.tool_calls")
@@ -555,8 +553,7 @@ def _not_json(word: str) -> Any:
     raise ValueError(f"{word} is not a number that JSON can write")
 
 
-# -- tools
-# --------------------------------------------------------------------------------------------------
+# -- tools -----------------------------------------------------------------------------------------
 
 
 def read_tools(
@@ -666,8 +663,7 @@ def allows_null(schema: Any) -> bool:
     )
 
 
-# -- keys that nothing reads
-# -----------------------------------------------------------------------------------------
+# -- keys that nothing reads -----------------------------------------------------------------------
 
 
 def unread_keys(messages: Messages, template: str | None, *, writes_names: bool = True) -> set[str]:

@@ -119,18 +119,23 @@ class MappedOrder:
             logger,
             "%s: a prompt of %d tokens is longer than %d and left out, as are others when they "
             "are drawn (%s)",
-            self._rows.where(position), length, self._checker.max_tokens, self._checker.limit_flags,
+            self._rows.where(position),
+            length,
+            self._checker.max_tokens,
+            self._checker.limit_flags,
             once="a prompt that is too long",
-        )  # fmt: skip
+        )
         return None
 
     def _pass_over(self, position: int, problem: RowProblem) -> None:
         tell(
             logger,
             "%s: rows here %s, and are left out when they are drawn (this is the first; %s)",
-            self._rows.where(position), problem.kind, problem.detail or problem.fix,
+            self._rows.where(position),
+            problem.kind,
+            problem.detail or problem.fix,
             once=f"left out {problem.kind}",
-        )  # fmt: skip
+        )
 
     def fingerprint(self) -> str:
         """Changes with the rows that can be drawn: their number, and content of the first, middle
@@ -203,10 +208,13 @@ class StreamedOrder:
                 tell(
                     logger,
                     "%s: %d prompts are longer than %s tokens and left out (the longest: %d; %s)",
-                    self._path, self._too_long, self._checker.max_tokens, self._longest,
+                    self._path,
+                    self._too_long,
+                    self._checker.max_tokens,
+                    self._longest,
                     self._checker.limit_flags,
                     once=f"too long {self._path}",
-                )  # fmt: skip
+                )
             self.seek(self._epoch + 1, 0)
             return self.take()
         self._offset += 1

@@ -302,8 +302,7 @@ def positions_to_check(num_rows: int) -> Sequence[int]:
     return chosen
 
 
-# -- rows that were checked before the launch
-# ------------------------------------------------------------------------
+# -- rows that were checked before the launch ------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -172,8 +172,7 @@ def _missing(file: str) -> UserError:
     )
 
 
-# -- parts of rows
-# --------------------------------------------------------------------------------------------------
+# -- parts of rows ---------------------------------------------------------------------------------
 
 
 class SlicedRows:
@@ -216,8 +215,7 @@ class ConcatenatedRows:
         return self._parts[number], position - (self._ends[number - 1] if number else 0)
 
 
-# -- text files
-# --------------------------------------------------------------------------------------------------
+# -- text files ------------------------------------------------------------------------------------
 
 
 def _open_bytes(file: str, *, mapped: bool = False) -> io.BufferedReader:
@@ -322,8 +320,7 @@ class _MappedRows:
         return self._map[self._starts[position] : self._ends[position]].tobytes()
 
 
-# -- JSON
-# --------------------------------------------------------------------------------------------------
+# -- JSON ------------------------------------------------------------------------------------------
 
 
 class JsonLines(_MappedRows):
@@ -343,9 +340,8 @@ def _line_offsets(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     starts, ends = _between(_positions(content, b"\n"), len(content))
     keep = ends > starts
     first = content[starts[keep]]
-    for i in np.flatnonzero(keep)[
-        first <= 32
-    ]:  # only a line that begins with white space can be blank
+    # only a line that begins with white space can be blank
+    for i in np.flatnonzero(keep)[first <= 32]:
         keep[i] = bool(bytes(content[starts[i] : ends[i]]).strip())
     return starts[keep], ends[keep], np.flatnonzero(keep) + 1
 
@@ -505,8 +501,7 @@ _DECODER = json.JSONDecoder(**_HOOKS)
 _LONG_INTEGERS = json.JSONDecoder(**_HOOKS, parse_int=written_integer)
 
 
-# -- CSV
-# --------------------------------------------------------------------------------------------------
+# -- CSV -------------------------------------------------------------------------------------------
 
 
 class CsvRows(_MappedRows):
@@ -640,9 +635,8 @@ def _csv_records(file: str) -> Iterator[tuple[int, int, int, list[str]]]:
 
 
 def _csv_reader(lines: Any, file: str) -> Any:
-    csv.field_size_limit(
-        sys.maxsize
-    )  # of the process; the default of 131,072 characters is less than a long prompt
+    # of the process; the default of 131,072 characters is less than a long prompt
+    csv.field_size_limit(sys.maxsize)
     return csv.reader(lines, strict=True, delimiter=CSV_DELIMITERS[row_suffix(file)])
 
 

@@ -211,7 +211,7 @@ class SftEncoding:
     def _is_end(self, ids: list[int]) -> bool:
         return bool(ids) and ids[-1] in self.ends
 
-    # -- conversations --
+    # -- conversations -----------------------------------------------------------------------------
 
     def _conversation(self, messages: Messages, tools: list[dict[str, Any]] | None) -> Encoded:
         messages = self._form.merged(messages)
@@ -346,9 +346,8 @@ class SftEncoding:
         if marks is None:
             return _Turn(prompt, rest.lstrip() if opened else rest)
         begin, end = marks
-        if (
-            end in opened
-        ):  # an empty block of reasoning: the answer follows, unless there is reasoning after all
+        # an empty block of reasoning: the answer follows, unless there is reasoning after all
+        if end in opened:
             is_written = bool(thought.text.strip()) and thought.text.strip() in rest
             return _Turn(shared, rest) if is_written else _Turn(prompt, rest)
         gap = "\n" if opened.endswith("\n") else ""
@@ -381,9 +380,8 @@ class SftEncoding:
         """Without what the template writes behind the end-of-turn token."""
         form = self._form
         calls = [call["function"] for call in message.get("tool_calls", ())]
-        if (
-            calls
-        ):  # some templates write an empty answer behind them, or always the head of the next turn
+        # some templates write an empty answer behind them, or always the head of the next turn
+        if calls:
             values = [
                 value
                 for call in calls
@@ -445,7 +443,7 @@ class SftEncoding:
             last,
         )
 
-    # -- templates that mark themselves what is trained --
+    # -- templates that mark themselves what is trained --------------------------------------------
 
     def _marked(
         self, renderer: _Renderer, ours: TrainedSequence, found: Encoded
@@ -455,9 +453,8 @@ class SftEncoding:
         tokens, mask = renderer.marked()
         size = len(ours.tokens)
         marked = self._without_blanks_after_ends(tokens, mask)
-        if (
-            tokens[:size] == ours.tokens
-        ):  # marks may leave something out, and add nothing that is never generated
+        # marks may leave something out, and add nothing that is never generated
+        if tokens[:size] == ours.tokens:
             marked = [bit & both for bit, both in zip(marked, ours.mask)]
         if 1 not in marked:
             raise UserError(
@@ -479,8 +476,10 @@ class SftEncoding:
                 logger,
                 "the chat template marks %.200r with {%% generation %%}, and the model would "
                 "generate %.200r: what both have in common is trained",
-                said, meant, once=f"generation marks {hash(self._source)}",
-            )  # fmt: skip
+                said,
+                meant,
+                once=f"generation marks {hash(self._source)}",
+            )
         found.unended = None
         if not self._is_end(theirs.tokens):
             found.unended = self._unended(theirs.tokens)
@@ -699,8 +698,7 @@ def _undetermined(number: int, why: str) -> UserError:
     )
 
 
-# -- what is told of many rows
-# -------------------------------------------------------------------------------------
+# -- what is told of many rows ---------------------------------------------------------------------
 
 
 @dataclass
@@ -741,37 +739,49 @@ class SftTotals:
                 "chat template rewrites earlier turns, e.g. without their reasoning: each sample "
                 "ends where the model would have been asked next. They are trained with the "
                 "weight of one conversation",
-                self.split, self.rows, self.sequences, once=f"sft split {name}",
-            )  # fmt: skip
+                self.split,
+                self.rows,
+                self.sequences,
+                once=f"sft split {name}",
+            )
         if self.lost_reasoning:
             tell(
                 logger,
                 "the chat template does not write reasoning: %d answers of %d conversations are "
                 "trained without theirs. To train it, %s",
-                self.lost_reasoning, self.rows, self.reasoning_fix,
+                self.lost_reasoning,
+                self.rows,
+                self.reasoning_fix,
                 once=f"sft lost reasoning {name}",
-            )  # fmt: skip
+            )
         if self.without_reasoning:
             tell(
                 logger,
                 "the generation prompt opens reasoning (<think>), and %d answers of %d "
                 "conversations have none: they are trained without the opening mark, so the "
                 "prompt differs from the one that engines are given",
-                self.without_reasoning, self.rows, once=f"sft without reasoning {name}",
-            )  # fmt: skip
+                self.without_reasoning,
+                self.rows,
+                once=f"sft without reasoning {name}",
+            )
         if self.control_tokens:
             tell(
                 logger,
                 "%d of %d conversations hold special tokens of the tokenizer in the words of "
                 "their messages: they are read as control tokens, so a message may end or begin "
                 "there. Remove them if they are meant as text",
-                self.control_tokens, self.rows, once=f"sft control tokens {name}",
-            )  # fmt: skip
+                self.control_tokens,
+                self.rows,
+                once=f"sft control tokens {name}",
+            )
         if self.unended is not None:
             tell(
                 logger,
                 "the model does not learn to end its answers: %s (tokenizer of '%s'), so the last "
                 "token that is trained is %r; %s. No token is added unasked",
-                self.unended.what, name, self.unended.last, self.unended.fix,
+                self.unended.what,
+                name,
+                self.unended.last,
+                self.unended.fix,
                 once=f"no end {name} {self.unended.what}",
-            )  # fmt: skip
+            )

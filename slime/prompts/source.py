@@ -262,8 +262,7 @@ class PromptSource(DataSource):
         self._where: dict[int, str] = {}
         """The row of each unfinished draw, for messages."""
 
-    # -- drawing
-    # ----------------------------------------------------------------------------------------------
+    # -- drawing -----------------------------------------------------------------------------------
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """``num_samples`` groups: those that were put back first, then new ones."""
@@ -276,9 +275,8 @@ class PromptSource(DataSource):
         self._buffer.add(samples)
 
     def _draw(self) -> list[Sample]:
-        if (
-            self._order is None
-        ):  # --disable-rollout-global-dataset: prompts come from the rollout function
+        # --disable-rollout-global-dataset: prompts come from the rollout function
+        if self._order is None:
             self._next += 1
             return self._make_group(_BLANK, self._next - 1)
         while True:
@@ -296,6 +294,11 @@ class PromptSource(DataSource):
             if group_index not in self._held:
                 break
         return self._make_group(prompt, group_index)
+
+    @property
+    def rows_per_epoch(self) -> int | None:
+        """The number of rows in an epoch; None with --streaming-data, or without data."""
+        return len(self._order) if isinstance(self._order, MappedOrder) else None
 
     @property
     def passes_over(self) -> bool:
@@ -329,8 +332,7 @@ class PromptSource(DataSource):
             raise UserError("there is no data set to count", fix="pass --num-rollout")
         return len(self._order)
 
-    # -- resuming
-    # ----------------------------------------------------------------------------------------------
+    # -- resuming ----------------------------------------------------------------------------------
 
     def mark_consumed(self, group_indices: Iterable[int]) -> None:
         self._done.update(index for index in group_indices if index >= self._low)
@@ -386,8 +388,9 @@ class PromptSource(DataSource):
                     "the checkpoint's order of the data was %s, this run's is %s: in this epoch "
                     "some prompts come again, and some not at all (--rollout-shuffle, "
                     "--rollout-seed)",
-                    saved, self._shuffling,
-                )  # fmt: skip
+                    saved,
+                    self._shuffling,
+                )
             self._order.seek(state["epoch"], state["offset"])
             return
         self._next = self._low = max([state["low"] - 1, *self._done, *self._held]) + 1
@@ -395,8 +398,9 @@ class PromptSource(DataSource):
             logger,
             "the prompt data is not the checkpoint's: drawing from its beginning, as groups %d "
             "and on; %d groups that the checkpoint has in the buffer keep their old prompts",
-            self._next, len(self._held),
-        )  # fmt: skip
+            self._next,
+            len(self._held),
+        )
         self._done = set()
         self._held = set()
         self._order.seek(0, 0)

@@ -200,10 +200,9 @@ def end_token_conflicts(tokenizer: Any, path: str) -> list[str]:
     used = _shown_tokens(tokenizer, set().union(*ids.values()))
     return [
         f"the model's files name different end tokens: {told}{ends}. Generation stops at each of "
-        f"{used}: a token that"
-        f" only {' and '.join(strange)} names cuts answers where it occurs. Supervised texts end "
-        "with"
-        f" {_shown_tokens(tokenizer, main)}; correct eos_token_id in {' and '.join(strange)}"
+        f"{used}: a token that only {' and '.join(strange)} names cuts answers where it occurs. "
+        f"Supervised texts end with {_shown_tokens(tokenizer, main)}; correct eos_token_id in "
+        f"{' and '.join(strange)}"
     ]
 
 

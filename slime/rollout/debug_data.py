@@ -127,8 +127,7 @@ def _no_dump(pattern: str, path: Path) -> UserError:
         f"there is no rollout dump {path}",
         why=why,
         fix="check the pattern of --load-debug-rollout-data, --start-rollout-id (the first "
-        "rollout) and --num-rollout"
-        " (the number behind the last)",
+        "rollout) and --num-rollout (the number behind the last)",
     )
 
 

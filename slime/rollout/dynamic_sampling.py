@@ -139,13 +139,12 @@ class DynamicSampler:
         self._source_name = named(path, "--data-source-path") if path else "the data source"
         self.verdicts: dict[int, Decision] = {}  # by GroupRun.order
         self.result = Collected([], [])
-        self._certain: list[
-            GroupRun
-        ] = []  # the batch as far as it is certain; may grow beyond the target
-        self._next_certain = (
-            0  # in deterministic mode: every group drawn before this one has its verdict
-        )
-        self._num_rejected = self._drops_in_a_row = 0
+        # the batch as far as it is certain; may grow beyond the target
+        self._certain: list[GroupRun] = []
+        # in deterministic mode: every group drawn before this one has its verdict
+        self._next_certain = 0
+        self._num_rejected = 0
+        self._drops_in_a_row = 0
         self._tasks: dict[asyncio.Task[None], GroupRun] = {}
         self._finished: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
 
@@ -178,8 +177,7 @@ class DynamicSampler:
         result.finished = sorted(judged, key=_sample_index)
         return result
 
-    # -- choosing
-    # ------------------------------------------------------------------------------------------
+    # -- choosing ----------------------------------------------------------------------------------
 
     def _num_expected(self) -> int:
         """Groups that are kept or may still be."""
@@ -257,8 +255,7 @@ class DynamicSampler:
             run.is_noted = is_noted
         return run
 
-    # -- too old
-    # -------------------------------------------------------------------------------------------
+    # -- too old -----------------------------------------------------------------------------------
 
     def _is_stale(self, run: GroupRun) -> bool:
         return run.order not in self._corrected and (
@@ -373,8 +370,7 @@ class DynamicSampler:
                 f"the dynamic filter has dropped {self._drops_in_a_row} groups in a row",
                 why=f"its reasons: {reasons}",
                 fix="take prompts on which the model sometimes succeeds, raise "
-                "--n-samples-per-prompt, or leave"
-                " --dynamic-sampling-filter-path out",
+                "--n-samples-per-prompt, or leave --dynamic-sampling-filter-path out",
             )
 
     def _check_rewards(self, run: GroupRun) -> None:
@@ -395,8 +391,7 @@ class DynamicSampler:
         what = f"{self.result.num_failed} groups have failed in this rollout of {self.target}"
         raise too_many_failed(what, "the last one", run, "failed_*.jsonl") from run.failure
 
-    # -- the end
-    # -------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     async def _stop_running(self) -> None:
         """Abort what still runs. Rewards are left at once, engines stop, slow generate functions
@@ -404,9 +399,8 @@ class DynamicSampler:
         if not self._tasks:
             return
         with self.client.abort_scope():
-            await asyncio.sleep(
-                0
-            )  # tasks that have just been created see the abort before anything is sent
+            # tasks that have just been created see the abort before anything is sent
+            await asyncio.sleep(0)
             end = time.monotonic() + self.abort_timeout
             if self.client.in_flight or any(_is_generating(run) for run in self._tasks.values()):
                 await self.client.abort_all(self.abort_timeout)
@@ -428,9 +422,8 @@ class DynamicSampler:
     ) -> None:
         for task in tasks:
             task.cancel()
-        if (
-            tasks
-        ):  # users' code has a moment to end, then it is left behind (`slime.user_code.calls`)
+        # users' code has a moment to end, then it is left behind (`slime.user_code.calls`)
+        if tasks:
             await asyncio.wait(tasks, timeout=deadlines.DYNAMIC_SAMPLING_CANCEL)
         for task in tasks:
             if task.done() and not task.cancelled():
@@ -461,9 +454,8 @@ class DynamicSampler:
     def _rewind(self, run: GroupRun) -> None:
         """Bring a group into the state in which the next rollout can take it up."""
         if run.is_generated and not self.deterministic:
-            if (
-                run.order not in self.verdicts
-            ):  # it finished when there were enough: nobody has judged and noted it
+            # it finished when there were enough: nobody has judged and noted it
+            if run.order not in self.verdicts:
                 self._note(RecordKind.FINISHED if run.is_scored else RecordKind.BEGUN, run)
             return
         if self.deterministic or not self.partial_rollout:
@@ -474,9 +466,8 @@ class DynamicSampler:
         for trajectory in run.trajectories:
             if trajectory.is_generated:
                 continue
-            if (
-                trajectory.fanned_out or trajectory.activity is Activity.GENERATING
-            ):  # user code left it half-done
+            # user code left it half-done
+            if trajectory.fanned_out or trajectory.activity is Activity.GENERATING:
                 trajectory.rewind()
             for sample in trajectory.samples:
                 if sample.response_length:

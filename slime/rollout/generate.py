@@ -226,8 +226,7 @@ def context_limit(*limits: int | None) -> int | None:
     return min(given) if given else None
 
 
-# -- the built-in function
-# ---------------------------------------------------------------------------------
+# -- the built-in function -------------------------------------------------------------------------
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -364,9 +363,8 @@ def _read_anew(
     """
     known = text_of(state.tokenizer, before, params).rstrip(_HALF)
     text = text.rstrip(_HALF)
-    if text.endswith(
-        known
-    ):  # else users' code has changed the text, and the answer's own parts must do
+    # else users' code has changed the text, and the answer's own parts must do
+    if text.endswith(known):
         whole = text_of(state.tokenizer, _sampled_tail(sample), params)
         sample.response = text[: len(text) - len(known)] + whole
 
@@ -391,9 +389,12 @@ def note_too_long(state: GenerateState, sample: Sample, limit: str) -> None:
         "training where it has no answer. --rollout-max-prompt-len leaves such prompts out "
         "beforehand%s; the limit is --rollout-max-context-len, or without it the engine's own "
         "context (--sglang-context-length, by default what the model's config.json says)",
-        sample.index, len(sample.tokens), limit, unmeasured,
+        sample.index,
+        len(sample.tokens),
+        limit,
+        unmeasured,
         once="no room",
-    )  # fmt: skip
+    )
 
 
 def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:

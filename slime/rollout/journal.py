@@ -115,11 +115,11 @@ class Journal:
         """Rollouts whose file failed: behind half a record nothing would be found."""
         self._ended = threading.Event()
         self._syncing: threading.Thread | None = None
-        self.num_restored = self.newest_version = 0
+        self.num_restored = 0
+        self.newest_version = 0
         self._read_all()
 
-    # -- reading
-    # -------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def _read_all(self) -> None:
         removed = 0
@@ -138,7 +138,7 @@ class Journal:
                 "%d groups of the journal were made with another model, other flags of data, "
                 "generation or reward, or other functions: they are generated again",
                 removed,
-            )  # fmt: skip
+            )
 
     def _read_file(self, rollout_id: int, path: Path) -> int:
         """Note what is in a file; one that was made otherwise is removed.
@@ -168,8 +168,9 @@ class Journal:
                 logger.warning(
                     "%s was damaged or cut short: its last %d bytes are left out, what they held "
                     "is generated again",
-                    path, left,
-                )  # fmt: skip
+                    path,
+                    left,
+                )
                 file.truncate(file.tell())
         return 0
 
@@ -189,7 +190,8 @@ class Journal:
                 rollout did it, unless they are ahead. Where the newest is None (deterministic
                 runs), that of later ones never does.
             key: `drawn_as` of it; where the journal has another, it is of other data.
-            versions: nothing counts of those that are gone, or of unknown ones where some are.
+            versions: groups of unreachable versions do not count, nor, if there are any, groups
+                of unknown ones.
         Returns:
             The group, and whether it is finished in the file of this rollout or a later one, which
             stays as long as somebody may draw it again.
@@ -206,8 +208,9 @@ class Journal:
                     logger,
                     "the prompt data is not that of the last launch: groups of the journal whose "
                     "prompt or label is another now (first: group %d) are generated again",
-                    index, once=f"other data in {self._folder}",
-                )  # fmt: skip
+                    index,
+                    once=f"other data in {self._folder}",
+                )
                 break
             if (found := self._read(place)) is None:
                 break
@@ -219,8 +222,8 @@ class Journal:
                     "the run goes on from its checkpoint in another way than before (flags, "
                     "functions, weights): what the journal has of weights that it had pushed "
                     "behind that is generated again",
-                    once=f"gone in {self._folder}",
-                )  # fmt: skip
+                    once=f"unreachable in {self._folder}",
+                )
                 continue
             self.num_restored += place.kind is RecordKind.FINISHED and is_prompt(drawn)
             return found, place.kind is RecordKind.FINISHED and place.rollout_id >= rollout_id
@@ -240,8 +243,7 @@ class Journal:
             )
             return None
 
-    # -- writing
-    # -------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def note(self, kind: RecordKind, rollout_id: int, key: int, samples: Sequence[Sample]) -> None:
         """Write down what has become of a group.
@@ -258,9 +260,8 @@ class Journal:
             return
         try:
             kept = [] if kind is RecordKind.FORGOTTEN else [sample.to_dict() for sample in samples]
-            content = pickle.dumps(
-                kept, protocol=pickle.HIGHEST_PROTOCOL
-            )  # apart: most are never read
+            # apart: most are never read
+            content = pickle.dumps(kept, protocol=pickle.HIGHEST_PROTOCOL)
             newest = max(_versions_in(samples), default=0)
             with self._lock:
                 file = self._file(rollout_id)
@@ -316,9 +317,8 @@ class Journal:
             self._files[rollout_id] = file
             if not file.tell():
                 _append(file, self._made_with)
-                bring_to_disk(
-                    self._folder
-                )  # else the death of the host may take the name, with all that is in it
+                # else the death of the host may take the name, with all that is in it
+                bring_to_disk(self._folder)
             if self._syncing is None:
                 self._syncing = threading.Thread(
                     target=self._sync_now_and_then, name="slime-journal", daemon=True
@@ -349,8 +349,10 @@ class Journal:
             logger.error(
                 "the journal of rollout %d ends here, what it generates from now on is lost with "
                 "a crash: %s: %s; the next rollout has a file of its own",
-                rollout_id, type(problem).__name__, problem,
-            )  # fmt: skip
+                rollout_id,
+                type(problem).__name__,
+                problem,
+            )
 
     def _remove_files_with(self, index: int) -> None:
         """Remove the files with records that cannot be revoked: their other groups are generated
@@ -384,8 +386,7 @@ class Journal:
             finally:
                 os.close(file)
 
-    # -- its size
-    # ------------------------------------------------------------------------------------------
+    # -- its size ----------------------------------------------------------------------------------
 
     def drop(self, before: int) -> None:
         """Remove the files of rollouts before this one."""
@@ -442,8 +443,7 @@ def _versions_in(samples: Sequence[Sample]) -> set[int]:
     return {version for sample in samples for version in sample.token_versions()}
 
 
-# -- of a run
-# ------------------------------------------------------------------------------------------------
+# -- of a run --------------------------------------------------------------------------------------
 
 
 def open_journal(config: Config, folder: Path) -> Journal | None:
@@ -483,8 +483,7 @@ def is_prompt(drawn: Iterable[Sample]) -> bool:
     return not any(sample.response_length for sample in drawn)
 
 
-# -- files
-# --------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def _path(folder: Path, rollout_id: int) -> Path:

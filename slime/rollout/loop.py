@@ -1,4 +1,4 @@
-"""The rollout station: prompts in, groups with rewards out.
+"""Rollouts and evaluations: prompts in, groups with rewards out.
 
     source ─► DynamicSampler ─► GroupRunner ─► generate function ─► RolloutClient ─► router, engines
               (which)           (one group)    (one sample)         (one request)
@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
@@ -70,16 +71,16 @@ RecordFailure = Callable[[int | None, Sequence[Sample], str, Exception], None]
 class RolloutLoop:
     """Generates training batches and evaluates, all on the event loop that called `start`.
 
-    Rollouts that were begun go on beside each other, and evaluations beside them: a rollout's last
-    long answers leave room that the next one's first prompts use. Deterministic rollouts and
-    functions of the user's own, which may keep state, take turns.
+    Several rollouts and evaluations may run at once: the first prompts of one rollout use the room
+    that the last long answers of another leave. Deterministic rollouts and users' own rollout
+    functions, which may keep state, take turns.
 
     Args:
-        source: where prompts come from (and unfinished ones go back to).
+        source: gives prompts, and takes unfinished ones back.
         base_url: the router, or a single engine.
         model_urls: routers of all models by name (--sglang-config), for
             `slime.rollout.plugin_api.get_model_url`.
-        journal: of what is generated for training; groups that it has are not generated.
+        journal: records groups generated for training; those that it has are not generated again.
     Raises:
         UserError: a hook or an evaluation set that cannot work.
 
@@ -116,11 +117,9 @@ class RolloutLoop:
         self._client: RolloutClient | None = None
         self._rewards: RewardPool | None = None
         self._end_tokens = end_token_ids(tokenizer, str(config.checkpoint.hf_checkpoint or ""))
-        self._under_way: dict[bool, list[GenerateState]] = {
-            True: [],
-            False: [],
-        }  # evaluations; rollouts
-        self._last: GenerateState | None = None  # of the one that ended last
+        # by whether it is an evaluation
+        self._under_way: dict[bool, list[GenerateState]] = {True: [], False: []}
+        self._last: GenerateState | None = None  # of the rollout or evaluation that ended last
         self._starting = asyncio.Lock()
         self._one_at_a_time = asyncio.Lock()
         self._vocab_size = vocab_size_of(
@@ -128,14 +127,11 @@ class RolloutLoop:
         )
         self._watched: WatchedLoop | None = None
         self.record_failure: RecordFailure = lambda rollout_id, samples, while_, error: None
-        """Told of failures: rollout (None: an evaluation), samples as they stand, what they were
-        doing."""
-        self.lost: Callable[[str], object] = (
-            logger.error
-        )  # of code that blocks the event loop for good
+        """Called with each failure: rollout (None: an evaluation), samples, stage, error."""
+        # called when code blocks the event loop for good
+        self.lost: Callable[[str], object] = logger.error
 
-    # -- life
-    # ----------------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Connect to the engines, start the reward workers, read the evaluation data.
@@ -154,7 +150,7 @@ class RolloutLoop:
         policy = config.engine.router.get("policy") or "cache_aware"
         async with EngineClient(self.base_url) as router:
             engine_urls = [worker.url for worker in await list_workers(router)]
-        self._watched = watch_loop(loop, self._blocking_limit, lambda said: self.lost(said))
+        self._watched = watch_loop(loop, self._blocking_limit, lambda message: self.lost(message))
         self._rewards = RewardPool(config, self.args)
         self._eval_sets = await asyncio.to_thread(self._read_eval_sets)
         self._client = RolloutClient(
@@ -182,21 +178,18 @@ class RolloutLoop:
             _newest.clear()
 
     def _blocking_limit(self) -> float:
-        """Seconds that users' code may block the event loop: an abort has an end of its own."""
-        states = [state for states in self._under_way.values() for state in states]
+        """Seconds that users' code may block the event loop; fewer during an abort."""
+        states = itertools.chain.from_iterable(self._under_way.values())
         limit = self.config.rollout.rollout_stall_timeout
-        return (
-            min(limit, deadlines.DYNAMIC_SAMPLING_ABORT)
-            if any(state.aborted for state in states)
-            else limit
-        )
+        if any(state.aborted for state in states):
+            return min(limit, deadlines.DYNAMIC_SAMPLING_ABORT)
+        return limit
 
     def make_runner(
         self, state: GenerateState, rewards: RewardPool | None, **options: Any
     ) -> GroupRunner:
-        """A runner with the limits and the record of failures of this run; ``options`` are those of
+        """Make a runner with this run's limits and record of failures; ``options`` are those of
         `GroupRunner`."""
-
         limit = self.config.rollout.rollout_stall_timeout
         which = None if options.get("evaluation") else options["rollout_id"]
 
@@ -224,7 +217,7 @@ class RolloutLoop:
         `generate_rollout`.
 
         Args:
-            alone: beside no other such one.
+            alone: wait for other rollouts and evaluations that must run alone.
         """
         await self.start()
         assert self._client is not None
@@ -260,21 +253,23 @@ class RolloutLoop:
                     self._under_way[evaluation].remove(state)
                     self._last = state
 
-    # -- training
-    # ------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     async def generate_batch(
         self, rollout_id: int, versions: VersionWindow = ANY_VERSION
     ) -> RolloutFnTrainOutput:
-        """``rollout_batch_size`` groups with rewards, sorted by sample index, and their metrics.
+        """Generate ``rollout_batch_size`` groups with rewards, sorted by sample index.
 
         Args:
-            versions: of weights, see `GenerateState`.
+            versions: weight versions that samples may have, see `GenerateState`.
+        Returns:
+            The groups and their metrics.
         Raises:
-            UserError: see `DynamicSampler.collect`; or what a custom rollout function returned does
-                not fit.
+            UserError: see `DynamicSampler.collect`; or a custom rollout function returned something
+                that does not fit.
         """
-        custom = _custom_function(self.args.rollout_function_path) or override_of("rollout")
+        path = self.args.rollout_function_path
+        custom = _custom_function(path) or override_of("rollout")
         alone = custom is not None or self.config.rollout.deterministic
         async with self._session(alone=alone, versions=versions) as state:
             started = time.monotonic()
@@ -282,22 +277,16 @@ class RolloutLoop:
                 output = await self.generate_built_in(rollout_id, state, self.source)
             else:
                 returned = await call_rollout_fn(
-                    custom,
-                    self.args,
-                    rollout_id,
-                    self.source,
-                    evaluation=False,
-                    path=self.args.rollout_function_path,
+                    custom, self.args, rollout_id, self.source, evaluation=False, path=path
                 )
                 assert isinstance(returned, RolloutFnTrainOutput)
                 output = returned
-            path = self.args.rollout_function_path
             origin = named(path, "--rollout-function-path") if path else "the rollout"
             validate_groups(output.samples, origin)
             if custom is not None:
                 check_groups(output.samples, origin, self._vocab_size, self.args)
-            if custom is not None and self.config.sync.stale_samples != "correct":
-                check_age(output.samples, origin, versions)
+                if self.config.sync.stale_samples != "correct":
+                    check_age(output.samples, origin, versions)
             seconds = time.monotonic() - started
 
             def measure(samples: list[Sample]) -> dict[str, float]:
@@ -312,9 +301,10 @@ class RolloutLoop:
     async def generate_built_in(
         self, rollout_id: int, state: GenerateState, source: DataSource
     ) -> RolloutFnTrainOutput:
-        """The rollout as `slime.rollout.dynamic_sampling` describes it, with prompts of
+        """Run the rollout that `slime.rollout.dynamic_sampling` describes, with prompts of
         ``source``."""
         rollout = self.config.rollout
+        limit = rollout.rollout_stall_timeout
         rewards = self.rewards.fork()
         runner = self.make_runner(
             state,
@@ -324,7 +314,7 @@ class RolloutLoop:
             mask_offpolicy=rollout.mask_offpolicy_in_partial_rollout,
         )
         path = rollout.dynamic_sampling_filter_path
-        collector = DynamicSampler(
+        sampler = DynamicSampler(
             runner,
             source,
             target=rollout.rollout_batch_size,
@@ -333,18 +323,17 @@ class RolloutLoop:
             dynamic_filter=load_function(path) if path else None,
             deterministic=rollout.deterministic,
             partial_rollout=rollout.partial_rollout,
-            max_failed_fraction=self.config.rollout.rollout_max_failed_fraction,
-            stall_timeout=self.config.rollout.rollout_stall_timeout,
+            max_failed_fraction=rollout.rollout_max_failed_fraction,
+            stall_timeout=limit,
             journal=self._journal,
             versions=state.versions,
             stale_samples=self.config.sync.stale_samples,
         )
-        state.progress = collector.progress
-        state.waits = lambda: collector.watchdog.words
+        state.progress = sampler.progress
+        state.waits = lambda: sampler.watchdog.words
         state.client.counters.take()
         async with _load_snapshots(state.client) as loads:
-            collected = await collector.collect()
-        limit = rollout.rollout_stall_timeout
+            collected = await sampler.collect()
         if rollout.rollout_sample_filter_path:
             views = [run.samples for run in collected.chosen]
             await call_with_groups("rollout_sample_filter_path", self.args, views, limit=limit)
@@ -355,46 +344,41 @@ class RolloutLoop:
             )
         groups = [run.to_group() for run in collected.chosen]
         restored = self._journal.metrics() if self._journal is not None else {}
-        counted = _counts_of(collected, runner) | load_metrics(loads) | rewards.metrics()
-        return RolloutFnTrainOutput(groups, counted | restored)
+        metrics = _counters(collected, runner) | load_metrics(loads) | rewards.metrics()
+        return RolloutFnTrainOutput(groups, metrics | restored)
 
     def progress(self, evaluation: bool = False) -> dict[str, float]:
-        """``done`` and ``target`` in prompts and ``tokens`` so far, of the oldest rollout under
-        way; of an evaluation where there is none, or where it is that of which is asked; or of the
-        last one."""
+        """``done`` and ``target`` in prompts and ``tokens`` so far, of the oldest running rollout
+        (or ``evaluation``); if none runs, of the oldest one of the other kind, else of the last."""
         return shown.progress() if (shown := self._shown(evaluation)) else {}
 
     def take_idle(self) -> dict[str, float]:
         """``perf/engines_idle_ratio``: share of the time since the last call in which no engine had
         a request."""
-        return (
-            {"perf/engines_idle_ratio": self._client.busy.take_idle_ratio()}
-            if self._client is not None
-            else {}
-        )
+        if self._client is None:
+            return {}
+        return {"perf/engines_idle_ratio": self._client.busy.take_idle_ratio()}
 
     def waits(self, evaluation: bool = False) -> str:
-        """A sentence that says who waits for whom, if nothing has moved for a while; else ""."""
+        """Say who waits for whom if nothing has moved for a while; else ""."""
         return shown.waits() if (shown := self._shown(evaluation)) else ""
 
     def _shown(self, evaluation: bool) -> GenerateState | None:
-        return next(
-            iter([*self._under_way[evaluation], *self._under_way[not evaluation]]), self._last
-        )
+        running = [*self._under_way[evaluation], *self._under_way[not evaluation]]
+        return running[0] if running else self._last
 
-    # -- evaluation
-    # ----------------------------------------------------------------------------------------
+    # -- evaluation --------------------------------------------------------------------------------
 
     async def evaluate(
         self, rollout_id: int, *, before_training: bool = False
     ) -> RolloutFnEvalOutput:
-        """Scores of every evaluation set with the weights that the engines hold now.
+        """Score every evaluation set with the weights that the engines hold.
 
         Raises:
             UserError: no evaluation set, too many failures, a stall, or a mistake in user code.
         """
         path = self.args.eval_function_path
-        custom = _custom_function(self.args.eval_function_path) or override_of("rollout")
+        custom = _custom_function(path) or override_of("rollout")
         async with self._session(alone=custom is not None, evaluation=True) as state:
             started = time.monotonic()
             if custom is None:
@@ -414,7 +398,7 @@ class RolloutLoop:
     async def evaluate_built_in(
         self, rollout_id: int, state: GenerateState, names: Sequence[str] | None = None
     ) -> RolloutFnEvalOutput:
-        """Scores of the evaluation sets, or of those of these names."""
+        """Score the evaluation sets, or those called ``names``."""
         sets = [s for s in self._eval_sets or () if names is None or s.dataset.name in names]
         if not sets:
             raise UserError(
@@ -455,15 +439,15 @@ class RolloutLoop:
             on_start=started,
         )
         late = {
-            f"eval/rewards/{name.rpartition('_')[2]}": n
-            for name, n in rewards.metrics().items()
-            if n
+            f"eval/rewards/{name.rpartition('_')[2]}": count
+            for name, count in rewards.metrics().items()
+            if count
         }
-        return RolloutFnEvalOutput(output.data, {**(output.metrics or {}), **late})
+        return RolloutFnEvalOutput(output.data, (output.metrics or {}) | late)
 
 
-def _counts_of(collected: Collected, runner: GroupRunner) -> dict[str, float]:
-    """Counters of the collector, the runner and the client."""
+def _counters(collected: Collected, runner: GroupRunner) -> dict[str, float]:
+    """Counters of the sampler, the runner and the client."""
     state = runner.state
     counts = state.client.counters.take()
     metrics: dict[str, float] = {
@@ -479,15 +463,14 @@ def _counts_of(collected: Collected, runner: GroupRunner) -> dict[str, float]:
         "rollout/retries": counts["retries"],
         "perf/data_wait_time": collected.data_seconds,
     }
-    metrics |= collected.stale
-    return metrics | {
-        f"rollout/dynamic_filter/drop_{reason}": n for reason, n in collected.drops.items()
-    }
+    for reason, count in collected.drops.items():
+        metrics[f"rollout/dynamic_filter/drop_{reason}"] = count
+    return metrics | collected.stale
 
 
 @contextlib.asynccontextmanager
 async def _load_snapshots(client: RolloutClient) -> AsyncIterator[list[dict[str, int]]]:
-    """Requests on each engine, every few seconds while the block runs; for
+    """Collect the number of requests on each engine every few seconds while the block runs, for
     `slime.rollout.metrics.load_metrics`."""
     snapshots: list[dict[str, int]] = []
 
@@ -505,8 +488,7 @@ async def _load_snapshots(client: RolloutClient) -> AsyncIterator[list[dict[str,
         task.cancel()
 
 
-# -- for rollout functions of users
-# ------------------------------------------------------------------------
+# -- for rollout functions of users ----------------------------------------------------------------
 
 _CLEAN_UPS: list[Callable[[], Awaitable[None]]] = []
 
@@ -519,11 +501,12 @@ def close_with_rollouts(clean_up: Callable[[], Awaitable[None]]) -> None:
 
 _LOOP: contextvars.ContextVar[RolloutLoop] = contextvars.ContextVar("slime_rollout_loop")
 _newest: list[RolloutLoop] = []
-"""As `slime.rollout.generate.begin_state` keeps it, for threads of the user's own."""
+"""The newest loop, at most one, for threads that users' code has started; see
+`slime.rollout.generate.begin_state`."""
 
 
 def current_loop() -> RolloutLoop:
-    """The loop whose rollout this code runs in.
+    """Return the loop whose rollout this code runs in.
 
     Raises:
         UserError: called outside a rollout.
@@ -535,8 +518,7 @@ def current_loop() -> RolloutLoop:
 async def generate_rollout_async(
     args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The built-in rollout (or evaluation), to be awaited inside an async
-    ``--rollout-function-path``."""
+    """Run the built-in rollout (or evaluation) from an async ``--rollout-function-path``."""
     state = current_state(args)
     loop = current_loop()
     if evaluation:
@@ -547,8 +529,8 @@ async def generate_rollout_async(
 def generate_rollout(
     args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The built-in rollout for sync rollout functions; also the name of the default in existing
-    launch scripts."""
+    """Run the built-in rollout (or evaluation) from a sync ``--rollout-function-path``; existing
+    launch scripts name it as their rollout function."""
     return run(generate_rollout_async(args, rollout_id, data_source, evaluation))
 
 
@@ -572,9 +554,8 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
             why="it would wait for an event loop that waits for it",
             fix="await the async one (generate_rollout_async), or make your function sync",
         )
-    return asyncio.run_coroutine_threadsafe(
-        coroutine, loop
-    ).result()  # the coroutine's own deadlines bound this
+    # the coroutine's own deadlines bound this
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
 
 def _address(url: str) -> tuple[str | None, int | None]:

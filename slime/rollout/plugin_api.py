@@ -191,9 +191,8 @@ async def _run_group(
         state, rewards, rollout_id=None, evaluation=evaluation, group_rm=group_rm, ours=ours
     )
     run = GroupRun.of(group)
-    await asyncio.create_task(
-        runner.run(run)
-    )  # in a task of its own: it binds a state, and the caller keeps his
+    # in a task of its own: it binds a state, and the caller keeps his
+    await asyncio.create_task(runner.run(run))
     if run.failure is not None:
         raise run.failure
     return [

@@ -176,9 +176,8 @@ def _is_ids(ids: Any) -> bool:
 def is_cut(answer: Any) -> bool:
     """Whether an answer of ``/generate`` or of the OpenAI endpoints, or one of several, was
     aborted."""
-    if isinstance(answer, dict) and isinstance(
-        answer.get("items"), list
-    ):  # of several prompts, or samples
+    # of several prompts, or samples
+    if isinstance(answer, dict) and isinstance(answer.get("items"), list):
         answer = answer["items"]
     if isinstance(answer, list):
         return any(is_cut(one) for one in answer)

@@ -24,7 +24,7 @@ from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
 
 logger = get_logger(__name__)
 
-#: So many samples in a row may be left out; where all are too long, drawing would never end.
+#: So many rows in a row may be left out; where all are too long, drawing would never end.
 _MOST_LEFT_OUT = 10_000
 
 
@@ -61,7 +61,9 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
     limit, prompt_limit = sft_limits(config)
     groups: list[Group] = []
     left_out: list[Sample] = []
-    left_out_in_a_row = 0
+    num_left_out_before = 0  # ones of earlier rows than those in a row
+    rows_in_a_row = 0
+    most_in_a_row = _most_left_out_in_a_row(source)
     wanted = config.rollout.rollout_batch_size
     while len(groups) < wanted:
         drawn = source.get_samples(wanted - len(groups))
@@ -92,14 +94,16 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
             left_out += [one for one in samples if all(one is not kept for kept in fitting)]
             if fitting:
                 groups.append(Group(index, [fitting]))
-                left_out_in_a_row = 0
+                num_left_out_before = len(left_out)
+                rows_in_a_row = 0
                 continue
             source.mark_discarded([index])
-            left_out_in_a_row += 1
-            if left_out_in_a_row >= _most_left_out(source):
-                if not samples:
-                    raise UserError(f"none of {left_out_in_a_row} rows in a row can be trained on")
-                raise _all_too_long(left_out[-left_out_in_a_row:], limit, prompt_limit)
+            rows_in_a_row += 1
+            if rows_in_a_row >= most_in_a_row:
+                too_long = left_out[num_left_out_before:]
+                if not too_long:
+                    raise UserError(f"none of {rows_in_a_row} rows in a row can be trained on")
+                raise _all_too_long(too_long, limit, prompt_limit)
     encoder.totals.tell(tokenizer)
     num_samples = sum(len(group.samples) for group in groups)
     if left_out:
@@ -108,12 +112,15 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
             "%d of %d samples drawn for a batch are too long and left out (the longest: %d "
             "tokens, %d before the first trained one): --seq-length %s, --rollout-max-context-len "
             "%s, --rollout-max-prompt-len %s. rollout/sft_too_long counts them from here on",
-            len(left_out), len(left_out) + num_samples,
+            len(left_out),
+            len(left_out) + num_samples,
             max(len(sample.tokens) for sample in left_out),
             max(sample.prompt_length for sample in left_out),
-            config.train.seq_length, config.rollout.rollout_max_context_len, prompt_limit,
+            config.train.seq_length,
+            config.rollout.rollout_max_context_len,
+            prompt_limit,
             once="sft too long",
-        )  # fmt: skip
+        )
     tokens = sum(sample.effective_response_length for group in groups for sample in group.samples)
     counts = {
         "rollout/sft_trained_tokens": float(tokens),
@@ -124,12 +131,11 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
     return RolloutFnTrainOutput(groups, counts)
 
 
-def _most_left_out(source: DataSource) -> int:
+def _most_left_out_in_a_row(source: DataSource) -> int:
     """Return how many rows in a row may be left out. Two epochs' worth holds a whole epoch,
     wherever it begins."""
-    if isinstance(source, PromptSource):
-        return min(_MOST_LEFT_OUT, 2 * len(source))
-    return _MOST_LEFT_OUT
+    epoch = source.rows_per_epoch if isinstance(source, PromptSource) else None
+    return _MOST_LEFT_OUT if epoch is None else min(_MOST_LEFT_OUT, 2 * epoch)
 
 
 def sft_limits(config: Config) -> tuple[int | None, int | None]:

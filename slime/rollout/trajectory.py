@@ -1,14 +1,14 @@
-"""One group of samples from prompt to reward: generate → sample hooks → reward, each sample on its
-own.
+"""Runs one group of samples from prompt to reward: generate → sample hooks → reward, each sample on
+its own.
 
     Trajectory  queued ─► generating ─► hooks ─► reward ─► done
                    └──────────┴── abort ──┘        └── abort: generated, to be scored later
 
-A failing sample fails alone. What the user's code has failed on is tried a second time; what fails
-again, or hangs, becomes the `Trajectory.failure`, the loop replaces its group and stops the run
-when too many fail. A `UserError` of our own code is a mistake in configuration or data: it stops
-the run at once. Once an abort is under way neither counts: user code that stumbles over answers cut
-short is put back, and what else is wrong with it will show next time.
+A failing sample fails alone. If the user's code fails on it, it is tried a second time. If it fails
+again, or hangs, the error becomes `Trajectory.failure`: the loop replaces the group, and stops the
+run when too many fail. A `UserError` of our own code is a mistake in configuration or data and
+stops the run at once. During an abort neither happens: a sample on which user code fails because an
+answer was cut short is put back, and any other mistake shows when it is tried again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from slime.engines.api import EngineError
 from slime.engines.client import RequestRefused
@@ -68,20 +68,20 @@ from slime.user_code.overrides import override_of
 logger = get_logger(__name__)
 T = TypeVar("T")
 
-#: A generate function that asks the engines itself is called so often, when pushes of weights cut
-#: its answers short.
+#: Calls of a generate function that asks the engines itself, when pushes of weights cut its answers
+#: short.
 _MOST_CUTS = 8
-#: What names a function that a sample brings along (--eval-config gives each data set its own).
+#: The name in messages of a function that a sample brings along (--eval-config gives each data set
+#: its own).
 _OF_SAMPLE = "generate_function_path of the sample"
-#: Failures of samples told in the log, of one rollout.
-_MOST_SAID = 20
-
+#: Failed samples of one rollout that are logged.
+_MOST_LOGGED = 20
 
 _FINAL = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 
 class Activity(StrEnum):
-    """The stage of a trajectory; the watchdog's words."""
+    """The stage of a trajectory, as the watchdog names it."""
 
     QUEUED = "queued"
     GENERATING = "generating"
@@ -96,15 +96,15 @@ class Trajectory:
     """One run of the generate function.
 
     Attributes:
-        prompt: the sample as this rollout took it up, kept when user code might change it beyond
-            repair; else ``samples[0]``.
-        drawn: `Sample.to_dict` of it as it was first drawn, where it was taken up as more than
-            that; None where ``prompt`` without its response is the same.
-        samples: what it is now; several after a fan-out.
-        failure: what stopped it for good.
-        function: of the user's, that is called now; "" for our own.
+        prompt: the sample as this rollout took it up: a copy if user code might change it beyond
+            repair, else ``samples[0]``.
+        drawn: `Sample.to_dict` of the sample as it was first drawn; None if that is ``prompt``
+            without its response.
+        samples: the current samples; several after a fan-out.
+        failure: the error that ended it.
+        function: the user's function that is running; "" if none is.
         num_failures: how often the user's code has failed on it.
-        hung_seconds: how long nothing had moved when it was given up; 0: it was not.
+        hung_seconds: how long nothing had moved when it was given up; 0 if it was not.
     """
 
     prompt: Sample
@@ -125,7 +125,7 @@ class Trajectory:
 
     @property
     def was_cut(self) -> bool:
-        """Whether an abort has cut it short."""
+        """An abort has cut it short."""
         return any(sample.status is SampleStatus.ABORTED for sample in self.samples)
 
     def enter(self, activity: Activity) -> None:
@@ -133,13 +133,13 @@ class Trajectory:
         self.since = time.monotonic()
 
     def rewind(self) -> None:
-        """Back to what it was when this rollout took it up."""
+        """Return to what it was when this rollout took it up."""
         self.samples = [self.prompt]
         self.fanned_out = False
         self.enter(Activity.QUEUED)
 
     def restart(self) -> None:
-        """Back to the prompt alone, without what users' code has made of it in this rollout or an
+        """Return to the prompt alone, without what users' code has made of it in this rollout or an
         earlier one."""
         if self.drawn is not None:
             self.prompt = copy_of_prompt(Sample.from_dict(self.drawn))
@@ -152,10 +152,11 @@ class GroupRun:
     """A drawn group on its way through the loop.
 
     Attributes:
-        order: counts the draws of this rollout.
-        drawn_as: see `slime.rollout.journal.drawn_as`; is_noted: the journal has it as it is.
+        order: its number among the draws of this rollout.
+        drawn_as: see `slime.rollout.journal.drawn_as`.
+        is_noted: the journal has it in its present state.
         is_restored: it came out of the journal.
-        was_prompt: it was drawn as a prompt: all that it has came out of the journal.
+        was_prompt: it was drawn as a prompt, so all of its response came out of the journal.
     """
 
     trajectories: list[Trajectory]
@@ -171,7 +172,8 @@ class GroupRun:
         samples that fanned out in an earlier rollout come back with one ``rollout_id``."""
         trajectories: dict[Any, Trajectory] = {}
         for sample in drawn:
-            key = ("of", id(sample)) if sample.rollout_id is None else sample.rollout_id
+            own = ("sample", id(sample))
+            key = own if sample.rollout_id is None else sample.rollout_id
             if key in trajectories:
                 trajectories[key].samples.append(sample)
                 trajectories[key].fanned_out = True
@@ -180,7 +182,7 @@ class GroupRun:
         return GroupRun(list(trajectories.values()), order)
 
     def restored(self, found: Sequence[Sample]) -> GroupRun:
-        """This group, as it was drawn just now, as far as it ``found`` itself in the journal."""
+        """Return this drawn group in the state that was ``found`` in the journal."""
         run = GroupRun.of(found, self.order)
         for trajectory, ours in zip(run.trajectories, self.trajectories):
             is_prompt = not ours.prompt.response_length
@@ -207,7 +209,8 @@ class GroupRun:
 
     @property
     def failure(self) -> Exception | None:
-        return next((e.failure for e in self.trajectories if e.failure is not None), None)
+        failures = (trajectory.failure for trajectory in self.trajectories)
+        return next((failure for failure in failures if failure is not None), None)
 
     def to_group(self) -> Group:
         return Group(self.index, [trajectory.samples for trajectory in self.trajectories])
@@ -217,8 +220,8 @@ class GroupRun:
             trajectory.restart()
 
     def for_later(self) -> list[Sample]:
-        """The samples, to be put back. The first of each trajectory tells the next rollout how it
-        was drawn."""
+        """Return the samples, to be put back. The first of each trajectory carries how it was
+        drawn."""
         for trajectory in self.trajectories:
             first = trajectory.samples[0]
             prompt = trajectory.prompt
@@ -230,14 +233,14 @@ class GroupRun:
         return self.samples
 
     def for_training(self) -> GroupRun:
-        """This group; its samples no longer say how they were drawn."""
+        """Return this group, its samples without the note on how they were drawn."""
         for sample in self.samples:
             sample.drawn_as = sample.as_drawn = None
         return self
 
 
 def copy_of_prompt(sample: Sample) -> Sample:
-    """A copy that shares nothing mutable that generation touches."""
+    """Return a copy that shares nothing mutable that generation touches."""
     twin = copy.copy(sample)
     twin.tokens = list(sample.tokens)
     twin.metadata = copy.deepcopy(sample.metadata)
@@ -263,13 +266,14 @@ class GroupRunner:
         rollout_id, evaluation: passed to hooks that ask for them.
         group_rm: score the finished group as a whole.
         mask_offpolicy: do not train on what an earlier rollout had generated of a resumed sample.
-        ours: of "group" and "sample" those for which a plugin's function in place of ours is not
-            called: it has called us.
+        ours: "group", "sample": for these the plugin's function is not called in place of ours,
+            since it is the caller.
         hook_limit: seconds that a sample hook may take.
-        on_failure: told of each failure, with its sample as it stands.
+        on_failure: called with each failed trajectory and its error.
 
     Attributes:
-        num_failures, num_hung: failures of samples so far, those that hung among them.
+        num_failures: failures of samples so far, including those that hung.
+        num_hung: samples that hung.
     """
 
     def __init__(
@@ -288,7 +292,8 @@ class GroupRunner:
         self.hook_limit = hook_limit
         self.on_failure = on_failure
         self._ours = ours
-        self.num_failures = self.num_hung = 0
+        self.num_failures = 0
+        self.num_hung = 0
         self._hooks_turn = asyncio.Lock()
         self.state = state
         self.rewards = rewards
@@ -308,41 +313,29 @@ class GroupRunner:
         return self._functions[path]
 
     async def run(self, group: GroupRun) -> None:
-        """Bring every trajectory as far as it goes: scored, aborted, or failed (never raises for a
-        failure)."""
+        """Bring every trajectory as far as it goes: scored, aborted or failed. A failure is not
+        raised."""
         bind_state(self.state)
         for sample in group.samples:
             sample.session_id = sample.session_id or uuid.uuid4().hex
         with span(group.samples, "generate_and_rm_group"):
-            whole = (
-                None
-                if "group" in self._ours or group.is_generated
-                else override_of("generate_and_reward_group")
-            )
+            whole = None
+            if "group" not in self._ours and not group.is_generated:
+                whole = override_of("generate_and_reward_group")
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    together = (
-                        tasks.create_task(self._run_whole(whole, group))
-                        if whole is not None
-                        else None
-                    )
+                    together = whole and tasks.create_task(self._run_whole(whole, group))
                     for trajectory in group.trajectories:
-                        trajectory.task = together or tasks.create_task(
-                            self._run_trajectory(trajectory)
-                        )
+                        own = together or tasks.create_task(self._run_trajectory(trajectory))
+                        trajectory.task = own
             except BaseExceptionGroup as errors:  # only what must stop the run gets here
                 raise errors.exceptions[0] from None
-            if (
-                self.group_rm
-                and group.is_generated
-                and not group.is_scored
-                and group.failure is None
-            ):
+            is_unscored = group.is_generated and not group.is_scored
+            if self.group_rm and is_unscored and group.failure is None:
                 await self._score_group(group)
 
     async def _run_whole(self, function: Any, group: GroupRun) -> None:
-        """The group through a plugin's function in place of ``generate_and_rm_group``; it fails as
-        a whole."""
+        """Run the group through a plugin's ``generate_and_rm_group``; it fails as a whole."""
         name = "the plugin's generate_and_rm_group"
         for trajectory in group.trajectories:
             trajectory.prompt = copy_of_prompt(trajectory.samples[0])
@@ -364,32 +357,30 @@ class GroupRunner:
                 trajectory.enter(Activity.DONE)
         except Exception as error:  # the boundary of a group's failures, as of a sample's below
             for trajectory in group.trajectories:
-                self._end_of_failure(trajectory, error)
+                self._handle_error(trajectory, error)
         except asyncio.CancelledError:
-            if not (
-                hung := [trajectory for trajectory in group.trajectories if trajectory.hung_seconds]
-            ):
+            hung = [trajectory for trajectory in group.trajectories if trajectory.hung_seconds]
+            if not hung:
                 raise  # those that were accepted before one hung in its reward are not among them
             for trajectory in hung:
-                self._end_of_hanging(trajectory)
+                self._handle_cancellation(trajectory)
         self.last_progress = time.monotonic()
 
     async def _score_unless_group_rm(self, trajectory: Trajectory) -> None:
         if trajectory.is_generated and not self.group_rm:
             await self._score(trajectory)
 
-    def _end_of_failure(self, trajectory: Trajectory, error: Exception) -> None:
-        """Raises what must stop the run."""
+    def _handle_error(self, trajectory: Trajectory, error: Exception) -> None:
+        """Put the trajectory back during an abort, else fail it; raise what must stop the run."""
         if self.state.client.aborting:
             self._abort(trajectory, error)
-        elif isinstance(error, UserError) and not isinstance(error, FunctionFailed):
+        elif _stops_run(error):
             raise with_user_frames(error, error) from error.__cause__
         else:
             self._fail(trajectory, error)
 
-    def _end_of_hanging(self, trajectory: Trajectory) -> None:
-        """Handle a cancellation that was caught; raise it again unless the watchdog has given the
-        trajectory up."""
+    def _handle_cancellation(self, trajectory: Trajectory) -> None:
+        """Fail a trajectory that the watchdog has given up; raise any other cancellation again."""
         if not trajectory.hung_seconds or self.state.client.aborting:
             raise
         assert trajectory.task is not None
@@ -400,14 +391,14 @@ class GroupRunner:
     async def _run_trajectory(self, trajectory: Trajectory) -> None:
         with span(trajectory.samples, "generate_and_rm") as sample_span:
             try:
-                while not await self._tried(trajectory, sample_span):
+                while not await self._run_once(trajectory, sample_span):
                     pass
             except asyncio.CancelledError:
-                self._end_of_hanging(trajectory)
+                self._handle_cancellation(trajectory)
         self.last_progress = time.monotonic()
 
-    async def _tried(self, trajectory: Trajectory, sample_span: Span) -> bool:
-        """Whether it has come as far as it goes; False where it is to be tried again."""
+    async def _run_once(self, trajectory: Trajectory, sample_span: Span) -> bool:
+        """Return False if the trajectory is to be tried again."""
         trajectory.function = ""
         try:
             if not trajectory.is_generated:
@@ -415,34 +406,27 @@ class GroupRunner:
                 sample_span.adopt(trajectory.samples)
             await self._score_unless_group_rm(trajectory)
             trajectory.enter(Activity.DONE)
-        except (
-            Exception
-        ) as error:  # the one boundary of a sample's failures; see the module's docstring
-            if not self.state.client.aborting and self._is_tried_again(trajectory, error):
+        except Exception as error:  # the boundary of a sample's failures; see the module
+            if not self.state.client.aborting and self._retries(trajectory, error):
                 return False
-            self._end_of_failure(trajectory, error)
+            self._handle_error(trajectory, error)
         return True
 
-    def _is_tried_again(self, trajectory: Trajectory, error: Exception) -> bool:
-        """Whether to try again, once, from where users' code has failed, so that a sandbox that did
-        not come up does not cost the group."""
-        is_ours = isinstance(error, UserError) and not isinstance(error, FunctionFailed)
+    def _retries(self, trajectory: Trajectory, error: Exception) -> bool:
+        """Prepare one more try, from where users' code has failed, so that a sandbox that did not
+        come up does not cost the group; False if there is none."""
         trajectory.num_failures += 1
-        if (
-            is_ours
-            or trajectory.num_failures > 1
-            or not (trajectory.function or isinstance(error, FunctionFailed))
-        ):
+        is_of_user = bool(trajectory.function) or isinstance(error, FunctionFailed)
+        if _stops_run(error) or trajectory.num_failures > 1 or not is_of_user:
             return False
-        self._say("sample %s is tried again, %s", trajectory, error)
+        self._log_failure("sample %s is tried again, %s", trajectory, error)
         self._note_failure(trajectory, error)
         if trajectory.activity is not Activity.REWARD:
             trajectory.rewind()
         return True
 
     def give_up(self, trajectory: Trajectory, seconds: float) -> None:
-        """End a trajectory that hangs in users' code: nothing has moved for so long. It becomes a
-        failure."""
+        """Fail a trajectory that hangs in users' code, after ``seconds`` in which nothing moved."""
         if trajectory.task is not None and not trajectory.task.done():
             trajectory.hung_seconds = seconds
             trajectory.task.cancel()
@@ -456,18 +440,18 @@ class GroupRunner:
             sample.status = SampleStatus.FAILED
         self._note_failure(group.trajectories[0], error)
 
-    def _say(self, text: str, trajectory: Trajectory, error: Exception) -> None:
-        """The first few, and all with --log-level debug: one mistake may fail on thousands of
+    def _log_failure(self, text: str, trajectory: Trajectory, error: Exception) -> None:
+        """Log the first few, and all with --log-level debug: one mistake may fail thousands of
         samples."""
         is_debugging = logger.isEnabledFor(10)
-        if self.num_failures < _MOST_SAID or is_debugging:
+        if self.num_failures < _MOST_LOGGED or is_debugging:
             logger.warning(
                 text,
                 trajectory.prompt.index,
-                _said(trajectory, error),
+                _failure_text(trajectory, error),
                 exc_info=is_debugging and error,
             )
-        elif self.num_failures == _MOST_SAID:
+        elif self.num_failures == _MOST_LOGGED:
             logger.warning(
                 "further failures of samples are written to samples/failed_*.jsonl alone"
             )
@@ -477,8 +461,8 @@ class GroupRunner:
         self.on_failure(trajectory, error)
 
     def _abort(self, trajectory: Trajectory, error: Exception) -> None:
-        """Undo a failure during an abort: a sample that was generating is put back as it was; one
-        that was generated only lacks its score."""
+        """Undo a failure during an abort: a sample that was generating is put back as it was; a
+        generated one only lacks its score."""
         logger.debug(
             "sample %s was aborted while %s: %r",
             trajectory.prompt.index,
@@ -491,23 +475,21 @@ class GroupRunner:
                 sample.status = SampleStatus.ABORTED
 
     def _fail(self, trajectory: Trajectory, error: Exception) -> None:
-        self._say("sample %s failed %s", trajectory, error)
+        self._log_failure("sample %s failed %s", trajectory, error)
         trajectory.failure = error
         for sample in trajectory.samples:
             sample.status = SampleStatus.FAILED
         self._note_failure(trajectory, error)
 
-    # -- generation
-    # ----------------------------------------------------------------------------------------
+    # -- generation --------------------------------------------------------------------------------
 
     async def _generate(self, trajectory: Trajectory) -> None:
         sample = trajectory.samples[0]
         if self.mask_offpolicy and sample.response_length:
             sample.loss_mask = [0] * sample.response_length
         whole = None if "sample" in self._ours else override_of("generate_and_reward")
-        async with (
-            contextlib.nullcontext() if whole else self.state.client.slots
-        ):  # ours takes one when it is called
+        # a plugin's function takes a slot where it calls ours
+        async with contextlib.nullcontext() if whole else self.state.client.slots:
             if self.state.client.aborting:
                 sample.status = SampleStatus.ABORTED
                 return
@@ -570,10 +552,12 @@ class GroupRunner:
             return truncated(sample, prompt, ids), path
 
     async def _generate_once(self, trajectory: Trajectory, whole: Any) -> str:
-        """Call the generate function and take what it returns; says which it was.
+        """Call the generate function and take what it returns.
 
+        Returns:
+            The function's name.
         Raises:
-            FunctionFailed: the user's own misuses ours, or returned what it should not.
+            FunctionFailed: the user's function misuses ours, or returned something unusable.
         """
         try:
             returned, origin = await self._call_generate(trajectory, trajectory.samples[0], whole)
@@ -588,7 +572,7 @@ class GroupRunner:
         """Take what a generate function returned.
 
         Raises:
-            FunctionFailed: it is not what the user's own should have returned.
+            FunctionFailed: the user's function returned something unusable.
         """
         prompt = trajectory.prompt
         is_fan_out = isinstance(returned, list)
@@ -618,7 +602,7 @@ class GroupRunner:
             hook = self._checked(path, SampleHook)
             trajectory.function = origin
             for position, sample in enumerate(trajectory.samples):
-                execution_id = sample.rollout_id
+                trajectory_id = sample.rollout_id
                 async with self._turn_of(hook):
                     own = await apply_sample_hook(
                         hook, origin, self.state.args, sample, optional, self.hook_limit
@@ -628,7 +612,7 @@ class GroupRunner:
                 except UserError as error:
                     raise FunctionFailed.of(error) from error
                 keep_identity(own, trajectory.prompt, origin)
-                own.rollout_id = execution_id
+                own.rollout_id = trajectory_id
                 trajectory.samples[position] = own
         trajectory.function = ""
 
@@ -638,11 +622,10 @@ class GroupRunner:
         )
 
     def _turn_of(self, hook: Any) -> AbstractAsyncContextManager[Any]:
-        """Sync hooks take turns, though each has a thread: they may count and collect."""
+        """Sync hooks take turns, though each has a thread: they may keep state."""
         return contextlib.nullcontext() if is_async(hook) else self._hooks_turn
 
-    # -- rewards
-    # -------------------------------------------------------------------------------------------
+    # -- rewards -----------------------------------------------------------------------------------
 
     async def _score(self, trajectory: Trajectory) -> None:
         unscored = [sample for sample in trajectory.samples if sample.reward is None]
@@ -666,7 +649,7 @@ class GroupRunner:
             with span(group.samples, "group_reward_model"):
                 scores = await self._unless_aborted(self.rewards.score_group, group.samples)
         except Exception as error:  # a group scored together fails together
-            if isinstance(error, UserError) and not isinstance(error, FunctionFailed):
+            if _stops_run(error):
                 raise
             for trajectory in group.trajectories:
                 self._fail(trajectory, error)
@@ -677,11 +660,11 @@ class GroupRunner:
         self.last_progress = time.monotonic()
 
     async def _unless_aborted(self, score: Callable[[Any], Awaitable[T]], what: Any) -> T | None:
-        """``await score(what)``, or None when an abort begins first: a slow judge must not hold up
-        a rollout's end.
+        """Return ``await score(what)``, or None if an abort begins first: a slow judge must not
+        hold up a rollout's end.
 
-        Neither does one that fails because of the abort: its sample is put back and scored in the
-        next rollout.
+        It is None, too, if scoring fails because of the abort: the sample is put back and scored in
+        the next rollout.
         """
         client = self.state.client
         task = asyncio.current_task()
@@ -726,8 +709,8 @@ async def apply_sample_hook(
         origin: the hook in messages (`slime.user_code.loading.named`).
         limit: seconds that it may take.
     Raises:
-        FunctionFailed: it hung, or returned something else than a sample, or one whose lengths do
-            not fit.
+        FunctionFailed: it hung, or returned something other than a sample, or a sample whose
+            lengths do not fit.
     """
     own = await call_hook(
         hook,
@@ -749,8 +732,8 @@ async def apply_sample_hook(
 
 
 def truncated(sample: Sample, prompt: Sample, prompt_ids: list[int]) -> Sample:
-    """The sample as far as users' code has built it when there was no more room; as it was given to
-    that code, where it is half-built (its prompt is another, or its lengths do not fit)."""
+    """Return the sample as far as users' code has built it when there was no more room. If it is
+    half-built (another prompt, or lengths that do not fit), return it as that code was given it."""
     try:
         sample.validate()
         whole = sample.tokens[: sample.prompt_length] == prompt_ids
@@ -764,10 +747,10 @@ def truncated(sample: Sample, prompt: Sample, prompt_ids: list[int]) -> Sample:
 
 
 def set_rewards(samples: list[Sample], scores: list[Any] | None) -> None:
-    """
+    """Set the rewards; None leaves the samples without.
+
     Raises:
-        UserError: other than one score for each sample. None for all of them leaves the samples
-            without.
+        UserError: there is not one score for each sample.
     """
     if scores is None:
         return
@@ -780,14 +763,18 @@ def set_rewards(samples: list[Sample], scores: list[Any] | None) -> None:
         sample.reward = score
 
 
-def _said(trajectory: Trajectory, error: Exception) -> str:
+def _stops_run(error: Exception) -> TypeGuard[UserError]:
+    """An error of our own code is a mistake in configuration or data."""
+    return isinstance(error, UserError) and not isinstance(error, FunctionFailed)
+
+
+def _failure_text(trajectory: Trajectory, error: Exception) -> str:
     frames = user_frames(error)
-    notes = "".join(
-        f"\n  {note}" for note in getattr(error, "__notes__", ())
-    )  # of a reward, which has told its lines
-    said = notes or (f"\n  {frames}" if frames else "")
+    # a reward that failed has noted where
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+    lines = notes or (f"\n  {frames}" if frames else "")
     where = f" in {trajectory.function}" if trajectory.function else ""
-    return f"while {trajectory.activity.value}{where}: {type(error).__name__}: {error}{said}"
+    return f"while {trajectory.activity.value}{where}: {type(error).__name__}: {error}{lines}"
 
 
 def _hung(trajectory: Trajectory) -> FunctionHangs:
@@ -808,30 +795,23 @@ def why_failed(run: GroupRun) -> str:
     for trajectory in run.trajectories:
         if trajectory.failure is not None:
             error = trajectory.failure
-            told = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             if isinstance(error, UserError):
-                told = f"{error.what} ({error.why})" if error.why else error.what
+                reason = f"{error.what} ({error.why})" if error.why else error.what
             where = f" in {trajectory.function}" if trajectory.function else ""
-            return (
-                f"sample {trajectory.prompt.index} while {trajectory.activity.value}{where}: {told}"
-            )
-    statuses = sorted(
-        {
-            sample.status.value
-            for sample in run.samples
-            if sample.status is not SampleStatus.COMPLETED
-        }
-    )
-    return f"the generate function returned samples with status {', '.join(statuses)}"
+            doing = f"{trajectory.activity.value}{where}"
+            return f"sample {trajectory.prompt.index} while {doing}: {reason}"
+    statuses = {sample.status.value for sample in run.samples} - {SampleStatus.COMPLETED.value}
+    return f"the generate function returned samples with status {', '.join(sorted(statuses))}"
 
 
 def too_many_failed(what: str, which: str, run: GroupRun, file: str) -> UserError:
-    """The error that stops the run, with the remedy and the lines of what failed in ``run``; raise
-    it from that.
+    """Return the error that stops the run, with the fix and the lines of the failure of ``run``;
+    raise it from that failure.
 
     Args:
-        which: of the failed groups ``run`` is ("the last one").
-        file: of ``samples/`` in the run folder, which has all failures.
+        which: which of the failed groups ``run`` is ("the last one").
+        file: the file in ``samples/`` of the run folder that has all failures.
     """
     cause = run.failure
     fix = "mend what it names"

@@ -162,8 +162,7 @@ def check_age(groups: list[Group], origin: str, versions: VersionWindow) -> None
                 f"{origin} returned group {group.index} with tokens of weights {version}",
                 why=f"--max-staleness allows for {versions.allowed}",
                 fix="leave older ones out (rollout_log_probs and token_spans tell), raise "
-                "--max-staleness, or pass"
-                " --stale-samples correct",
+                "--max-staleness, or pass --stale-samples correct",
             )
 
 

@@ -16,7 +16,7 @@ from slime.log import get_logger, tell
 from slime.prompts.tokenizer import opening_tokens
 from slime.rollout.generate import GenerateState, prompt_token_ids
 from slime.rollout.resumed_requests import has_ended
-from slime.samples.media import PAYLOADS
+from slime.samples.payloads import PAYLOADS
 from slime.samples.sample_fields import (
     PER_TOKEN,
     kind_problem,
@@ -162,8 +162,10 @@ def tell_of_text_alone(samples: Sequence[Sample], origin: str, state: GenerateSt
                 "sample.append_response_tokens(tokens=…, log_probs=…) as "
                 "slime.rollout.generate.generate does, or call that; or ask for text that keeps "
                 "its end (skip_special_tokens=False)",
-                origin, sample.index, once=f"text alone {origin}",
-            )  # fmt: skip
+                origin,
+                sample.index,
+                once=f"text alone {origin}",
+            )
             return
 
 
@@ -186,15 +188,13 @@ def check_values(sample: Sample, origin: str, vocab_size: int | None, args: Any)
     if problem := token_problem(sample.tokens if ids is None else ids, vocab_size):
         refuse(problem, "encode with the model's tokenizer")
     if ids is None:
-        sample.tokens = [
-            operator.index(token) for token in sample.tokens
-        ]  # NumPy's and torch's, too
+        # NumPy's and torch's, too
+        sample.tokens = [operator.index(token) for token in sample.tokens]
     if sample.response_length and not sample.prompt_length:
         refuse(
             f"{len(sample.tokens)} tokens, all of them of the response",
             "put the prompt's tokens before them: sample.tokens = prompt_ids + response_ids, with "
-            "response_length ="
-            " len(response_ids); or append with sample.append_response_tokens",
+            "response_length = len(response_ids); or append with sample.append_response_tokens",
         )
     for name in PER_TOKEN:
         if problem := number_problem(name, getattr(sample, name)):
@@ -245,8 +245,12 @@ def keep_identity(sample: Sample, prompt: Sample, origin: str) -> None:
                 logger,
                 "%s returns samples with an %s of its own (%s for %s, for one): they keep that of "
                 "the prompt; sample.metadata has room for numbers of yours",
-                origin, name, own, drawn, once=f"{name} {origin}",
-            )  # fmt: skip
+                origin,
+                name,
+                own,
+                drawn,
+                once=f"{name} {origin}",
+            )
         setattr(sample, name, drawn)
 
 
@@ -262,8 +266,12 @@ def tell_of_other_prompt(sample: Sample, prompt: Sample, origin: str) -> None:
             "(sample %s, for one: %d tokens, %d given). Where it renders the prompt itself, set "
             "sample.prompt to what it renders; otherwise put sample.tokens, as they were given, "
             "before the response",
-            origin, prompt.index, len(own), len(drawn), once=f"other prompt {origin}",
-        )  # fmt: skip
+            origin,
+            prompt.index,
+            len(own),
+            len(drawn),
+            once=f"other prompt {origin}",
+        )
 
 
 def check_distinct(groups: Sequence[Group], origin: str) -> None:

@@ -224,8 +224,7 @@ class _FirstRows:
         return self._rows[position][0]
 
 
-# -- supervised fine-tuning
-# ------------------------------------------------------------------------------------------
+# -- supervised fine-tuning ------------------------------------------------------------------------
 
 
 def sft_judge(config: Config, tokenizer: Any) -> SftJudge | None:
@@ -349,8 +348,7 @@ def _remarks(encoded: Encoded) -> Iterator[RowProblem]:
         yield RowProblem(kind, encoded.unended.what, encoded.unended.fix, refuse_at=_NEVER)
 
 
-# -- the rest of large data sets
-# -------------------------------------------------------------------------------------
+# -- the rest of large data sets -------------------------------------------------------------------
 
 
 class RemainingRows:

@@ -67,10 +67,10 @@ class Watchdog:
         now = time.monotonic()
         last = self._looked
         self._looked = now
-        if (
-            now - last > 2 * self.interval + deadlines.WATCHDOG_BLOCKED
-        ):  # something blocked the event loop, and answers have not
-            self._started = now  # been read yet; or others have moved so often that nobody looked
+        # something blocked the event loop, and answers have not been read yet; or others have
+        # moved so often that nobody looked
+        if now - last > 2 * self.interval + deadlines.WATCHDOG_BLOCKED:
+            self._started = now
         moved = max(
             self._client.last_progress,
             self._runner.last_progress,

@@ -277,8 +277,12 @@ def check_context(config: Config) -> None:
             "prompts of up to %s tokens and responses of up to %d are more than the model's "
             "context of %d tokens (%s): long answers are cut there; --rollout-max-context-len %d "
             "states the limit",
-            prompt, config.rollout.rollout_max_response_len, context, why, context,
-        )  # fmt: skip
+            prompt,
+            config.rollout.rollout_max_response_len,
+            context,
+            why,
+            context,
+        )
 
 
 # -- rewards
@@ -300,8 +304,10 @@ def check_rewards(config: Config) -> None:
             logger.warning(
                 "evaluation set %s: its rm_type %s has no effect, as %s gives the rewards (and "
                 "may read it)",
-                dataset.name, dataset.rm_type, judge,
-            )  # fmt: skip
+                dataset.name,
+                dataset.rm_type,
+                judge,
+            )
         if dataset.custom_rm_path:
             check_signature(
                 load_function(dataset.custom_rm_path), RewardFunction, dataset.custom_rm_path

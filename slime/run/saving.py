@@ -178,8 +178,9 @@ class Saving:
         logger.warning(
             "the checkpoint of rollout %d is still being written: waiting for it, %.0f s at most; "
             "Ctrl-C gives it up",
-            rollout_id, deadlines.RUN_SAVING_ASYNC_SAVE,
-        )  # fmt: skip
+            rollout_id,
+            deadlines.RUN_SAVING_ASYNC_SAVE,
+        )
         if signals is not None:
             signals.acknowledge()
         try:
@@ -192,7 +193,7 @@ class Saving:
             logger.error("the checkpoint of rollout %d is lost: %s", rollout_id, problem)
 
     def discard_unfinished(self) -> None:
-        """Remove a partial checkpoint whose writers are gone."""
+        """Remove a partial checkpoint whose writers have ended."""
         if self._flags.save is not None and self._begun is not None:
             final = Path(self._flags.save) / iteration_name(self._begun)
             if discard_partial(final):

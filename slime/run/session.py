@@ -13,7 +13,7 @@ from typing import NamedTuple
 from slime import deadlines
 from slime.checkpoints.directory import newest_whole
 from slime.cluster.ray_session import dead_daemons, is_ray_starting
-from slime.cluster.rollout_actor import Generating, RolloutResult, say
+from slime.cluster.rollout_actor import Generating, RolloutResult, log_warnings
 from slime.cluster.run_cluster import Cluster
 from slime.cluster.slow_waits import own_actors, stopped_parts
 from slime.cluster.stopped_processes import StoppedProcessMonitor
@@ -180,7 +180,7 @@ class Session:
                 logger.error(
                     "Ray did not end in time: the run ends without it, its processes are killed"
                 )
-            self.saving.discard_unfinished()  # its writers are gone now
+            self.saving.discard_unfinished()  # its writers have ended
             if self._state == "finished":
                 shutil.rmtree(self.run.journal, ignore_errors=True)
         finally:
@@ -232,7 +232,7 @@ class Session:
         """Wait for a rollout, timed as ``perf/rollout_time`` (async: ``perf/train_wait_time``)."""
         with self.sinks.phase("train_wait" if self.config.sync.async_buffer_size else "rollout"):
             result = self.cluster.collect(generating)
-        say(result.warnings)
+        log_warnings(result.warnings)
         return result
 
     def wait_for(self, generating: Iterable[Generating]) -> None:
@@ -246,10 +246,10 @@ class Session:
     def train(self, batch: RolloutResult) -> dict[str, float]:
         """Do all optimizer steps of a rollout; callers may extend the metrics until logged."""
         with self.sinks.phase("train"):
-            ages = (
+            staleness = (
                 self.staleness.metrics(batch.versions, self.step) if self._tracks_staleness else {}
             )
-            metrics = batch.metrics | ages | self.cluster.train(batch)
+            metrics = batch.metrics | staleness | self.cluster.train(batch)
         self.trained(batch.rollout_id, metrics)
         return metrics
 
@@ -310,7 +310,7 @@ class Session:
         Metrics of later steps are dropped, because these steps are trained and logged again.
         """
         began = time.monotonic()
-        self._last_trained = None  # no rank has these weights any more
+        self._last_trained = None  # the lost ranks had these weights
         self._unlogged_metrics = {}
         self._is_restarting = True
         with self.sinks.phase("launch"):
@@ -341,12 +341,12 @@ class Session:
         """
         if self.cluster.is_sequential or self.step >= self.schedule.num_rollout:
             with self.sinks.phase("evaluate"):
-                begun = self.cluster.begin_evaluation(rollout_id)
-                return self.cluster.collect_evaluation(begun) if begun is not None else {}
-        begun = self.cluster.begin_evaluation(rollout_id)
+                evaluating = self.cluster.begin_evaluation(rollout_id)
+                return self.cluster.collect_evaluation(evaluating) if evaluating is not None else {}
+        evaluating = self.cluster.begin_evaluation(rollout_id)
         self._background_evaluation = (
-            _BackgroundEvaluation(self.step, self.staleness.version, begun)
-            if begun is not None
+            _BackgroundEvaluation(self.step, self.staleness.version, evaluating)
+            if evaluating is not None
             else None
         )
         return {}

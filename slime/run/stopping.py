@@ -1,6 +1,6 @@
 """Signals of a run, from before Ray starts until its folder is closed.
 
-    SIGHUP               the terminal is gone, and the run continues without it
+    SIGHUP               the terminal was closed: continue without it
     SIGTERM              finish the step under way, or abandon it while it is generated; then save
       another one        nothing: `timeout` and schedulers signal both a process and its group
     Ctrl-C               like SIGTERM if training would be lost, else leave at once
@@ -62,8 +62,8 @@ class StopSignals:
         self._ending = False
         self._before: dict[int, Any] = {}
         self._before_pipe = -1
+        # reading and writing end; Python writes each signal's number at once
         self._pipe: tuple[int, int] | None = None
-        """Reading and writing end; each signal's number is written here at once."""
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():

@@ -69,7 +69,7 @@ class TrainBatch:
         rollout_mask_sums: trained tokens of sample i's whole trajectory, >= 1, or their mean over
             its group's trajectories (CISPO): its denominator in the default loss.
         steps: the optimizer steps, in order.
-        payloads: columns of `slime.samples.media.PAYLOADS`, as far as the samples have them.
+        payloads: columns of `slime.samples.payloads.PAYLOADS`, as far as the samples have them.
         global_stats: numbers over all ranks that every rank logs alike (reward mean, ...).
         recorded: samples, of any rank, whose tokens are recorded: what training knows of them is
             wanted.
@@ -148,9 +148,8 @@ def _joined(value: Any) -> Any:
         or not all(isinstance(item, torch.Tensor) for item in value)
     ):
         return value
-    if (
-        len({item.dtype for item in value}) > 1 or value[0].dtype is torch.bfloat16
-    ):  # which NumPy does not have
+    # one array has one dtype, and NumPy has no bfloat16
+    if len({item.dtype for item in value}) > 1 or value[0].dtype is torch.bfloat16:
         return value
     return _Joined(
         torch.cat([item.reshape(-1) for item in value]).numpy(),

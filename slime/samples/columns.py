@@ -12,7 +12,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.samples.frozen_fields import frozen
-from slime.samples.media import PAYLOADS
+from slime.samples.payloads import PAYLOADS
 from slime.samples.sample_fields import PER_TOKEN, as_list, reward_number
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.user_code.loading import FunctionFailed, described, named, user_function
@@ -100,7 +100,7 @@ class Columns:
     """One entry per sample in every list; the optional ones are None when no sample has the field.
 
     ``loss_masks`` are 0/1 per response token, zeros for removed samples. ``payloads`` has the
-    columns of `slime.samples.media.PAYLOADS` that samples brought along.
+    columns of `slime.samples.payloads.PAYLOADS` that samples brought along.
     """
 
     tokens: list[list[int]]

@@ -123,8 +123,10 @@ def _plan(columns: Columns, config: Config, layout: TrainLayout) -> PackingPlan:
         logger.warning(
             "%d samples are longer than --max-tokens-per-gpu × context parallel = %d (longest: %d "
             "tokens); each has a micro-batch of its own",
-            len(schedule.oversize), max_tokens, longest,
-        )  # fmt: skip
+            len(schedule.oversize),
+            max_tokens,
+            longest,
+        )
     return schedule
 
 
@@ -204,8 +206,7 @@ def _check_log_probs(shard: TrainBatch, args: Any) -> None:
                 raise UserError(
                     f"{makers} returned a sample (index {index}) with {problem}",
                     fix="give every response token the log-prob of the engine's answer: 0.0 (and "
-                    "loss mask 0) where"
-                    " the model did not sample it",
+                    "loss mask 0) where the model did not sample it",
                 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.documentation import doc_url
 from slime.samples.columns import Columns, Trainable, described_columns
-from slime.samples.media import PAYLOADS
+from slime.samples.payloads import PAYLOADS
 from slime.samples.sample_fields import as_list, number_problem, reward_number, token_problem
 from slime.user_code.loading import FunctionFailed, described
 
@@ -91,10 +91,8 @@ def _columns(result: Any, origin: str) -> dict[str, list[Any]]:
         raise FunctionFailed(f"{origin} returned {described(result)}", fix=fix)
     data: dict[str, list[Any]] = {}
     for name, column in result.items():
-        if column is None or name in (
-            "rollout_mask_sums",
-            "total_lengths",
-        ):  # which follow from others
+        # these two follow from other columns
+        if column is None or name in ("rollout_mask_sums", "total_lengths"):
             continue
         if isinstance(column, (str, bytes, dict)) or not isinstance(column, Iterable):
             raise FunctionFailed(
@@ -151,8 +149,8 @@ _ONE_EACH: dict[str, tuple[Callable[[Any], Any], str]] = {
 def _each(
     column: list[Any], kind: tuple[Callable[[Any], Any], str], name: str, origin: str
 ) -> list[Any]:
+    make, wanted = kind
     made = []
-    (make, wanted) = kind
     for position, value in enumerate(column):
         try:
             made.append(make(value))

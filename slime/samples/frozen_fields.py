@@ -74,12 +74,11 @@ def frozen(
         raise FunctionFailed(
             f"{origin} changed {told[0]}{more}",
             why="what was generated is trained on as it is: such a function may set reward, "
-            "metadata, train_metadata,"
-            " remove_sample, teacher_log_probs and attributes of its own, and reads the rest",
+            "metadata, train_metadata, remove_sample, teacher_log_probs and attributes of its "
+            "own, and reads the rest",
             fix="work on a copy; to keep a sample out of the loss, set remove_sample in "
-            "--rollout-sample-filter-path;"
-            " to change tokens or masks, use --custom-generate-function-path or "
-            "--rollout-sample-hook-path",
+            "--rollout-sample-filter-path; to change tokens or masks, use "
+            "--custom-generate-function-path or --rollout-sample-hook-path",
         )
     for sample, values in zip(samples, notes):
         _check_notes(sample, values, origin, keeps_reward)
@@ -98,8 +97,8 @@ def frozen(
                 why="what it returns goes by the list as it was; entries that it removed would "
                 "still be trained on",
                 fix="work on a copy, sorted(samples); to drop a group, use "
-                "--dynamic-sampling-filter-path; to keep a"
-                " sample out of the loss, set its remove_sample",
+                "--dynamic-sampling-filter-path; to keep a sample out of the loss, set its "
+                "remove_sample",
             )
 
 

@@ -120,10 +120,8 @@ def split_steps(trajectory_ids: Sequence[int], global_batch_size: int) -> list[l
         return []
     trajectories = list(members.values())
     num_steps = max(1, (2 * len(trajectories) + global_batch_size) // (2 * global_batch_size))
-    steps = []
-    for step_executions in _even_chunks(trajectories, min(num_steps, len(trajectories))):
-        steps.append([position for trajectory in step_executions for position in trajectory])
-    return steps
+    chunks = _even_chunks(trajectories, min(num_steps, len(trajectories)))
+    return [list(itertools.chain.from_iterable(chunk)) for chunk in chunks]
 
 
 T = TypeVar("T")

@@ -110,9 +110,8 @@ FIELDS: dict[str, SampleField] = {
     "response": SampleField("text", lambda value: isinstance(value, str), is_frozen=True),
     "response_length": SampleField("the number of response tokens", _is_count, is_frozen=True),
     "label": SampleField("anything", _anything),
-    "reward": SampleField(
-        "a number, a dict of numbers, or None", _anything
-    ),  # `reward_number` checks it
+    # `reward_number` checks it
+    "reward": SampleField("a number, a dict of numbers, or None", _anything),
     "loss_mask": SampleField(
         "a list of 0 and 1, or None", _either(list), is_frozen=True, is_per_token=True
     ),
@@ -127,9 +126,8 @@ FIELDS: dict[str, SampleField] = {
     "teacher_log_probs": SampleField(
         "a list of numbers, or None", _either(list), is_per_token=True
     ),
-    "status": SampleField(
-        "a Sample.Status", _anything, is_frozen=True
-    ),  # `Sample.validate` knows which there are
+    # `Sample.validate` knows which there are
+    "status": SampleField("a Sample.Status", _anything, is_frozen=True),
     "metadata": SampleField("a dict", lambda value: isinstance(value, dict)),
     "generate_function_path": SampleField("text, or None", _either(str)),
     "custom_rm_path": SampleField("text, or None", _either(str)),
@@ -165,8 +163,7 @@ def kind_problem(sample: Any) -> tuple[str, str] | None:
     return None
 
 
-# -- values
-# --------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 
 
 def as_list(values: Any) -> Any:
@@ -181,12 +178,8 @@ def numbers_in(values: Any) -> np.ndarray | None:
     else."""
     try:
         found = np.asarray(values)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-        OverflowError,
-    ):  # ragged, or a tensor elsewhere or in bfloat16
+    # ragged, or a tensor elsewhere or in bfloat16
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         if not hasattr(values, "tolist"):
             return None
         found = np.asarray(values.tolist())
@@ -314,7 +307,7 @@ def unpicklable(samples: Iterable[Any]) -> str:
     return ""
 
 
-# -- rewards --------------------------------------------------------------------------------------
+# -- rewards ---------------------------------------------------------------------------------------
 
 #: The loss is computed in float32, where the square of a larger number is infinite.
 LARGEST_REWARD = 1e18
@@ -370,10 +363,6 @@ def is_finite(value: Any) -> bool:
     """Whether a number is finite as a float."""
     try:
         return math.isfinite(float(value))
-    except (
-        OverflowError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ):  # too large, complex, a signalling NaN
+    # too large, complex, a signalling NaN
+    except (OverflowError, TypeError, ValueError, RuntimeError):
         return False

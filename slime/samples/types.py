@@ -189,8 +189,7 @@ class Sample:
     """While its group waits to be drawn again: `to_dict` of the prompt, where the rest of the
     sample does not tell it."""
 
-    # -- reading
-    # -------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     @property
     def prompt_length(self) -> int:
@@ -232,8 +231,7 @@ class Sample:
             sorted({v for span in self.token_spans if (v := span.weight_version) is not None})
         )
 
-    # -- writing
-    # -------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def append_response_tokens(
         self,
@@ -352,8 +350,7 @@ class Sample:
         self.reward = None
         self.status = SampleStatus.PENDING
 
-    # -- validation
-    # ----------------------------------------------------------------------------------
+    # -- validation --------------------------------------------------------------------------------
 
     def validate(self, origin: str = "sample") -> None:
         """Check kinds and lengths of all fields (`slime.samples.sample_fields`) when the sample
@@ -400,8 +397,7 @@ class Sample:
             refuse(f"status {shown(self.status)}", f"set it to one of: {', '.join(SampleStatus)}")
         self.status = SampleStatus(self.status)
 
-    # -- storage
-    # -------------------------------------------------------------------------------------
+    # -- storage -----------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         data = {key: copy.copy(value) for key, value in self.__dict__.items()}
@@ -450,7 +446,7 @@ class Group:
 
     @property
     def executions(self) -> list[list[Sample]]:
-        """The former name of `trajectories`, for user code."""
+        """`trajectories`, for users' functions that read it under this name."""
         return self.trajectories
 
     @property
@@ -524,17 +520,18 @@ def groups_from_nested(nested: list[Any], origin: str = "the rollout function") 
 class VersionWindow(NamedTuple):
     """The weight versions that samples of a rollout may have.
 
+    A run that goes back to a checkpoint pushes weights of earlier steps under later numbers, so
+    numbers alone do not tell which versions are too old or too new.
+
     Attributes:
-        oldest: what older ones have begun is stale.
-        newest: that were pushed; None: not known.
-        stale: newer ones than the oldest that are stale all the same: a run that has gone back to a
-            checkpoint pushes weights of earlier steps under later numbers.
-        ahead: those up to the newest that are of later steps than training stands at, for the same
-            reason. What an earlier life of the run has finished with these, or with newer ones,
-            does not count.
-        gone: pushed behind a checkpoint from which the run went on in another way
-            (`slime.run.ancestry`): no weights that it will reach are like these, and what they have
-            begun or finished is generated anew.
+        oldest: samples begun with an older version are stale.
+        newest: the newest version that was pushed; None if it is not known.
+        stale: versions newer than ``oldest`` that are stale all the same.
+        ahead: versions up to ``newest`` of later steps than training has reached. Groups that the
+            journal has of these, or of newer ones, do not count.
+        unreachable: versions pushed after a checkpoint from which the run has since gone on in
+            another way (`slime.run.ancestry`). It will never have such weights: groups begun or
+            finished with them are generated again.
     """
 
     oldest: int = 0
@@ -545,7 +542,7 @@ class VersionWindow(NamedTuple):
 
     @property
     def allowed(self) -> str:
-        """A phrase that says whose samples are young enough."""
+        """The versions that are young enough, in words."""
         but = (
             f", without {', '.join(map(str, sorted(self.stale)))} of other steps"
             if self.stale
@@ -554,7 +551,7 @@ class VersionWindow(NamedTuple):
         return f"weights {self.oldest} and newer{but}"
 
     def stale_among(self, versions: Iterable[int]) -> int | None:
-        """The oldest of these that is stale; None where none is."""
+        """The oldest stale one of ``versions``; None if none is stale."""
         return min((v for v in versions if v < self.oldest or v in self.stale), default=None)
 
 

@@ -121,8 +121,7 @@ class Supervisor:
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
 
-    # -- watching
-    # ----------------------------------------------------------------------------------------------
+    # -- watching ----------------------------------------------------------------------------------
 
     def _watch(self, pid: int, told: int, heard: int) -> str:
         """Wait until the child has ended or must end; return the limit that ended it."""
@@ -196,8 +195,7 @@ class Supervisor:
     def _say(self, **words: Any) -> None:
         os.write(self.report, json.dumps(words).encode() + b"\n")
 
-    # -- in the sandbox: none of these returns
-    # -------------------------------------------------------------------
+    # -- in the sandbox: none of these returns -----------------------------------------------------
 
     def _in_child(self, written: int) -> None:
         """Run in the supervisor's child. With namespaces it only waits for their first process."""
@@ -312,8 +310,7 @@ class Supervisor:
         return os.waitpid(pid, 0)[1] == 0
 
 
-# -- all that came of this process
-# -----------------------------------------------------------------------------------
+# -- all that came of this process -----------------------------------------------------------------
 
 
 def usage() -> tuple[int, int]:

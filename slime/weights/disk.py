@@ -1,4 +1,4 @@
-"""Transport through a directory that trainer and engines share: the slowest, and it always works.
+"""Transport through a directory that trainer and engines share: slow, but without requirements.
 
 disk_dir/weight_v000007/ (a Hugging Face directory) ── /update_weights_from_disk ──► engines
 """

@@ -1,4 +1,4 @@
-"""The proof that engines hold what was sent, in the two ways that engines know (`Abilities.check`).
+"""Compare what engines hold with what was sent, in the two ways of `Abilities.check`.
 
     "tensors"  the engine's own ``/weights_checker {"action": "fingerprint"}``: whole tensors under
                the names sent
@@ -57,12 +57,11 @@ class HeldWeights:
 
 
 class EngineCheck(Protocol):
-    """Says what a tensor's digest is on the trainer's side, and asks the engines for theirs.
+    """Computes digests of the trainer's tensors and compares them with the engines'.
 
     Attributes:
         digest: of a named tensor. Every rank that sends weights computes it: see `digest_to_json`.
-        unknown: tensors that no comparison covers, because an engine's form of them is not known
-            here.
+        unknown: tensors that cannot be compared, because an engine holds them in an unknown form.
     """
 
     unknown: Sequence[str]
@@ -71,24 +70,24 @@ class EngineCheck(Protocol):
     def digest(self) -> Digest: ...
 
     def begin(self, timeout: float) -> None:
-        """Before a transfer, behind `open_layers`: engines start to count what they load."""
+        """Have engines count what they load; call it before a transfer, after `open_layers`."""
 
     def compare(
         self, sent: Mapping[str, Any], names: Collection[str], full: bool, timeout: float
     ) -> HeldWeights:
-        """After a transfer: what the engines have loaded of it, and whether it is as sent.
+        """Ask after a transfer what the engines have loaded, and compare it with what was sent.
 
         Args:
             sent: name → `digest`, of some of the tensors.
             names: of all tensors that were sent.
-            full: what else an engine holds is an error too.
+            full: tensors that an engine holds and that were not sent are errors, too.
         """
 
     def open_layers(self, timeout: float) -> None:
-        """Before a transfer of quantised weights, on routes that need it (`Route.opens`)."""
+        """Make layers loadable before a transfer of quantised weights (`Route.opens`)."""
 
     def close_layers(self, timeout: float) -> None:
-        """After what arrived was compared: engines make of it what their kernels compute with."""
+        """Have engines convert what arrived for their kernels; call it after `compare`."""
 
     def close(self) -> None: ...
 
@@ -133,7 +132,7 @@ def slice_key(part: Sequence[int]) -> str:
 
 
 class WholeTensorCheck:
-    """Engines that know fingerprints: the embedded one."""
+    """Compares whole tensors, by the engine's own fingerprints."""
 
     unknown: Sequence[str] = ()
 
@@ -168,7 +167,7 @@ class WholeTensorCheck:
 
 
 class RankQuestions:
-    """Questions to the processes of SGLang engines, through their custom weight loader.
+    """Asks the processes of SGLang engines through their custom weight loader.
 
         ask({"action": …}) ── /update_weights_from_tensor, load_format = the probe ──► every rank
         answers            ◄── TCP store of this process ───────────────────────────── every rank
@@ -188,12 +187,12 @@ class RankQuestions:
         self._store = ExternalGroup.open_store(address, 1, deadlines.ENGINE_CHECK_ANSWER)
 
     def ask(self, request: Mapping[str, Any], timeout: float) -> list[list[dict[str, Any]]]:
-        """Every rank's answer, by engine.
+        """Ask all ranks; return their answers by engine.
 
         Args:
             request: for `slime.engines.sglang.weight_probe.report`, without the place of the store.
         Raises:
-            EngineError: a rank could not do it, with its own words, or did not answer.
+            EngineError: a rank failed, with its own message, or did not answer.
         """
         key = secrets.token_hex(4)
 
@@ -241,7 +240,7 @@ def serialized(tensor: torch.Tensor) -> str:
 
 
 class SliceCheck:
-    """SGLang engines, asked through their custom weight loader.
+    """Compares the slices that each rank of SGLang engines holds, through the weight probe.
 
     Args:
         engines: as many tensor-parallel ranks each as they have slots.
@@ -262,7 +261,7 @@ class SliceCheck:
     ) -> None:
         self._engines = engines
         self._opens = opens
-        # a CPU's own is the faster one there
+        # xxh3 is faster on a CPU
         self._method = "words" if torch.cuda.is_available() else "xxh3"
         self._shapes = {name: list(shape) for name, shape in shapes.items()}
         self._ranks = RankQuestions(fleet, engines, address)

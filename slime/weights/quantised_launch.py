@@ -1,5 +1,7 @@
-"""Check before the launch that pushes can bring a quantised model to a run's engines. torch is
-imported for such a model alone."""
+"""Check before the launch that pushes can bring a quantised model to a run's engines.
+
+torch is imported only if the model is quantised.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,12 @@ from slime.placement import needs_engines
 
 
 def check_route(config: Config) -> None:
-    """Check that a quantised model's weights go to SGLang in a way that was tried, as far as flags
-    and server groups say. Engines are asked again when they are there.
+    """Check by flags and server groups that a quantised model can be pushed to SGLang.
+
+    `slime.weights.route` checks the engines themselves once they answer.
 
     Raises:
-        UserError: they do not; by name.
+        UserError: no tried way leads into one of them; names the argument or format.
     """
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
@@ -31,7 +34,7 @@ def check_route(config: Config) -> None:
         return
     _check_output_layer(flags.hf_checkpoint, flags.model_name, quantisation)
     if config.debug.debug_rollout_only or version is None:
-        return  # nothing is pushed; another check says so, and external engines say theirs
+        return  # nothing is pushed, or all engines are external and have versions of their own
     from slime.weights.route import choose_route
 
     kind = choose_route(config, SGLANG.transports, local=True)
@@ -41,7 +44,7 @@ def check_route(config: Config) -> None:
         {**config.engine.sglang, **group.overrides, "tp_size": group.num_gpus_per_engine}
         for group in started
     ]
-    for engine in options or [{}]:  # those of others say theirs
+    for engine in options or [{}]:  # external engines have arguments of their own
         quantised_route(hf_config, {**engine, "version": version}, kind)
 
 

@@ -1,4 +1,4 @@
-"""Receipts prove a push: what was sent, how long it took, which fingerprints were compared."""
+"""The receipt of a push: what was sent, how long it took, which fingerprints were compared."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class WeightMismatch(Exception):
 
 @dataclass(frozen=True)
 class Receipt:
-    """One push.
+    """The record of one push.
 
     Attributes:
         version: of the weights that the engines now have.
         num_tensors, nbytes: sent, in the engine's dtype.
         seconds: by phase: "pause", "transfer", "flush", "check", "continue", "total", in some
-            "reset", "open", "close".
-        transport: how.
+            pushes "reset", "open", "close".
+        transport: its name.
         checked: names whose fingerprints were compared on every engine.
         full: all tensors were compared, and the engines were asked what else they hold.
         zeros: of a push of quantised weights, matrices that are all zeros on the trainer's side.
@@ -94,18 +94,17 @@ class Receipt:
 
 @dataclass
 class Sampler:
-    """Chooses which tensors of a push are fingerprinted.
+    """Chooses which tensors of a push are fingerprinted, within a share of the push's time.
 
     Every push takes one tensor of each kind (the same name in another layer, or of another expert)
     and one member of each group that engines fuse, another one each time. The rest of the time goes
     to a window that moves on with every push. The window takes tensors until the time is used up,
-    always at least one, so that after enough pushes each tensor has had its turn whatever its size.
+    always at least one, so that enough pushes cover every tensor whatever its size.
 
     Attributes:
         share: of the last push's duration that may be spent here.
         floor: seconds that may be spent in any case. Both sides hash, so half of it is this side's.
-        digest: what is kept of a tensor; its fingerprint, or those of the slices that the engines
-            have.
+        digest: of a tensor: its fingerprint, or those of the slices that the engines hold.
         always: lists of names; every push takes one of each.
     """
 
@@ -120,7 +119,7 @@ class Sampler:
     _full: bool = False
     _pushes: int = 0
     _chosen: set[str] = field(default_factory=set)
-    _chosen_seconds: float = 0.0  # that the chosen ones of the last push took
+    _chosen_seconds: float = 0.0  # spent on the chosen tensors of the last push
 
     def begin(self, last_push_seconds: float, full: bool) -> None:
         self.fingerprints = {}
@@ -132,7 +131,7 @@ class Sampler:
         self._taken_up_to = self._cursor
 
     def observe(self, name: str, tensor: torch.Tensor) -> None:
-        """Called for every tensor of the push, in order."""
+        """Take the next tensor of the push; an `Observer`."""
         position = len(self.names)
         self.names.append(name)
         started = time.perf_counter()
@@ -150,13 +149,13 @@ class Sampler:
             self._chosen_seconds += spent
 
     def end(self) -> None:
-        """The push arrived: the next one samples on from here."""
+        """Move the window on, after a push that arrived."""
         self._cursor = self._taken_up_to if self._taken_up_to < len(self.names) else 0
         self._pushes += 1
 
 
 def kinds_of(names: Iterable[str]) -> list[list[str]]:
-    """Names that differ only in their numbers, together.
+    """Group names that differ only in their numbers.
 
     Example:
         >>> kinds_of(

@@ -1,4 +1,4 @@
-"""Choose how a run's weights travel, from its flags and from what the engines say of themselves.
+"""Choose how a run's weights reach the engines, from its flags and from the engines' abilities.
 
 find_route       flags, engines' /server_info ─► Route      on rank 0, which tells it to all
 open_transport   Route ─► Transport                         on each rank that takes part
@@ -67,14 +67,14 @@ class Route:
 def find_route(
     config: Config, fleet: EngineFleet, hf_config: HfConfig, *, on_this_node: bool
 ) -> Route:
-    """Ask the engines what they are, and choose.
+    """Read the engines' ``/server_info`` and choose a route.
 
     Args:
         on_this_node: see `WeightSync.connect`.
     Raises:
         EngineError: one does not answer.
-        UserError: engines differ, or cannot be pushed to; names them. Quantised ones have another
-            dtype than flags say.
+        UserError: engines differ, or cannot take pushes; names them. Or engines of a quantised
+            model have another dtype than the flags say.
     """
     infos = dict(zip(fleet.urls, fleet.get("/server_info", deadlines.ROUTE_INFO), strict=True))
     check_experts(infos)
@@ -95,15 +95,14 @@ def find_route(
     # the stages' ranks that have rank 0's place in all other respects: the first of TP, DP and CP
     sources = tuple(dist.get_process_group_ranks(pipeline)) if pipeline is not None else (0,)
     dtype = engine_dtype(infos, hf_config)
-    if Quantisation.read(read_hf_config(hf_config)) is not None and dtype != (
-        told := flag_dtype(config, hf_config)
-    ):
+    quantisation = Quantisation.read(read_hf_config(hf_config))
+    if quantisation is not None and dtype != (expected := flag_dtype(config, hf_config)):
         raise UserError(
             f"the engines quantise weights of {dtype_name(dtype)}, and the trainer those of "
-            f"{dtype_name(told)}",
+            f"{dtype_name(expected)}",
             why="--fake-quantisation, --measure-quantisation and the canary go by flags, and would "
             "round to other numbers than a push",
-            fix=f"start the engines with the dtype {dtype_name(told)}, or set --sglang-dtype "
+            fix=f"start the engines with the dtype {dtype_name(expected)}, or set --sglang-dtype "
             "(--embedded-dtype) as theirs and leave it out of overrides of server groups",
         )
     quantised = routes_of(infos, hf_config, kind) if common.packs_quantised else None
@@ -120,19 +119,19 @@ def find_route(
 def routes_of(
     infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig, kind: str
 ) -> QuantisedRoute | None:
-    """How quantised weights go into these SGLang engines; None for plain ones.
+    """Return how quantised weights go into these SGLang engines; None for plain weights.
 
     Raises:
-        UserError: none is known for one of them, this way and with its arguments.
+        UserError: no way is known for one of them with this transport and its arguments.
     """
     config = read_hf_config(hf_config)
     found = {url: quantised_route(config, info, kind) for url, info in infos.items()}
     route = next(iter(found.values()))
     if any(other != route for other in found.values()):
-        said = {url: info.get("version") for url, info in infos.items()}
+        versions = {url: info.get("version") for url, info in infos.items()}
         raise UserError(
             "the engines take quantised weights in different ways",
-            why=str(said),
+            why=str(versions),
             fix="start them alike",
         )
     return route
@@ -148,15 +147,14 @@ def open_transport(
     await_turn: Callable[[], None],
     together: Together,
 ) -> Transport:
-    """This rank's part of the way.
+    """Open this rank's part of the transport.
 
     Args:
         fleet: the engines; None on a rank that only follows.
         group: of all trainer ranks on CPU, for "ipc"; None for one rank alone.
         stage: the pipeline stage that this rank sends for.
-        await_turn: returns when it may.
-        together: tensors that engines must be given in one load call. Files are one load call by
-            themselves.
+        await_turn: returns when this rank may send.
+        together: tensors that engines must be given in one load call. A directory is one call.
     Raises:
         UserError: the disk transport has no directory; memory cannot be shared with an engine.
         EngineError: an engine did not join the broadcast group.
@@ -196,13 +194,12 @@ def open_transport(
 
 
 def common_abilities(abilities: Mapping[str, Abilities]) -> Abilities:
-    """The abilities of one engine for all of them: a push treats them alike.
+    """Return the abilities that all engines share, since a push treats them alike.
 
     Args:
-        abilities: engine URL → what it can do, as it says: external engines need not be what the
-            flags name.
+        abilities: by engine URL; external engines need not be of the kind that the flags name.
     Raises:
-        UserError: they are of different kinds, or cannot take part in a push.
+        UserError: engines are of different kinds, or cannot take part in a push.
     """
     (one, first), *others = abilities.items()
     for url, other in others:
@@ -223,14 +220,14 @@ def common_abilities(abilities: Mapping[str, Abilities]) -> Abilities:
 
 
 def without_gpu(infos: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """URLs of the engines that say that they compute on the CPU, as embedded ones do."""
+    """Return the URLs of the engines that compute on the CPU."""
     return [url for url, info in infos.items() if info.get("device") == "cpu"]
 
 
 def choose_route(
     config: Config, transports: Collection[str], *, local: bool, on_cpu: bool = False
 ) -> str:
-    """Choose the way of the weights.
+    """Choose the kind of transport.
 
     "disk"       with ``--update-weight-transport disk``: a Hugging Face directory
     "shm"        shared memory on this host, without a GPU, with ``--colocate`` or to engines on the
@@ -252,12 +249,12 @@ def choose_route(
 
 
 def takes_runs(kind: str, abilities: Collection[Abilities], quantised: bool = False) -> bool:
-    """Whether all engines take runs of experts: only by handles, which our loader inside the engine
-    can be given.
+    """Return whether all engines take runs of experts: by "ipc" only, as its load format can name
+    our loader inside the engines.
 
     Args:
-        quantised: what is sent is what the model stores; otherwise engines that quantise by
-            themselves take none.
+        quantised: weights are sent quantised, as the model stores them. Engines that quantise plain
+            weights themselves take no runs.
     """
     return kind == "ipc" and all(
         one.takes_expert_runs and (quantised or not one.quantises) for one in abilities
@@ -265,7 +262,7 @@ def takes_runs(kind: str, abilities: Collection[Abilities], quantised: bool = Fa
 
 
 def check_experts(infos: Mapping[str, Mapping[str, Any]]) -> None:
-    """Engines must hold experts so that they can be pushed to.
+    """Refuse engines that hold experts in a form that pushes cannot fill.
 
     Args:
         infos: engine URL → its ``/server_info``.
@@ -286,15 +283,14 @@ def check_experts(infos: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def flag_dtype(config: Config, hf_config: HfConfig) -> torch.dtype:
-    """The dtype of the engines' weights as the run's flags have it; "auto" means the model
-    config's."""
+    """Return the dtype of the engines' weights by the run's flags; "auto" is the model config's."""
     return engine_dtype(
         {"--sglang-dtype": {"dtype": engine_of(config).weights_dtype(config)}}, hf_config
     )
 
 
 def engine_dtype(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig) -> torch.dtype:
-    """The dtype that all engines hold their weights in; "auto" means the model config's.
+    """Return the dtype that all engines hold their weights in; "auto" is the model config's.
 
     Args:
         infos: engine URL → its ``/server_info``.
@@ -311,10 +307,9 @@ def engine_dtype(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig) ->
     [name] = set(named.values())
     if name == "auto":
         config = read_hf_config(hf_config)
-        said = named_dtype(config)
-        if "16" not in said:  # engines make float16 of float32
-            said = f"auto, and config.json says {said or 'nothing'}"
-        name = said
+        name = named_dtype(config)
+        if "16" not in name:  # engines make float16 of float32
+            name = f"auto, and config.json says {name or 'nothing'}"
     try:
         return dtype_of(str(name))
     except ValueError as error:

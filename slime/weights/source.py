@@ -1,10 +1,10 @@
-"""Sources of weights: names, sizes and tensors for a push to the engines or for an export.
+"""Yield a model's weights, with names and sizes, for a push to the engines or for an export.
 
     ModelSource       the trainer's weights, whole, under their Hugging Face names
     QuantisedSource   another source's weights in the form that a quantised --hf-checkpoint stores
 
-`slime.weights.sync` pushes a source to the engines, `write_hf` writes one to a directory. A further
-kind of push (adapters alone, a model with frozen parts) is a further source.
+`slime.weights.sync` pushes a source to the engines, `write_hf` writes one to a directory. Another
+kind of push (adapters alone, a model with frozen parts) is another source.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class WeightSource(Protocol):
 
     Attributes:
         parameters: of the model; the source yields its served set, or a part of it.
-        zeros: matrices, or runs of experts with one, that the last complete pass found to be all
-            zeros: a router or an embedding was lost on the way. Empty if a source does not look.
+        zeros: names of matrices, or of runs of experts with such a matrix, that were all zeros in
+            the last complete pass, because something lost them. Empty if a source does not check.
     """
 
     parameters: ModelParameters
@@ -55,10 +55,10 @@ class WeightSource(Protocol):
         """Names of all tensors that `tensors` yields, in order."""
 
     def nbytes(self) -> int:
-        """An upper bound of their size, for deadlines."""
+        """An upper bound of the tensors' size, for deadlines."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor), the same on every rank; copy what is kept."""
+        """Yield (name, whole tensor), the same on every rank; copy a tensor to keep it."""
 
 
 class ModelSource:
@@ -66,12 +66,11 @@ class ModelSource:
 
     Args:
         model_chunks: this rank's model, one chunk per virtual pipeline stage, wrapped or not.
-        hf_config: what the model was built from.
-        model_name: conversion table, when the config does not tell.
-        own_stage: only what this pipeline stage holds; collective over the ranks of the stage, and
-            nothing crosses the pipeline.
-        in_runs: experts that are stacked here come many at a time
-            (`slime.engines.wire.expert_runs`).
+        hf_config: the config that the model was built from.
+        model_name: the model family's name; needed if the config does not tell the family.
+        own_stage: yield only what this pipeline stage holds. It is collective over the ranks of the
+            stage, and nothing crosses the pipeline.
+        in_runs: yield stacked experts many at a time (`slime.engines.wire.expert_runs`).
     """
 
     def __init__(
@@ -106,9 +105,9 @@ class ModelSource:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield embedding, layers in order, final norm, output.
 
-        On one rank the tensors are views of the parameters where the layout allows: use them before
-        the next optimizer step, or copy. On several they are views of buffers that hold a batch of
-        them: copy what is kept.
+        On one rank the tensors are views of the parameters where the layout allows: use or copy
+        them before the next optimizer step. On several ranks they are views of buffers that are
+        reused for the next batch: copy a tensor to keep it.
         """
         exported = {held.name: match for held, match in self._plan if match.exports}
         plan = [held for held, match in self._plan if match.exports]
@@ -151,10 +150,9 @@ class ModelSource:
         ]
         for group in (place.ep_group, place.pp_group):
             if group is not None:
-                said = [
-                    row for part in all_gather([vars(held) for held in mine], group) for row in part
-                ]
-                mine = [PlacedParameter(**{**row, "shape": tuple(row["shape"])}) for row in said]
+                parts = all_gather([vars(held) for held in mine], group)
+                rows = [row for part in parts for row in part]
+                mine = [PlacedParameter(**{**row, "shape": tuple(row["shape"])}) for row in rows]
         first: dict[str, PlacedParameter] = {}
         for held in mine:
             first.setdefault(held.name, held)
@@ -174,16 +172,15 @@ def _exported(match: Match, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> 
 
 
 class QuantisedSource:
-    """Another source's weights, with those of Linear layers quantised. Building one is not
-    collective.
+    """Another source's weights, quantised as the model stores them. Building one is not collective.
 
     A weight is cast to the engine's dtype and then quantised, as `slime convert` does with a
     directory of that dtype: both give the same bits.
 
     Args:
-        source: of plain tensors; experts may come in runs, and then their parts do.
+        source: of plain tensors. If experts come in runs, their quantised parts do, too.
         dtype: of the engines' weights that are not quantised.
-        converts: false on ranks that only take part in gathering, and neither send nor pack.
+        converts: False on ranks that only take part in gathering and neither send nor pack.
     Raises:
         UserError: the ignore list does not fit the model; compressed-tensors is needed and not
             installed.
@@ -213,7 +210,7 @@ class QuantisedSource:
             yield from self._source.tensors()
             return
         self.zeros = []
-        has_values: dict[str, torch.Tensor] = {}  # on the GPU: reading one here would wait for it
+        has_values: dict[str, torch.Tensor] = {}  # read at the end, as reading waits for the GPU
         for name, tensor in self._source.tensors():
             if tensor.dim() > 1:
                 has_values[name] = tensor.flatten(-2).any(-1).all()
@@ -226,8 +223,8 @@ class QuantisedSource:
                 yield from quantise(matrix.module, cast, self._scheme).items()
             else:
                 yield from quantise_run(run, cast, self._scheme).items()
-        read = torch.stack([*has_values.values()]).tolist() if has_values else []
-        self.zeros = [name for name, is_nonzero in zip(has_values, read) if not is_nonzero]
+        flags = torch.stack([*has_values.values()]).tolist() if has_values else []
+        self.zeros = [name for name, is_nonzero in zip(has_values, flags) if not is_nonzero]
 
     def names(self) -> list[str]:
         return [part for name in self._source.names() for part in self._parts(name)]
@@ -239,7 +236,7 @@ class QuantisedSource:
         return stored + self._source.nbytes()
 
     def _matrix(self, name: str) -> tuple[WeightMatrix | None, ExpertRun | None]:
-        """The matrix that is quantised: of a run the first, since all or none of it are."""
+        """Return the matrix that is quantised, if it is; of a run the first, as all are alike."""
         run = ExpertRun.parse(name)
         return self._chosen.get(name if run is None else run.expert_name(run.first)), run
 
@@ -259,7 +256,7 @@ class QuantisedSource:
 def iter_hf_tensors(
     model_chunks: Sequence[nn.Module], hf_config: HfConfig, *, model_name: str | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """One pass over the model's weights as Hugging Face tensors; see `ModelSource`. Collective."""
+    """Yield the model's weights as Hugging Face tensors, see `ModelSource`. Collective."""
     return ModelSource(model_chunks, hf_config, model_name=model_name).tensors()
 
 

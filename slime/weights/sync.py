@@ -9,9 +9,9 @@
 
 All calls are collective over the trainer ranks: each takes part in gathering, rank 0 steers the
 engines, and every rank gets the same receipt or raises the same error. By broadcast each pipeline
-stage sends its own layers, in turn, from one of its ranks; every other way goes through rank 0, or
-through all ranks. A `WeightSource` yields the tensors, `route` chooses the way, a `Transport` goes
-it, `trainer_ranks` carries messages between ranks, `engine_check` asks the engines what they hold.
+stage sends its own layers, in turn, from one of its ranks; every other transport sends from rank 0,
+or from all ranks. A `WeightSource` yields the tensors, `route` chooses the `Transport` that sends
+them, `trainer_ranks` carries messages between ranks, `engine_check` compares what engines hold.
 """
 
 from __future__ import annotations
@@ -99,19 +99,16 @@ class WeightSync:
         self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
         self._opens = self._has_begun = False
-        # a push, behind its pause: engines may hold a mix, and have layers that are open
+        # a push failed after its pause: engines may hold a mix, and have layers that are open
         self._broke_off = False
         self._last_seconds = 0.0
         faults = config.fault_tolerance
-        hangs = (
-            faults.rollout_health_check_timeout
-            if faults.use_fault_tolerance
-            else deadlines.SYNC_CONTROL
-        )
-        self._control_seconds = min(hangs, deadlines.SYNC_CONTROL)
+        self._control_seconds = deadlines.SYNC_CONTROL
+        if faults.use_fault_tolerance:
+            self._control_seconds = min(faults.rollout_health_check_timeout, deadlines.SYNC_CONTROL)
 
     def connect(self, engines: Sequence[str | EngineSlots], *, on_this_node: bool = True) -> None:
-        """Reach the engines and set the way of transfer up. Collective; call again when the engines
+        """Reach the engines and set the transport up. Collective; call again when the engines
         change.
 
         Args:
@@ -144,11 +141,11 @@ class WeightSync:
             self._prepare(dataclasses.replace(route, in_runs=False), found)
 
     def _prepare(self, route: Route, engines: Sequence[EngineSlots]) -> bool:
-        """Open the way and agree with the engines on what is compared. Collective.
+        """Open the transport and agree with the engines on what is compared. Collective.
 
         Returns:
-            False: engines hold runs of experts in a form that cannot be compared; nothing is open
-                any more.
+            False if engines hold runs of experts in a form that cannot be compared; nothing is open
+            then.
         """
         self._source = self._source_for(route)
         parameters = self._source.parameters
@@ -182,7 +179,7 @@ class WeightSync:
                 self._ranks.report(asdict(contents))
             if self.rank == 0:
                 stages = [
-                    _StageContents(**said) for said in self._ranks.reports(self._stage_seconds)
+                    _StageContents(**report) for report in self._ranks.reports(self._stage_seconds)
                 ]
                 if self._prepare_check(route, engines, stages):
                     assert self._check is not None
@@ -203,8 +200,8 @@ class WeightSync:
         return True
 
     def _always_compared(self, names: Sequence[str], digest: Digest) -> list[list[str]]:
-        """Lists of names, of each of which every push compares one: kinds of tensors, and groups
-        that engines fuse."""
+        """Return lists of names, one of each of which every push compares: the kinds of tensors,
+        and the groups that engines fuse."""
         if isinstance(digest, SliceDigest):
             names = [name for name in names if digest.slices.get(name)]
         return kinds_of(names) + [
@@ -212,7 +209,7 @@ class WeightSync:
         ]
 
     def _source_for(self, route: Route) -> WeightSource:
-        """The whole model, in the form that the engines hold.
+        """Return the source of the whole model, in the form that the engines hold.
 
         Raises:
             UserError: the ignore list of quantised weights does not fit the model.
@@ -296,22 +293,19 @@ class WeightSync:
 
     @property
     def _timeout(self) -> float:
-        """Seconds that members of a process group wait for one another
-        (--distributed-timeout-minutes)."""
+        """--distributed-timeout-minutes in seconds."""
         return 60.0 * self.config.cluster.distributed_timeout_minutes
 
     @property
     def _push_seconds(self) -> float:
-        """Seconds that a push may take, all phases together: pause, reset, open, transfer, flush,
-        check, close, continue."""
+        """The seconds that all phases of a push may take together."""
         return 6 * deadlines.SYNC_CONTROL + (3 if self._opens else 2) * sum(self._stage_seconds)
 
     def _gloo_group(self) -> dist.ProcessGroup | None:
-        """All trainer ranks on CPU: what is exchanged there are words, and NCCL would need the GPU
-        for them.
+        """Make the gloo group of all trainer ranks, which exchanges handles without the GPU.
 
-        The others are in it while rank 0 waits for the engines to load a bucket, so it waits longer
-        than rank 0.
+        The other ranks wait in it while rank 0 waits for the engines to load a bucket, so its
+        timeout is longer than that of rank 0.
         """
         if self.world_size == 1:
             return None
@@ -325,7 +319,7 @@ class WeightSync:
     def _prepare_check(
         self, route: Route, engines: Sequence[EngineSlots], stages: Sequence[_StageContents]
     ) -> bool:
-        """Returns False if runs of experts cannot be compared."""
+        """Set the check up; return False if runs of experts cannot be compared."""
         assert self._fleet is not None and self._transport is not None
         self._names = [name for stage in stages for name in stage.names]
         if route.asks_ranks:
@@ -367,7 +361,7 @@ class WeightSync:
             self._check.begin(self._control_seconds)
             self._send(tensors, version)
             sent = _StageSent.of_all(
-                [_StageSent.from_json(said) for said in self._ranks.reports(self._stage_seconds)]
+                [_StageSent.from_json(sent) for sent in self._ranks.reports(self._stage_seconds)]
             )
         with self._phase("flush", version, seconds):
             fleet.flush_cache(self._control_seconds)
@@ -386,7 +380,7 @@ class WeightSync:
             )
         amount = sent.amount
         zeros = tuple(sent.zeros)
-        # of what no engine has in a known form there are none
+        # tensors that an engine holds in an unknown form cannot be compared
         full = verify_all and not self._check.unknown
         checked = tuple(name for name, fingerprints in sent.fingerprints.items() if fingerprints)
         how = self._transport.name
@@ -395,8 +389,7 @@ class WeightSync:
         )
 
     def _pause(self, fleet: EngineFleet) -> None:
-        """Pause all, or leave none paused; those that a push before this one left half-way stay
-        so."""
+        """Pause all engines; on failure continue them, unless an earlier push left them paused."""
         try:
             fleet.post("/pause_generation", {"mode": "abort"}, self._control_seconds)
         except EngineError:
@@ -411,10 +404,11 @@ class WeightSync:
             raise
 
     def _compare(self, version: int, sent: _StageSent, verify_all: bool) -> int | None:
-        """Number of tensors that the engines are known to have loaded.
+        """Compare the engines' weights with what was sent; return how many tensors all engines are
+        known to have loaded.
 
         Raises:
-            WeightMismatch: they do not hold what was sent.
+            WeightMismatch: an engine does not hold what was sent.
         """
         assert self._check is not None
         unsent = sorted(set(self._names) - set(sent.names))
@@ -434,8 +428,7 @@ class WeightSync:
 
     @contextmanager
     def _phase(self, name: str, version: int, seconds: dict[str, float]) -> Iterator[None]:
-        """Time a phase and turn the failure of an engine or a stage into a message with the way
-        out."""
+        """Time a phase; turn the failure of an engine or a stage into a message with remedies."""
         started = time.perf_counter()
         try:
             yield
@@ -468,10 +461,10 @@ _REMEDIES = (
 
 @dataclass(frozen=True)
 class _StageContents:
-    """The contents of every push of one source.
+    """The tensors of every push of one pipeline stage.
 
     Attributes:
-        shapes: by name; {} if nobody needs them.
+        shapes: by name; {} if the check needs none.
     """
 
     names: list[str]
@@ -480,8 +473,10 @@ class _StageContents:
 
     @staticmethod
     def of(source: WeightSource, with_shapes: bool) -> _StageContents:
-        """Collective over the ranks of the stage. To find the shapes out takes one gathering of all
-        weights, which sets the communicators up as well."""
+        """Read the contents of a source. Collective over the ranks of the stage.
+
+        Shapes take one gathering of all weights, which sets the communicators up as well.
+        """
         shapes = (
             {name: list(tensor.shape) for name, tensor in source.tensors()} if with_shapes else {}
         )
@@ -490,7 +485,7 @@ class _StageContents:
 
 @dataclass(frozen=True)
 class _StageSent:
-    """The tensors that one source has sent, with fingerprints of some of them."""
+    """The tensors that one pipeline stage has sent, with fingerprints of some of them."""
 
     amount: Transferred
     names: list[str]

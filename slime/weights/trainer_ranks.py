@@ -1,4 +1,4 @@
-"""Messages between trainer ranks during a push: whose turn it is, what came of it, how it ended.
+"""Carry messages between trainer ranks during a push: turns, reports of the stages, the outcome.
 
     stage 0 (rank 0)   sends ── report ─┐                          reads all reports ─► outcome
     stage 1            packs ◄──────────┴─ sends ── report ─┐      (to every rank)
@@ -9,9 +9,8 @@ for those before it, and rank 0 for all, so waits form no circle. Messages go ov
 by collectives, because a collective with a dead rank never ends, or ends the process. Every wait
 has a limit and says who was waited for.
 
-torch's store authenticates nobody, and lists its keys to whoever reaches its port. So a message is
-JSON, sealed with a key that the ranks share: what a stranger writes there is an error, never code
-that runs.
+torch's store authenticates nobody and lists its keys to whoever reaches its port. So a message is
+JSON, sealed with a key that the ranks share: a stranger's message is an error and never runs code.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from slime.processes.json_collectives import broadcast
 
 _SEAL = "sha256"
 _SEAL_BYTES = 32
-_HEARD = "heard"  # how many ranks have a round's outcome
+_HEARD = "heard"  # key of the number of ranks that have read a round's outcome
 
 
 class StageError(Exception):
@@ -57,15 +56,14 @@ class StageError(Exception):
 
 @dataclass
 class RoundOutcome:
-    """The outcome of a round as JSON: every rank finds here what rank 0 puts here, after the
-    block."""
+    """The outcome of a round as JSON; what rank 0 sets in the block, every rank has after it."""
 
     value: Any = None
 
 
 class TrainerRanks:
-    """One rank's view of the others. Building it is collective; all ranks take part in the same
-    rounds.
+    """One rank's connection to the others. Building it is collective; all ranks take part in the
+    same rounds.
 
     Attributes:
         sources: the rank that sends for each pipeline stage; rank 0 alone when it sends everything.
@@ -83,7 +81,7 @@ class TrainerRanks:
             default: Any = _get_default_store()
             self._store = dist.PrefixStore(f"weight-sync-{name}", default.clone())
         self._round = 0
-        self._unheard: list[int] = []  # rounds whose words are in the store; rank 0
+        self._unheard: list[int] = []  # rounds whose messages are in the store; rank 0
         self._own_report: Any = None
         self._reported = False
 
@@ -94,11 +92,11 @@ class TrainerRanks:
 
     @contextmanager
     def round(self, what: str, limit: float) -> Iterator[RoundOutcome]:
-        """All ranks leave the block with what rank 0 made of it: its value, or its error.
+        """Run a block on all ranks and give every rank the outcome of rank 0: its value or error.
 
         Args:
             what: for messages ("pushing weights version 7").
-            limit: seconds that the others wait for rank 0 once they are through themselves.
+            limit: seconds that the other ranks wait for rank 0 after their own part.
         Raises:
             UserError: on ranks other than 0, when rank 0 failed; it has the text of rank 0's error.
             StageError: rank 0 said nothing within ``limit``.
@@ -141,7 +139,7 @@ class TrainerRanks:
             self._report_of(stage, max(0.1, end - time.monotonic()))
 
     def report(self, value: Any) -> None:
-        """This stage is through; the next one may begin. ``value`` is JSON."""
+        """Report that this stage has sent its part, so that the next one may; ``value`` is JSON."""
         self._own_report = value
         self._say_report(None, value)
 
@@ -158,10 +156,10 @@ class TrainerRanks:
 
     @contextmanager
     def in_order(self, limit: float) -> Iterator[None]:
-        """For leaving, which no failure of others may prevent: one stage after the other, as far as
-        they are there.
+        """Run a block on one stage after the other; failures of other stages do not prevent it.
 
-        Engines that left the stages' groups in different orders would wait for one another.
+        It is for leaving groups: engines that left them in different orders would wait for one
+        another.
 
         Args:
             limit: seconds that an earlier stage is waited for.
@@ -198,10 +196,10 @@ class TrainerRanks:
             self._store.set(name, self._seal(name, word) + word)
 
     def _hear(self, key: str, stage: int, limit: float) -> tuple[str | None, Any]:
-        """The failure or the value that was said.
+        """Wait for a message; return its failure and its value.
 
         Raises:
-            StageError: nothing was said within ``limit`` seconds, or not by one of the ranks.
+            StageError: no message came within ``limit`` seconds, or no rank has sealed it.
         """
         assert self._store is not None
         name = f"{self._round}/{key}"
@@ -227,8 +225,10 @@ class TrainerRanks:
         return hmac.digest(self._key, name.encode() + b"\0" + word, _SEAL)
 
     def _forget(self) -> None:
-        """Rank 0 removes what was said in rounds that every rank has left. It may be rounds ahead
-        of one that has yet to fetch a word, for not every round waits for all."""
+        """Remove, on rank 0, the messages of rounds whose outcome every rank has read.
+
+        Not every round waits for all ranks, so rank 0 may be rounds ahead of one of them.
+        """
         if self._store is None or self.rank != 0:
             return
         for number in self._unheard[:]:

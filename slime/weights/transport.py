@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from slime import deadlines
 
-if TYPE_CHECKING:  # the launch describes engines with this file, before anything needs torch
+if TYPE_CHECKING:  # the launch imports this file, and must not wait for torch
     import torch
 
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
@@ -34,9 +34,9 @@ class EngineSlots:
     their order.
 
     Attributes:
-        slots: () of an engine that somebody else has started, or of one that needs none.
-        ranks: processes that hold weights, of an engine without slots.
-        key: that it asks for (`slime.engines.keys`); "": none.
+        slots: () of an external engine, or of one that needs none.
+        ranks: number of processes that hold weights; of an engine without slots.
+        key: the key that it requires (`slime.engines.keys`); "" for none.
     """
 
     url: str
@@ -68,10 +68,10 @@ class Transport:
         raise NotImplementedError
 
     def follow(self, tensors: NamedTensors) -> None:
-        """The part of a rank that does not send, while another one does."""
+        """Do the part of a rank that does not send, while another one sends."""
 
     def close(self) -> None:
-        """Give up what is held between pushes."""
+        """Release what is held between pushes."""
 
 
 def deadline_for(nbytes: int, floor: float | None = None) -> float:

@@ -45,7 +45,7 @@ def test_its_weights_are_compared(engine: Server, model_dir: Path, other_dir: Pa
     engine.ok("/update_weights_from_disk", {"model_path": str(other_dir), "weight_version": "1"})
     said = torch.tensor(there.score([TOKENS[1]], together=False)[0][-6:]).double()
     found = examine(replace(case, samples=[replace(trained, engine=said)]), weights)
-    best = found.told[0].best
+    best = found.reported[0].best
     assert best.share > 0.99 and "tensors differ" in best.what and "of its norm" in best.details[0]
 
 

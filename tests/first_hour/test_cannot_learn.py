@@ -28,6 +28,10 @@ def breaks_training(args, rollout_id, rollout_data):
 """
 
 
+def line_of(statement: str) -> int:
+    return next(n for n, line in enumerate(CODE.splitlines(), 1) if statement in line)
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("mine") / "my_first_rewards.py"
@@ -70,8 +74,8 @@ def test_rewards_that_never_come(
 @pytest.mark.parametrize(
     ("flag", "name", "line"),
     [
-        pytest.param("--custom-rm-path", "raises", 7, marks=pytest.mark.full),
-        ("--rollout-data-postprocess-path", "breaks_training", 10),
+        pytest.param("--custom-rm-path", "raises", line_of("return 1 /"), marks=pytest.mark.full),
+        ("--rollout-data-postprocess-path", "breaks_training", line_of('["advantage"]')),
     ],
 )
 def test_a_run_that_ends_in_the_users_code(

@@ -23,7 +23,7 @@ from slime.diagnosis.align.evidence import Differences, Scored
 from slime.diagnosis.align.examine import CAUSES, Ranked, Result, as_json, examine, text
 from slime.diagnosis.align.inside import integers
 from slime.diagnosis.align.layers import compare
-from slime.diagnosis.align.prepare import Wish, _ask_transformers, examined
+from slime.diagnosis.align.prepare import Options, _ask_transformers, examined
 from slime.diagnosis.align.reference import Reference, ReferenceSettings, Sampling, Watcher
 from slime.diagnosis.align.trainer_here import TrainerHere
 from slime.rollout.debug_data import save_rollout
@@ -107,8 +107,8 @@ def under(case: Discrepancy, **changes: Any) -> Discrepancy:
 def first(result: Result) -> Ranked:
     """What is named first; it explains nearly all, on the engine's side, and a text can be made of
     it."""
-    assert result.parts_ways and result.told
-    best = result.told[0]
+    assert result.sides_differ and result.reported
+    best = result.reported[0]
     assert best.best.share > 0.95 and best.best.side == "engine", text(result)
     assert f"1. {best.cause.trouble.name}" in text(result)
     return best
@@ -116,7 +116,7 @@ def first(result: Result) -> Ranked:
 
 def test_sides_that_are_alike(case: Discrepancy) -> None:
     result = examine(case)
-    assert not result.parts_ways and result.case.differences.mean < 1e-5
+    assert not result.sides_differ and result.case.differences.mean < 1e-5
     assert "nothing parts them" in text(result) and as_json(result)["ok"] is True
     everything = examine(case, always=True)
     assert everything.ranked and not everything.findings
@@ -128,7 +128,7 @@ def test_a_shift_by_one(case: Discrepancy) -> None:
     assert found.cause.trouble.name == "align-shift" and "of the token 1 later" in found.best.what
     without_model = examine(replace(moved, reference=None))
     assert (
-        without_model.told[0].cause.trouble.name == "align-shift"
+        without_model.reported[0].cause.trouble.name == "align-shift"
         and "align-temperature" in without_model.untested
     )
 
@@ -251,9 +251,9 @@ def test_an_engine_in_bfloat16_beside_a_trainer_in_float32(
     model = case.model()
     samples = [replace(sample, trainer=model.log_probs(sample)) for sample in rough.values()]
     result = examine(replace(case, samples=samples))
-    assert result.told[0].cause.trouble.name == "align-precision" and "by its size alone" in text(
-        result
-    )
+    assert result.reported[
+        0
+    ].cause.trouble.name == "align-precision" and "by its size alone" in text(result)
 
 
 def test_both_sides_in_bfloat16(directory: Path) -> None:
@@ -268,9 +268,9 @@ def test_both_sides_in_bfloat16(directory: Path) -> None:
     with TrainerHere(config, str(directory)) as trainer:
         scores = trainer.log_probs(samples, TEMPERATURE)
     samples = [replace(sample, trainer=score) for sample, score in zip(samples, scores)]
-    result = examined(config, samples, Wish(directory))
+    result = examined(config, samples, Options(directory))
     assert (
-        not result.parts_ways
+        not result.sides_differ
         and result.case.rounding > 1e-3
         and result.case.differences.mean > 1e-3
     )
@@ -285,9 +285,9 @@ def test_both_sides_in_bfloat16(directory: Path) -> None:
         replace(s, engine=s.engine + model.log_probs(s, warmer) - base)
         for s, base in zip(samples, result.case.base)
     ]
-    small = examined(config, changed, Wish(directory, with_parts=False))
-    assert small.case.differences.mean < small.case.tolerance and small.parts_ways
-    assert small.told[
+    small = examined(config, changed, Options(directory, with_parts=False))
+    assert small.case.differences.mean < small.case.tolerance and small.sides_differ
+    assert small.reported[
         0
     ].cause.trouble.name == "align-temperature" and "no larger than rounding" in text(small)
 
@@ -300,7 +300,9 @@ def test_two_causes_at_once(case: Discrepancy) -> None:
     ):
         scores = {sample.name: model.log_probs(sample, warmer) for sample in case.samples}
     result = examine(with_engine(case, lambda sample: scores[sample.name]))
-    assert result.together is not None and result.together.share > result.told[0].best.share + 0.1
+    assert (
+        result.together is not None and result.together.share > result.reported[0].best.share + 0.1
+    )
     names = {cause.trouble.name: side for cause, _, side in result.together.parts}
     assert names == {"align-quantisation": "engine", "align-temperature": "engine"}
     assert "together they explain" in text(result) and as_json(result)["together"]["share"] > 0.6
@@ -316,7 +318,7 @@ def test_transformers_is_asked_about_the_reference(directory: Path) -> None:
         rollout_temperature=TEMPERATURE,
     )
     samples = [replace(sample, trainer=sample.engine + 0.1) for sample in sampled(directory)]
-    result = examined(config, samples, Wish(directory, with_parts=False))
+    result = examined(config, samples, Options(directory, with_parts=False))
     assert (
         result.notes[-1].startswith("transformers and the reference differ by ")
         and "wrong" not in result.notes[-1]

@@ -18,7 +18,7 @@ from slime.diagnosis.align import dumps
 from slime.diagnosis.align.engines import EngineHere
 from slime.diagnosis.align.evidence import Scored
 from slime.diagnosis.align.examine import Result, text
-from slime.diagnosis.align.prepare import Wish, examined
+from slime.diagnosis.align.prepare import Options, examined
 from slime.diagnosis.align.reference import Reference, Sampling
 from slime.embedded.quantised_weights import import_library_for
 from slime.models.quantised import Fp8, Int4, Quantisation
@@ -60,8 +60,8 @@ def test_an_engine_of_quantised_weights(
         scores = torch.tensor(engine.score([tokens.tolist()], together=False)[0][-32:]).double()
         sample = Scored(f"sample {seed}", tokens, scores, None, torch.ones(32).bool())
         samples.append(replace(sample, trainer=reference.log_probs(sample)))
-    result = examined(config, samples, Wish(plain, with_parts=False), engine)
-    best = result.told[0]
+    result = examined(config, samples, Options(plain, with_parts=False), engine)
+    best = result.reported[0]
     assert best.cause.trouble.name == "align-quantisation" and best.best.share > 0.99, text(result)
     assert (
         f"as --hf-checkpoint stores them: {quantisation}" in best.best.what
@@ -81,7 +81,7 @@ def test_an_engine_of_quantised_weights(
     }
     parts[name] *= 2
     engine.scheduler.store.update(parts.items())
-    damaged = examined(config, samples, Wish(plain, with_parts=False), engine)
+    damaged = examined(config, samples, Options(plain, with_parts=False), engine)
     assert _said_of_weights(damaged) == f"1 of {len(held)} tensors differ: {name}"
 
 

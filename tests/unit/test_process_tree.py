@@ -39,6 +39,8 @@ while not os.path.exists(sys.argv[2]):
     time.sleep(0.01)
 open(sys.argv[2] + ".ready", "w").close()
 if sys.argv[3] == "ends":
+    while not os.path.exists(sys.argv[2] + ".watched"):
+        time.sleep(0.01)
     sys.exit(5)
 time.sleep(600)
 """
@@ -67,6 +69,7 @@ class Tree:
             self.holder = self.process.pid
         wait_until((folder / "daemon.ready").exists, "the daemon runs")
         self.daemon = os.pidfd_open(int(self.told.read_text()))
+        (folder / "daemon.watched").touch()
 
     def daemon_ended(self) -> bool:
         poller = select.poll()

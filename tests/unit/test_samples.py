@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,33 @@ def test_data_of_which_no_row_fits_is_refused_after_a_whole_epoch(tmp_path: Path
     config = config_for(prompt_data=path, input_key="messages", seq_length=60)
     with pytest.raises(UserError, match="6 samples in a row are longer than 60 tokens"):
         generate_sft(config, PromptSource(config, tokenizer), tokenizer)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@given(seed=st.integers(0, 1000), num_rows=st.integers(1, 12))
+@settings(max_examples=15, deadline=None)
+def test_one_row_that_fits_is_found_wherever_an_epoch_has_it(
+    streaming: bool, seed: int, num_rows: int
+) -> None:
+    """Of two epochs, the first may have it at the beginning and the second at the end."""
+    tokenizer = make_tokenizer(CHATML)
+    rows = [{"messages": chat("q", "a")}]
+    rows += [{"messages": chat("q", "a" * 100)} for _ in range(num_rows - 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_for(
+            prompt_data=write_jsonl(Path(folder) / "s.jsonl", rows),
+            input_key="messages",
+            seq_length=60,
+            rollout_shuffle=True,
+            rollout_seed=seed,
+            streaming_data=streaming,
+        )
+        source = PromptSource(config, tokenizer)
+        for _ in range(3):
+            output = generate_sft(config, source, tokenizer)
+            assert all(
+                len(sample.tokens) <= 60 for group in output.samples for sample in group.samples
+            )
 
 
 @settings(max_examples=25, deadline=None)
@@ -398,8 +426,7 @@ def test_sft_ends_when_the_data_has_ended() -> None:
         generate_sft(config_for(), Empty(), TOKENIZER)
 
 
-# -- buffer
-# --------------------------------------------------------------------------------------------------
+# -- buffer ----------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.one_of(st.integers(1, 4), st.tuples(st.integers(0, 6))), max_size=20))
@@ -421,8 +448,7 @@ def test_the_buffer_is_first_in_first_out(actions: list[Any]) -> None:
         assert restored.state_dict() == buffer.state_dict()
 
 
-# -- cost
-# --------------------------------------------------------------------------------------------------
+# -- cost ------------------------------------------------------------------------------------------
 
 
 def test_cost_of_a_dense_model_is_two_flops_per_weight_and_quadratic_attention() -> None:

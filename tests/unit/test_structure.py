@@ -30,7 +30,7 @@ BUDGETS = {
     "cluster": 4_300,
     "compat": 1_400,
     "config": 4_500,
-    "diagnosis": 4_150,
+    "diagnosis": 4_200,
     "embedded": 4_200,
     "engines": 3_850,
     "environments": 450,

@@ -4,12 +4,12 @@ evidence.py      what is compared: samples with both sides' log-probs, token by 
 dumps.py         reads the evidence from a run's dumps
 reference.py     a third opinion: the model in float32, each part of which can be changed
 case.py          the difference under examination, and what a cause is
-causes.py        a record per cause; outside.py, inside.py and held.py measure them
+outside.py       causes outside the model: tokens, context, temperature, filters
+inside.py        causes inside it: positions, quantisation, experts, precision
+held.py          causes in the engine: its weights, and its answers when it is asked again
 engines.py       engines that can still be asked
 trainer_here.py  the trainer's model in this process
-together.py      several causes at once
-arbiter.py       transformers, asked about the reference
-layers.py        part by part, by the hidden states of both sides
-examine.py       all of it, ranked, in words and in JSON
+layers.py        compares the hidden states of both sides part by part
+examine.py       measures and ranks all causes, and formats the result
 prepare.py       from a run's flags to an examination
 """

@@ -61,11 +61,10 @@ class Discrepancy:
         samples: with the log-probs of both sides.
         sampling: of the run.
         reference: None where the model is not at hand.
-        without_reference: why not.
-        engine: the engine, where it can be asked; else None.
+        without_reference: why there is no reference.
+        engine: the engine, if it can still be asked.
         tokenizer: of the model, or None.
-        facts: what else is known of the run, for words: "engine" (its kind), "quantization", flags
-            that were set, ….
+        facts: what else is known of the run, for details: "quantization", "dtypes", flags, ….
         stored: how the engine stores weights, where --hf-checkpoint has a quantization_config.
     """
 
@@ -88,8 +87,8 @@ class Discrepancy:
 
     @cached_property
     def trainer(self) -> list[Tensor]:
-        """Log-probs of the trainer, [R] of each sample; of the reference if nobody kept the
-        trainer's."""
+        """Log-probs of the trainer, [R] of each sample; those of the reference if the run did not
+        keep the trainer's."""
         return [
             self.base[i] if s.trainer is None else s.trainer for i, s in enumerate(self.samples)
         ]
@@ -110,9 +109,10 @@ class Discrepancy:
         )
 
     def model(self) -> Reference:
-        """
+        """Return the reference.
+
         Raises:
-            Untested: there is no reference.
+            Untested: there is none.
         """
         if self.reference is None:
             raise Untested(self.without_reference)
@@ -150,7 +150,7 @@ class Discrepancy:
         return max(ALIKE, _TIMES_ROUNDING * self.rounding)
 
     @property
-    def parts_ways(self) -> bool:
+    def sides_differ(self) -> bool:
         """Whether the sides differ by more than rounding, on average or at a single token."""
         differences = self.differences
         return not (
@@ -204,14 +204,14 @@ class Tried:
     """A hypothesis with this run's values, and how much it explains.
 
     Attributes:
-        what: the hypothesis, of the side that is named before it: "log-probs are at temperature 1".
-        side: who is at fault; "" where the measurement does not tell.
-        share: of the mean absolute difference, 0 to 1.
+        what: the hypothesis, about ``side``: "log-probs are at temperature 1".
+        side: the side at fault; "" if the measurement does not show it.
+        share: of the mean absolute difference that it explains, 0 to 1.
         left: mean absolute difference that is left, nats per token.
-        details: lines of what was seen besides.
-        remedies: in this run's words.
-        predicted: trainer minus engine, [N], if the side of the name is at fault; {} where that was
-            not predicted.
+        details: lines of other observations.
+        remedies: with this run's values.
+        predicted: side → trainer minus engine, [N], if that side is at fault; {} if nothing was
+            predicted.
     """
 
     what: str

@@ -21,7 +21,7 @@ from slime.samples.types import Sample
 
 
 def read(paths: Sequence[Path]) -> list[Scored]:
-    """The samples of a dump, or of the two dumps of one rollout.
+    """Read the samples of a dump, or of the two dumps of one rollout.
 
     Raises:
         UserError: no such file, not a dump, two of one kind, or no log-probs in it.
@@ -40,11 +40,11 @@ def read(paths: Sequence[Path]) -> list[Scored]:
             )
     if trained is not None:
         found = [
-            _of_train_data(*pair)
+            _from_train_data(*pair)
             for pair in zip(trained, _partners(trained, generated or ()), strict=True)
         ]
     else:
-        found = [_of_rollout(sample) for sample in generated or ()]
+        found = [_from_rollout(sample) for sample in generated or ()]
     kept = [sample for sample in found if sample is not None and sample.counted.any()]
     if not kept:
         names = ", ".join(map(str, paths))
@@ -60,15 +60,11 @@ def read(paths: Sequence[Path]) -> list[Scored]:
 def _train_data(path: Path) -> list[dict[str, Any]] | None:
     """Return the samples of --save-debug-train-data; None if the file is something else."""
     if not path.is_file():
-        return None  # `load_samples` says what is there
+        return None  # `load_samples` reports it
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        pickle.UnpicklingError,
-        RuntimeError,
-        EOFError,
-    ):  # users' own objects, or no dump: `load_samples` tells
-        return None
+    except (pickle.UnpicklingError, RuntimeError, EOFError):
+        return None  # users' own objects, or no dump: `load_samples` reports it
     return list(data["samples"]) if isinstance(data, Mapping) and "dp_shards" in data else None
 
 
@@ -98,7 +94,7 @@ def _partners(
     return found
 
 
-def _of_train_data(held: Mapping[str, Any], generated: Sample | None) -> Scored | None:
+def _from_train_data(held: Mapping[str, Any], generated: Sample | None) -> Scored | None:
     if held.get("rollout_log_probs") is None:
         return None
     count = int(held["response_length"])
@@ -118,7 +114,7 @@ def _of_train_data(held: Mapping[str, Any], generated: Sample | None) -> Scored 
     return scored
 
 
-def _of_rollout(sample: Sample) -> Scored | None:
+def _from_rollout(sample: Sample) -> Scored | None:
     if not sample.response_length or not sample.rollout_log_probs:
         return None
     mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask

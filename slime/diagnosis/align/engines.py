@@ -41,8 +41,8 @@ class EngineHere:
     Args:
         directory: a Hugging Face directory.
         dtype: "float32" or "bfloat16".
-        stands_in: for an engine that cannot be asked; what it computes is that one's, its weights
-            are not.
+        stands_in: it replaces an engine that cannot be asked: it computes the same, but its
+            weights say nothing about that engine's.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class EngineHere:
         return self.scheduler.store.parameter(name)
 
     def parts(self, tokens: Tensor) -> dict[str, Tensor]:
-        """The outputs of all parts for all tokens but the last, which is not computed for them; at
-        most as many tokens as one prefill takes. See `slime.embedded.model.Observer`."""
+        """Return the outputs of all parts for all tokens but the last, at most as many as one
+        prefill takes, by the names of `slime.embedded.model.Observer`."""
         model = self.scheduler.store.model
         watcher = Watcher(keeps=True)
         model.forward = partial(model.forward, observer=watcher)  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ class Scored:
         name: for people: "sample 3".
         tokens: int64 [L].
         engine: float64 [R], as the engine reported them when it sampled.
-        trainer: float64 [R]; None where nobody has kept them.
+        trainer: float64 [R]; None if they were not kept.
         counted: bool [R]: tokens that the engine sampled, with finite numbers on both sides.
         prompt: as the data had it, rendered; None where the dump has none.
         experts: int64 [rows, layers, k] that the engine chose, from the first token on; None: not
@@ -83,10 +83,7 @@ class Differences:
 
     @staticmethod
     def of(samples: Sequence[Scored], trainer: Sequence[Tensor]) -> Differences:
-        """
-        Args:
-            trainer: [R] of each sample.
-        """
+        """Compare the engine's log-probs in ``samples`` with the trainer's, [R] of each sample."""
         columns: dict[str, list[Tensor]] = {
             key: []
             for key in (
@@ -133,8 +130,8 @@ class Differences:
         return float(self.values.abs().max()) if self.values.numel() else 0.0
 
     def growth(self) -> float | None:
-        """How much larger the differences of the last quarter of positions are than those of the
-        first; None if there are too few tokens."""
+        """Return how many times larger the differences of the last quarter of positions are than
+        those of the first; None if there are too few tokens."""
         if self.values.numel() < _FEWEST_TO_TELL:
             return None
         order = self.values.abs()[self.position.argsort(stable=True)]

@@ -15,17 +15,16 @@ from slime.diagnosis.align.evidence import explained, size
 from slime.diagnosis.align.layers import PartByPart
 from slime.diagnosis.troubles import TROUBLES, Finding
 
-#: A cause is reported from this share on. Shares that differ by less than the second rank in the
-#: order of the table.
-TOLD = 0.1
-EQUAL = 0.02
+#: A cause that explains a smaller share is not reported.
+_REPORTED = 0.1
+#: Causes whose shares differ by less rank in the order of `CAUSES`.
+_EQUAL = 0.02
 #: Share that rounding never explains token by token, however small the difference.
 _SYSTEMATIC = 0.5
 #: If the best cause explains less, causes are combined.
 _NEARLY_ALL = 0.9
+#: Forms of a cause that are kept, the best first.
 _FORMS = 2
-
-
 #: At most so many causes are combined, and each must add this much to the share.
 _MOST_TOGETHER = 3
 _ADDS = 0.1
@@ -54,18 +53,18 @@ class Together:
     """Causes that explain more with each other than the best alone.
 
     Attributes:
-        share: of the difference that is gone with all of them.
+        share: of the difference that they explain together.
     """
 
     parts: tuple[tuple[Cause, Tried, Side], ...]
     share: float
 
     def lines(self) -> list[str]:
-        said = [
+        parts = [
             f"   {cause.trouble.name}, the {side}: {tried.what}"
             for cause, tried, side in self.parts
         ]
-        return [f"together they explain {self.share:.0%}:", *said]
+        return [f"together they explain {self.share:.0%}:", *parts]
 
     def as_json(self) -> dict[str, object]:
         parts = [
@@ -128,10 +127,10 @@ class Result:
 
     Attributes:
         ranked: all causes that were tested, best first.
-        together: several causes that explain more than the best; None: one does.
-        untested: cause → why not.
-        parts: hidden states part by part; None where they were not to be had.
-        without_parts: why not.
+        together: several causes that explain more than the best alone; None if there are none.
+        untested: cause → why it was not tested.
+        parts: hidden states compared part by part; None if that was not possible.
+        without_parts: why there are no parts.
         notes: what else is worth knowing.
     """
 
@@ -144,8 +143,8 @@ class Result:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def parts_ways(self) -> bool:
-        return self.case.parts_ways or self.is_systematic
+    def sides_differ(self) -> bool:
+        return self.case.sides_differ or self.is_systematic
 
     @property
     def is_systematic(self) -> bool:
@@ -156,13 +155,15 @@ class Result:
         )
 
     @property
-    def told(self) -> list[Ranked]:
-        """The causes that explain something."""
-        return [one for one in self.ranked if one.best.share >= TOLD] if self.parts_ways else []
+    def reported(self) -> list[Ranked]:
+        """The causes that explain enough of the difference to be reported."""
+        return (
+            [one for one in self.ranked if one.best.share >= _REPORTED] if self.sides_differ else []
+        )
 
     @property
     def findings(self) -> list[Finding]:
-        return [one.finding for one in self.told]
+        return [one.finding for one in self.reported]
 
 
 def examine(case: Discrepancy, causes: Iterable[Cause] = CAUSES, *, always: bool = False) -> Result:
@@ -174,7 +175,7 @@ def examine(case: Discrepancy, causes: Iterable[Cause] = CAUSES, *, always: bool
     """
     result = Result(case, [], {})
     everything = list[tuple[Cause, Tried]]()
-    if case.parts_ways or case.differences.mean > ALIKE or always:
+    if case.sides_differ or case.differences.mean > ALIKE or always:
         order = {}
         for place, cause in enumerate(causes):
             order[cause.trouble.name] = place
@@ -191,9 +192,9 @@ def examine(case: Discrepancy, causes: Iterable[Cause] = CAUSES, *, always: bool
                 result.ranked.append(Ranked(cause, tuple(best)))
                 everything += [(cause, tried) for tried in tries]
         result.ranked.sort(
-            key=lambda one: (-round(one.best.share / EQUAL), order[one.cause.trouble.name])
+            key=lambda one: (-round(one.best.share / _EQUAL), order[one.cause.trouble.name])
         )
-    if result.parts_ways and result.ranked and result.ranked[0].best.share < _NEARLY_ALL:
+    if result.sides_differ and result.ranked and result.ranked[0].best.share < _NEARLY_ALL:
         result.together = together(case.differences.values, everything)
     result.notes = list(_notes(result))
     return result
@@ -201,7 +202,7 @@ def examine(case: Discrepancy, causes: Iterable[Cause] = CAUSES, *, always: bool
 
 def _notes(result: Result) -> Iterable[str]:
     case = result.case
-    if result.is_systematic and not case.parts_ways:
+    if result.is_systematic and not case.sides_differ:
         yield (
             "the difference is no larger than rounding makes it, but a cause predicts it token by "
             "token"
@@ -210,7 +211,7 @@ def _notes(result: Result) -> Iterable[str]:
         yield (
             "the trainer's log-probs were not kept: what the reference computes stands in for them"
         )
-    elif case.far and result.parts_ways and min(case.far.values()) > case.tolerance:
+    elif case.far and result.sides_differ and min(case.far.values()) > case.tolerance:
         who = ", ".join(f"the {side} by {value:.3g}" for side, value in case.far.items())
         yield (
             f"both sides are far from the reference ({who}): its weights, of "
@@ -224,7 +225,7 @@ def as_json(result: Result) -> dict[str, Any]:
     case = result.case
     differences = case.differences
     return {
-        "ok": not result.parts_ways,
+        "ok": not result.sides_differ,
         "tokens": int(differences.values.numel()),
         "samples": len(case.samples),
         "mean_difference": differences.mean,
@@ -246,7 +247,7 @@ def as_json(result: Result) -> dict[str, Any]:
 def _cause_json(ranked: Ranked, result: Result) -> dict[str, Any]:
     return {
         **ranked.finding.as_json(),
-        "fatal": ranked in result.told,
+        "fatal": ranked in result.reported,
         "test": ranked.cause.trouble.test,
         "tries": [
             {
@@ -281,19 +282,19 @@ def text(result: Result) -> str:
             "from the reference: "
             + ", ".join(f"{side} {value:.3g}" for side, value in case.far.items())
         )
-    if not result.parts_ways:
+    if not result.sides_differ:
         lines += ["", "nothing parts them"]
     else:
         lines += _where(result)
-        for number, ranked in enumerate(result.told, 1):
-            lines += ["", *_told(number, ranked)]
-        if not result.told:
+        for number, ranked in enumerate(result.reported, 1):
+            lines += ["", *_cause_lines(number, ranked)]
+        if not result.reported:
             lines += ["", "no cause that was tested explains it"]
         lines += ["", *result.together.lines()] if result.together else []
         small = [
             f"{one.cause.trouble.name} {one.best.share:.0%}"
             for one in result.ranked
-            if one not in result.told
+            if one not in result.reported
         ]
         if small:
             lines += ["", "tested, explains little: " + ", ".join(small)]
@@ -322,7 +323,7 @@ def _where(result: Result) -> list[str]:
     return [*lines, "most: " + "; ".join(shown)]
 
 
-def _told(number: int, ranked: Ranked) -> list[str]:
+def _cause_lines(number: int, ranked: Ranked) -> list[str]:
     finding = ranked.finding
     lines = [
         f"{number}. {finding.trouble.name}",
@@ -331,7 +332,7 @@ def _told(number: int, ranked: Ranked) -> list[str]:
     lines += [
         f"   or: {other.what} ({other.share:.0%})"
         for other in ranked.tries[1:]
-        if other.share >= TOLD
+        if other.share >= _REPORTED
     ]
     lines.append(f"   why: {finding.trouble.cause}")
     return [*lines, *(f"   try: {remedy}" for remedy in finding.advice if remedy)]

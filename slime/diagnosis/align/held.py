@@ -14,9 +14,10 @@ from slime.diagnosis.align.reference import Reference
 from slime.engines.wire.buckets import fingerprint
 
 _NAMED = 5
-#: In which an engine may have its weights.
+#: Dtypes in which an engine may hold its weights.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: An answer that is as the trainer's when asked again says less than one that differs with company.
+#: Weight of the evidence that the engine agrees with the trainer when it is asked again, which has
+#: many causes.
 _UNSPECIFIC = 0.9
 
 
@@ -49,11 +50,11 @@ def weights(case: Discrepancy) -> Iterator[Tried]:
         raise Untested("the engine names its tensors otherwise than the model")
     remedies = ("--check-weight-update-equal names them at every push",)
     if not differing:
-        said = (
+        what = (
             f"all {compared} of {len(held)} tensors of the engine that can be compared are the "
             "trainer's"
         )
-        yield Tried(said, "", 0.0, case.differences.mean)
+        yield Tried(what, "", 0.0, case.differences.mean)
         return
     named = ", ".join(differing[:_NAMED]) + (
         f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
@@ -132,12 +133,12 @@ def _how(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[str,
 
 
 def batch(case: Discrepancy) -> Iterator[Tried]:
-    """The engine says other log-probs in company than alone."""
+    """The engine's log-probs depend on the other requests in its batch."""
     if case.engine is None:
         raise Untested("there is no engine to ask: --engine URL, or a fresh round")
     tokens = [sample.tokens.tolist() for sample in case.samples]
     alone, together = (
-        _asked(case, case.engine.score(tokens, together=both)) for both in (False, True)
+        _as_tensors(case, case.engine.score(tokens, together=both)) for both in (False, True)
     )
     change = case.flat(alone) - case.flat(together)
     apart = size(change)
@@ -159,8 +160,8 @@ def batch(case: Discrepancy) -> Iterator[Tried]:
     yield Tried(what, "engine", share * _UNSPECIFIC, left, remedies=remedies)
 
 
-def _asked(case: Discrepancy, answers: Sequence[Sequence[float]]) -> list[Tensor]:
-    """[R] of each sample."""
+def _as_tensors(case: Discrepancy, answers: Sequence[Sequence[float]]) -> list[Tensor]:
+    """Return the response's part of each answer, [R]."""
     return [
         torch.tensor(answer[-sample.response_length :], dtype=torch.float64)
         for sample, answer in zip(case.samples, answers, strict=True)

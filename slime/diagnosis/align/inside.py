@@ -25,7 +25,7 @@ _BY_SIZE = 0.5
 
 
 def position(case: Discrepancy) -> Iterator[Tried]:
-    """Positions or rotary frequencies are others."""
+    """One side uses other positions or rotary frequencies."""
     spec = case.model().arch.spec
     growth = case.differences.growth()
     seen = (
@@ -90,7 +90,7 @@ def quantisation(case: Discrepancy) -> Iterator[Tried]:
         "need no correction"
     )
     stored = case.stored
-    if stored is not None:  # to the bit what a push makes of them
+    if stored is not None:  # exactly what a push makes of them
         parts = case.stored_parts
         scheme = stored.scheme
         changed = {

@@ -19,7 +19,7 @@ class PartByPart:
 
     Attributes:
         apart: part → norm of the difference as a share of the norm.
-        trainer, engine: part → the same against the reference.
+        trainer, engine: part → the same between this side and the reference.
         rounding: part → what the run's rounding makes of it.
     """
 
@@ -64,7 +64,7 @@ class PartByPart:
                 f"part by part: {len(self.apart)} parts are alike, here with the same weights; "
                 f"{named(largest)} differs most, by {self.apart[largest]:.1e}"
             ]
-        told = f"part by part: {named(part)} is the first that differs, by {self.apart[part]:.1%}"
+        line = f"part by part: {named(part)} is the first that differs, by {self.apart[part]:.1%}"
         if self.side:
             mine, other = (
                 (self.engine, self.trainer)
@@ -72,11 +72,11 @@ class PartByPart:
                 else (self.trainer, self.engine)
             )
             who = "trainer" if self.side == "engine" else "engine"
-            told += (
+            line += (
                 f"; the {self.side} is {mine[part]:.1e} from the reference, the {who} "
                 f"{other[part]:.1e}"
             )
-        return [told]
+        return [line]
 
 
 def compare(
@@ -101,7 +101,8 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def named(part: str) -> str:
-    """
+    """Return a part's name for people.
+
     Example:
         >>> named("3.mlp"), named("embedding"), named("2")
         ('the mlp of layer 3', 'the embedding', 'the output of layer 2')

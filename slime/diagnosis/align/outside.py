@@ -17,7 +17,7 @@ from slime.errors import UserError
 from slime.prompts.chat_template import render_messages, render_prompt
 
 _SHIFTS = (1, -1, 2, -2)
-#: Temperatures that are looked at beside those with a reason.
+#: Range and number of temperatures that are tried besides those with a reason.
 _LOWEST = 0.1
 _HIGHEST = 4.0
 _SEARCHES = 24
@@ -32,13 +32,15 @@ _BETTER = 0.05
 def other_tokens(case: Discrepancy) -> Iterator[Tried]:
     """The two sides scored different token ids."""
     if any(sample.sent is not None for sample in case.samples):
-        yield _of_two_dumps(case)
+        yield _two_dumps(case)
     if case.tokenizer is None:
         raise Untested("the model's tokenizer is not at hand")
-    yield from _contexts(case, {"the prompt's text was tokenised again": partial(_again, case)})
+    yield from _contexts(
+        case, {"the prompt's text was tokenised again": partial(_retokenised, case)}
+    )
 
 
-def _of_two_dumps(case: Discrepancy) -> Tried:
+def _two_dumps(case: Discrepancy) -> Tried:
     model = case.model()
     count = 0
     first = ""
@@ -63,7 +65,7 @@ def _of_two_dumps(case: Discrepancy) -> Tried:
     return case.tried(what, variant, details=(first,) if first else (), remedies=remedies)
 
 
-def _again(case: Discrepancy, sample: Scored) -> list[int]:
+def _retokenised(case: Discrepancy, sample: Scored) -> list[int]:
     text = case.tokenizer.decode(
         sample.tokens[: sample.prompt_length].tolist(), skip_special_tokens=False
     )
@@ -82,7 +84,7 @@ def shift(case: Discrepancy) -> Iterator[Tried]:
         at_fault = "engine" if case.far["engine"] > case.far["trainer"] else "trainer"
     for by in _SHIFTS:
         shifted = [_shifted(sample.engine, by) for sample in case.samples]
-        # the trainer's are the engine's of another token; where there is none, nothing can be said
+        # the hypothesis: the trainer's log-probs are the engine's of another token
         predicted = torch.cat(
             [(s - e.engine)[e.counted] for s, e in zip(shifted, case.samples, strict=True)]
         )
@@ -102,7 +104,7 @@ def shift(case: Discrepancy) -> Iterator[Tried]:
 
 
 def _shifted(values: Tensor, by: int) -> Tensor:
-    """values[t + by]; not a number where that is outside."""
+    """Return ``values[t + by]`` for each t; NaN if that is outside."""
     moved = torch.full_like(values, float("nan"))
     if abs(by) < len(values):
         moved[max(0, -by) : len(values) - max(0, by)] = values[
@@ -223,8 +225,8 @@ def _without_head(case: Discrepancy, sample: Scored) -> list[int] | None:
     return prompt[: -len(head)] if head and prompt[-len(head) :] == head else None
 
 
-# -- what is made of logits
-# ------------------------------------------------------------------------------------------
+# -- from logits to log-probs
+# --------------------------------------------------------------------------------------------------
 
 
 def temperature(case: Discrepancy) -> Iterator[Tried]:
@@ -236,7 +238,11 @@ def temperature(case: Discrepancy) -> Iterator[Tried]:
     asked = [t for t in reasons if t != now] + steps
     samplings = [replace(model.setting.sampling, temperature=t) for t in asked]
     tries = dict(
-        zip(asked, _made_of_logits(case, samplings, [_said(t, now) for t in asked]), strict=True)
+        zip(
+            asked,
+            _from_logits(case, samplings, [_temperature_words(t, now) for t in asked]),
+            strict=True,
+        )
     )
     named = [replace(tries[t], what=f"{tries[t].what} {reasons[t]}") for t in reasons if t != now]
     yield from named
@@ -245,7 +251,7 @@ def temperature(case: Discrepancy) -> Iterator[Tried]:
         yield _narrowed(case, nearest, steps[1] / steps[0])
 
 
-def _said(value: float, now: float) -> str:
+def _temperature_words(value: float, now: float) -> str:
     return f"log-probs are at temperature {value:.3g} instead of --rollout-temperature {now:g}"
 
 
@@ -256,7 +262,7 @@ def _narrowed(case: Discrepancy, near: float, ratio: float) -> Tried:
     for _ in range(3):
         asked = [near * ratio ** (i / 4) for i in range(-4, 5)]
         samplings = [replace(case.model().setting.sampling, temperature=t) for t in asked]
-        tries = list(_made_of_logits(case, samplings, [_said(t, now) for t in asked]))
+        tries = list(_from_logits(case, samplings, [_temperature_words(t, now) for t in asked]))
         best = max(tries, key=lambda tried: tried.share)
         near = asked[tries.index(best)]
         ratio = ratio**0.25
@@ -306,7 +312,7 @@ def filters(case: Discrepancy) -> Iterator[Tried]:
         "both sides must speak of all tokens: an engine's log-probs are taken before its filters; "
         "with SGLang --sglang-sampling-defaults openai leaves generation_config.json out",
     )
-    yield from _made_of_logits(case, list(asked.values()), list(asked), remedies)
+    yield from _from_logits(case, list(asked.values()), list(asked), remedies)
 
 
 _DEFAULTS = " of generation_config.json are applied"
@@ -316,13 +322,13 @@ def _default(name: str, value: float) -> str:
     return f"{name} {value:g} of generation_config.json is applied"
 
 
-def _made_of_logits(
+def _from_logits(
     case: Discrepancy,
     samplings: Sequence[Sampling],
-    said: Sequence[str],
+    labels: Sequence[str],
     remedies: tuple[str, ...] = (),
 ) -> Iterator[Tried]:
     model = case.model()
     by_sample = [model.by_sampling(sample, samplings) for sample in case.samples]
-    for number, what in enumerate(said):
+    for number, what in enumerate(labels):
         yield case.tried(what, [found[number] for found in by_sample], remedies=remedies)

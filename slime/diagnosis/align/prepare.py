@@ -30,7 +30,7 @@ from slime.paths import fill
 from slime.prompts.tokenizer import generation_config_of, load_tokenizer
 from slime.trainer.megatron.model import parameter_dtype
 
-#: Tokens that are looked at, unless more are asked for: each is computed some seventy times.
+#: Tokens that are examined by default; each is computed some seventy times.
 _ON_GPU = 4096
 _ON_CPU = 1024
 #: Tokens of a sample whose hidden states are compared.
@@ -46,14 +46,14 @@ class RoundFailed(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
+class Options:
     """Options of an examination.
 
     Attributes:
         model: the Hugging Face directory with the weights that scored the samples; None: there is
             none.
         also: one with other weights that the engine may have had.
-        most_tokens: samples of at most so many tokens are looked at; None: what takes minutes.
+        most_tokens: how many tokens of the samples are examined; None: as many as take minutes.
         is_fresh: the samples are of a `fresh_round`, which has compared the weights after its push.
         always: measure the causes also where the sides are alike.
         with_parts: compare hidden states, too.
@@ -81,34 +81,34 @@ def fresh_round(config: Config, folder: Path) -> list[Scored]:
         "save_debug_rollout_data": patterns["rollout"],
         "save_debug_train_data": patterns["train"],
     }
-    more["check_canary"] = False  # which would end the round where it is to be looked at
+    more["check_canary"] = False  # it would end the round that is to be examined
     if config.algorithm.use_rollout_logprobs:
-        more["get_mismatch_metrics"] = True  # or nobody computes the trainer's
-    status, said = launch(config, folder, more)
+        more["get_mismatch_metrics"] = True  # without it the trainer's are not computed
+    status, output = launch(config, folder, more)
     if status != 0:
-        raise RoundFailed(how_it_failed(status, said, folder))
+        raise RoundFailed(how_it_failed(status, output, folder))
     return dumps.read([fill(pattern, 0) for pattern in patterns.values()])
 
 
 def examined(
-    config: Config, samples: Sequence[Scored], wish: Wish, engine: AskableEngine | None = None
+    config: Config, samples: Sequence[Scored], options: Options, engine: AskableEngine | None = None
 ) -> Result:
     """Examine samples of a run with these flags.
 
     Args:
         engine: that generated them, where it can still be asked.
     """
-    most = wish.most_tokens or (_ON_GPU if torch.cuda.is_available() else _ON_CPU)
+    most = options.most_tokens or (_ON_GPU if torch.cuda.is_available() else _ON_CPU)
     chosen = dumps.most_telling(samples, most)
-    case = case_of(config, chosen, wish, engine)
-    result = examine(case, always=wish.always)
+    case = case_of(config, chosen, options, engine)
+    result = examine(case, always=options.always)
     if len(chosen) < len(samples):
         result.notes.append(
             f"{len(chosen)} of {len(samples)} samples were looked at, those that differ most"
         )
-    if case.reference is not None and result.parts_ways:
+    if case.reference is not None and result.sides_differ:
         _ask_transformers(case, result)
-    if case.reference is None or not wish.with_parts:
+    if case.reference is None or not options.with_parts:
         result.without_parts = (
             "not asked for" if case.reference is not None else case.without_reference
         )
@@ -121,7 +121,7 @@ def examined(
 
 
 def case_of(
-    config: Config, samples: list[Scored], wish: Wish, engine: AskableEngine | None
+    config: Config, samples: list[Scored], options: Options, engine: AskableEngine | None
 ) -> Discrepancy:
     rollout = config.rollout
     sampling = Sampling(
@@ -132,14 +132,14 @@ def case_of(
     )
     stored = _stored(config)
     case = Discrepancy(
-        samples, sampling, engine=engine, facts=_facts(config, wish.model), stored=stored
+        samples, sampling, engine=engine, facts=_facts(config, options.model), stored=stored
     )
     if stored is not None:
         case.facts["quantization"] = str(stored)
-    case.facts["weights_compared"] = wish.is_fresh
-    if wish.also is not None:
-        case.facts["other_weights"] = {str(wish.also): wish.also}
-    if wish.model is None:
+    case.facts["weights_compared"] = options.is_fresh
+    if options.also is not None:
+        case.facts["other_weights"] = {str(options.also): options.also}
+    if options.model is None:
         case.without_reference = (
             "no model is at hand: --model DIR or --hf-checkpoint DIR with the weights of this "
             "rollout"
@@ -150,10 +150,10 @@ def case_of(
     try:
         replays = config.train.use_rollout_routing_replay
         case.reference = Reference(
-            wish.model, parameter_dtype(config), plain, device, replays=replays
+            options.model, parameter_dtype(config), plain, device, replays=replays
         )
     except torch.OutOfMemoryError:
-        case.without_reference = f"{wish.model} in float32 does not fit on this GPU"
+        case.without_reference = f"{options.model} in float32 does not fit on this GPU"
         return case
     except UserError as error:
         # a model that the embedded engine does not compute: what needs none is measured
@@ -161,12 +161,12 @@ def case_of(
         return case
     try:
         case.tokenizer = load_tokenizer(
-            str(wish.model), trust_remote_code=config.checkpoint.trust_remote_code
+            str(options.model), trust_remote_code=config.checkpoint.trust_remote_code
         )
     except UserError:
         case.tokenizer = None
     if engine is None and engine_of(config).computed_here:
-        case.engine = _engine_here(config, wish.model, samples)
+        case.engine = _engine_here(config, options.model, samples)
     return case
 
 
@@ -241,13 +241,13 @@ def _ask_transformers(case: Discrepancy, result: Result) -> None:
             f"transformers was not asked about the reference: {type(error).__name__}: {error}"
         )
         return
-    told = f"transformers and the reference differ by {apart:.2g}"
+    note = f"transformers and the reference differ by {apart:.2g}"
     if apart > ALIKE:
-        told += (
+        note += (
             ": the reference is wrong about this model, and so may be the embedded engine, whose "
             "code it shares"
         )
-    result.notes.append(told)
+    result.notes.append(note)
 
 
 def _compare_parts(config: Config, case: Discrepancy, result: Result) -> None:

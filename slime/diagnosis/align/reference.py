@@ -182,7 +182,7 @@ class Reference:
     def of_all(
         self, samples: Sequence[Scored], setting: ReferenceSettings | None = None
     ) -> list[Tensor]:
-        """float64 [R] of each."""
+        """Return the log-probs of each sample, float64 [R]."""
         return [self.log_probs(sample, setting) for sample in samples]
 
     def log_probs(
@@ -191,7 +191,7 @@ class Reference:
         setting: ReferenceSettings | None = None,
         context: Tensor | None = None,
     ) -> Tensor:
-        """float64 [R].
+        """Return the log-probs of a sample's response, float64 [R].
 
         Args:
             context: the tokens before the response, in place of the sample's prompt.
@@ -292,7 +292,7 @@ class Watcher:
 def _rows_of(
     experts: Tensor, count: int, arch: Architecture, device: torch.device
 ) -> dict[int, Tensor]:
-    """Layer → int64 [count, k], -1 where the engine did not tell."""
+    """Layer → int64 [count, k], -1 where it is not known."""
     assert arch.experts is not None
     whole = torch.full((count, arch.num_layers, arch.experts.chosen), -1, dtype=torch.int64)
     known = experts.reshape(-1, arch.num_layers, arch.experts.chosen)[:count].to(torch.int64)

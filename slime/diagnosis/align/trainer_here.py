@@ -86,7 +86,7 @@ class TrainerHere:
         }
 
     def log_probs(self, samples: Sequence[Scored], temperature: float) -> list[Tensor]:
-        """float64 [R] of each, scored one by one."""
+        """Return float64 [R] of each sample, scored one by one."""
         return [self._run(sample, temperature)[1].double().cpu() for sample in samples]
 
     def parts(self, sample: Scored) -> dict[str, Tensor]:

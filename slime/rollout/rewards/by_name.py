@@ -25,9 +25,8 @@ class RewardByName:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._names = tuple(inspect.signature(function).parameters)
-        self.__name__ = getattr(
-            function, "__name__", type(function).__name__
-        )  # what errors call it
+        # what errors call it
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
 
     @property
     def required(self) -> set[str]:

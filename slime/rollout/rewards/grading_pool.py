@@ -86,9 +86,8 @@ class GradingPool:
         try:
             answer = await worker.ask(request, deadline + _GRACE)
         except (asyncio.CancelledError, Exception):
-            await self._discard(
-                worker
-            )  # an answer may still come; it must not meet the next request
+            # an answer may still come; it must not meet the next request
+            await self._discard(worker)
             raise
         if answer is not None:
             self._idle.append(worker)
@@ -161,9 +160,8 @@ class _GradingWorker:
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(orjson.dumps(request, option=orjson.OPT_NON_STR_KEYS) + b"\n")
-            async with asyncio.timeout(
-                timeout
-            ):  # wait_for would swallow a cancellation here (Python 3.11)
+            # wait_for would swallow a cancellation here (Python 3.11)
+            async with asyncio.timeout(timeout):
                 await self.process.stdin.drain()
         except (ConnectionError, TimeoutError):
             return None
@@ -204,9 +202,8 @@ class _GradingWorker:
                 hung = False
             except TimeoutError:
                 self.process.kill()
-                with contextlib.suppress(
-                    TimeoutError
-                ):  # the kernel has not let go of it yet: nobody needs it
+                # the kernel has not let go of it yet: nobody needs it
+                with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(deadlines.GRADING_POOL_KILL):
                         await self.process.wait()
         self._errors.close()

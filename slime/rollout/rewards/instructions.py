@@ -78,8 +78,7 @@ def follows_all(response: str, task: Task) -> float:
     return float(scores.binary_strict)
 
 
-# -- rows
-# --------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
 def read_task(metadata: dict[str, Any] | None, where: str) -> Task:
@@ -147,10 +146,8 @@ def check_task(task: Task) -> None:
             raise _unfit(name, arguments, error) from error
         try:
             checker.check_following(_PROBE)
-        except (
-            TypeError,
-            re.error,
-        ) as error:  # arguments are missing, or are no pattern: met with every response
+        # arguments are missing, or are no pattern: met with every response
+        except (TypeError, re.error) as error:
             raise _unfit(name, arguments, error) from error
         except (ArithmeticError, ValueError, AttributeError, LookupError):
             pass  # of this response, or of data that `check_data` asks for
@@ -208,8 +205,7 @@ def check_package() -> None:
         )
 
 
-# -- the package
-# --------------------------------------------------------------------------------------------------
+# -- the package -----------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -217,9 +213,8 @@ def _checkers() -> dict[str, Any]:
     """The classes of both benchmarks by the names of their instructions. Takes two seconds."""
     nltk: Any = optional_package("nltk", NAME)
     download = nltk.download
-    nltk.download = lambda *_, **__: (
-        False
-    )  # on import it asks the network for data, 16 s where there is none
+    # on import it asks the network for data, 16 s where there is none
+    nltk.download = lambda *_, **__: False
     try:
         registries = [
             optional_package(f"{PACKAGE}.{name}.instructions_registry", NAME)

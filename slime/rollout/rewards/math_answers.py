@@ -1140,8 +1140,9 @@ def _same_words(words: Words, other: Any) -> bool | None:
 def _is_all_reals(answer: Sequence_) -> bool:
     texts = [item.text for item in answer.items if isinstance(item, Quantity)]
     return (answer.opening, answer.closing) == ("(", ")") and texts in (
-        [r"-\infty", r"\infty"], [r"-\infty", r"+\infty"],
-    )  # fmt: skip
+        [r"-\infty", r"\infty"],
+        [r"-\infty", r"+\infty"],
+    )
 
 
 def _same_date(date: Date, other: Any) -> bool | None:
@@ -1189,8 +1190,10 @@ def _same_ratio(ratio: Ratio, other: Any) -> bool | None:
             return False
         if ratio.clock and other.clock and ratio.clock != other.clock:
             return False
-        pairs = [(("*", ratio.parts[0].node, y.node), ("*", other.parts[0].node, x.node))
-                 for x, y in zip(ratio.parts, other.parts)]  # fmt: skip
+        pairs = [
+            (("*", ratio.parts[0].node, y.node), ("*", other.parts[0].node, x.node))
+            for x, y in zip(ratio.parts, other.parts)
+        ]
         return _all(equal(x, y) for x, y in pairs)
     if (
         isinstance(other, Quantity)

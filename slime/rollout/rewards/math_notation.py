@@ -140,8 +140,12 @@ def _overlined(text: str) -> str:
 
 def _without_looks(text: str) -> str:
     text = text.replace(r"\$", "\x00").replace("\\\\", "\x01")
-    text = re.sub(r"\\begin\{(?:equation|align|aligned|gathered|split)\*?\}|"
-                  r"\\end\{(?:equation|align|aligned|gathered|split)\*?\}", " ", text)  # fmt: skip
+    text = re.sub(
+        r"\\begin\{(?:equation|align|aligned|gathered|split)\*?\}|"
+        r"\\end\{(?:equation|align|aligned|gathered|split)\*?\}",
+        " ",
+        text,
+    )
     text = _DELIMITERS.sub("", text)
     text = _COLON.sub(":", text)
     text = _COLOUR.sub("", text)

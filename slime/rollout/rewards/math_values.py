@@ -971,9 +971,8 @@ def _same_number(a: Node, b: Node, scope: _Scope) -> bool:
         return _is_roundoff(a, b, x, y, scope)
     size = abs(_float(x, scope))
     is_huge = not _MP.isinf(size) and size > _MP.mpf(10) ** 45
-    return not is_huge or not (
-        contains(a, "+") or contains(b, "+")
-    )  # 10^(10^9) + 1 is not 10^(10^9)
+    # 10^(10^9) + 1 is not 10^(10^9)
+    return not is_huge or not (contains(a, "+") or contains(b, "+"))
 
 
 def _close(x: Number, y: Number, scope: _Scope) -> bool:

@@ -152,8 +152,7 @@ class RewardPool:
             twin._keys = [key, *(other for other in self._keys if other != key)]
         return twin
 
-    # -- scoring
-    # ----------------------------------------------------------------------------------------------
+    # -- scoring -----------------------------------------------------------------------------------
 
     async def score(self, sample: Sample) -> Reward:
         """`score_by_flags`, or what a plugin has put in place of ``async_rm`` says.
@@ -253,8 +252,7 @@ class RewardPool:
         if self._remote is not None:
             await self._remote.close()
 
-    # -- functions
-    # ----------------------------------------------------------------------------------------------
+    # -- functions ---------------------------------------------------------------------------------
 
     async def _built_in(self, rm_type: str, sample: Sample) -> Any:
         name = rm_type.removeprefix("boxed_")
@@ -309,9 +307,8 @@ class RewardPool:
         what = f"{path} on sample {samples[0].index}"
         lists = [argument for argument in arguments if argument is samples]
         try:
-            async with (
-                contextlib.nullcontext() if is_async(fn) else self._threads
-            ):  # the clock starts when it does
+            # the clock starts when it does
+            async with contextlib.nullcontext() if is_async(fn) else self._threads:
                 with frozen(samples, self._named(path), lists, keeps_reward=False):
                     return await call_hook(fn, *arguments, what=what, limit=self._timeout, **more)
         except FunctionHangs:
@@ -329,20 +326,11 @@ class RewardPool:
 
     def _fix(self, path: str, sample: Sample, error: Exception) -> str:
         mend = where_to_mend(error)
-        is_by_flag = path in (
-            sample.custom_rm_path,
-            self._path,
-        )  # others have no command of their own
+        is_by_flag = path in (sample.custom_rm_path, self._path)
         if self._standalone or self._data.prompt_data is None or not is_by_flag:
             return mend
-        words = [
-            "slime",
-            "reward",
-            "--custom-rm-path",
-            path,
-            "--prompt-data",
-            self._data.prompt_data,
-        ]
+        words = ["slime", "reward", "--custom-rm-path", path]
+        words += ["--prompt-data", self._data.prompt_data]
         words += ["--input-key", self._data.input_key]
         words += ["--label-key", self._data.label_key] if self._data.label_key else []
         words += ["--response", sample.response[:80]]
@@ -392,8 +380,12 @@ class RewardPool:
                     logger,
                     "%s returned %s as %r beside the reward of sample %s: it is left out of the "
                     "metrics",
-                    origin, shown(part), key, sample.index, once=f"reward part {origin} {key}",
-                )  # fmt: skip
+                    origin,
+                    shown(part),
+                    key,
+                    sample.index,
+                    once=f"reward part {origin} {key}",
+                )
         return {
             **value,
             **{key: reward_number(value[key], origin, f"{key!r} in {role}", why) for key in keys},
@@ -409,5 +401,7 @@ class RewardPool:
             logger.warning(
                 "reward %s in %s: the sample scores 0 (all are counted as rollout/reward_%s, this "
                 "is said once)",
-                failure, origin, failure,
-            )  # fmt: skip
+                failure,
+                origin,
+                failure,
+            )

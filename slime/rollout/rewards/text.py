@@ -70,8 +70,7 @@ def final_text(text: str) -> str | None:
     return None if "<think>" in text else text
 
 
-# -- F1
-# --------------------------------------------------------------------------------------------------
+# -- F1 --------------------------------------------------------------------------------------------
 
 
 def normalise_answer(text: str) -> str:
@@ -118,8 +117,7 @@ def f1_of_words(response: str, label: Any) -> tuple[float, float, float]:
     )
 
 
-# -- DAPO
-# --------------------------------------------------------------------------------------------------
+# -- DAPO ------------------------------------------------------------------------------------------
 
 #: Where DAPO's answers stand.
 ANSWER_LINE = r"(?i)Answer\s*:\s*([^\n]+)"
@@ -233,8 +231,7 @@ def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple
     return verdict, predicted
 
 
-# -- multiple choice
-# -------------------------------------------------------------------------------------------------
+# -- multiple choice -------------------------------------------------------------------------------
 
 #: Where a row does not say which letters its choices have.
 _LETTERS = "ABCDEFGHIJ"
@@ -348,9 +345,12 @@ def _letter_of(text: str, letters: list[str], texts: dict[str, Any]) -> str | No
     group = "".join(map(re.escape, letters))
     if found := re.fullmatch(rf"(?i)[(\[]?\s*([{group}])\s*[)\].:,]*", plain):
         return found[1].upper()
-    if found := re.match(rf"[(\[]\s*([{group}{group.lower()}])\s*[)\]][\s.:,*_$-]*(.+)|"
+    if found := re.match(
+        rf"[(\[]\s*([{group}{group.lower()}])\s*[)\]][\s.:,*_$-]*(.+)|"
         rf"([{group}])\s*[).:]\s*[*_$]*\s*(\S.*)|"
-                         rf"([{group}])\s+[-–—=]+\s+(\S.*)", plain):  # fmt: skip
+        rf"([{group}])\s+[-–—=]+\s+(\S.*)",
+        plain,
+    ):
         letter = (found[1] or found[3] or found[5]).upper()
         rest = found[2] or found[4] or found[6] or ""
         if re.match(rf"(?:and|or|&|,|/)?\s*[(\[]?[{group}]\b[)\]]?(?:\W|$)", rest) and not texts:

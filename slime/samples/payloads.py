@@ -29,5 +29,5 @@ class Payload:
     problem: Callable[[Any, int], str]
 
 
-#: Name of the column → payload. A sample that trains no token may lack it: its entry is empty.
+#: Name of the column → payload. A sample that trains no token may lack it; its entry is empty.
 PAYLOADS = {"routed_experts": Payload("rollout_routed_experts", experts_problem)}
