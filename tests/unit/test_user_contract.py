@@ -377,10 +377,15 @@ def test_lists_by_which_results_go_stay_as_they_are(
         "convert": 1,
     }
 
+    changed: list[list[Any]] = []
+    before: list[list[Any]] = []
+
     def changes(*args: Any, **kwargs: Any) -> Any:
         result = whole(*args, **kwargs)
         given = args[position[name]]
-        do(given[0] if name == "of_groups" else given)
+        changed.append(given[0] if name == "of_groups" else given)
+        before.append(changed[0][:])
+        do(changed[0])
         return result
 
     monkeypatch.setitem(globals(), name, changes)
@@ -392,6 +397,7 @@ def test_lists_by_which_results_go_stay_as_they_are(
             return
         with pytest.raises(FunctionFailed, match="of a list of samples that it was given"):
             call(samples, ME + name)
+        assert changed[0] == before[0], "it is set back"
     finally:
         load_function.cache_clear()
 
