@@ -112,6 +112,7 @@ def test_icepop_leaves_out_what_the_engine_saw_differently() -> None:
     kept = [r if r <= bound else 0.0 for r in ratios]
     assert loss == pytest.approx(weighted([value * r for value, r in zip(policy(), kept)]))
     assert metrics["tis_clipfrac"] == pytest.approx(weighted([float(r > bound) for r in ratios]))
+    assert metrics["tis_abs"] == pytest.approx(weighted([abs(r - 1) for r in ratios]))
     assert metrics["tis"] == pytest.approx(weighted(ratios))
 
 
