@@ -104,8 +104,8 @@ class AdapterForm:
                     f"adapter_config.json sets {name} to {value!r}, which the embedded engine does "
                     f"not support" + (f": {_WHY[name]}" if name in _WHY else "")
                 )
-        rank = config.get("r")
-        alpha = config.get("lora_alpha")
+        rank: Any = config.get("r")
+        alpha: Any = config.get("lora_alpha")
         if type(rank) is not int or rank < 1:
             raise WeightError(f"r must be an integer of at least 1, got {rank!r}")
         if type(alpha) not in (int, float) or not math.isfinite(alpha) or alpha <= 0:
@@ -440,13 +440,13 @@ class AdapterTable:
 
     @property
     def loaded(self) -> dict[str, Adapter]:
-        """Those that requests may name."""
+        """Adapters that requests may name."""
         with self._lock:
             return dict(self._named)
 
     @property
     def resident(self) -> list[Adapter]:
-        """Those in memory: the loaded ones, and unloaded ones that requests still use."""
+        """Adapters in memory: the loaded ones, and unloaded ones that requests still use."""
         with self._lock:
             return sorted(self._resident, key=lambda adapter: adapter.key)
 
