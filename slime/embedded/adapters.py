@@ -304,12 +304,13 @@ def place(store: WeightStore, form: AdapterForm, tensors: Tensors) -> dict[Linea
     modules = {split[0]: None for name in table if (split := split_peft_name(name)) is not None}
     targets = [module for module in modules if form.names(module)]
     _check_targets(form, list(modules))
+    experts = arch.spec.num_experts
     parts: dict[Linear, list[_Part]] = {}
     used: set[str] = set()
     for module in targets:
         linear, rows = store.parts[f"{module}.weight"]
-        down, merged = _find(module, "A", tensors, table)
-        up, merged_up = _find(module, "B", tensors, table)
+        down, merged = _find(module, "A", tensors, table, experts)
+        up, merged_up = _find(module, "B", tensors, table, experts)
         if merged != merged_up:
             raise WeightError(f"{down.name} and {up.name} are not of the same layers")
         used |= {down.name, up.name}
@@ -344,7 +345,7 @@ def _check_targets(form: AdapterForm, modules: list[str]) -> None:
 
 
 def _find(
-    module: str, side: Side, tensors: Tensors, table: Mapping[str, tuple[int, ...]]
+    module: str, side: Side, tensors: Tensors, table: Mapping[str, tuple[int, ...]], experts: int
 ) -> tuple[_Piece, bool]:
     """The tensor of one side of a module, and whether it is gate and up at once."""
     name = peft_name(module, side)
@@ -353,7 +354,6 @@ def _find(
     if name in tensors or found is None:
         _check_shape(name, tensors, shape)
         return _Piece(name), False
-    experts = _count_experts(found["layer"], table)
     leaf = found["leaf"]
     for other in (leaf, _FUSED.get(leaf, leaf)):
         stacked = peft_name(f"{found['layer']}.{other}", side)
@@ -364,13 +364,6 @@ def _find(
             _check_shape(stacked, tensors, (1 if count == 1 else experts, height, shape[1]))
             return _Piece(stacked, int(found["number"])), merged
     raise WeightError(f"{name} is missing, and target_modules names its layer")
-
-
-def _count_experts(layer: str, table: Mapping[str, tuple[int, ...]]) -> int:
-    number = 0
-    while peft_name(f"{layer}.{number}.down_proj", "A") in table:
-        number += 1
-    return number
 
 
 def _check_shape(name: str, tensors: Tensors, shape: tuple[int, ...]) -> None:

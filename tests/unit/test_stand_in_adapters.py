@@ -51,7 +51,9 @@ def server_of(model: Path, folder: Path) -> Iterator[Server]:
         sglang_max_loras_per_batch=3,
     )
     with fake_sglang(config, model, folder, EnginePlace()) as [engine]:
-        yield Server(engine.url, engine.process._process, folder / "0.log")
+        process = engine.process._process
+        assert process is not None
+        yield Server(engine.url, process, folder / "0.log")
 
 
 @pytest.fixture(scope="module")
