@@ -4,7 +4,6 @@ adapters after two steps, in float32."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
