@@ -33,6 +33,7 @@ class Abilities:
         coarse_cache: its KV cache has fewer than 16 bits.
         rounds_activations: its FP8 kernels round activations, too.
         num_ranks: processes that hold weights.
+        adapters: it serves adapters (LoRA) that it is given while it runs.
     """
 
     engine: str
@@ -45,6 +46,7 @@ class Abilities:
     coarse_cache: bool = False
     rounds_activations: bool = False
     num_ranks: int = 1
+    adapters: bool = False
 
     @staticmethod
     def read(info: Mapping[str, Any]) -> Abilities:
@@ -78,4 +80,5 @@ def _from_sglang_arguments(info: Mapping[str, Any]) -> Abilities:
         quantises=weights not in (None, "", "unquant"),
         coarse_cache=(info.get("kv_cache_dtype") or "auto") not in ("auto", "bf16", "bfloat16"),
         num_ranks=int(info.get("tp_size") or 1),
+        adapters=bool(info.get("enable_lora")),
     )
