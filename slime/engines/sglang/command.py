@@ -17,7 +17,13 @@ from huggingface_hub.constants import HF_HOME
 from slime import deadlines
 from slime.config.engine_flags import SGLANG_INSTEAD, SGLANG_RESERVED, sglang_args, to_argv
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
-from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSpec
+from slime.engines.launch import (
+    ONE_GPU,
+    RESIDENT_ADAPTERS,
+    EngineFootprint,
+    EnginePlace,
+    LaunchSpec,
+)
 from slime.engines.model_groups import GroupRules
 from slime.engines.sglang.versions import check_version, installed_version
 from slime.errors import UserError
@@ -280,6 +286,8 @@ def sglang_footprint(config: Config) -> EngineFootprint:
         fraction=float(fraction) if fraction is not None else None,
         automatic_fraction=_automatic_fraction,
         fraction_option="--sglang-mem-fraction-static",
+        # the base takes a place, too
+        adapters_at_once=int(options.get("max_loras_per_batch") or 1 + RESIDENT_ADAPTERS),
     )
 
 
