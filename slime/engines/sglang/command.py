@@ -17,6 +17,7 @@ from huggingface_hub.constants import HF_HOME
 from slime import deadlines
 from slime.config.engine_flags import SGLANG_INSTEAD, SGLANG_RESERVED, sglang_args, to_argv
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
+from slime.engines.kinds import named_paths
 from slime.engines.launch import (
     ONE_GPU,
     RESIDENT_ADAPTERS,
@@ -289,6 +290,14 @@ def sglang_footprint(config: Config) -> EngineFootprint:
         # the base takes a place, too
         adapters_at_once=int(options.get("max_loras_per_batch") or 1 + RESIDENT_ADAPTERS),
     )
+
+
+def adapter_words(adapters: Mapping[str, Path]) -> tuple[str, ...]:
+    """The words for adapters that are served from the start. The base takes a place among those
+    that a batch may have."""
+    at_once = str(len(adapters) + 1)
+    paths = named_paths(adapters)
+    return ("--enable-lora", "--max-loras-per-batch", at_once, "--lora-paths", *paths)
 
 
 def _automatic_fraction(nbytes: float) -> float:
