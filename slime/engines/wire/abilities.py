@@ -33,6 +33,12 @@ class Abilities:
         coarse_cache: its KV cache has fewer than 16 bits.
         rounds_activations: its FP8 kernels round activations, too.
         num_ranks: processes that hold weights.
+        adapter_rank: the largest rank of the adapters that it serves; 0 if it serves none.
+        adapter_targets: last parts of the names of the layers that may have one; () for all.
+        adapters_at_once: adapters that one batch may use, the base counted as one; 0 for any
+            number.
+        shares_outer_experts: it holds the outer sides of routed experts' adapters once for all
+            experts; None where both forms can be loaded.
     """
 
     engine: str
@@ -45,6 +51,10 @@ class Abilities:
     coarse_cache: bool = False
     rounds_activations: bool = False
     num_ranks: int = 1
+    adapter_rank: int = 0
+    adapter_targets: tuple[str, ...] = ()
+    adapters_at_once: int = 0
+    shares_outer_experts: bool | None = None
 
     @staticmethod
     def read(info: Mapping[str, Any]) -> Abilities:
@@ -52,7 +62,10 @@ class Abilities:
         stated = info.get("abilities")
         if stated is None:
             return _from_sglang_arguments(info)
-        return Abilities(**stated | {"transports": tuple(stated["transports"])})
+        lists = {
+            name: tuple(stated[name]) for name in ("transports", "adapter_targets") if name in stated
+        }
+        return Abilities(**stated | lists)
 
     def to_json(self) -> dict[str, Any]:
         """The value of "abilities" in ``/server_info``."""
@@ -78,4 +91,18 @@ def _from_sglang_arguments(info: Mapping[str, Any]) -> Abilities:
         quantises=weights not in (None, "", "unquant"),
         coarse_cache=(info.get("kv_cache_dtype") or "auto") not in ("auto", "bf16", "bfloat16"),
         num_ranks=int(info.get("tp_size") or 1),
+        **_adapters_of_sglang(info),
     )
+
+
+def _adapters_of_sglang(info: Mapping[str, Any]) -> dict[str, Any]:
+    # adapters can be loaded into one replica only (SGLang 0.5.16, dp_size)
+    if not info.get("enable_lora") or int(info.get("dp_size") or 1) > 1:
+        return {}
+    targets = info.get("lora_target_modules") or ()
+    return {
+        "adapter_rank": int(info.get("max_lora_rank") or 0),
+        "adapter_targets": () if "all" in targets else tuple(sorted(targets)),
+        "adapters_at_once": int(info.get("max_loras_per_batch") or 0),
+        "shares_outer_experts": bool(info.get("experts_shared_outer_loras")),
+    }
