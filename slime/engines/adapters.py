@@ -60,7 +60,9 @@ def with_version(answer: dict[str, Any], name: str) -> dict[str, Any]:
     if version is None:
         return answer
     if isinstance(answer.get("items"), list):
-        items = [with_version(one, name) if isinstance(one, dict) else one for one in answer["items"]]
+        items = [
+            with_version(one, name) if isinstance(one, dict) else one for one in answer["items"]
+        ]
         return {**answer, "items": items}
     marked = dict(answer)
     for place in ("meta_info", "metadata"):

@@ -63,7 +63,9 @@ class Abilities:
         if stated is None:
             return _from_sglang_arguments(info)
         lists = {
-            name: tuple(stated[name]) for name in ("transports", "adapter_targets") if name in stated
+            name: tuple(stated[name])
+            for name in ("transports", "adapter_targets")
+            if name in stated
         }
         return Abilities(**stated | lists)
 
