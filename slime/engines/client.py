@@ -289,8 +289,8 @@ class RolloutClient:
         """Have all requests from now on, retries included, ask for this adapter.
 
         Args:
-            cut: abort requests for older ones, so that whoever sent them goes on with this one; else
-                they end with the adapter that they began with.
+            cut: abort requests for older ones, so that whoever sent them goes on with this one;
+                else they end with the adapter that they began with.
         """
         self._adapter.name = name
         if cut and self.adapters_in_use() - {name}:

@@ -33,7 +33,8 @@ class Abilities:
         coarse_cache: its KV cache has fewer than 16 bits.
         rounds_activations: its FP8 kernels round activations, too.
         num_ranks: processes that hold weights.
-        adapter_rank: the largest rank of the adapters that it serves; 0 if it serves none.
+        adapters: it serves adapters (LoRA) that it is given while it runs.
+        adapter_rank: the largest rank of these; 0 for any.
         adapter_targets: last parts of the names of the layers that may have one; () for all.
         adapters_at_once: adapters that one batch may use, the base counted as one; 0 for any
             number.
@@ -51,6 +52,7 @@ class Abilities:
     coarse_cache: bool = False
     rounds_activations: bool = False
     num_ranks: int = 1
+    adapters: bool = False
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
     adapters_at_once: int = 0
@@ -103,6 +105,7 @@ def _adapters_of_sglang(info: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     targets = info.get("lora_target_modules") or ()
     return {
+        "adapters": True,
         "adapter_rank": int(info.get("max_lora_rank") or 0),
         "adapter_targets": () if "all" in targets else tuple(sorted(targets)),
         "adapters_at_once": int(info.get("max_loras_per_batch") or 0),
