@@ -186,6 +186,32 @@ def _trained(draft: Draft) -> None:
         )
 
 
+#: Learning rates below this one are those of full training.
+_FULL_TRAINING_LR = 1e-5
+
+
+def _lora(draft: Draft) -> None:
+    if not draft["lora_rank"]:
+        return
+    for dest in ("only_train_params_name_list", "freeze_params_name_list"):
+        if draft[dest]:
+            raise UserError(
+                f"{option_of(dest)} and --lora-rank exclude each other",
+                why="with adapters all weights of the base are frozen, and nothing else",
+                fix=f"leave {option_of(dest)} out; --lora-target-modules chooses the layers",
+            )
+    if draft["lora_dropout"] and draft["loss_type"] != "sft_loss":
+        draft.warnings.append(
+            f"--lora-dropout {draft['lora_dropout']:g}: the policy that is trained differs from "
+            "the one that generated and was scored, which reinforcement learning takes for a step"
+        )
+    if draft["lr"] < _FULL_TRAINING_LR:
+        draft.warnings.append(
+            f"--lr {draft['lr']:g} is typical of full training: adapters usually need about ten "
+            "times as much, 1e-5 to 1e-4 for reinforcement learning"
+        )
+
+
 def _deterministic(draft: Draft) -> None:
     """``--deterministic-mode``: what is known to add up in another order each time is refused."""
     if not draft.values.get("deterministic_mode"):
@@ -299,6 +325,7 @@ STEPS = (
     _batches,
     _algorithm,
     _trained,
+    _lora,
     _deterministic,
     _expressions,
     _loss_scale,

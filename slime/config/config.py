@@ -15,6 +15,7 @@ import xxhash
 
 from slime.config.flags import GROUPS, all_flags, own_flags
 from slime.config.groups_algorithm import AlgorithmConfig
+from slime.config.groups_lora import LoraConfig
 from slime.config.groups_megatron import MegatronConfig
 from slime.config.groups_quantised import QuantisedConfig
 from slime.config.groups_rollout import (
@@ -104,6 +105,7 @@ class Config:
     algorithm: AlgorithmConfig
     train: TrainConfig
     megatron: MegatronConfig
+    lora: LoraConfig
     checkpoint: CheckpointConfig
     sync: SyncConfig
     engine: EngineConfig

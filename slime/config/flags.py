@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.config import (
     groups_algorithm,
+    groups_lora,
     groups_megatron,
     groups_quantised,
     groups_rollout,
@@ -37,6 +38,7 @@ GROUPS: dict[str, type] = {
     "algorithm": groups_algorithm.AlgorithmConfig,
     "train": groups_train.TrainConfig,
     "megatron": groups_megatron.MegatronConfig,
+    "lora": groups_lora.LoraConfig,
     "checkpoint": groups_train.CheckpointConfig,
     "sync": groups_train.SyncConfig,
     "engine": groups_rollout.EngineConfig,

@@ -284,6 +284,52 @@ class StackedGateUp(ParamMapping):
         return [_joined(GATE_UP.export(pieces, spec), 0)]
 
 
+@dataclass(frozen=True)
+class StackedRows(ParamMapping):
+    """Matrices of one shape above each other, whole on every rank.
+
+    Attributes:
+        count: how many.
+    """
+
+    count: int
+
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+        return _joined([source[:] for source in sources], 0)
+
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
+        return list(pieces[0].chunk(self.count, dim=0))
+
+
+@dataclass(frozen=True)
+class SomeParts(ParamMapping):
+    """A fused parameter of which some parts have no Hugging Face tensor: their rows are zeros.
+
+    Attributes:
+        fused: how all parts make the parameter; it cuts rows.
+        rows: of each part.
+        present: which of the parts have a tensor.
+    """
+
+    fused: ParamMapping
+    rows: tuple[int, ...]
+    present: tuple[bool, ...]
+    tp_axis = 0
+
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+        given = iter(sources)
+        like = sources[0][:1]
+        parts = [
+            next(given) if is_there else like.new_zeros(rows, *like.shape[1:])
+            for rows, is_there in zip(self.rows, self.present, strict=True)
+        ]
+        return self.fused.load(parts, shard, spec)
+
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
+        parts = self.fused.export(pieces, spec)
+        return [part for part, is_there in zip(parts, self.present, strict=True) if is_there]
+
+
 def _joined(pieces: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
     import torch
 

@@ -30,6 +30,8 @@ Width = Literal[
 "query" and "key" are all heads together, "key" also of values; "attended" is the output of
 attention, before the projection. The ranks and "keys, values" belong to multi-latent attention.
 """
+Size = Width | int
+"""An axis by its name, or its size where the model does not decide it (the rank of an adapter)."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class Rule:
     megatron: str | tuple[str, ...]
     hf: str | tuple[str, ...]
     layout: ParamMapping
-    rows: Width | tuple[Width, ...] = "hidden"
-    columns: Width | None = None
+    rows: Size | tuple[Size, ...] = "hidden"
+    columns: Size | None = None
     when: LayerCondition | None = None
     is_buffer: bool = False
     tied_to: str | None = None

@@ -42,6 +42,7 @@ from slime.models.rules import (
     MLP,
     LayerCondition,
     Rule,
+    Size,
     Width,
 )
 from slime.models.spec import HfConfig, ModelSpec, check_trainable, read_hf_config
@@ -70,8 +71,10 @@ _WIDTHS: dict[Width, Callable[[ModelSpec], int]] = {
 }
 
 
-def width(spec: ModelSpec, name: Width) -> int:
+def width(spec: ModelSpec, name: Size) -> int:
     """Return the size of an axis, by the name that the rules give it."""
+    if isinstance(name, int):
+        return name
     if name in _WIDTHS:
         return _WIDTHS[name](spec)
     mixers = mixers_of(spec.transformer)
@@ -80,7 +83,7 @@ def width(spec: ModelSpec, name: Width) -> int:
 
 def shapes_of(rule: Rule, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
     """Shapes of the Hugging Face tensors of a rule, in their order."""
-    rows = (rule.rows,) * len(rule.hf_names) if isinstance(rule.rows, str) else rule.rows
+    rows = rule.rows if isinstance(rule.rows, tuple) else (rule.rows,) * len(rule.hf_names)
     columns = () if rule.columns is None else (width(spec, rule.columns),)
     return tuple((width(spec, name), *columns) for name in rows)
 

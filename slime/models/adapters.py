@@ -1,0 +1,402 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) as one more conversion table.
+
+    family's table ─┐
+    ModelSpec ──────┼─► adapter_family ─► a table of the adapters' parameters alone
+    AdapterConfig ──┘
+
+A Linear layer W [out, in] with an adapter computes W·x + s·B·A·x, with A [rank, in], B [out, rank]
+and s = alpha / rank. The trainer's layers fuse several Linear layers of the checkpoint (q, k and v;
+gate and up), each of which has its own A and B, as in PEFT:
+
+    Megatron                      of a column-parallel layer        of a row-parallel layer
+    <layer>.adapter.down    A     [parts · rank, in], all A's       [rank, in / ranks]
+                                  above each other, on every rank
+    <layer>.adapter.up      B     [out / ranks, rank], cut as       [out, rank] on every rank
+                                  the layer's own weight is
+
+So each row of ``up`` belongs to one part. Parts without an adapter have rows of zeros
+there, and no rows in ``down``.
+
+Routed experts have the same for each expert, ``<layer>.adapter.down{expert}``. With
+``shared-outer`` the outer sides, ``down`` of gate and up and ``up`` of the way back, are one
+parameter for all experts of a layer, and their names have no expert's number, neither in Megatron
+nor outside:
+
+    base_model.model.model.layers.3.mlp.experts.gate_proj.lora_A.weight       [rank, hidden]
+    base_model.model.model.layers.3.mlp.experts.7.gate_proj.lora_B.weight     [inner, rank]
+
+`by_expert` gives the names per expert that stand for the first one. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from slime.config.config import Config
+from slime.config.groups_lora import LoraConfig
+from slime.errors import UserError
+from slime.models import family_of
+from slime.models.layouts import REPLICATED, ROW, SomeParts, StackedRows
+from slime.models.rules import Rule
+from slime.models.spec import ModelSpec
+from slime.models.table import ModelFamily, width
+
+PEFT_PREFIX = "base_model.model."
+"""What PEFT puts in front of the names of a model's modules."""
+EVERYTHING = "all-linear"
+"""The target that means every Linear layer; PEFT's word for it."""
+_MEGATRON_PART = ".adapter."
+_PEFT_NAME = re.compile(re.escape(PEFT_PREFIX) + r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+
+Side = Literal["A", "B"]
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """The adapters of one model.
+
+    Attributes:
+        rank, alpha: of all adapters but those of routed experts.
+        targets: last parts of the Hugging Face names of the layers that have one ("q_proj").
+            Every one is in the model.
+        dropout: share of the inputs that is dropped in training.
+        experts: "per-expert", or "shared-outer": the experts of a layer share the outer sides.
+        expert_rank: the rank of routed experts' adapters.
+    """
+
+    rank: int
+    alpha: float
+    targets: frozenset[str]
+    dropout: float = 0.0
+    experts: Literal["per-expert", "shared-outer"] = "per-expert"
+    expert_rank: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.expert_rank:
+            object.__setattr__(self, "expert_rank", self.rank)
+
+    @staticmethod
+    def of(config: Config) -> AdapterConfig | None:
+        """Read the flags and the model of ``--hf-checkpoint``; None without ``--lora-rank``.
+
+        Raises:
+            UserError: as `for_model`.
+        """
+        if not config.lora.lora_rank:
+            return None
+        flags = config.checkpoint
+        if flags.hf_checkpoint is None:
+            raise UserError(
+                "--lora-rank without --hf-checkpoint",
+                why="adapters belong to the weights of a base model",
+                fix="pass --hf-checkpoint",
+            )
+        family = family_of(flags.hf_checkpoint, flags.model_name)
+        return AdapterConfig.for_model(config.lora, family, family.model_spec(flags.hf_checkpoint))
+
+    @staticmethod
+    def for_model(flags: LoraConfig, family: ModelFamily, spec: ModelSpec) -> AdapterConfig:
+        """Read the flags for one model.
+
+        Raises:
+            UserError: a target that the model does not have (names the nearest) or that cannot be
+                adapted, no target, one side of the experts alone, a rank that the experts per token
+                do not divide.
+        """
+        targets = _targets(flags, family, spec)
+        expert_rank = flags.lora_rank
+        routed = [rule for rule in family.rules if rule.is_expert and rule.is_linear]
+        if not any(leaf in targets for rule in _in_model(routed, spec) for leaf in leaves(rule)):
+            _refuse_expert_flags(flags)
+        elif flags.lora_rank_by_topk:
+            expert_rank = _divided_rank(flags.lora_rank, spec)
+        return AdapterConfig(
+            rank=flags.lora_rank,
+            alpha=flags.lora_alpha,
+            targets=targets,
+            dropout=flags.lora_dropout,
+            experts=flags.lora_experts,
+            expert_rank=expert_rank,
+        )
+
+    @property
+    def scaling(self) -> float:
+        """The factor s of all adapters but those of routed experts."""
+        return self.alpha / self.rank
+
+    @property
+    def expert_scaling(self) -> float:
+        """The factor s of routed experts' adapters."""
+        return self.alpha / self.expert_rank
+
+    def rank_of(self, rule: Rule) -> int:
+        """Return the rank of the adapter of a layer, by a rule of the base's table."""
+        return self.expert_rank if rule.is_expert else self.rank
+
+    def scaling_of(self, rule: Rule) -> float:
+        """Return the factor s of the adapter of a layer, by a rule of the base's table."""
+        return self.alpha / self.rank_of(rule)
+
+
+# -- targets ---------------------------------------------------------------------------------------
+
+
+def leaves(rule: Rule) -> tuple[str, ...]:
+    """Return the last part of each module that a rule's tensors belong to.
+
+    Example:
+        >>> [leaves(rule) for rule in QWEN3.rules if rule.is_linear][0]
+        ('q_proj', 'k_proj', 'v_proj')
+    """
+    return tuple(name.removesuffix(".weight").rpartition(".")[2] for name in rule.hf_names)
+
+
+def adaptable(family: ModelFamily, spec: ModelSpec) -> list[str]:
+    """Return the last parts of the names of all Linear layers of a model, in the table's order."""
+    rules = [rule for rule in family.rules if _is_layer(rule)]
+    return list(dict.fromkeys(leaf for rule in _in_model(rules, spec) for leaf in leaves(rule)))
+
+
+def _is_layer(rule: Rule) -> bool:
+    return rule.is_linear and rule.is_of_layer
+
+
+def _in_model(rules: Sequence[Rule], spec: ModelSpec) -> list[Rule]:
+    return [rule for rule in rules if any(rule.applies(spec, n) for n in range(spec.num_layers))]
+
+
+#: Modules with weights of two axes that get no adapter, and why.
+_NOT_ADAPTED = {
+    "embed_tokens": "adapters of embeddings are not in this version",
+    "lm_head": "adapters of the output layer are not in this version",
+    "gate": "it is a router, whose choices trainer and engines must agree on",
+}
+
+
+def _targets(flags: LoraConfig, family: ModelFamily, spec: ModelSpec) -> frozenset[str]:
+    known = adaptable(family, spec)
+    chosen = [name for name in flags.lora_target_modules if name != EVERYTHING]
+    excluded = flags.lora_exclude_modules
+    for option, names in (
+        ("--lora-target-modules", chosen),
+        ("--lora-exclude-modules", excluded),
+    ):
+        for name in names:
+            if name not in known:
+                raise _unknown_target(option, name, known, family)
+    everything = not flags.lora_target_modules or EVERYTHING in flags.lora_target_modules
+    targets = frozenset(known if everything else chosen) - frozenset(excluded)
+    if not targets:
+        raise UserError(
+            "no layer is left to adapt",
+            why="--lora-exclude-modules names every one of --lora-target-modules",
+            fix=f"leave one of {', '.join(known)}",
+        )
+    for rule in family.rules:
+        if rule.is_expert and _is_layer(rule) and rule.layout is ROW:
+            _refuse_one_side(targets, leaves(rule)[0], family, spec)
+    return targets
+
+
+def _unknown_target(option: str, name: str, known: list[str], family: ModelFamily) -> UserError:
+    if name in _NOT_ADAPTED:
+        return UserError(
+            f"{option} {name} cannot be adapted",
+            why=_NOT_ADAPTED[name],
+            fix=f"leave it out; the layers are {', '.join(known)}",
+        )
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return UserError(
+        f"{option} {name}: this model ({family.name}) has no such layer",
+        why=f"nearest: {', '.join(near)}; all: {', '.join(known)}"
+        if near
+        else f"its layers are {', '.join(known)}",
+        fix="pass the last part of a layer's Hugging Face name",
+    )
+
+
+def _refuse_one_side(
+    targets: frozenset[str], back: str, family: ModelFamily, spec: ModelSpec
+) -> None:
+    """Refuse adapters on the way into the experts or on the way back alone.
+
+    SGLang 0.5.16 wraps its experts only if both are targets, and else loads the adapters and never
+    applies them.
+    """
+    rules = _in_model([rule for rule in family.rules if rule.is_expert and _is_layer(rule)], spec)
+    into = {leaf for rule in rules for leaf in leaves(rule)} - {back}
+    if rules and (back in targets) != bool(into & targets):
+        missing = back if into & targets else " ".join(sorted(into))
+        raise UserError(
+            f"--lora-target-modules has one side of the experts only: {missing} is missing",
+            why="SGLang loads adapters of one side of its experts and never applies them",
+            fix=f"add {missing}, or leave out {' and '.join(sorted(into | {back}))}",
+        )
+
+
+def _refuse_expert_flags(flags: LoraConfig) -> None:
+    given = []
+    if flags.lora_experts != "per-expert":
+        given.append(f"--lora-experts {flags.lora_experts}")
+    if flags.lora_rank_by_topk:
+        given.append("--lora-rank-by-topk")
+    if given:
+        raise UserError(
+            f"{' and '.join(given)} without adapters of routed experts",
+            why="the model has no routed experts, or they are no target",
+            fix="leave it out",
+        )
+
+
+def _divided_rank(rank: int, spec: ModelSpec) -> int:
+    per_token = int(spec.transformer["moe_router_topk"])
+    if rank % per_token:
+        raise UserError(
+            f"--lora-rank {rank} cannot be divided by the {per_token} experts per token",
+            why="with --lora-rank-by-topk each expert's adapter has that share of the rank",
+            fix=f"pass --lora-rank {-(-rank // per_token) * per_token}",
+        )
+    return rank // per_token
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AdaptedLayer:
+    """A rule of the base's table and those of its adapter.
+
+    Attributes:
+        base: of the frozen weight.
+        down, up: of the adapter's two parameters.
+        present: which of the base's parts have an adapter.
+        rank, scaling: of the adapter.
+    """
+
+    base: Rule
+    down: Rule
+    up: Rule
+    present: tuple[bool, ...]
+    rank: int
+    scaling: float
+
+    @property
+    def is_row_parallel(self) -> bool:
+        return self.base.layout is ROW
+
+
+def adapted_layers(
+    family: ModelFamily, spec: ModelSpec, adapters: AdapterConfig
+) -> list[AdaptedLayer]:
+    """Return the rules of the layers with adapters, in the order of the base's table."""
+    rules = _in_model([rule for rule in family.rules if _is_layer(rule)], spec)
+    return [
+        _adapted(rule, spec, adapters) for rule in rules if adapters.targets & set(leaves(rule))
+    ]
+
+
+def adapter_family(family: ModelFamily, spec: ModelSpec, adapters: AdapterConfig) -> ModelFamily:
+    """Return the table of the adapters' parameters: what trains, what checkpoints of adapters hold
+    and what a push brings, by PEFT's names."""
+    layers = adapted_layers(family, spec, adapters)
+    rules = tuple(rule for layer in layers for rule in (layer.down, layer.up))
+    return dataclasses.replace(family, rules=rules, ignored=(), fused=())
+
+
+def count_parameters(family: ModelFamily, spec: ModelSpec, adapters: AdapterConfig) -> int:
+    """Return the number of trained parameters, as PEFT counts them."""
+    table = adapter_family(family, spec, adapters)
+    return sum(prod(shape) for _, shape in table.hf_tensors(spec))
+
+
+def _adapted(rule: Rule, spec: ModelSpec, adapters: AdapterConfig) -> AdaptedLayer:
+    names = leaves(rule)
+    present = tuple(leaf in adapters.targets for leaf in names)
+    rank = adapters.rank_of(rule)
+    rows = rule.rows if isinstance(rule.rows, tuple) else (rule.rows,) * len(names)
+    chosen = [hf for hf, is_there in zip(rule.hf_names, present) if is_there]
+    is_row = rule.layout is ROW
+    shares = rule.is_expert and adapters.experts == "shared-outer"
+    down_layout = ROW if is_row else StackedRows(len(chosen))
+    up_layout = REPLICATED if is_row else rule.layout
+    if not all(present):
+        up_layout = SomeParts(rule.layout, tuple(width(spec, one) for one in rows), present)
+    down = Rule(
+        _megatron_name(rule, "down", shared=shares and not is_row),
+        tuple(_peft_name_of(hf, "A", shared=shares and not is_row) for hf in chosen),
+        down_layout,
+        rank,
+        rule.columns,
+        rule.when,
+    )
+    up = Rule(
+        _megatron_name(rule, "up", shared=shares and is_row),
+        tuple(_peft_name_of(hf, "B", shared=shares and is_row) for hf in chosen),
+        up_layout,
+        tuple(one for one, is_there in zip(rows, present) if is_there),
+        rank,
+        rule.when,
+    )
+    return AdaptedLayer(rule, down, up, present, rank, adapters.scaling_of(rule))
+
+
+def _megatron_name(rule: Rule, side: Literal["down", "up"], *, shared: bool) -> str:
+    layer, _, number = rule.megatron_names[0].rpartition("weight")
+    return f"{layer}adapter.{side}{'' if shared else number}"
+
+
+def _peft_name_of(hf: str, side: Side, *, shared: bool) -> str:
+    module = hf.removesuffix(".weight")
+    return peft_name(module.replace(".{expert}.", ".") if shared else module, side)
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def peft_name(module: str, side: Side) -> str:
+    """Return the name in a PEFT file of one side of a module's adapter.
+
+    Example:
+        >>> peft_name("model.layers.0.self_attn.q_proj", "A")
+        'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
+    """
+    return f"{PEFT_PREFIX}{module}.lora_{side}.weight"
+
+
+def split_peft_name(name: str) -> tuple[str, Side] | None:
+    """Return the module and the side of a name in a PEFT file; None for any other name."""
+    found = _PEFT_NAME.fullmatch(name)
+    if found is None:
+        return None
+    return found["module"], "A" if found["side"] == "A" else "B"
+
+
+def is_adapter_parameter(name: str) -> bool:
+    """Tell whether a parameter of the trainer's model belongs to an adapter, by its name."""
+    return _MEGATRON_PART in name
+
+
+_SHARED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(\w+_proj\.lora_[AB]\.weight)")
+
+
+def by_expert(name: str, num_experts: int) -> Iterator[str]:
+    """Yield the names per expert of a tensor: of a side that all experts of a layer share one for
+    each expert, of any other tensor its own.
+
+    Example:
+        >>> list(by_expert("base_model.model.model.layers.0.mlp.experts.up_proj.lora_A.weight", 2))
+        ['base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight',
+         'base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_A.weight']
+    """
+    found = _SHARED_EXPERTS.fullmatch(name)
+    if found is None:
+        yield name
+        return
+    for expert in range(num_experts):
+        yield f"{found[1]}.{expert}.{found[2]}"
