@@ -30,6 +30,7 @@ from slime.engines.wire.expert_runs import ExpertRun
 from slime.engines.wire.quantised import quantise, quantise_run, require_library
 from slime.errors import UserError
 from slime.models import Match, family_of
+from slime.models.adapters import AdapterConfig
 from slime.models.ignore_list import WeightMatrix, check
 from slime.models.parameters import ModelParameters
 from slime.models.quantised import Quantisation
@@ -71,6 +72,7 @@ class ModelSource:
         own_stage: yield only what this pipeline stage holds. It is collective over the ranks of the
             stage, and nothing crosses the pipeline.
         in_runs: yield stacked experts many at a time (`slime.engines.wire.expert_runs`).
+        adapters: yield the tensors of these adapters, under PEFT's names, instead of the weights.
     """
 
     def __init__(
@@ -81,11 +83,12 @@ class ModelSource:
         model_name: str | None = None,
         own_stage: bool = False,
         in_runs: bool = False,
+        adapters: AdapterConfig | None = None,
     ) -> None:
         family = family_of(hf_config, model_name)
-        self._family = family
         self._spec = family.model_spec(hf_config)
-        self.parameters = ModelParameters(family, self._spec)
+        self.parameters = ModelParameters(family, self._spec, adapters=adapters)
+        self._family = self.parameters.trained_family
         self.zeros: list[str] = []
         place = Placement.current()
         self._placement = dataclasses.replace(place, pp_group=None) if own_stage else place

@@ -40,6 +40,8 @@ class Abilities:
             number.
         shares_outer_experts: it holds the outer sides of routed experts' adapters once for all
             experts; None where both forms can be loaded.
+        adapts_lone_queries: an adapter of ``q_proj`` can be loaded where the layer has no
+            ``k_proj`` and ``v_proj`` (latent attention).
     """
 
     engine: str
@@ -57,6 +59,7 @@ class Abilities:
     adapter_targets: tuple[str, ...] = ()
     adapters_at_once: int = 0
     shares_outer_experts: bool | None = None
+    adapts_lone_queries: bool = True
 
     @staticmethod
     def read(info: Mapping[str, Any]) -> Abilities:
@@ -82,6 +85,7 @@ SGLANG = Abilities(
     "slices",
     packs_quantised=True,
     rounds_activations=True,
+    adapts_lone_queries=False,
 )
 
 
