@@ -1,8 +1,8 @@
 """Refuse an adapter that engines would take and not apply, or die of, before anything is sent.
 
-SGLang 0.5.16 accepts tensors that no layer has and dies at the next request, loads experts' adapters
-of one side and never applies them, and answers requests without the right adapter with the base's
-text. An adapter of zeros, or that of the last version again, is the policy that was there before.
+SGLang 0.5.16 accepts tensors that no layer has and dies at the next request, loads experts'
+adapters of one side and never applies them. An adapter of zeros, or that of the last version again,
+is the policy that was there before.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class AdapterLayout:
         modules = dict(_modules(parameters, adapters))
         sent: dict[str, Shape] = {}
         pieces: dict[str, Piece] = {}
-        for module, owner in modules.items():
+        for owner in modules.values():
             for side in _SIDES:
                 whole = owner.name_of(side)
                 sent[whole] = owner.shape_of(side, adapters)

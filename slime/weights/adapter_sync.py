@@ -325,7 +325,7 @@ class AdapterSync:
         # of a push that was repeated, because another engine died
         again = [url for url, one in answers.items() if _is_loaded_already(one)]
         if again:
-            unload = dict.fromkeys(again, {"lora_name": name})
+            unload: dict[str, dict[str, Any]] = {url: {"lora_name": name} for url in again}
             for answer in self._post_to(UNLOAD_ADAPTER, unload, limit).values():
                 if isinstance(answer, EngineError):
                     raise answer

@@ -30,7 +30,7 @@ from slime.engines.wire.expert_runs import ExpertRun
 from slime.engines.wire.quantised import quantise, quantise_run, require_library
 from slime.errors import UserError
 from slime.models import Match, family_of
-from slime.models.adapters import AdapterConfig
+from slime.models.adapters import AdapterConfig, is_adapter_parameter
 from slime.models.ignore_list import WeightMatrix, check
 from slime.models.parameters import ModelParameters
 from slime.models.quantised import Quantisation
@@ -92,11 +92,14 @@ class ModelSource:
         self.zeros: list[str] = []
         place = Placement.current()
         self._placement = dataclasses.replace(place, pp_group=None) if own_stage else place
-        self._local = dict(
-            global_parameters(
-                model_chunks, self._spec.num_experts, self._placement, in_runs=in_runs
-            )
+        parameters = global_parameters(
+            model_chunks, self._spec.num_experts, self._placement, in_runs=in_runs
         )
+        self._local = {
+            name: tensor
+            for name, tensor in parameters
+            if is_adapter_parameter(name) == (adapters is not None)
+        }
         self._matches: dict[str, Match] = {}
         for name, tensor in self._local.items():
             match = match_parameter(self._family, name, self._spec, tensor)
