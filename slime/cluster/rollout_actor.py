@@ -412,7 +412,7 @@ class RolloutHandle:
         metrics: dict[str, float] = self._answer(ref, "noting consumed prompts")
         return metrics
 
-    def use_adapter(self, version: int, *, cut: bool) -> None:
+    def use_adapter(self, version: int, cut: bool) -> None:
         """Have requests name the policy's adapter of this version; see
         `RolloutActor.use_adapter`."""
         self._answer(self._actor.use_adapter.remote(version, cut), "naming the new adapter")

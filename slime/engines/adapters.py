@@ -18,7 +18,7 @@ it came: ``POST /weights_checker {"action": "fingerprint", "lora_name": "policy-
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 LOAD_ADAPTER = "/load_lora_adapter_from_tensors"
@@ -27,6 +27,13 @@ UNLOAD_ADAPTER = "/unload_lora_adapter"
 ADAPTER_FIELD = "lora_path"
 #: Routes whose requests may name an adapter.
 GENERATING = ("/generate", "/v1/chat/completions", "/v1/completions")
+
+#: Layers that engines fuse, in their order there, and whose adapters they take as complete sets.
+FUSED_SETS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
 
 _PREFIX = "policy-"
 _NAME = re.compile(re.escape(_PREFIX) + r"(\d+)")
@@ -40,6 +47,23 @@ def adapter_name(version: int) -> str:
         ('policy-7', 7, None)
     """
     return f"{_PREFIX}{version}"
+
+
+def served_targets(targets: Collection[str], known: Collection[str]) -> list[str]:
+    """Return the layers that have an adapter in engines: those that are trained, and those that
+    engines fuse them with.
+
+    Args:
+        targets: last parts of the names of the layers that are trained.
+        known: of all layers of the model that can have one.
+
+    Example:
+        >>> served_targets(["q_proj", "o_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"])
+        ['k_proj', 'o_proj', 'q_proj', 'v_proj']
+    """
+    sets = [members for members in FUSED_SETS if set(members) & set(targets)]
+    fused = {leaf for members in sets for leaf in members if leaf in known}
+    return sorted({*targets, *fused})
 
 
 def version_of(name: str) -> int | None:

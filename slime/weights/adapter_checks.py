@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from slime.engines.adapters import FUSED_SETS
 from slime.engines.wire.abilities import Abilities
 from slime.errors import UserError
 from slime.models.adapters import Side, peft_name, split_peft_name
 from slime.models.parameters import Shape
-from slime.weights.adapter_layout import FUSED_SETS, AdapterLayout
+from slime.weights.adapter_layout import AdapterLayout
 
 _SIDES: tuple[Side, ...] = ("A", "B")
 _OURS = "this is a fault of slime: please report it with the run's flags"

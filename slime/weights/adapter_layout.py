@@ -19,16 +19,10 @@ from typing import Any
 
 import torch
 
+from slime.engines.adapters import FUSED_SETS
 from slime.engines.wire.buckets import TensorEntry, dtype_name, entries_of
 from slime.models.adapters import AdapterConfig, Side, peft_name
 from slime.models.parameters import ModelParameters, Shape
-
-#: Layers that engines fuse, in their order there.
-FUSED_SETS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
 
 
 @dataclass(frozen=True)
