@@ -1,5 +1,5 @@
-"""The embedded engine computes with adapters what PEFT and merged weights give, several at once, and
-refuses what it could not compute."""
+"""The embedded engine computes with adapters what PEFT and merged weights give, several at once,
+and refuses what it could not compute."""
 
 from __future__ import annotations
 
