@@ -126,18 +126,20 @@ def chosen_model(path: str, hf_checkpoint: str | None = None) -> ChosenModel:
 
 
 def _base_of(adapter: Path, given: str | None, of_run: Path | None) -> Path:
-    """The base of an adapter: the one given, that of its run, or that which its config names.
+    """The base of an adapter: the one given, that which its config names, or that of its run.
 
     Raises:
         UserError: none of them is here.
     """
     if given is not None:
         return model_directory(given)
+    named = str(read_config(adapter).get("base_model_name_or_path") or "")
+    if has_weights(Path(named)):
+        return Path(named)
     if of_run is not None and has_weights(of_run):
         return of_run
-    named = str(read_config(adapter).get("base_model_name_or_path") or "")
-    if named and (is_hub_name(named) or has_weights(Path(named))):
-        return model_directory(named)
+    if is_hub_name(named):
+        return fetch_model(named)
     raise UserError(
         f"the base model of the adapter {adapter} is not here",
         why=f"it names {named}, which is no Hugging Face directory of this host"
