@@ -87,11 +87,39 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="run the code of a tokenizer that the model brings",
     )
+    add(
+        "--enable-lora",
+        action="store_true",
+        help="serve adapters (LoRA), which requests name in lora_path or as model BASE:NAME",
+    )
+    add(
+        "--lora-paths",
+        nargs="+",
+        type=named_path,
+        default=(),
+        metavar="NAME=PATH",
+        help="adapters to serve from the start, directories as PEFT writes them; implies "
+        "--enable-lora",
+    )
+    add("--max-lora-rank", type=int, help="refuse adapters of a higher rank (default: no limit)")
+    add(
+        "--max-loaded-loras",
+        type=int,
+        help="refuse to load more adapters at once (default: no limit)",
+    )
     add("--random-seed", type=int, default=42, help="seeds requests that bring no sampling_seed")
     add("--num-threads", type=int, help="CPU threads (default: OMP_NUM_THREADS, or one per core)")
     add("--parent-pid", type=int, help="end when this process ends")
     add("--log-level", default="INFO", help="DEBUG, INFO, WARNING or ERROR")
     return parser.parse_args(argv)
+
+
+def named_path(text: str) -> tuple[str, str]:
+    """NAME=PATH, or PATH, which then is the name, too."""
+    name, separator, path = text.partition("=")
+    if not name or (separator and not path):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither NAME=PATH nor PATH")
+    return name, path or name
 
 
 def main(argv: list[str] | None = None) -> int:

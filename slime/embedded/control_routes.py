@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,7 +15,7 @@ from aiohttp import web
 
 import slime
 from slime import deadlines
-from slime.embedded.engine import as_state
+from slime.embedded.engine import as_state, describe_adapters
 from slime.embedded.generate_routes import json_body, json_response, state_of
 from slime.embedded.sequence import Sequence
 from slime.embedded.weight_update import ABILITIES, WeightUpdater
@@ -74,7 +75,9 @@ async def model_info(request: web.Request) -> web.Response:
 async def server_info(request: web.Request) -> web.Response:
     state = state_of(request)
     engine = state.engine
-    load = await _on_engine(engine.call(lambda: as_state(engine)))
+    load, adapters = await _on_engine(
+        engine.call(lambda: (as_state(engine), describe_adapters(engine)))
+    )
     options = engine.options
     return json_response(
         {
@@ -96,7 +99,9 @@ async def server_info(request: web.Request) -> web.Response:
             "paused": engine.paused,
             "internal_states": [load],
             "version": f"slime-embedded {slime.__version__}",
-            "abilities": ABILITIES.to_json(),
+            "enable_lora": engine.adapters.enabled,
+            "adapters": adapters,
+            "abilities": replace(ABILITIES, adapters=engine.adapters.enabled).to_json(),
         }
     )
 
@@ -203,6 +208,7 @@ async def release_memory(request: web.Request) -> web.Response:
             engine.cache.release()
         if "weights" in tags:
             engine.store.release()
+            engine.adapters.release()
         engine.released |= tags
 
     await _on_engine(engine.call(release))
@@ -218,6 +224,7 @@ async def resume_memory(request: web.Request) -> web.Response:
     def resume() -> None:
         if "weights" in tags & engine.released:
             engine.store.resume()
+            engine.adapters.resume()
         engine.released -= tags
 
     await _on_engine(engine.call(resume))
@@ -279,6 +286,24 @@ async def get_weights_by_name(request: web.Request) -> web.Response:
     return json_response(values)
 
 
+async def _check_adapter(
+    request: web.Request, name: str, chosen: tuple[str, ...] | None
+) -> web.Response:
+    """Fingerprints of an adapter's tensors, as the engine multiplies with them."""
+    engine = state_of(request).engine
+    optional(await json_body(request), "action", one_of("fingerprint", "checksum"), "fingerprint")
+    adapter = engine.adapters.find(name, "lora_name")
+    try:
+        found = await _on_engine(engine.call(lambda: adapter.fingerprints(chosen)))
+    except WeightError as error:
+        return json_response({"success": False, "message": str(error)}, status=400)
+    version = engine.store.version if adapter.version is None else adapter.version
+    answer = {"success": True, "message": "Success.", "weight_version": version}
+    return json_response(
+        answer | {"lora_name": name, "fingerprints": found, "loaded": len(adapter.names)}
+    )
+
+
 @routes.get("/weights_checker")
 @routes.post("/weights_checker")
 async def weights_checker(request: web.Request) -> web.Response:
@@ -286,6 +311,9 @@ async def weights_checker(request: web.Request) -> web.Response:
     body = await json_body(request)
     store = engine.store
     chosen = optional(body, "names", strings(), None)
+    name = optional(body, "lora_name", TEXT, None)
+    if name is not None:
+        return await _check_adapter(request, name, chosen)
     actions: dict[str, Callable[[], Any]] = {
         "fingerprint": lambda: store.fingerprints(chosen),
         "checksum": lambda: store.fingerprints(chosen),
@@ -313,7 +341,6 @@ async def weights_checker(request: web.Request) -> web.Response:
 
 _EMBEDDING = "this is a model for generation, not for embeddings or classification"
 _SESSIONS = "it keeps no sessions; prompts that share a prefix find it in the cache without one"
-_ADAPTERS = "it has no LoRA adapters"
 _PROFILE = "it has no profiler; py-spy shows what the engine thread does"
 
 #: Path → why it is refused: with status 400, since OpenAI's client sends a request again that was
@@ -330,9 +357,6 @@ REFUSED = {
     "/concate_and_append_request": "SGLang has taken this route out, too",
     "/open_session": _SESSIONS,
     "/close_session": _SESSIONS,
-    "/load_lora_adapter": _ADAPTERS,
-    "/load_lora_adapter_from_tensors": _ADAPTERS,
-    "/unload_lora_adapter": _ADAPTERS,
     "/parse_function_call": (
         "it has no tool-call parser; the text of an answer is returned as it is"
     ),

@@ -16,11 +16,12 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from slime import deadlines
+from slime.embedded.adapters import AdapterLimits, AdapterTable
 from slime.embedded.architecture import Architecture
 from slime.embedded.kv_cache import KVCache
 from slime.embedded.scheduler import Scheduler, StepOutput
 from slime.embedded.sequence import Sequence
-from slime.embedded.weights import WeightStore, make_store
+from slime.embedded.weights import WeightError, WeightStore, make_store
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.processes.host import free_host_memory
@@ -51,6 +52,10 @@ class EngineOptions:
     record_experts: bool = False
     num_threads: int | None = None
     trust_remote_code: bool = False
+    enable_lora: bool = False
+    lora_paths: tuple[tuple[str, str], ...] = ()
+    max_lora_rank: int | None = None
+    max_loaded_loras: int | None = None
 
 
 class EngineDead(Exception):
@@ -82,6 +87,7 @@ class Engine:
             options.max_context_len or self.arch.max_positions, self.arch.max_positions
         )
         self.store = load_store(options, self.arch, self.device, self.max_length)
+        self.adapters = load_adapters(options, self.store)
         kv_bytes = _kv_budget(options.kv_cache_gb, self.device)
         self.cache = KVCache(self.arch, self.store.dtype, self.device, options.max_slots, kv_bytes)
         self.scheduler = Scheduler(
@@ -338,6 +344,25 @@ def load_store(
     return store
 
 
+def load_adapters(options: EngineOptions, store: WeightStore) -> AdapterTable:
+    """The adapters of the command line.
+
+    Raises:
+        UserError: one of them cannot be loaded.
+    """
+    enabled = options.enable_lora or bool(options.lora_paths)
+    limits = AdapterLimits(options.max_lora_rank, options.max_loaded_loras)
+    adapters = AdapterTable(store, limits if enabled else None)
+    for name, path in options.lora_paths:
+        try:
+            adapters.load_directory(name, path, pinned=True)
+        except WeightError as error:
+            raise UserError(
+                f"--lora-paths {name}={path} cannot be loaded", why=str(error)
+            ) from error
+    return adapters
+
+
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -352,6 +377,27 @@ def _kv_budget(gigabytes: float | None, device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 0.8)
     return int(free_host_memory() / 2)
+
+
+def describe_adapters(engine: Engine) -> list[dict[str, Any]]:
+    """Report the adapters in memory, for ``/server_info``; call it on the engine's thread."""
+    loaded = engine.adapters.loaded
+    users = [sequence.adapter for sequence in engine.scheduler.everything()]
+    return [
+        {
+            "lora_name": adapter.name,
+            "lora_path": adapter.path,
+            "loaded": loaded.get(adapter.name) is adapter,
+            "pinned": adapter.pinned,
+            "rank": adapter.form.rank,
+            "scaling": adapter.form.scale,
+            "weight_version": adapter.version,
+            "num_tensors": len(adapter.names),
+            "bytes": adapter.nbytes,
+            "num_requests": users.count(adapter),
+        }
+        for adapter in engine.adapters.resident
+    ]
 
 
 def as_state(engine: Engine) -> dict[str, Any]:

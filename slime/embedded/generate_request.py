@@ -10,10 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime.embedded.adapters import Adapter, AdapterTable
 from slime.embedded.sequence import Sequence, TextStream, Tokenizer
 from slime.engines.request_fields import (
     FLAG,
     OBJECT,
+    TEXT,
     BadRequest,
     FieldKind,
     SamplingParams,
@@ -27,7 +29,7 @@ from slime.engines.request_fields import (
 _FIELDS = (
     "rid", "text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len",
     "top_logprobs_num", "return_text_in_logprobs", "return_routed_experts",
-    "routed_experts_start_len", "stream",
+    "routed_experts_start_len", "stream", "lora_path",
 )  # fmt: skip
 #: Known to SGLang for every kind of request, without effect on what is generated; and for
 #: ``/generate`` alone.
@@ -43,7 +45,7 @@ _WITHOUT_EFFECT = (
 #: alone.
 UNSUPPORTED = (
     "images_config", "max_dynamic_patch", "min_dynamic_patch", "return_hidden_states",
-    "return_prompt_token_ids", "session_params", "lora_path", "custom_logit_processor",
+    "return_prompt_token_ids", "session_params", "custom_logit_processor",
     "bootstrap_host", "bootstrap_port", "bootstrap_room",
 )  # fmt: skip
 _UNSUPPORTED = (
@@ -63,6 +65,7 @@ class RequestLimits:
         context_length: most tokens of prompt plus response.
         noise: source of seeds for requests that bring none.
         records_experts: whether answers can say which experts were chosen.
+        adapters: that requests may name; None: none at all.
     """
 
     vocab_size: int
@@ -71,6 +74,19 @@ class RequestLimits:
     tokenizer: Tokenizer | None
     noise: random.Random
     records_experts: bool = False
+    adapters: AdapterTable | None = None
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        """The adapter that a request names; None where it names none.
+
+        Raises:
+            BadRequest: there is none of this name.
+        """
+        if not name:
+            return None
+        if self.adapters is None:
+            raise BadRequest(f"this engine serves no adapters, '{name}' was named", "lora_path")
+        return self.adapters.find(name)
 
 
 @dataclass
@@ -140,6 +156,7 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
             "return_routed_experts",
         )
     expert_starts = each("routed_experts_start_len", 0, integer(0))
+    adapters = [limits.adapter(name) for name in each("lora_path", None, TEXT)]
     rids = _rids(body.get("rid"), count, n, is_batch)
     jobs = []
     for index, prompt in enumerate(prompts):
@@ -163,6 +180,7 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
                 logprob_start=logprob_start,
                 num_top_logprobs=tops[index] if wants else 0,
                 stream=stream,
+                adapter=adapters[index],
             )
             jobs.append(Job(sequence, params[index], wants, with_text, experts_start))
     return GenerateRequest(jobs, is_single=not is_batch and n == 1, stream=stream, n=n)
@@ -178,6 +196,7 @@ def make_sequence(
     logprob_start: int | None = None,
     num_top_logprobs: int = 0,
     stream: bool = False,
+    adapter: Adapter | None = None,
 ) -> Sequence:
     """Make a sequence whose ``max_new_tokens`` fits the context.
 
@@ -213,6 +232,7 @@ def make_sequence(
         logprob_start=logprob_start,
         num_top_logprobs=num_top_logprobs,
         stream=stream,
+        adapter=adapter,
     )
 
 

@@ -224,7 +224,7 @@ class Answer:
         self._streamed = 0
 
     def partial(self, version: str) -> dict[str, Any]:
-        """Text and tokens so far; ``version`` is that of the weights now.
+        """Text and tokens so far; ``version`` is that of the base's weights now.
 
         The text leaves out a character that is not complete yet, and what may become a stop string:
         it only grows.
@@ -233,7 +233,8 @@ class Answer:
         body: dict[str, Any] = {"output_ids": self.sequence.output_ids[:count]}
         if self._tokenizer is not None:
             body["text"] = self.text_so_far(count)
-        body["meta_info"] = meta_info(self.job, self._tokenizer, count, version)
+        own_version = self.sequence.version_of_weights(version)
+        body["meta_info"] = meta_info(self.job, self._tokenizer, count, own_version)
         return body
 
     def final(self) -> dict[str, Any]:

@@ -234,6 +234,7 @@ class Slot:
         length: positions that hold something of use (at least ``len(tokens)``).
         epoch: of the weights that computed them.
         last_used: larger is later.
+        adapter: key of the adapter that computed them with the weights; 0 for the base alone.
     """
 
     sequence: Sequence | None = None
@@ -242,6 +243,7 @@ class Slot:
     epoch: int = -1
     last_used: int = 0
     experts: np.ndarray | None = None
+    adapter: int = 0
 
     @property
     def is_free(self) -> bool:
@@ -287,14 +289,16 @@ class SlotTable:
         """Epoch of the weights that its keys and values began with."""
         return self._slots[self.slot_of(sequence)].epoch
 
-    def find_prefix(self, tokens: np.ndarray, limit: int, epoch: int) -> tuple[int, int]:
-        """(slot, length) of the longest usable prefix of ``tokens`` up to ``limit``; length 0 when
-        there is none."""
+    def find_prefix(
+        self, tokens: np.ndarray, limit: int, epoch: int, adapter: int
+    ) -> tuple[int, int]:
+        """(slot, length) of the longest usable prefix of ``tokens`` up to ``limit`` that the same
+        weights and adapter computed; length 0 when there is none."""
         best = -1
         best_length = 0
         for index, slot in enumerate(self._slots):
             bound = min(limit, len(slot.tokens))
-            if bound <= best_length or slot.epoch != epoch:
+            if bound <= best_length or slot.epoch != epoch or slot.adapter != adapter:
                 continue
             length = common_prefix(slot.tokens[:bound], tokens[:bound])
             if length > best_length:
@@ -314,7 +318,9 @@ class SlotTable:
         if length:
             tokens = self._slots[source].tokens[:length]
             experts = self._slots[source].experts
-        self._slots[target] = Slot(sequence, tokens, length, epoch, self._clock, experts)
+        self._slots[target] = Slot(
+            sequence, tokens, length, epoch, self._clock, experts, key_of(sequence)
+        )
         if sequence.experts is not None and experts is not None:
             sequence.experts.write(0, experts[:length])
         return target
@@ -411,6 +417,11 @@ class SlotTable:
             self.cache.copy(b, a, slot_b.length)
         self._slots[a] = slot_b
         self._slots[b] = slot_a
+
+
+def key_of(sequence: Sequence) -> int:
+    """Key of a sequence's adapter; 0 for the base alone."""
+    return 0 if sequence.adapter is None else sequence.adapter.key
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:

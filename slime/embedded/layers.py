@@ -15,10 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from slime.embedded.architecture import ExpertLayers
-
-#: Rows per product in deterministic mode. Each product then has one shape, whatever is batched
-#: together.
-FIXED_ROWS = 32
+from slime.embedded.low_rank import FIXED_ROWS, AdaptedRows, padded
 
 
 class Linear:
@@ -51,11 +48,17 @@ class Linear:
     def packed_nbytes(self) -> int:
         return 0 if self._packed is None else self.weight.numel() * self.weight.element_size()
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """``y``, or ``residual + y``."""
-        if self.fixed_rows:
-            return self._in_fixed_blocks(x, residual)
-        return self._multiply(x, residual)
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        adapted: AdaptedRows | None = None,
+    ) -> torch.Tensor:
+        """``y``, or ``residual + y``; with the products of the rows' adapters."""
+        y = self._in_fixed_blocks(x, residual) if self.fixed_rows else self._multiply(x, residual)
+        if adapted is not None:
+            adapted.add(y, x, self, self.fixed_rows)
+        return y
 
     def _multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         if not self.packs:
@@ -71,7 +74,7 @@ class Linear:
 
     def _in_fixed_blocks(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         rows = x.shape[0]
-        blocks = [self._multiply(block, None) for block in _padded(x).split(FIXED_ROWS)]
+        blocks = [self._multiply(block, None) for block in padded(x).split(FIXED_ROWS)]
         y = (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[:rows]
         return y if residual is None else residual + y
 
@@ -83,14 +86,14 @@ class Mlp:
     gate_up: Linear
     down: Linear
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up), residual=residual)
-
-
-def _padded(x: torch.Tensor) -> torch.Tensor:
-    missing = -x.shape[0] % FIXED_ROWS
-    return F.pad(x, (0, 0, 0, missing)) if missing else x
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        adapted: AdaptedRows | None = None,
+    ) -> torch.Tensor:
+        gate, up = self.gate_up(x, adapted=adapted).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up), residual, adapted)
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -121,6 +124,7 @@ class ExpertMLP:
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None = None,
+        adapted: AdaptedRows | None = None,
         chosen: list[torch.Tensor] | None = None,
         given: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -138,14 +142,14 @@ class ExpertMLP:
             chosen.append(choices)
         output = torch.zeros_like(x) if residual is None else residual.clone()
         if self.shared is not None:
-            output += self.shared(x)
+            output += self.shared(x, adapted=adapted)
         routed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         # by the experts' numbers: a token's sum has one order, whatever is batched with it
         for number in choices.unique().tolist():
             rows, place = (choices == number).nonzero(as_tuple=True)
-            routed.index_add_(
-                0, rows, self.experts[number](x[rows]).float() * weights[rows, place, None]
-            )
+            own = None if adapted is None else adapted.chosen(rows)
+            found = self.experts[number](x[rows], adapted=own)
+            routed.index_add_(0, rows, found.float() * weights[rows, place, None])
         return output.add_(routed.to(x.dtype))
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from slime.embedded.architecture import Architecture
 from slime.embedded.layers import ExpertMLP, Linear, Mlp
+from slime.embedded.low_rank import AdaptedRows
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]), which
@@ -40,7 +41,13 @@ class Observer(Protocol):
 class MixerWeights(Protocol):
     """The token mixer of one layer; its record in `slime.models.mixers` names the class."""
 
-    def project(self, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projected: ...
+    def project(
+        self,
+        normed: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        adapted: AdaptedRows | None,
+    ) -> Projected: ...
 
     def trimmed(self, mixed: torch.Tensor) -> torch.Tensor:
         """The attention output without padding."""
@@ -93,6 +100,7 @@ class Decoder:
         attend: Attend,
         chosen: list[torch.Tensor] | None = None,
         observer: Observer | None = None,
+        adapted: AdaptedRows | None = None,
     ) -> torch.Tensor:
         """Hidden states [tokens, hidden] after the last norm; token_ids and positions are int64
         [tokens].
@@ -100,6 +108,7 @@ class Decoder:
         Args:
             chosen: gets the chosen experts, int64 [tokens, k] for each layer that has experts.
             observer: is shown each part's output; costs a subtraction per part.
+            adapted: which tokens have an adapter; None if none has.
         """
         cos = self.angles[0][positions]
         sin = self.angles[1][positions]
@@ -110,12 +119,13 @@ class Decoder:
             before = hidden
             normed = self._normalised(hidden, layer.input_norm)
             mixed = layer.attention.trimmed(
-                attend(number, *layer.attention.project(normed, cos, sin))
+                attend(number, *layer.attention.project(normed, cos, sin, adapted))
             )
             if layer.post_attention_norm is None:
-                hidden = layer.output(mixed, residual=hidden)
+                hidden = layer.output(mixed, hidden, adapted)
             else:
-                hidden = hidden + self._normalised(layer.output(mixed), layer.post_attention_norm)
+                added = layer.output(mixed, adapted=adapted)
+                hidden = hidden + self._normalised(added, layer.post_attention_norm)
             given = None
             if observer is not None:
                 observer.saw(f"{number}.attention norm", normed)
@@ -129,9 +139,10 @@ class Decoder:
                 else layer.mlp
             )
             if layer.post_mlp_norm is None:
-                hidden = mlp(normed, residual=hidden)
+                hidden = mlp(normed, hidden, adapted)
             else:
-                hidden = hidden + self._normalised(mlp(normed), layer.post_mlp_norm)
+                added = mlp(normed, adapted=adapted)
+                hidden = hidden + self._normalised(added, layer.post_mlp_norm)
             if observer is not None:
                 observer.saw(f"{number}.mlp norm", normed)
                 observer.saw(f"{number}.mlp", hidden - before)

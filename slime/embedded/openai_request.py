@@ -47,7 +47,15 @@ _SAMPLING = _RENAMED | {
     if name not in (*_RENAMED.values(), "spaces_between_special_tokens")
 }
 _HOTTEST = 2  # OpenAI's highest temperature
-_SHARED = ("model", "stream", "stream_options", "logprobs", "response_format", "rid")
+_SHARED = (
+    "model",
+    "stream",
+    "stream_options",
+    "logprobs",
+    "response_format",
+    "rid",
+    "lora_path",
+)
 _CHAT = (
     "messages",
     "top_logprobs",
@@ -217,6 +225,7 @@ def _finish(
         "return_text_in_logprobs": True,
         "stream": body.get("stream"),
         "rid": own_id,
+        "lora_path": _adapter_of(body, limits, model),
     }
     with _their_names(used | {"prompt": "input_ids"}):
         generate = parse_generate(asked, limits)
@@ -229,6 +238,30 @@ def _finish(
         continuous_usage=optional(options, "continuous_usage_stats", FLAG, False),
         logprobs=logprobs,
     )
+
+
+def split_model(name: str, limits: RequestLimits, model: str) -> tuple[str, str]:
+    """The base and the adapter that "base:adapter", or an adapter's own name, means; "" for none.
+
+    Without adapters a colon has no meaning.
+    """
+    if limits.adapters is None or not limits.adapters.enabled or name == model:
+        return name, ""
+    if name in limits.adapters.loaded:
+        return model, name
+    base, _, adapter = name.partition(":")
+    return base.strip(), adapter.strip()
+
+
+def _adapter_of(body: Mapping[str, Any], limits: RequestLimits, model: str) -> Any:
+    """``lora_path`` of a ``/generate`` request, from the model's name or the field itself."""
+    named = split_model(optional(body, "model", TEXT, model), limits, model)[1]
+    given = body.get("lora_path")
+    if not named:
+        return given
+    if given not in (None, "", named):
+        raise BadRequest(f"model names the adapter '{named}', lora_path {given!r}", "lora_path")
+    return named
 
 
 @contextlib.contextmanager

@@ -21,7 +21,13 @@ from slime.embedded.generate_routes import (
     send_events,
     state_of,
 )
-from slime.embedded.openai_request import OpenAIRequest, parse_chat, parse_completion, render_chat
+from slime.embedded.openai_request import (
+    OpenAIRequest,
+    parse_chat,
+    parse_completion,
+    render_chat,
+    split_model,
+)
 from slime.engines import chat_answers
 from slime.engines.chat_answers import GOING_ON, call_delta, piece, tool_call
 from slime.engines.request_fields import FLAG, BadRequest, optional, token
@@ -33,28 +39,33 @@ routes = web.RouteTableDef()
 # -- models ----------------------------------------------------------------------------------------
 
 
-def _card(state: ServerState) -> dict[str, Any]:
+def _card(state: ServerState, adapter: str = "") -> dict[str, Any]:
+    """The base, or one of its adapters."""
+    path = state.engine.options.model_path
     return {
-        "id": state.model_name,
+        "id": adapter or state.model_name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "slime",
-        "root": state.engine.options.model_path,
-        "parent": None,
+        "root": state.engine.adapters.find(adapter, "model").path if adapter else path,
+        "parent": state.model_name if adapter else None,
         "max_model_len": state.engine.max_length,
     }
 
 
 @routes.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
-    return json_response({"object": "list", "data": [_card(state_of(request))]})
+    state = state_of(request)
+    cards = [_card(state), *(_card(state, name) for name in state.engine.adapters.loaded)]
+    return json_response({"object": "list", "data": cards})
 
 
 @routes.get("/v1/models/{model:.+}")
 async def model(request: web.Request) -> web.Response:
     state = state_of(request)
-    unknown = _unknown_model(state, request.match_info["model"])
-    return unknown or json_response(_card(state))
+    name = request.match_info["model"]
+    adapter = split_model(name, state.limits, state.model_name)[1]
+    return _unknown_model(state, name) or json_response(_card(state, adapter))
 
 
 def _unknown_model(state: ServerState, name: str) -> web.Response | None:
@@ -65,7 +76,8 @@ def _unknown_model(state: ServerState, name: str) -> web.Response | None:
     to any.
     """
     options = state.engine.options
-    if options.served_model_name is None or name in (
+    base, _ = split_model(name, state.limits, state.model_name)
+    if options.served_model_name is None or base in (
         state.model_name,
         options.model_path,
         "default",

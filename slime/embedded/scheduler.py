@@ -8,8 +8,8 @@ A step admits waiting sequences while slots last, prefills at most ``prefill_tok
 several prompts packed into one forward, and decodes one token for every running sequence. A
 finished sequence leaves in the step that ends it.
 
-Sequences with the same prompt that wait together are *followers* of the first: it is prefilled,
-they copy its keys and values and are sampled from the same logits.
+Sequences with the same prompt and adapter that wait together are *followers* of the first: it is
+prefilled, they copy its keys and values and are sampled from the same logits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 import torch
 
 from slime.embedded.attention import DecodeAttention, PrefillAttention, PrefillChunk
-from slime.embedded.kv_cache import KVCache, SlotTable, common_prefix
+from slime.embedded.kv_cache import KVCache, SlotTable, common_prefix, key_of
+from slime.embedded.low_rank import AdaptedRows
 from slime.embedded.model import Attend
 from slime.embedded.sampler import sample, token_logprobs
 from slime.embedded.sequence import RoutedExperts, Sequence, SequenceStatus, rows_of
@@ -83,7 +84,7 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.counters = Counters()
         self._followers: dict[Sequence, list[Sequence]] = {}
-        self._leader_of_prompt: dict[bytes, Sequence] = {}
+        self._leader_of_prompt: dict[tuple[int, bytes], Sequence] = {}
         self._done: list[Sequence] = []
 
     # -- requests ----------------------------------------------------------------------------------
@@ -180,10 +181,11 @@ class Scheduler:
         if sequence.deferred or not self.prefilling:
             return False
         tokens = sequence.tokens()
-        if tokens.tobytes() in self._leader_of_prompt:
+        if _prompt_key(sequence) in self._leader_of_prompt:
             return False
         return any(
-            common_prefix(tokens, other.prompt) >= _WORTH_WAITING
+            other.adapter is sequence.adapter
+            and common_prefix(tokens, other.prompt) >= _WORTH_WAITING
             for other in self._leader_of_prompt.values()
         )
 
@@ -195,7 +197,7 @@ class Scheduler:
         self._ensure_length(sequence.length + 1)
         tokens = sequence.tokens()
         epoch = self.store.epoch
-        leader = self._leader_of_prompt.get(tokens.tobytes())
+        leader = self._leader_of_prompt.get(_prompt_key(sequence))
         if (
             leader is not None
             and sequence.logprob_start is None
@@ -207,8 +209,8 @@ class Scheduler:
             limit = len(tokens) - 1
             if sequence.logprob_start is not None:
                 limit = min(limit, sequence.logprob_start + len(sequence.input_logprobs))
-            source, length = self.slots.find_prefix(tokens, limit, epoch)
-            self._leader_of_prompt.setdefault(tokens.tobytes(), sequence)
+            source, length = self.slots.find_prefix(tokens, limit, epoch, key_of(sequence))
+            self._leader_of_prompt.setdefault(_prompt_key(sequence), sequence)
         self.slots.acquire(sequence, source, length, epoch)
         sequence.num_computed = length
         self._count_cached(sequence, length)
@@ -311,10 +313,15 @@ class Scheduler:
     ) -> torch.Tensor:
         """Hidden states; ``places`` says of which sequence and positions (first, count) the tokens
         are."""
+        adapted = AdaptedRows.of(
+            [None if s.adapter is None else s.adapter.products for s, _, _ in places],
+            [count for _, _, count in places],
+            self.cache.device,
+        )
         if self._recorded is None:
-            return self.store.model.forward(ids, positions, attend)
+            return self.store.model.forward(ids, positions, attend, adapted=adapted)
         chosen: list[torch.Tensor] = []
-        hidden = self.store.model.forward(ids, positions, attend, chosen)
+        hidden = self.store.model.forward(ids, positions, attend, chosen, adapted=adapted)
         rows = rows_of(chosen)
         offset = 0
         for sequence, start, count in places:
@@ -325,10 +332,11 @@ class Scheduler:
 
     def _sample(self, sequences: list[Sequence], hidden: torch.Tensor) -> None:
         sampled = sample(self.store.model.logits(hidden), sequences)
-        version = self.store.version
+        base_version = self.store.version
         for sequence, token, logprob, finite in zip(
             sequences, sampled.tokens, sampled.logprobs, sampled.finite
         ):
+            version = sequence.version_of_weights(base_version)
             if finite:
                 sequence.append(token, logprob, version)
             else:
@@ -384,7 +392,7 @@ class Scheduler:
         self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        sequence.final_version = self.store.version
+        sequence.final_version = sequence.version_of_weights(self.store.version)
         self._done.append(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
@@ -406,12 +414,12 @@ class Scheduler:
         self._forget_leader(leader)
         followers = self._followers.pop(leader, [])
         if followers:
-            self._leader_of_prompt[followers[0].tokens().tobytes()] = followers[0]
+            self._leader_of_prompt[_prompt_key(followers[0])] = followers[0]
             if followers[1:]:
                 self._followers[followers[0]] = followers[1:]
 
     def _forget_leader(self, leader: Sequence) -> None:
-        key = leader.tokens().tobytes()
+        key = _prompt_key(leader)
         if self._leader_of_prompt.get(key) is leader:
             del self._leader_of_prompt[key]
 
@@ -434,3 +442,8 @@ class Scheduler:
                 self._retract(self.slots.running[-1])
             self.slots.trim(self.num_active)
         self.cache.ensure_length(length)
+
+
+def _prompt_key(sequence: Sequence) -> tuple[int, bytes]:
+    """Sequences of equal keys have equal keys and values."""
+    return key_of(sequence), sequence.tokens().tobytes()

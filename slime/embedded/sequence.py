@@ -6,12 +6,15 @@ import base64
 import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from slime.engines.request_fields import SamplingParams
+
+if TYPE_CHECKING:
+    from slime.embedded.adapters import Adapter
 
 #: A decoded tail that ends in this is a character whose bytes are not all there yet.
 _INCOMPLETE = "\ufffd"
@@ -54,6 +57,8 @@ class Sequence:
         seed: of its sampling noise; with the token's position it decides the draw.
         text: decodes the output, when stop strings are to be found in it.
         logprob_start: first prompt position whose log-prob is wanted; None for none.
+        adapter: computes it together with the base from the first token to the last, even if it is
+            unloaded meanwhile; None for the base alone.
     """
 
     def __init__(
@@ -68,8 +73,10 @@ class Sequence:
         logprob_start: int | None = None,
         num_top_logprobs: int = 0,
         stream: bool = False,
+        adapter: Adapter | None = None,
     ) -> None:
         self.rid = rid
+        self.adapter = adapter
         self.params = params
         self.stop_ids = stop_ids
         self.seed = seed
@@ -111,6 +118,11 @@ class Sequence:
         if not self.output_ids:
             return self.prompt
         return np.concatenate([self.prompt, np.asarray(self.output_ids, dtype=np.int64)])
+
+    def version_of_weights(self, base: str) -> str:
+        """Version of the weights that compute it, if that of the base is ``base``."""
+        stated = None if self.adapter is None else self.adapter.version
+        return base if stated is None else stated
 
     def append(self, token: int, logprob: float, version: str) -> None:
         """Take a sampled token, and see whether it was the last.

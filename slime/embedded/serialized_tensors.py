@@ -39,32 +39,35 @@ _BROKEN = (
 )
 
 
-def read_named_tensors(payload: Any, load_format: str | None) -> Pairs:
+def read_named_tensors(
+    payload: Any, load_format: str | None, field_name: str = "serialized_named_tensors"
+) -> Pairs:
     """(name, tensor on CPU) of one payload.
 
     Args:
         payload: base64 text, as JSON carries it.
-        load_format: None for a list of (name, tensor), "flattened_bucket" for one flat tensor and
-            its table.
+        load_format: None for a list of (name, tensor) or an object of them, "flattened_bucket" for
+            one flat tensor and its table.
+        field_name: that held it, for messages.
     Raises:
         WeightError: not such a payload, or one with anything in it that is no tensor.
     """
     if not isinstance(payload, str):
-        raise WeightError(
-            f"serialized_named_tensors must hold base64 text, got {type(payload).__name__}"
-        )
+        raise WeightError(f"{field_name} must hold base64 text, got {type(payload).__name__}")
     try:
         content = _load(base64.b64decode(payload, validate=True))
         return (
             _flat(content)
             if load_format == "flattened_bucket"
-            else [_pair(item) for item in content]
+            else [
+                _pair(item) for item in (content.items() if isinstance(content, dict) else content)
+            ]
         )
     except binascii.Error as error:
-        raise WeightError(f"serialized_named_tensors is not base64: {error}") from error
+        raise WeightError(f"{field_name} is not base64: {error}") from error
     except _BROKEN as error:
         raise WeightError(
-            f"serialized_named_tensors cannot be read: {type(error).__name__}: {error}"
+            f"{field_name} cannot be read: {type(error).__name__}: {error}"
         ) from error
 
 

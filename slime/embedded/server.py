@@ -20,7 +20,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 from aiohttp.typedefs import Middleware
 
 from slime import deadlines
-from slime.embedded import control_routes, generate_routes, openai_routes
+from slime.embedded import adapter_routes, control_routes, generate_routes, openai_routes
 from slime.embedded.engine import Engine, EngineDead, EngineOptions, Hub
 from slime.embedded.generate_request import RequestLimits
 from slime.embedded.generate_routes import STATE, ServerState, Unavailable, json_response
@@ -102,7 +102,7 @@ def application(
     """The server's routes, which answer 503 until ``loading`` is done."""
     middlewares = [_admitting(access), _asking_for(key), _errors]
     app = web.Application(middlewares=middlewares, client_max_size=_LARGEST_BODY)
-    for module in (generate_routes, control_routes, openai_routes):
+    for module in (generate_routes, control_routes, adapter_routes, openai_routes):
         app.add_routes(module.routes)
     app[STATE] = loading
     return app
@@ -136,6 +136,7 @@ async def load(
         tokenizer=tokenizer,
         noise=random.Random(options.random_seed),
         records_experts=options.record_experts,
+        adapters=engine.adapters,
     )
     config = json.loads((Path(options.model_path) / "config.json").read_text())
     return ServerState(

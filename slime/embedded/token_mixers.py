@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from slime.embedded.architecture import Architecture
 from slime.embedded.layers import Linear
+from slime.embedded.low_rank import AdaptedRows
 from slime.embedded.model import Projected
 from slime.embedded.weights import WeightStore
 from slime.models.rotary import yarn_mscale
@@ -35,12 +36,18 @@ class GroupedAttention:
         norms = [store.tensor_if_there(f"{prefix}{part}_layernorm.weight") for part in "qk"]
         return GroupedAttention(store.arch, store.linear(f"{prefix}linear_qkv"), *norms)
 
-    def project(self, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projected:
+    def project(
+        self,
+        normed: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        adapted: AdaptedRows | None,
+    ) -> Projected:
         arch = self.arch
         heads = arch.num_heads
         kv_heads = arch.num_kv_heads
         head_dim = arch.head_dim
-        projected = self.qkv(normed).view(-1, heads + 2 * kv_heads, head_dim)
+        projected = self.qkv(normed, adapted=adapted).view(-1, heads + 2 * kv_heads, head_dim)
         rotated = projected[:, : heads + kv_heads]
         values = projected[:, heads + kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
@@ -94,17 +101,26 @@ class LatentAttention:
             key_value=store.linear(f"{prefix}linear_kv_up_proj"),
         )
 
-    def project(self, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projected:
+    def project(
+        self,
+        normed: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        adapted: AdaptedRows | None,
+    ) -> Projected:
         arch = self.arch
         heads = arch.num_heads
         position = arch.spec.rotary_dim
         plain = arch.spec.head_dim - position
         compressed = normed
         if self.query_down is not None:
-            compressed = _latent_norm(self.query_down(normed), self.query_norm)
-        queries = self.query(compressed).view(-1, heads, plain + position)
-        down, key_position = self.key_down(normed).split([len(self.key_norm), position], dim=-1)
-        expanded = self.key_value(_latent_norm(down, self.key_norm)).unflatten(-1, (heads, -1))
+            compressed = _latent_norm(self.query_down(normed, adapted=adapted), self.query_norm)
+        queries = self.query(compressed, adapted=adapted).view(-1, heads, plain + position)
+        down, key_position = self.key_down(normed, adapted=adapted).split(
+            [len(self.key_norm), position], dim=-1
+        )
+        latent = _latent_norm(down, self.key_norm)
+        expanded = self.key_value(latent, adapted=adapted).unflatten(-1, (heads, -1))
         keys = expanded[..., :plain]
         values = expanded[..., plain:]
         rotated = arch.rope.rotate(

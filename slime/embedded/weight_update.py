@@ -42,8 +42,8 @@ _WORLD_SIZE = integer(2, 1 << 16)
 _RANK = integer(1, (1 << 16) - 1)
 _PORT = integer(1, (1 << 16) - 1)
 _BACKEND = one_of("nccl", "gloo")
-_NAME = FieldKind("a text of 1 to 255 characters without a null", lambda value: _named(value, 255))
-_PATH = FieldKind(
+NAME = FieldKind("a text of 1 to 255 characters without a null", lambda value: _named(value, 255))
+PATH = FieldKind(
     "a path of 1 to 4,096 characters without a null", lambda value: _named(value, 4096)
 )
 
@@ -123,7 +123,7 @@ class WeightUpdater:
 
     def from_disk(self, body: Mapping[str, Any]) -> str:
         """``/update_weights_from_disk``: a complete Hugging Face directory."""
-        path = required(body, "model_path", _PATH)
+        path = required(body, "model_path", PATH)
         version = _version(body)
         with self._one_at_a_time:
             self._abort_if_asked(body)
@@ -154,7 +154,7 @@ class WeightUpdater:
             raise BadRequest(
                 f"rank_offset must be below world_size ({world_size}), got {rank}", "rank_offset"
             )
-        address = required(body, "master_address", _NAME)
+        address = required(body, "master_address", NAME)
         port = required(body, "master_port", _PORT)
         try:
             self._groups[name] = ExternalGroup.join(
@@ -200,7 +200,7 @@ def _read_segment(segment: Any) -> list[tuple[str, torch.Tensor]]:
     """(name, tensor in the segment) for a segment of shared memory, mapped privately."""
     if not isinstance(segment, Mapping):
         raise BadRequest("segments must be a list of objects")
-    name = required(segment, "shm", _NAME)
+    name = required(segment, "shm", NAME)
     nbytes = required(segment, "nbytes", _BYTES)
     try:
         buffer = attach(name.removeprefix("/dev/shm/"), nbytes)
@@ -251,7 +251,7 @@ def _problem(check: Any) -> WeightError | None:
 
 
 def _group_name(body: Mapping[str, Any]) -> str:
-    return optional(body, "group_name", _NAME, "weight_update_group")
+    return optional(body, "group_name", NAME, "weight_update_group")
 
 
 def _version(body: Mapping[str, Any]) -> str | None:

@@ -43,6 +43,8 @@ class WeightStore:
             one prefix.
         pushed: names updated under the current version.
         linears: all weights that multiply.
+        parts: Hugging Face name of each weight that multiplies → its layer and its rows in that
+            layer's weight.
         broken: why the weights are not one consistent version, or ""; mended by an update that
             brings all of them.
     """
@@ -62,6 +64,7 @@ class WeightStore:
         self.named: dict[str, torch.Tensor] = {}
         self._linear_of: dict[str, list[Linear]] = {}
         self.linears: list[Linear] = []
+        self.parts: dict[str, tuple[Linear, slice]] = {}
         self._fixed_rows = fixed_rows
         self._snapshot: dict[str, torch.Tensor] | None = None
         self._shapes = ModelParameters(arch.family, arch.spec).stored
@@ -344,7 +347,13 @@ class WeightStore:
         biases = self._made_of(f"{name}.bias{expert}")
         assert names is not None, name
         bias = None if biases is None else self._allocate(biases)
-        return self._bound(Linear(self._allocate(names), bias, self._fixed_rows), names)
+        linear = Linear(self._allocate(names), bias, self._fixed_rows)
+        first = 0
+        for source in names:
+            last = first + self._shapes[source][0]
+            self.parts[source] = (linear, slice(first, last))
+            first = last
+        return self._bound(linear, names)
 
     def _bound(self, linear: Linear, names: tuple[str, ...]) -> Linear:
         self.linears.append(linear)

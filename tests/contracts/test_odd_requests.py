@@ -98,7 +98,7 @@ ODD: list[tuple[str, Any, str]] = [
     (
         "/generate",
         {"input_ids": PROMPT, "lora_path": "adapter"},
-        "does not support the field 'lora_path'",
+        "adapter 'adapter' was named, and this engine was started without --enable-lora",
     ),
     ("/generate", {"input_ids": PROMPT, "rid": {}}, "rid must be"),
     ("/generate", {"text": ""}, "a prompt is empty"),

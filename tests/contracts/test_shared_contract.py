@@ -35,6 +35,14 @@ from slime.models import family_of
 from slime.processes.host import reserve_port
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
+from tests.support.adapters import (
+    checksums,
+    load_body,
+    random_adapter,
+    save_adapter,
+    stacked_experts,
+    with_shared_sides,
+)
 from tests.support.cluster_processes import running_server
 from tests.support.contract_servers import Server, num_running, start_embedded, wait_until
 from tests.support.contract_servers import long_generation as long_request
@@ -44,29 +52,40 @@ from tests.support.sglang_servers import FAKE, fake_sglang
 
 pytestmark = pytest.mark.usefixtures("sglang_stand_in")
 
+#: SGLang's flags for adapters.
+ADAPTERS: dict[str, Any] = {
+    "sglang_enable_lora": True,
+    "sglang_max_lora_rank": 8,
+    "sglang_lora_target_modules": ["all"],
+    "sglang_max_loras_per_batch": 4,
+}
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111]
 NUM_TOKENS = 6
 
 
 @contextmanager
-def embedded(model: Path, folder: Path) -> Iterator[Server]:
-    with start_embedded(model, folder / "log") as server:
+def embedded(model: Path, folder: Path, *, adapters: bool = False) -> Iterator[Server]:
+    flags = ["--enable-lora"] if adapters else []
+    with start_embedded(model, folder / "log", *flags) as server:
         yield server
 
 
 @contextmanager
-def stand_in(model: Path, folder: Path) -> Iterator[Server]:
-    config = sglang_config(model, fp32=True)
+def stand_in(model: Path, folder: Path, *, adapters: bool = False) -> Iterator[Server]:
+    config = sglang_config(model, fp32=True, **(ADAPTERS if adapters else {}))
     with fake_sglang(config, model, folder, EnginePlace()) as [engine]:
         yield Server(engine.url, engine.process._process, folder / "0.log")
 
 
 @contextmanager
-def sglang(model: Path, folder: Path, flags: str = "") -> Iterator[Server]:
+def sglang(
+    model: Path, folder: Path, flags: str = "", *, adapters: bool = False
+) -> Iterator[Server]:
     held = [reserve_port("127.0.0.1"), reserve_port("127.0.0.1")]
     port = held[0].port
+    config = sglang_config(model, **(ADAPTERS if adapters else {}))
     spec = sglang_command(
-        sglang_config(model), str(model), "127.0.0.1", port, EnginePlace(nccl_port=held[1].port)
+        config, str(model), "127.0.0.1", port, EnginePlace(nccl_port=held[1].port)
     )
     spec.argv.extend(flags.split())
     with running_server(spec, f"http://127.0.0.1:{port}", folder / "sglang.log") as process:
@@ -109,14 +128,27 @@ def model(
 def server(
     request: pytest.FixtureRequest, kind: str, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
+    with start(request, kind, model, tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def adapting(
+    request: pytest.FixtureRequest, kind: str, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """An engine that serves adapters."""
+    folder = tmp_path_factory.mktemp("adapting")
+    with start(request, kind, model, folder, adapters=True) as running:
+        yield running
+
+
+def start(
+    request: pytest.FixtureRequest, kind: str, model: Path, folder: Path, *, adapters: bool = False
+) -> Any:
     if kind == "sglang":
         flags = request.config.getoption("--engine-flags", default="") or ""
-        with sglang(model, folder, flags) as running:
-            yield running
-        return
-    with {"embedded": embedded, "stand-in": stand_in}[kind](model, folder) as running:
-        yield running
+        return sglang(model, folder, flags, adapters=adapters)
+    return {"embedded": embedded, "stand-in": stand_in}[kind](model, folder, adapters=adapters)
 
 
 @pytest.fixture
@@ -290,6 +322,107 @@ def test_memory_goes_and_comes_by_tags(engine: Server, model: Path) -> None:
     sync.close()
     engine.ok("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
     assert is_close(log_probs(engine, PROMPT), before, engine)
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+def adapted_log_probs(engine: Server, adapter: str | None) -> list[float]:
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+    asked = body | {"logprob_start_len": 0, "lora_path": adapter}
+    meta = engine.ok("/generate", asked)["meta_info"]
+    return [entry[0] for entry in meta["input_token_logprobs"][1:]]
+
+
+def test_adapters_come_and_go_by_name(adapting: Server, model: Path, tmp_path: Path) -> None:
+    adapters = [random_adapter(model, seed=seed) for seed in range(2)]
+    base = adapted_log_probs(adapting, None)
+    config, tensors = adapters[0]
+    body = load_body("policy-1", config, tensors, expected_checksums=checksums(tensors))
+    answer = adapting.ok("/load_lora_adapter_from_tensors", body)
+    assert answer["success"] and answer["loaded_adapters"] == {"policy-1": "__tensor__"}
+    path = str(save_adapter(tmp_path / "second", *adapters[1]))
+    answer = adapting.ok("/load_lora_adapter", {"lora_name": "policy-2", "lora_path": path})
+    assert answer["loaded_adapters"] == {"policy-1": "__tensor__", "policy-2": path}
+    ids = [card["id"] for card in adapting.get("/v1/models").json["data"]]
+    assert ids[1:] == ["policy-1", "policy-2"]
+    found = [adapted_log_probs(adapting, name) for name in ("policy-1", "policy-2", None)]
+    assert is_close(found[2], base, adapting)
+    assert not any(is_close(one, base, adapting) for one in found[:2])
+    assert not is_close(found[0], found[1], adapting)
+    # one request for several
+    names = ["policy-2", None, "policy-1"]
+    body = {"input_ids": [PROMPT] * 3, "sampling_params": {"max_new_tokens": 1}}
+    asked = body | {"return_logprob": True, "logprob_start_len": 0, "lora_path": names}
+    mixed = [
+        [entry[0] for entry in one["meta_info"]["input_token_logprobs"][1:]]
+        for one in adapting.ok("/generate", asked)
+    ]
+    for one, other in zip(mixed, [found[1], base, found[0]], strict=True):
+        assert is_close(one, other, adapting)
+    for name in ("policy-1", "policy-2"):
+        assert adapting.ok("/unload_lora_adapter", {"lora_name": name})["success"]
+    refused = adapting.post("/generate", body | {"lora_path": "policy-1"})
+    assert refused.status == 400 and b"policy-1" in refused.raw
+
+
+def test_adapters_that_are_refused(adapting: Server, model: Path) -> None:
+    config, tensors = random_adapter(model)
+    load = "/load_lora_adapter_from_tensors"
+    adapting.ok(load, load_body("taken", config, tensors))
+    wrong = {
+        "already loaded": load_body("taken", config, tensors),
+        "DoRA": load_body("dora", config | {"use_dora": True}, tensors),
+        "9": load_body("large", *random_adapter(model, rank=9)),
+    }
+    if adapting.get("/server_info").json.get("abilities"):  # the embedded engine has no limit
+        wrong.pop("9")
+    for said, body in wrong.items():
+        answer = adapting.post(load, body)
+        assert answer.status == 400 and not answer.json["success"], said
+        assert said in answer.json["error_message"]
+    adapting.ok("/unload_lora_adapter", {"lora_name": "taken"})
+    assert adapting.post("/unload_lora_adapter", {"lora_name": "taken"}).status == 400
+
+
+def test_openai_routes_take_the_adapter_behind_the_model(adapting: Server, model: Path) -> None:
+    config, tensors = random_adapter(model)
+    adapting.ok("/load_lora_adapter_from_tensors", load_body("third", config, tensors))
+    served = adapting.get("/v1/models").json["data"][0]["id"]
+
+    def completion(name: str) -> str:
+        body = {"model": name, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+        return str(adapting.ok("/v1/completions", body)["choices"][0]["text"])
+
+    asked = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
+    texts = [adapting.ok("/generate", asked | {"lora_path": n})["text"] for n in ("third", None)]
+    assert [completion(f"{served}:third"), completion(served)] == texts
+    adapting.ok("/unload_lora_adapter", {"lora_name": "third"})
+
+
+def test_an_engine_without_adapters_says_so(engine: Server, model: Path) -> None:
+    answer = engine.post("/load_lora_adapter_from_tensors", load_body("a", *random_adapter(model)))
+    assert answer.status == 400 and "--enable-lora" in answer.json["error_message"]
+    asked = {"input_ids": PROMPT, "lora_path": "a", "sampling_params": {"max_new_tokens": 1}}
+    assert engine.post("/generate", asked).status == 400
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_adapters_of_experts(
+    request: pytest.FixtureRequest, kind: str, tmp_path: Path, shares: bool
+) -> None:
+    if kind == "sglang":
+        pytest.skip("the form of its experts' adapters is chosen when it starts")
+    model = save_tiny_model(tmp_path / "model", "qwen3_moe")
+    config, tensors = random_adapter(model)
+    if shares:
+        tensors = with_shared_sides(tensors)
+    with start(request, kind, model, tmp_path, adapters=True) as engine:
+        load = "/load_lora_adapter_from_tensors"
+        engine.ok(load, load_body("single", config, tensors))
+        engine.ok(load, load_body("stacked", config, stacked_experts(tensors, shares=shares)))
+        single, stacked, base = (adapted_log_probs(engine, n) for n in ("single", "stacked", None))
+        assert is_close(single, stacked, engine) and not is_close(single, base, engine)
 
 
 def test_a_bad_flag_ends_the_server_with_its_name(kind: str, model: Path) -> None:

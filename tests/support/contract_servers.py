@@ -110,7 +110,7 @@ def embedded_argv(model: Path, port: int, *flags: str) -> list[str]:
     return [*argv, "--parent-pid", str(os.getpid()), "--served-model-name", model.name, *flags]
 
 
-def start_embedded(model: Path, log: Path) -> Any:
+def start_embedded(model: Path, log: Path, *more: str) -> Any:
     port = free_port()
     flags = [
         "--dtype",
@@ -123,7 +123,7 @@ def start_embedded(model: Path, log: Path) -> Any:
         "cpu",
     ]
     flags += ["--prefill-tokens", "64"]  # longer prompts are prefilled in pieces
-    return running(embedded_argv(model, port, *flags), port, log)
+    return running(embedded_argv(model, port, *flags, *more), port, log)
 
 
 #: Name → context manager that starts one server.

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.adapters import random_adapter
 from tests.support.parity import (
     CP2,
     DATA_PARALLEL,
@@ -24,6 +23,7 @@ from tests.support.parity import (
     parity_job,
     worst,
 )
+from tests.support.peft_directories import random_adapter
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, make_batch, shard
 

@@ -19,8 +19,8 @@ from slime.trainer.megatron import forward
 from slime.trainer.megatron.backend import MegatronBackend
 from slime.trainer.megatron.offload import Offloader, torch_optimizers
 from slime.weights.source import ModelSource
-from tests.support.adapters import adapters_for, random_adapter
 from tests.support.parity import EP2, PP2, SP, TP2, worst
+from tests.support.peft_directories import adapters_for, random_adapter
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, make_batch, shard, trainer_config
 from tests.support.trainers import LOSS, trainer

@@ -4,7 +4,8 @@ refuses.
 Its extensions go (shared memory, fingerprints by name), SGLang's ways come: pickles with an allow
 list and one payload per tensor-parallel rank, custom weight loaders on modules with SGLang's fused
 and sharded parameters, one group member per rank, memory tags that must be released before they are
-taken back, and tokens that end it while memory is away.
+taken back, adapters of which it checks little (`sglang.lora`), and tokens that end it while memory
+is away.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from aiohttp import web
 
 from sglang import __version__
+from sglang.lora import ROUTES, LoRAManager
 from sglang.modules import loaded_together, sharded_model
 from sglang.scheduler import NO_MEMORY, die, generates
 from slime.embedded.generate_routes import health_generate, json_response
@@ -83,6 +85,7 @@ class SGLangUpdater:
             False  # layers of quantised weights take weights, and cannot be computed with
         )
         self.models: list[torch.nn.Module] = []  # one for each rank, which custom loaders see
+        self.lora_manager = LoRAManager(args)
 
     def from_tensor(self, own: WeightUpdater, body: Mapping[str, Any]) -> str:
         payloads, load_format = body["serialized_named_tensors"], body.get("load_format")
@@ -237,7 +240,10 @@ def install(args: argparse.Namespace) -> None:
         calls.note(path, body, is_asleep=bool(released))
         if path == os.environ.get("FAKE_SGLANG_DIES_AT") and _is_first_to_die():
             die(NO_MEMORY)
+        if path in ROUTES:
+            return await plain(request, lambda asked: updater.lora_manager.answer(asked, body))
         if generates(path):
+            updater.lora_manager.check_request(body)
             if released & {"weights", "kv_cache"}:
                 die(NO_MEMORY)
             if updater.is_open:
@@ -262,7 +268,8 @@ def install(args: argparse.Namespace) -> None:
         elif path in ("/server_info", "/get_server_info"):
             answer = await plain(request, handler)
             known = json.loads(answer.body) if isinstance(answer, web.Response) else {}
-            known.pop("abilities", None)  # SGLang states none
+            for own in ("abilities", "adapters"):  # SGLang states none
+                known.pop(own, None)
             own_names = {"fp8_gemm_runner_backend": args.fp8_gemm_backend}
             return json_response({**known, **vars(args), **own_names, "version": __version__})
         return await plain(request, handler)
@@ -320,7 +327,7 @@ class Calls:
     """Appends steering calls to a file, for tests to look at their order, and what comes while
     memory is away."""
 
-    STEERING = ("pause", "continue", "update", "memory", "flush", "checker", "group")
+    STEERING = ("pause", "continue", "update", "memory", "flush", "checker", "group", "lora")
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._path, self._port = os.environ.get("FAKE_SGLANG_CALLS"), args.port
@@ -332,7 +339,7 @@ class Calls:
         row = {"at": time.monotonic(), "port": self._port, "path": path, "tags": body.get("tags")}
         row |= {
             key: body[key]
-            for key in ("load_format", "weight_version", "action", "mode")
+            for key in ("load_format", "weight_version", "action", "mode", "lora_name", "lora_path")
             if key in body
         }
         with open(self._path, "a", encoding="utf-8") as file:

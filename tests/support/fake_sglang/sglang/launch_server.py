@@ -48,6 +48,8 @@ def main(argv: list[str]) -> int:
         deterministic=args.enable_deterministic_inference,
         random_seed=args.random_seed or 0,
         record_experts=args.enable_return_routed_experts,
+        enable_lora=bool(args.enable_lora),
+        lora_paths=tuple(tuple(one.split("=", 1)) for one in args.lora_paths or ()),
     )
     key, inference_only = args.api_key or "", app.inference_only
     return asyncio.run(serve(listener, options, os.getppid(), key, inference_only=inference_only))

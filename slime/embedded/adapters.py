@@ -1,0 +1,620 @@
+"""Adapters (LoRA) that the engine serves beside its base, under names that requests ask for.
+
+    load ─► check: config, names, shapes, numbers ─► cast ─► products by `Linear` ─► name
+    request with lora_path ─► the `Adapter` itself, which its sequences keep until they end
+    unload ─► the name is gone at once; the memory goes with the last sequence
+
+A load that is refused changes nothing. What SGLang loads and never applies, or dies of at the next
+request, is refused here: names that no layer has, incomplete sets, patterns of ranks, DoRA.
+
+Names and shapes are those of `slime.models.adapters`. Experts may also come as SGLang takes them,
+stacked in one tensor of three axes: ``….experts.gate_proj.lora_A.weight`` [experts or 1, rank, in],
+or ``….experts.gate_up_proj.…`` with one A for both.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import math
+import re
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slime.embedded.layers import Linear
+from slime.embedded.low_rank import LowRank
+from slime.embedded.weights import WeightError, WeightStore
+from slime.engines.request_fields import BadRequest, asks_for_nothing
+from slime.engines.wire.buckets import fingerprint
+from slime.models.adapters import (
+    AdapterConfig,
+    Side,
+    adaptable,
+    adapter_family,
+    peft_name,
+    split_peft_name,
+)
+
+Tensors = Mapping[str, torch.Tensor]
+
+#: Path that SGLang reports for an adapter that came as tensors.
+FROM_TENSORS = "__tensor__"
+_CONFIG_FILE = "adapter_config.json"
+_TENSORS_FILE = "adapter_model.safetensors"
+_keys = itertools.count(1)
+
+
+# -- adapter_config.json ---------------------------------------------------------------------------
+
+#: Fields of PEFT's config that say how the adapter is computed.
+_READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "init_lora_weights")
+#: Those that change nothing about an adapter that is computed with; names of tensors say whether
+#: the experts have one each.
+_WITHOUT_EFFECT = (
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "lora_dropout", "layers_pattern", "megatron_config", "megatron_core",
+    "qalora_group_size", "ensure_weight_tying", "target_parameters",
+)  # fmt: skip
+#: Initial values that change the base, which the engine has unchanged.
+_MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_WHY = {
+    "use_dora": "DoRA scales the base's weights, too",
+    "rank_pattern": "all layers of an adapter have one rank here, as in SGLang",
+    "alpha_pattern": "all layers of an adapter have one factor here, as in SGLang",
+    "modules_to_save": "an adapter cannot replace whole weights",
+    "bias": "an adapter cannot replace biases",
+}
+
+
+@dataclass(frozen=True)
+class AdapterForm:
+    """What an engine reads of ``adapter_config.json``.
+
+    Attributes:
+        targets: names of modules, ends of them, or one regular expression.
+        scale: factor on B·A.
+    """
+
+    rank: int
+    scale: float
+    targets: tuple[str, ...] | str
+
+    @staticmethod
+    def read(config: Mapping[str, Any]) -> AdapterForm:
+        """Check a parsed ``adapter_config.json``.
+
+        Raises:
+            WeightError: a field that is wrong, or one that this engine cannot honour; names it.
+        """
+        if str(config.get("peft_type")).upper() != "LORA":
+            raise WeightError(f"peft_type must be LORA, got {config.get('peft_type')!r}")
+        for name, value in config.items():
+            if name in _READ or name in _WITHOUT_EFFECT or asks_for_nothing(value):
+                continue
+            if name != "bias" or value != "none":
+                raise WeightError(
+                    f"adapter_config.json sets {name} to {value!r}, which the embedded engine does "
+                    f"not support" + (f": {_WHY[name]}" if name in _WHY else "")
+                )
+        rank = config.get("r")
+        alpha = config.get("lora_alpha")
+        if type(rank) is not int or rank < 1:
+            raise WeightError(f"r must be an integer of at least 1, got {rank!r}")
+        if type(alpha) not in (int, float) or not math.isfinite(alpha) or alpha <= 0:
+            raise WeightError(f"lora_alpha must be a number above 0, got {alpha!r}")
+        start = config.get("init_lora_weights")
+        if isinstance(start, str) and start.lower().startswith(_MOVES_BASE):
+            raise WeightError(
+                f"init_lora_weights is {start!r}: such adapters belong to a base whose weights "
+                "they changed; save it with path_initial_model_for_weight_conversion"
+            )
+        return AdapterForm(
+            rank,
+            alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
+            _read_targets(config.get("target_modules")),
+        )
+
+    def names(self, module: str) -> bool:
+        """Whether a module is a target, by its Hugging Face path."""
+        if isinstance(self.targets, str):
+            return self.targets == "all-linear" or bool(re.fullmatch(self.targets, module))
+        return any(_is_end(target, path) for target in self.targets for path in _paths(module))
+
+
+def _read_targets(value: Any) -> tuple[str, ...] | str:
+    if isinstance(value, str) and value:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise WeightError(f"target_modules {value!r} is no regular expression") from error
+        return value
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        return "all-linear" if "all-linear" in value else tuple(value)
+    raise WeightError(f"target_modules must be a list of names or a text, got {value!r}")
+
+
+def _is_end(target: str, path: str) -> bool:
+    return path == target or path.endswith(f".{target}")
+
+
+_EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<number>\d+)\.(?P<leaf>\w+)")
+_FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+
+
+def _paths(module: str) -> list[str]:
+    """A module's path, and those of tensors that hold it together with others."""
+    found = _EXPERT.fullmatch(module)
+    if found is None:
+        return [module]
+    leaves = [found["leaf"], *(_FUSED[leaf] for leaf in (found["leaf"],) if leaf in _FUSED)]
+    return [module, *(f"{found['layer']}.{leaf}" for leaf in leaves)]
+
+
+# -- one adapter -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Where one side of a module's adapter is: a tensor, or one expert's part of it."""
+
+    name: str
+    expert: int | None = None
+
+    def of(self, tensors: Tensors) -> torch.Tensor:
+        tensor = tensors[self.name]
+        if self.expert is None:
+            return tensor
+        return tensor[min(self.expert, len(tensor) - 1)]
+
+
+@dataclass
+class _Part:
+    """The adapter of some rows of a `Linear`."""
+
+    rows: slice
+    down: _Piece
+    up: _Piece
+
+
+@dataclass(eq=False)
+class Adapter:
+    """A resident adapter.
+
+    Attributes:
+        key: differs from that of any other load; 0 is the base.
+        path: of its directory, or `FROM_TENSORS`.
+        version: weight version that its requests report; None: that of the base.
+        products: by `Linear`.
+        names: of its tensors, as they came.
+    """
+
+    name: str
+    path: str
+    form: AdapterForm
+    pinned: bool
+    version: str | None
+    parts: dict[Linear, list[_Part]]
+    names: tuple[str, ...]
+    key: int = field(default_factory=lambda: next(_keys))
+    products: dict[object, LowRank] = field(default_factory=dict)
+    _views: dict[str, dict[int | None, torch.Tensor]] = field(default_factory=dict)
+    _kept: dict[str, torch.Tensor] | None = None
+
+    def fill(self, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> None:
+        """Copy tensors, by `names`, to where the engine multiplies."""
+        rank = self.form.rank
+        made: dict[tuple[Any, ...], torch.Tensor] = {}  # sides that all experts share, once
+        for linear, parts in self.parts.items():
+            source = _source([part.down for part in parts], tensors)
+            if source not in made:
+                pieces = [part.down.of(tensors) for part in parts]
+                made[source] = torch.cat(pieces).to(device, dtype)
+            down = made[source]
+            columns = [slice(start * rank, (start + 1) * rank) for start in range(len(parts))]
+            source = _source([part.up for part in parts], tensors)
+            if source not in made:
+                shape = (linear.weight.shape[0], len(parts) * rank)
+                wide = made[source] = torch.zeros(shape, dtype=dtype, device=device)
+                for part, own in zip(parts, columns):
+                    wide[part.rows, own] = part.up.of(tensors).to(device, dtype)
+            up = made[source]
+            for part, own in zip(parts, columns):
+                self._note(part.down, tensors, down[own])
+                self._note(part.up, tensors, up[part.rows, own])
+            self.products[linear] = LowRank(down, up, self.form.scale)
+
+    def _note(self, piece: _Piece, tensors: Tensors, view: torch.Tensor) -> None:
+        self._views.setdefault(piece.name, {}).setdefault(_index(piece, tensors), view)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """What the engine multiplies with, put together as it came."""
+        if self._kept is not None:
+            return self._kept[name]
+        views = self._views[name]
+        if None in views:
+            return views[None]
+        return torch.stack([views[number] for number in sorted(views, key=lambda n: n or 0)])
+
+    def fingerprints(self, names: Iterable[str] | None = None) -> dict[str, str]:
+        """xxh3-128 per tensor, of its bytes in the engine's dtype.
+
+        Raises:
+            WeightError: a name that the adapter does not have.
+        """
+        chosen = list(self.names if names is None else names)
+        unknown = [name for name in chosen if name not in self._views]
+        if unknown:
+            near = _nearest(unknown[0], self.names)
+            raise WeightError(f"adapter '{self.name}' has no tensor {unknown[0]}{near}")
+        return {name: fingerprint(self.tensor(name)) for name in chosen}
+
+    @property
+    def nbytes(self) -> int:
+        tensors = {
+            id(tensor): tensor for one in self.products.values() for tensor in (one.down, one.up)
+        }
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    def release(self) -> None:
+        """Move to the host."""
+        if self._kept is None:
+            self._kept = {name: self.tensor(name).cpu() for name in self.names}
+            self.products.clear()
+            self._views = {name: {} for name in self.names}
+
+    def resume(self, dtype: torch.dtype, device: torch.device) -> None:
+        if self._kept is not None:
+            self._views = {}
+            kept = self._kept
+            self._kept = None
+            self.fill(kept, dtype, device)
+
+
+def _source(pieces: list[_Piece], tensors: Tensors) -> tuple[tuple[str, int | None], ...]:
+    return tuple((piece.name, _index(piece, tensors)) for piece in pieces)
+
+
+def _index(piece: _Piece, tensors: Tensors) -> int | None:
+    if piece.expert is None:
+        return None
+    return min(piece.expert, len(tensors[piece.name]) - 1)
+
+
+# -- checks of names and shapes --------------------------------------------------------------------
+
+
+def place(store: WeightStore, form: AdapterForm, tensors: Tensors) -> dict[Linear, list[_Part]]:
+    """Find the layer of every tensor of an adapter.
+
+    Raises:
+        WeightError: a tensor of no layer or of no target, one that is missing, has another shape or
+            has numbers that are not finite; names it.
+    """
+    arch = store.arch
+    every = AdapterConfig(form.rank, 1.0, frozenset(adaptable(arch.family, arch.spec)))
+    table = dict(adapter_family(arch.family, arch.spec, every).hf_tensors(arch.spec))
+    modules = {split[0]: None for name in table if (split := split_peft_name(name)) is not None}
+    targets = [module for module in modules if form.names(module)]
+    _check_targets(form, list(modules))
+    parts: dict[Linear, list[_Part]] = {}
+    used: set[str] = set()
+    for module in targets:
+        linear, rows = store.parts[f"{module}.weight"]
+        down, merged = _find(module, "A", tensors, table)
+        up, merged_up = _find(module, "B", tensors, table)
+        if merged != merged_up:
+            raise WeightError(f"{down.name} and {up.name} are not of the same layers")
+        used |= {down.name, up.name}
+        own = parts.setdefault(linear, [])
+        if not merged:
+            own.append(_Part(rows, down, up))
+        elif not own:  # one A for all rows
+            own.append(_Part(slice(0, linear.weight.shape[0]), down, up))
+    for name, tensor in tensors.items():
+        if name not in used:
+            raise WeightError(_not_used(name, modules))
+        if not tensor.is_floating_point():
+            raise WeightError(f"{name} is {tensor.dtype}, adapters are floating-point numbers")
+        if not bool(tensor.isfinite().all()):
+            raise WeightError(f"{name} has numbers that are not finite")
+    return parts
+
+
+def _check_targets(form: AdapterForm, modules: list[str]) -> None:
+    paths = [path for module in modules for path in _paths(module)]
+    if isinstance(form.targets, str):
+        if not any(form.names(module) for module in modules):
+            raise WeightError(f"target_modules {form.targets!r} matches no layer of the model")
+        return
+    for target in form.targets:
+        if not any(_is_end(target, path) for path in paths):
+            leaves = list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+            raise WeightError(
+                f"target_modules names {target}, the model has no such layer (layers that can have "
+                f"an adapter: {', '.join(leaves)})"
+            )
+
+
+def _find(
+    module: str, side: Side, tensors: Tensors, table: Mapping[str, tuple[int, ...]]
+) -> tuple[_Piece, bool]:
+    """The tensor of one side of a module, and whether it is gate and up at once."""
+    name = peft_name(module, side)
+    shape = table[name]
+    found = _EXPERT.fullmatch(module)
+    if name in tensors or found is None:
+        _check_shape(name, tensors, shape)
+        return _Piece(name), False
+    experts = _count_experts(found["layer"], table)
+    leaf = found["leaf"]
+    for other in (leaf, _FUSED.get(leaf, leaf)):
+        stacked = peft_name(f"{found['layer']}.{other}", side)
+        if stacked in tensors:
+            merged = other != leaf
+            height = shape[0] * 2 if merged and side == "B" else shape[0]
+            count = tensors[stacked].shape[0] if tensors[stacked].dim() == 3 else experts
+            _check_shape(stacked, tensors, (1 if count == 1 else experts, height, shape[1]))
+            return _Piece(stacked, int(found["number"])), merged
+    raise WeightError(f"{name} is missing, and target_modules names its layer")
+
+
+def _count_experts(layer: str, table: Mapping[str, tuple[int, ...]]) -> int:
+    number = 0
+    while peft_name(f"{layer}.{number}.down_proj", "A") in table:
+        number += 1
+    return number
+
+
+def _check_shape(name: str, tensors: Tensors, shape: tuple[int, ...]) -> None:
+    if name not in tensors:
+        raise WeightError(f"{name} is missing, and target_modules names its layer")
+    own = tuple(tensors[name].shape)
+    if own != shape:
+        raise WeightError(f"{name} has shape {list(own)}, rank and model make it {list(shape)}")
+
+
+def _not_used(name: str, modules: Iterable[str]) -> str:
+    split = split_peft_name(name)
+    if split is None:
+        return (
+            f"{name} is no name of an adapter's tensor; they are "
+            f"{peft_name('model.layers.0.….q_proj', 'A')} and the like"
+        )
+    known = {path for module in modules for path in _paths(module)}
+    if split[0] not in known:
+        return f"{name} belongs to no layer that can have an adapter{_nearest(split[0], known)}"
+    return f"{name} is there, and target_modules does not name its layer, or it comes twice"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (nearest: {close[0]})" if close else ""
+
+
+# -- all adapters ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AdapterLimits:
+    """Limits of the command line; None for none.
+
+    Attributes:
+        max_rank: of an adapter.
+        max_loaded: names at once.
+    """
+
+    max_rank: int | None = None
+    max_loaded: int | None = None
+
+
+class AdapterTable:
+    """Adapters by name. Its methods may be called by any thread.
+
+    Args:
+        limits: None: the engine was started without adapters, and refuses all.
+    """
+
+    def __init__(self, store: WeightStore, limits: AdapterLimits | None) -> None:
+        self._store = store
+        self._limits = limits
+        self._named: dict[str, Adapter] = {}
+        self._resident: WeakSet[Adapter] = WeakSet()
+        self._lock = threading.Lock()
+        self._released = False
+
+    @property
+    def enabled(self) -> bool:
+        return self._limits is not None
+
+    @property
+    def vocab_size(self) -> int:
+        return self._store.arch.vocab_size
+
+    @property
+    def loaded(self) -> dict[str, Adapter]:
+        """Those that requests may name."""
+        with self._lock:
+            return dict(self._named)
+
+    @property
+    def resident(self) -> list[Adapter]:
+        """Those in memory: the loaded ones, and unloaded ones that requests still use."""
+        with self._lock:
+            return sorted(self._resident, key=lambda adapter: adapter.key)
+
+    def find(self, name: str, field_name: str = "lora_path") -> Adapter:
+        """The adapter that a request names.
+
+        Raises:
+            BadRequest: there is none of this name.
+        """
+        self._check_enabled(name, field_name)
+        found = self.loaded.get(name)
+        if found is None:
+            raise BadRequest(f"no adapter '{name}' is loaded (loaded: {self._words()})", field_name)
+        return found
+
+    def _check_enabled(self, name: str, field_name: str) -> None:
+        if self._limits is None:
+            raise BadRequest(
+                f"adapter '{name}' was named, and this engine was started without --enable-lora",
+                field_name,
+            )
+
+    def load(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        tensors: Tensors,
+        path: str = FROM_TENSORS,
+        *,
+        pinned: bool = False,
+        version: str | None = None,
+    ) -> Adapter:
+        """Make an adapter known under a name.
+
+        Args:
+            config: ``adapter_config.json``.
+            tensors: by PEFT's names; cast to the engine's dtype.
+        Raises:
+            WeightError: the name is taken, a limit is reached, or the adapter does not fit the
+                base.
+            BadRequest: the engine was started without adapters.
+        """
+        self._check_enabled(name, "lora_name")
+        assert self._limits is not None
+        self._check_room(name)
+        form = AdapterForm.read(config)
+        most = self._limits.max_rank
+        if most is not None and form.rank > most:
+            raise WeightError(f"r is {form.rank}, --max-lora-rank of this engine is {most}")
+        parts = place(self._store, form, tensors)
+        adapter = Adapter(name, path, form, pinned, version, parts, tuple(tensors))
+        with self._lock:
+            released = self._released
+        home = torch.device("cpu") if released else self._store.device
+        adapter.fill(tensors, self._store.dtype, home)
+        if released:
+            adapter.release()
+        with self._lock:
+            self._refuse_taken(name)
+            self._named[name] = adapter
+            self._resident.add(adapter)
+        return adapter
+
+    def _check_room(self, name: str) -> None:
+        with self._lock:
+            self._refuse_taken(name)
+
+    def _refuse_taken(self, name: str) -> None:
+        if name in self._named:
+            raise WeightError(
+                f"adapter '{name}' is already loaded; unload it first, or load it under a new name"
+            )
+        assert self._limits is not None
+        most = self._limits.max_loaded
+        if most is not None and len(self._named) >= most:
+            raise WeightError(
+                f"{len(self._named)} adapters are loaded ({', '.join(self._named)}), "
+                f"--max-loaded-loras is {most}; unload one first"
+            )
+
+    def load_directory(
+        self, name: str, path: str, *, pinned: bool = False, version: str | None = None
+    ) -> Adapter:
+        """Load a directory that PEFT wrote.
+
+        Raises:
+            WeightError: as `load`; a file that is missing or cannot be read.
+            BadRequest: as `load`.
+        """
+        config, tensors = read_directory(Path(path), self._store.arch.vocab_size)
+        return self.load(name, config, tensors, path, pinned=pinned, version=version)
+
+    def unload(self, name: str) -> None:
+        """Take a name away. Requests that use the adapter finish with it.
+
+        Raises:
+            WeightError: there is none of this name.
+            BadRequest: the engine was started without adapters.
+        """
+        self._check_enabled(name, "lora_name")
+        with self._lock:
+            if name in self._named:
+                del self._named[name]
+                return
+        raise WeightError(f"no adapter '{name}' is loaded (loaded: {self._words()})")
+
+    def _words(self) -> str:
+        return ", ".join(self.loaded) or "none"
+
+    def release(self) -> None:
+        """Move all to the host, as the base's weights."""
+        if self._store.device.type != "cpu":
+            with self._lock:
+                self._released = True
+            for adapter in self.resident:
+                adapter.release()
+
+    def resume(self) -> None:
+        with self._lock:
+            self._released = False
+        for adapter in self.resident:
+            adapter.resume(self._store.dtype, self._store.device)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def check_added_tokens(added: Mapping[str, Any], vocab_size: int) -> None:
+    """Refuse adapters with tokens that the base does not have.
+
+    Raises:
+        WeightError: names the first.
+    """
+    for token, number in added.items():
+        if type(number) is not int or number >= vocab_size:
+            raise WeightError(
+                f"the adapter adds the token {token!r}; the base's vocabulary has {vocab_size}"
+            )
+
+
+def read_directory(path: Path, vocab_size: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Config and tensors of a directory that PEFT wrote.
+
+    Raises:
+        WeightError: a file is missing or cannot be read, or adds tokens.
+    """
+    config = _read_json(path / _CONFIG_FILE)
+    added = path / "added_tokens.json"
+    if added.is_file():
+        check_added_tokens(_read_json(added), vocab_size)
+    file = path / _TENSORS_FILE
+    if not file.is_file():
+        raise WeightError(f"{file} does not exist; save the adapter with safe_serialization=True")
+    try:
+        with safe_open(file, framework="pt") as content:
+            names = list(content.keys())
+            return config, {name: content.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise WeightError(f"{file} is not a readable safetensors file: {error}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except OSError as error:
+        raise WeightError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise WeightError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise WeightError(f"{file} must be a JSON object")
+    return found

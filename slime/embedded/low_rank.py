@@ -1,0 +1,133 @@
+"""The products that adapters add to those of the base, for batches whose rows have several adapters
+or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+#: Rows per product in deterministic mode. Each product then has one shape, whatever is batched
+#: together.
+FIXED_ROWS = 32
+
+
+@dataclass
+class LowRank:
+    """``scale · B A x``, an adapter's part of one `Linear`.
+
+    Attributes:
+        down: [k, in_features]: A, or those of the parts of a fused layer below each other.
+        up: [out_features, k]: B, zero outside of its own part's rows and columns.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float
+
+    def add_to(self, y: torch.Tensor, x: torch.Tensor, fixed_rows: bool) -> None:
+        """Add to all rows of y [rows, out_features] what x [rows, in_features] gives."""
+        if fixed_rows:
+            y.add_(self._in_fixed_blocks(x), alpha=self.scale)
+        else:
+            y.addmm_(F.linear(x, self.down), self.up.t(), alpha=self.scale)
+
+    def add_to_rows(
+        self, y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, fixed_rows: bool
+    ) -> None:
+        """Likewise to some rows, int64 [rows]."""
+        chosen = x.index_select(0, rows)
+        delta = (
+            self._in_fixed_blocks(chosen)
+            if fixed_rows
+            else F.linear(F.linear(chosen, self.down), self.up)
+        )
+        y.index_add_(0, rows, delta, alpha=self.scale)
+
+    def _in_fixed_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        blocks = [
+            F.linear(F.linear(block, self.down), self.up) for block in padded(x).split(FIXED_ROWS)
+        ]
+        return (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[: x.shape[0]]
+
+
+#: The products of one adapter, by `Linear`.
+Products = Mapping[object, LowRank]
+
+_ALL_ROWS = slice(None)
+
+
+class AdaptedRows:
+    """Which rows of a batch get the products of which adapter.
+
+    Args:
+        groups: (products, their rows).
+        owners: int64 [rows]: the group of each row, -1 for the base; None if all rows are one
+            group's.
+    """
+
+    def __init__(
+        self, groups: list[tuple[Products, slice | torch.Tensor]], owners: torch.Tensor | None
+    ) -> None:
+        self._groups = groups
+        self._owners = owners
+
+    @staticmethod
+    def of(
+        products: Sequence[Products | None], counts: Sequence[int], device: torch.device
+    ) -> AdaptedRows | None:
+        """Rows of a batch in which each sequence has ``counts`` neighbouring rows.
+
+        Args:
+            products: of each sequence's adapter, None for the base.
+        Returns:
+            None if all rows are the base's.
+        """
+        distinct = {id(item): item for item in products if item is not None}
+        if not distinct:
+            return None
+        if len(distinct) == 1 and all(item is not None for item in products):
+            return AdaptedRows([(next(iter(distinct.values())), _ALL_ROWS)], None)
+        numbers = {key: number for number, key in enumerate(distinct)}
+        owners = np.repeat([numbers.get(id(item), -1) for item in products], counts)
+        groups: list[tuple[Products, slice | torch.Tensor]] = []
+        for key, number in numbers.items():
+            rows = np.flatnonzero(owners == number)
+            first = int(rows[0])
+            if rows[-1] - first == len(rows) - 1:
+                groups.append((distinct[key], slice(first, first + len(rows))))
+            else:
+                groups.append((distinct[key], torch.from_numpy(rows).to(device)))
+        return AdaptedRows(groups, torch.from_numpy(owners).to(device))
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, linear: object, fixed_rows: bool) -> None:
+        """Add each row's product of ``linear`` to y [rows, out_features]; x [rows, in_features]."""
+        for products, rows in self._groups:
+            product = products.get(linear)
+            if product is None:
+                continue
+            if isinstance(rows, slice):
+                product.add_to(y[rows], x[rows], fixed_rows)
+            else:
+                product.add_to_rows(y, x, rows, fixed_rows)
+
+    def chosen(self, rows: torch.Tensor) -> AdaptedRows | None:
+        """The same for a batch of these rows, int64 [rows]; None if all are the base's."""
+        if self._owners is None:
+            return self
+        owners = self._owners[rows]
+        groups: list[tuple[Products, slice | torch.Tensor]] = []
+        for number, (products, _) in enumerate(self._groups):
+            own = (owners == number).nonzero().squeeze(1)
+            if len(own):
+                groups.append((products, own))
+        return AdaptedRows(groups, owners) if groups else None
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    """Pad the rows with zeros up to a multiple of `FIXED_ROWS`."""
+    missing = -x.shape[0] % FIXED_ROWS
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
