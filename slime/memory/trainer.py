@@ -365,7 +365,9 @@ class StageMemory:
             "activations": saved.kept * under_way * settings.tokens,
             "activations computed again": saved.rebuilt * settings.tokens,
             "activations of uneven experts": experts * max(1.0, under_way) * settings.tokens,
-            "adapters spread over fused layers": self._spread(max(1.0, under_way)),
+            "adapters spread over fused layers": max(self._spread)
+            if settings.recompute.granularity == "full"
+            else sum(self._spread) * max(1.0, under_way),
             "temporaries of a layer": self._temporaries(),
             **self._output(),
             **self._rounded(settings.rounded),
@@ -374,17 +376,18 @@ class StageMemory:
             found["workspaces of products"] = _WORKSPACE_BYTES
         return {name: size for name, size in found.items() if size}
 
-    def _spread(self, under_way: float) -> float:
+    @cached_property
+    def _spread(self) -> list[float]:
+        """Bytes of each layer's adapters between zeros."""
         settings = self.settings
         if settings.adapters is None:
-            return 0.0
+            return [0.0]
         layers = settings.layout.layers_of(self.number, settings.spec.num_layers)
-        sizes = [
-            spread_entries(settings.spec, settings.layout, layer, settings.adapters)
+        return [
+            settings.element
+            * spread_entries(settings.spec, settings.layout, layer, settings.adapters)
             for layer in layers
         ]
-        is_remade = settings.recompute.granularity == "full"
-        return (max(sizes) if is_remade else sum(sizes) * under_way) * settings.element
 
     def _temporaries(self) -> float:
         """Bytes of temporaries of the backward pass through the widest layer.
