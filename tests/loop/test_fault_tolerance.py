@@ -80,7 +80,12 @@ BROADCAST = ("--custom-megatron-init-path", "tests.support.toy.engines_look_remo
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param((), id="shared-memory"), pytest.param(BROADCAST, id="broadcast")]
+    "way",
+    [
+        pytest.param((), id="shared-memory"),
+        pytest.param(BROADCAST, id="broadcast"),
+        pytest.param(("--lora-rank", 4, "--router-policy", "round_robin"), id="adapters"),
+    ],
 )
 def test_one_of_two_engines_is_killed(begin: Start, hold: Path, way: tuple[str, ...]) -> None:
     """SIGKILL in the middle of a rollout; the next ones are held until it runs again and is pushed
