@@ -4,12 +4,10 @@ adapters after two steps, in float32."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.peft_directories import random_adapter
 from tests.support.parity import (
     CP2,
     DATA_PARALLEL,
@@ -25,6 +23,7 @@ from tests.support.parity import (
     parity_job,
     worst,
 )
+from tests.support.peft_directories import random_adapter
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, make_batch, shard
 

@@ -103,8 +103,8 @@ def _manager() -> Any:
 
 
 def _runner_of(owner: Any) -> Any:
-    get = getattr(owner, "get_model_runner", None)
-    return get() if callable(get) else None
+    make_runner = getattr(owner, "get_model_runner", None)
+    return make_runner() if callable(make_runner) else None
 
 
 def _callers() -> Iterator[Any]:
