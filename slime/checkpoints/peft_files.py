@@ -20,6 +20,7 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -36,6 +37,7 @@ from safetensors import SafetensorError, safe_open
 from slime.checkpoints.directory import partial_dir, publish
 from slime.checkpoints.hf_files import LazyTensor
 from slime.errors import UserError
+from slime.hub import hub_name
 from slime.models import table_of
 from slime.models.adapters import (
     PEFT_PREFIX,
@@ -624,7 +626,8 @@ def write_adapter(
     Args:
         directory: what is there must be an earlier adapter or empty.
         tensors: by the names of the adapters' table. They are moved to host memory.
-        base: name of the base model: a path, or its name on the hub.
+        base: the base model's directory, or its name on the hub, which is written also for a
+            directory that was downloaded from there.
         layout: of routed experts. "per-expert" pads a lower rank of experts with zeros, since PEFT
             and SGLang read one rank for all of them.
         card: text of README.md; None writes none.
@@ -632,9 +635,6 @@ def write_adapter(
         UserError: ``directory`` holds something else, or it cannot be written; nothing half-written
             is left.
     """
-    from slime.checkpoints.safetensors_stream import write_stream
-    from slime.engines.wire.buckets import dtype_name
-
     target = Path(directory)
     _check_target(target)
     given = dict(tensors.items() if isinstance(tensors, Mapping) else tensors)
@@ -642,12 +642,81 @@ def write_adapter(
     whole = {one: given[name] for name in given for one in by_expert(name, spec.num_experts)}
     whole |= _zeros(whole, spec)
     rank = max(tensor.shape[0] for name, tensor in whole.items() if ".lora_A." in name)
-    config = _config(whole, adapters, rank, base)
+    config = _config(whole, rank, adapters.alpha, adapters.dropout, base)
     if layout == "peft-3d":
-        config |= _stacked_config(map(module_of, whole), adapters, rank)
+        config |= _stacked_config(map(module_of, whole), adapters.expert_rank, adapters.alpha, rank)
         makers = _stacked(whole)
     else:
         makers = _padded(whole, rank, adapters)
+    return _write(target, config, makers, card)
+
+
+def write_plain(directory: str | Path, adapter: PeftAdapter, spec: ModelSpec | None = None) -> Path:
+    """Write an adapter that was read, per expert and with one rank and one scaling, so that
+    engines can load it.
+
+    Args:
+        spec: of the base; None where it is not known here. Then sets that engines fuse are not
+            filled up.
+
+    Raises:
+        UserError: as `write_adapter`.
+    """
+    tensors = {**adapter.tensors, **(_zeros(adapter.tensors, spec) if spec is not None else {})}
+    config = _config(tensors, adapter.rank, adapter.alpha, adapter.dropout, adapter.base)
+    makers = {
+        name: _Output(tuple(source.shape), source[:1].dtype, partial(_whole, source))
+        for name, source in tensors.items()
+    }
+    return _write(Path(directory), config, makers, None)
+
+
+def _whole(source: TensorSource) -> torch.Tensor:
+    return source[:]
+
+
+def rewrite_adapter(
+    directory: str | Path, source: str | Path, layout: AdapterLayout, spec: ModelSpec, *, base: str
+) -> Path:
+    """Write an adapter of any form in one of the two layouts.
+
+    Args:
+        spec, base: as of `write_adapter`.
+
+    Raises:
+        UserError: as `read_adapter` and `write_adapter`.
+    """
+    adapter = dataclasses.replace(read_adapter(source), base=base)
+    if layout == "per-expert":
+        return write_plain(directory, adapter, spec)
+    whole = dict(adapter.items())
+    whole |= _zeros(whole, spec)
+    modules = [module_of(name) for name in whole]
+    config = _config(whole, adapter.rank, adapter.alpha, adapter.dropout, base)
+    config |= _stacked_config(modules, adapter.rank, adapter.alpha, adapter.rank)
+    return _write(Path(directory), config, _stacked(whole), None)
+
+
+def is_loadable(adapter: PeftAdapter, spec: ModelSpec | None = None) -> bool:
+    """Tell whether engines can load an adapter as its files are: one rank and one scaling, a matrix
+    for each expert and projection, sets that they fuse complete. ``spec`` as for `write_plain`."""
+    config = read_config(adapter.directory)
+    has_leaves = isinstance(config.get("target_modules"), list) and not any(
+        "." in str(one) or one == "all-linear" for one in config["target_modules"]
+    )
+    odd = any(config.get(name) for name in ("rank_pattern", "alpha_pattern", "use_rslora"))
+    parameters = {str(one).rpartition(".")[2] for one in config.get("target_parameters") or ()}
+    lacks = spec is not None and bool(_zeros(adapter.tensors, spec))
+    return has_leaves and not odd and not lacks and not parameters & {_GATE_UP, _DOWN}
+
+
+def _write(
+    target: Path, config: Mapping[str, Any], makers: Mapping[str, _Output], card: str | None
+) -> Path:
+    from slime.checkpoints.safetensors_stream import write_stream
+    from slime.engines.wire.buckets import dtype_name
+
+    _check_target(target)
     unfinished = partial_dir(target)
     try:
         (unfinished / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -679,16 +748,18 @@ def _check_target(target: Path) -> None:
 
 
 def _config(
-    tensors: Mapping[str, torch.Tensor], adapters: AdapterConfig, rank: int, base: str
+    names: Iterable[str], rank: int, alpha: float, dropout: float, base: str
 ) -> dict[str, Any]:
+    modules = [module_of(name) for name in names]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": hub_name(base)
+        or (str(Path(base).resolve()) if Path(base).is_dir() else base),
         "r": rank,
-        "lora_alpha": _number(adapters.alpha),
-        "lora_dropout": adapters.dropout,
-        "target_modules": sorted({module_of(name).rpartition(".")[2] for name in tensors}),
+        "lora_alpha": _number(alpha),
+        "lora_dropout": dropout,
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,
@@ -698,12 +769,12 @@ def _config(
         "rank_pattern": {},
         "alpha_pattern": {},
         "init_lora_weights": True,
-        "target_parameters": _dense_beside_experts(map(module_of, tensors)) or None,
+        "target_parameters": _dense_beside_experts(modules) or None,
         "peft_version": _PEFT_VERSION,
     }
 
 
-def _zeros(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
+def _zeros(tensors: Mapping[str, TensorSource], spec: ModelSpec) -> dict[str, torch.Tensor]:
     """Factors of zeros for the modules that a fused set lacks."""
     import torch
 
@@ -715,9 +786,10 @@ def _zeros(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, to
             missing = f"{parent}.{partner}"
             if f"{missing}.weight" in shapes and peft_name(missing, "A") not in tensors:
                 down = tensors[peft_name(module, "A")]
-                up = torch.zeros(shapes[f"{missing}.weight"][0], down.shape[0], dtype=down.dtype)
-                zeros[peft_name(missing, "A")] = torch.zeros_like(down)
-                zeros[peft_name(missing, "B")] = up
+                dtype = down[:1].dtype
+                rows = shapes[f"{missing}.weight"][0]
+                zeros[peft_name(missing, "A")] = torch.zeros(tuple(down.shape), dtype=dtype)
+                zeros[peft_name(missing, "B")] = torch.zeros(rows, down.shape[0], dtype=dtype)
     return zeros
 
 
@@ -772,7 +844,9 @@ def _dense_beside_experts(modules: Iterable[str]) -> list[str]:
     return sorted(dense) if has_experts else []
 
 
-def _stacked_config(modules: Iterable[str], adapters: AdapterConfig, rank: int) -> dict[str, Any]:
+def _stacked_config(
+    modules: Iterable[str], expert_rank: int, alpha: float, rank: int
+) -> dict[str, Any]:
     """What the config of the layout peft-3d says of the experts' parameters."""
     modules = list(modules)
     found = [_EXPERT.fullmatch(module) for module in modules]
@@ -781,18 +855,18 @@ def _stacked_config(modules: Iterable[str], adapters: AdapterConfig, rank: int) 
         return {}
     others = {module.rpartition(".")[2] for module, one in zip(modules, found) if one is None}
     ranks = {
-        leaf: times * adapters.expert_rank
+        leaf: times * expert_rank
         for leaf, times, part in ((_GATE_UP, 2, "gate_proj"), (_DOWN, 1, _DOWN))
         if part in leafs
     }
-    alphas = {leaf: adapters.alpha * one / adapters.expert_rank for leaf, one in ranks.items()}
+    alphas = {leaf: alpha * one / expert_rank for leaf, one in ranks.items()}
     patterns = {leaf: rf".*\.experts\.{leaf}" for leaf in ranks}
     return {
         "target_modules": sorted(others - set(_MLP_LEAVES)),
         "target_parameters": [f"experts.{leaf}" for leaf in ranks] + _dense_beside_experts(modules),
         "rank_pattern": {patterns[leaf]: one for leaf, one in ranks.items() if one != rank},
         "alpha_pattern": {
-            patterns[leaf]: _number(one) for leaf, one in alphas.items() if one != adapters.alpha
+            patterns[leaf]: _number(one) for leaf, one in alphas.items() if one != alpha
         },
     }
 

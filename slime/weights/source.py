@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -282,33 +282,36 @@ def save_hf(
     return write_hf(source, directory, assets_from=assets_from, dtype=dtype)
 
 
-def save_adapters(
+def collect_adapters(
     model_chunks: Sequence[nn.Module],
     hf_config: HfConfig,
     adapters: AdapterConfig,
-    directory: str | Path,
     *,
     base: str,
     model_name: str | None = None,
-) -> Path:
-    """Write the adapters as a PEFT directory. Collective; rank 0 writes.
+) -> Callable[[Path], None]:
+    """Copy the adapters to host memory of rank 0, and return the function that writes them there as
+    a PEFT directory, at any later time. Collective; the function is not, and does nothing on other
+    ranks.
 
     Args:
-        base: name of the base model: a path, or its name on the hub.
+        base: the base model's directory, or its name on the hub.
     Raises:
-        UserError: it cannot be written (rank 0; nothing half-written is left).
+        UserError: by the function: the directory cannot be written; nothing half-written is left.
     """
     source = ModelSource(model_chunks, hf_config, model_name=model_name, adapters=adapters)
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     # buffers are reused; only the writer keeps copies
     tensors = {
-        name: tensor.detach().cpu().clone() for name, tensor in source.tensors() if is_writer
+        name: tensor.detach().to("cpu", copy=True) for name, tensor in source.tensors() if is_writer
     }
-    if is_writer:
-        spec = source.parameters.spec
-        write_adapter(directory, tensors, adapters, spec, base=base)
-        logger.info("wrote the adapters to %s", directory)
-    return Path(directory)
+
+    def write(directory: Path) -> None:
+        if is_writer:
+            write_adapter(directory, tensors, adapters, source.parameters.spec, base=base)
+            logger.info("wrote the adapters to %s", directory)
+
+    return write
 
 
 def write_hf(

@@ -4,10 +4,17 @@ which version made it."""
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from slime.checkpoints.directory import ADAPTER, MANIFEST, check_complete
+from slime.checkpoints.peft_files import WEIGHTS, read_adapter
+from slime.checkpoints.run_models import has_weights, newest_model
+from slime.cli import export
+from slime.cli.model_source import chosen_model
 from tests.support.runs import GRPO, Run, RunResult
 
 ROLLOUTS = 3
@@ -77,3 +84,20 @@ def test_answers_in_flight_go_on_with_the_new_adapter(in_flight: RunResult) -> N
             assert sample.response_length == sample.token_spans[-1].end
             several += len(set(versions)) > 1
     assert several
+
+
+def test_the_run_leaves_the_adapter_as_peft_writes_it(adapted: RunResult, tmp_path: Path) -> None:
+    newest = newest_model(adapted.path)
+    assert (newest.kind, newest.is_exported) == ("adapter", True)
+    checkpoint = adapted.path / "checkpoints" / "iter_0000002"
+    check_complete(checkpoint)
+    assert f"{ADAPTER}/{WEIGHTS}" in (checkpoint / MANIFEST).read_text()
+    exported, kept = (read_adapter(path) for path in (newest.path, checkpoint / ADAPTER))
+    assert exported.names() == kept.names()
+    assert all(torch.equal(tensor, kept[name][:]) for name, tensor in exported.items())
+    assert any(bool(tensor.any()) for name, tensor in exported.items() if "lora_B" in name)
+    chosen = chosen_model(str(adapted.path))
+    assert chosen.adapter == newest.path and has_weights(chosen.directory)
+    assert export.main([str(adapted.path), "--merge", "--to", str(tmp_path / "merged")]) == 0
+    assert has_weights(tmp_path / "merged")
+    assert "reinforcement learning" in (tmp_path / "merged" / "README.md").read_text()

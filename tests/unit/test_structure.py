@@ -45,7 +45,7 @@ BUDGETS = {
     "run": 2_050,
     "samples": 1_700,
     "sandbox": 950,
-    "trainer": 5_800,
+    "trainer": 6_300,
     "user_code": 1_000,
     "weights": 2_850,
 }

@@ -18,7 +18,14 @@ from slime import deadlines
 from slime.config.engine_flags import SGLANG_INSTEAD, SGLANG_RESERVED, sglang_args, to_argv
 from slime.engines.adapters import served_targets
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
-from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSpec
+from slime.engines.kinds import named_paths
+from slime.engines.launch import (
+    ONE_GPU,
+    RESIDENT_ADAPTERS,
+    EngineFootprint,
+    EnginePlace,
+    LaunchSpec,
+)
 from slime.engines.model_groups import GroupRules
 from slime.engines.sglang.versions import check_version, installed_version
 from slime.errors import UserError
@@ -387,7 +394,17 @@ def sglang_footprint(config: Config) -> EngineFootprint:
         fraction=float(fraction) if fraction is not None else None,
         automatic_fraction=_automatic_fraction,
         fraction_option="--sglang-mem-fraction-static",
+        # the base takes a place, too
+        adapters_at_once=int(options.get("max_loras_per_batch") or 1 + RESIDENT_ADAPTERS),
     )
+
+
+def adapter_words(adapters: Mapping[str, Path]) -> tuple[str, ...]:
+    """The words for adapters that are served from the start. The base takes a place among those
+    that a batch may have."""
+    at_once = str(len(adapters) + 1)
+    paths = named_paths(adapters)
+    return ("--enable-lora", "--max-loras-per-batch", at_once, "--lora-paths", *paths)
 
 
 def _automatic_fraction(nbytes: float) -> float:

@@ -27,8 +27,9 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from slime.checkpoints.directory import ADAPTER
 from slime.checkpoints.hf_io import fill_adapters, load_hf
-from slime.checkpoints.load_plan import LoadPlan, resolve_reference
+from slime.checkpoints.load_plan import LoadPlan, is_hf_dir, resolve_reference
 from slime.checkpoints.loading import holds_adapters, saved_reference
 from slime.checkpoints.loading import load as load_checkpoint
 from slime.checkpoints.peft_files import fitted, read_adapter
@@ -55,7 +56,7 @@ from slime.trainer.records import LossInputs, MicroBatchResult, StepOutcome, Tok
 from slime.trainer.role import POLICY, REFERENCE, Role, policy_loss, roles_of
 from slime.trainer.update import update
 from slime.trainer.user_functions import UserFunctions
-from slime.weights.source import save_adapters, save_hf
+from slime.weights.source import collect_adapters, save_hf
 
 logger = get_logger(__name__)
 
@@ -300,6 +301,7 @@ class MegatronBackend:
                 save_optimizer=not flags.no_save_optim,
                 save_rng=not flags.no_save_rng,
                 keep=flags.save_retain,
+                beside=self._adapter_files(),
             )
         if flags.save_hf:
             self.export(str(fill(flags.save_hf, rollout_id)))
@@ -312,14 +314,7 @@ class MegatronBackend:
         if not (flags.hf_checkpoint and self.hf_config):
             return
         if self.adapters is not None:
-            save_adapters(
-                self.pushed_chunks,
-                self.hf_config,
-                self.adapters,
-                directory,
-                base=flags.hf_checkpoint,
-                model_name=flags.model_name,
-            )
+            self._collect_adapters(self.adapters)(Path(directory))
         else:
             save_hf(
                 self.pushed_chunks,
@@ -328,6 +323,27 @@ class MegatronBackend:
                 assets_from=flags.hf_checkpoint,
                 model_name=flags.model_name,
             )
+
+    def _adapter_files(self) -> Callable[[Path], None] | None:
+        """Collect what a checkpoint has besides: the adapters as PEFT has them. Collective."""
+        if self.adapters is None or not self.hf_config:
+            return None
+        write = self._collect_adapters(self.adapters)
+        return lambda checkpoint: write(checkpoint / ADAPTER)
+
+    def _collect_adapters(self, adapters: AdapterConfig) -> Callable[[Path], None]:
+        flags = self.config.checkpoint
+        assert flags.hf_checkpoint is not None
+        reference = flags.ref_load
+        # engines may have a quantised copy
+        has_own = reference is not None and is_hf_dir(Path(reference))
+        return collect_adapters(
+            self.pushed_chunks,
+            self.hf_config,
+            adapters,
+            base=str(reference) if has_own else flags.hf_checkpoint,
+            model_name=flags.model_name,
+        )
 
     def finish_saving(self) -> None:
         """Wait for what ``--async-save`` still writes; raises what went wrong there."""
