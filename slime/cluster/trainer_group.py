@@ -166,7 +166,11 @@ class TrainerActor:
         assert self.backend.hf_config is not None
         if self.sync is None:
             model = (self.config, self.backend.pushed_chunks, self.backend.hf_config)
-            ranks = {"rank": self.rank, "world_size": self.world_size, "start_version": version}
+            ranks: Any = {
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "start_version": version,
+            }
             adapters = self.backend.adapters
             self.sync = (
                 WeightSync(*model, **ranks)
