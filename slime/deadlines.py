@@ -333,6 +333,10 @@ USER_CALLS_ABANDONED = 60.0
 #: Until the first line about a blocked event loop; each further one comes after twice the time.
 USER_CALLS_BLOCKED = 20.0
 
+# -- cluster/adapter_versions.py
+#: No request uses it any more, so that an engine has nothing to wait for.
+ADAPTER_UNLOAD = 60.0
+
 # -- weights/canary.py
 #: An idle engine answers at once, or compiles a kernel first.
 CANARY_SCORE = 120.0

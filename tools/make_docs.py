@@ -6,6 +6,7 @@ python tools/make_docs.py
     docs/hooks.md           from slime/user_code/hooks.py
     docs/troubles.md        from slime/diagnosis/data/
     docs/import-paths.md    from slime/compat/import_paths.toml
+    docs/lora.md            its table of what fits, from the memory plan
     docs/coming-from.md     its tables, from slime/config/data/other_systems.toml and the flag tables
 """
 
@@ -14,12 +15,14 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import json
 import re
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slime.config.flags import Spelling
@@ -380,7 +383,96 @@ def _returns_section(classes: list[ast.ClassDef]) -> str:
     return "\n".join(parts)
 
 
+# -- docs/lora.md ----------------------------------------------------------------------------------
+
+_FITS_BEGIN = "<!-- begin of the table by tools/make_docs.py -->\n"
+_FITS_END = "<!-- end of the table by tools/make_docs.py -->"
+_FITS = (
+    ("HuggingFaceTB/SmolLM2-135M", 1, {}),
+    ("Qwen/Qwen3-0.6B", 1, {}),
+    ("Qwen/Qwen3-4B", 1, {}),
+    ("meta-llama/Llama-3.1-8B", 1, {}),
+    ("Qwen/Qwen3-30B-A3B", 2, {"lora_experts": "shared-outer", "expert_model_parallel_size": 2}),
+    ("Qwen/Qwen3-30B-A3B", 4, {"expert_model_parallel_size": 4}),
+)
+_GPU_SIZES = (24, 48, 80)
+_CONTEXTS = (2, 4, 8, 16, 32, 64)
+
+
+def lora_page(text: str) -> str:
+    """docs/lora.md with its table of what fits made anew, from the memory plan."""
+    before, _, rest = text.partition(_FITS_BEGIN)
+    _, _, after = rest.partition(_FITS_END)
+    return f"{before}{_FITS_BEGIN}{_fits_table()}{_FITS_END}{after}"
+
+
+def _fits_table() -> str:
+    configs = json.loads((ROOT / "tests" / "support" / "model_configs.json").read_text())
+    sizes = " | ".join(f"{size} GB" for size in _GPU_SIZES)
+    lines = [f"| model | GPUs | trained | {sizes} |", "|---|--:|---|--:|--:|--:|"]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, gpus, flags in _FITS:
+            model = Path(folder) / name.rpartition("/")[2]
+            model.mkdir(exist_ok=True)
+            (model / "config.json").write_text(json.dumps(configs[name]["config"]))
+            kinds = [("adapters", {"lora_rank": 32, **flags})]
+            whole = {key: value for key, value in flags.items() if not key.startswith("lora")}
+            if flags.get("lora_experts") or not configs[name]["config"].get("num_experts"):
+                kinds.append(("everything", whole))
+            for trained, chosen in kinds:
+                if chosen.get("lora_experts"):
+                    trained += ", experts share outer sides"
+                positions = configs[name]["config"]["max_position_embeddings"]
+                longest = _longest(model, gpus, positions, chosen)
+                cells = [f"{longest[size]}k" if longest[size] else "–" for size in _GPU_SIZES]
+                lines.append(f"| {name} | {gpus} | {trained} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _longest(model: Path, gpus: int, positions: int, flags: dict[str, Any]) -> dict[int, int]:
+    """Size of the GPUs → the longest sequences, in units of 1024 tokens, whose plan fits; 0:
+    none."""
+    from dataclasses import replace
+
+    from slime.config import make_config
+    from slime.memory.hardware import DeviceMemory
+    from slime.memory.plan import MemoryPlan, facts_of, gpu_phases
+
+    longest = dict.fromkeys(_GPU_SIZES, 0)
+    for thousands in _CONTEXTS:
+        tokens = 1024 * thousands
+        if tokens > positions:
+            break
+        config = make_config(
+            hf_checkpoint=str(model),
+            bf16=True,
+            rollout_engine="sglang",
+            colocate=True,
+            actor_num_gpus_per_node=gpus,
+            rollout_num_gpus_per_engine=gpus,
+            rollout_batch_size=64,
+            rollout_max_context_len=tokens,
+            use_dynamic_batch_size=True,
+            max_tokens_per_gpu=tokens,
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers=1,
+            **flags,
+        )
+        facts = facts_of(config, on_gpu=True)
+        assert facts.engine is not None
+        for fraction in (0.6, 0.8):  # as with --sglang-mem-fraction-static
+            chosen = replace(facts, engine=replace(facts.engine, fraction=fraction))
+            for size in _GPU_SIZES:
+                device = DeviceMemory(size * 1e9, "docs", on_gpu=True)
+                phases = tuple(gpu_phases(chosen, device.nbytes))
+                if MemoryPlan(chosen, device, phases).fits:
+                    longest[size] = thousands
+    return longest
+
+
 PAGES: dict[str, Callable[[], str]] = {
+    "docs/lora.md": lambda: lora_page((ROOT / "docs" / "lora.md").read_text(encoding="utf-8")),
     "docs/flags.md": flags_page,
     "docs/hooks.md": lambda: hooks_page(
         (ROOT / "slime" / "user_code" / "hooks.py").read_text(encoding="utf-8"),

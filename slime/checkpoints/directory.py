@@ -2,6 +2,7 @@
 
     checkpoints/
       iter_0000007/  iter_0000010/       one directory per saved rollout; complete or not there
+        adapter/                         of adapters: the same as a PEFT directory
       latest_checkpointed_iteration.txt  "10"; written last
       .latest                            "10" once more, to notice damage of that file
       .iter_0000013.partial/             a save under way, or one that died
@@ -16,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from slime.files import bring_to_disk, read_plain, write_atomically
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 EXTRA_STATE = "extra_state.pt"
+#: Folder of a checkpoint of adapters that has them as PEFT writes them.
+ADAPTER = "adapter"
 RELEASE = "release"
 _ITERATION = re.compile(r"iter_[0-9]{7,18}")
 #: Of an iteration; Python refuses to read numbers of thousands.
@@ -314,13 +317,17 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
         _name_in_the_end(directory)
     ):
         why = f"it was written as {written_as}, of which this is a copy, or which was renamed"
-    elif any(name != Path(name).name for name in listed):
+    elif any(name != Path(name).name for name in _at_the_top(listed)):
         why = "it lists files of other directories"
     elif left_out := sorted(_NEEDED - listed):
         why = f"it does not list {', '.join(left_out[:4])}"
     else:
         return records
     raise UserError(f"{path} is damaged", why=why, fix=_go_back(directory))
+
+
+def _at_the_top(names: Iterable[str]) -> list[str]:
+    return [name.removeprefix(f"{ADAPTER}/") for name in names]
 
 
 def _is_ours(directory: Path) -> bool:
@@ -394,9 +401,10 @@ def check_contents(directory: Path, rank: int = 0, world_size: int = 1) -> None:
             )
 
 
-def file_record(path: Path) -> FileRecord:
-    """Make the record of a file at the top of the checkpoint that was written by other means."""
-    return FileRecord(path.name, path.stat().st_size, file_fingerprint(path))
+def file_record(path: Path, checkpoint: Path) -> FileRecord:
+    """Make the record of a file of a checkpoint that was written by other means."""
+    name = path.relative_to(checkpoint).as_posix()
+    return FileRecord(name, path.stat().st_size, file_fingerprint(path))
 
 
 def file_fingerprint(path: Path) -> str:

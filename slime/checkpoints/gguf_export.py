@@ -109,7 +109,7 @@ def hf_to_gguf(
             writer = GGUFWriter(unfinished, ARCHITECTURES[spec.family])
             _add_facts(writer, spec, name or source.resolve().name, tensors)
             vocabulary.add_to(writer, source)
-            _write_tensors(writer, tensors)
+            write_tensors(writer, tensors)
     except OSError as error:
         raise UserError(f"cannot write {target}", why=error.strerror or str(error)) from error
     return target
@@ -149,7 +149,7 @@ def _check(source: Path, spec: ModelSpec) -> None:
 # -- facts -----------------------------------------------------------------------------------------
 
 
-def _add_facts(writer: GGUFWriter, spec: ModelSpec, name: str, tensors: list[_Tensor]) -> None:
+def _add_facts(writer: GGUFWriter, spec: ModelSpec, name: str, tensors: list[GgufTensor]) -> None:
     from gguf import LlamaFileType, RopeScalingType
 
     facts = spec.transformer
@@ -192,8 +192,8 @@ def _add_facts(writer: GGUFWriter, spec: ModelSpec, name: str, tensors: list[_Te
 
 
 @dataclass(frozen=True)
-class _Tensor:
-    """One tensor of the file; ``read`` gives its values when they are written."""
+class GgufTensor:
+    """One tensor of a GGUF file; ``read`` gives its values when they are written."""
 
     name: str
     shape: tuple[int, ...]
@@ -205,11 +205,8 @@ class _Tensor:
         return math.prod(self.shape)
 
 
-def _tensors(
-    reader: HfReader, names: list[str], spec: ModelSpec, dtype: str | None
-) -> Iterator[_Tensor]:
-    """The tensors under llama.cpp's names; experts of a layer as one, and the factors of Llama 3's
-    positions."""
+def gguf_names(names: list[str], spec: ModelSpec) -> dict[str, list[str]]:
+    """Group names of tensors by llama.cpp's name for them; experts of a layer share one."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     architecture = next(
@@ -223,9 +220,18 @@ def _tensors(
         )
         assert ours is not None, f"{name} has no name in GGUF"
         sources.setdefault(ours, []).append(name)
+    return sources
+
+
+def _tensors(
+    reader: HfReader, names: list[str], spec: ModelSpec, dtype: str | None
+) -> Iterator[GgufTensor]:
+    """The tensors under llama.cpp's names; experts of a layer as one, and the factors of Llama 3's
+    positions."""
+    sources = gguf_names(names, spec)
     if (spec.rotary_scaling or {}).get("rope_type") == "llama3":
         factors = _rope_factors(spec)
-        yield _Tensor("rope_freqs.weight", tuple(factors.shape), "float32", lambda: factors)
+        yield GgufTensor("rope_freqs.weight", tuple(factors.shape), "float32", lambda: factors)
     for ours, theirs in sources.items():
         piece = reader[theirs[0]]
         kept = str(piece[:1].dtype).removeprefix("torch.")
@@ -236,7 +242,7 @@ def _tensors(
             if len(piece.shape) == 1 or ours.endswith("ffn_gate_inp.weight")
             else dtype or kept
         )
-        yield _Tensor(
+        yield GgufTensor(
             ours, (*stacked, *piece.shape), chosen, _reading(reader, theirs, spec, bool(stacked))
         )
 
@@ -247,13 +253,13 @@ def _reading(
     def read() -> torch.Tensor:
         import torch
 
-        pieces = [_reordered(reader[name][:], name, spec) for name in names]
+        pieces = [in_gguf_order(reader[name][:], name, spec) for name in names]
         return torch.stack(pieces) if stacked else pieces[0]
 
     return read
 
 
-def _reordered(tensor: torch.Tensor, name: str, spec: ModelSpec) -> torch.Tensor:
+def in_gguf_order(tensor: torch.Tensor, name: str, spec: ModelSpec) -> torch.Tensor:
     """Rows of queries and keys so that the two dimensions of a rotated pair are neighbours, where
     llama.cpp wants that.
 
@@ -278,7 +284,7 @@ def _rope_factors(spec: ModelSpec) -> torch.Tensor:
     return plain / scaled
 
 
-def _write_tensors(writer: GGUFWriter, tensors: list[_Tensor]) -> None:
+def write_tensors(writer: GGUFWriter, tensors: list[GgufTensor]) -> None:
     """All names and sizes, then the values of one tensor after the other: memory holds one at a
     time."""
     import numpy as np

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from slime.checkpoints.megatron_names import Placement, global_parameters
 from slime.engines.wire import expert_runs
 from slime.errors import UserError
 from slime.models import Match, ModelFamily, family_of
-from slime.models.layouts import Shard, VocabParallel
+from slime.models.layouts import Shard, TensorSource, VocabParallel
 from slime.models.parameters import ModelParameters
 from slime.models.spec import HfConfig, ModelSpec
 
@@ -95,7 +95,9 @@ def load_hf(
     files: dict[str, int] = {}
     num_loaded = num_elements = nbytes = 0
     with torch.no_grad():
-        for name, target in global_parameters(model_chunks, spec.num_experts, placement):
+        for name, target in global_parameters(
+            model_chunks, spec.num_experts, placement, part="base"
+        ):
             match = match_parameter(family, name, spec, target)
             if match is None:
                 continue
@@ -114,6 +116,30 @@ def load_hf(
     )
     logger.info("%s", report)
     return report
+
+
+@torch.no_grad()
+def fill_adapters(
+    model_chunks: Sequence[nn.Module],
+    table: ModelFamily,
+    spec: ModelSpec,
+    tensors: Mapping[str, TensorSource],
+) -> None:
+    """Fill the adapters of a model on any parallel layout; what is not in ``tensors`` stays.
+
+    Args:
+        table: of the adapters (`slime.models.adapters.adapter_family`).
+        tensors: whole ones, by PEFT's names.
+    Raises:
+        UserError: a tensor of the wrong shape.
+    """
+    placement = Placement.current()
+    for name, target in global_parameters(
+        model_chunks, spec.num_experts, placement, part="adapters"
+    ):
+        match = match_parameter(table, name, spec, target)
+        if match is not None and match.sources[0] in tensors:
+            target.copy_(_read_piece(tensors, match, name, target, spec, placement))
 
 
 def match_parameter(
@@ -163,7 +189,7 @@ def with_padding_of(match: Match, tensor: torch.Tensor, spec: ModelSpec, shard: 
 
 
 def _read_piece(
-    reader: HfReader,
+    reader: HfReader | Mapping[str, TensorSource],
     match: Match,
     name: str,
     target: torch.Tensor,

@@ -18,6 +18,7 @@ import torch
 
 from slime.checkpoints.directory import EXTRA_STATE
 from slime.checkpoints.load_plan import LoadPlan
+from slime.checkpoints.megatron_names import belongs
 from slime.checkpoints.optimizer_state import ensure_state, optimizer_tensors, restore
 from slime.checkpoints.random_state import (
     seed_after,
@@ -27,8 +28,9 @@ from slime.checkpoints.random_state import (
 )
 from slime.checkpoints.resuming import first_corrupt
 from slime.checkpoints.sharded_store import StateDict, read, read_common, read_contents
-from slime.checkpoints.trainer_state import REFERENCE, TrainerState
+from slime.checkpoints.trainer_state import ADAPTERS, REFERENCE, TrainerState, adapter_facts
 from slime.errors import UserError
+from slime.models.adapters import is_adapter_parameter
 from slime.processes.json_collectives import all_gather
 
 logger = logging.getLogger(__name__)
@@ -112,6 +114,8 @@ def load(
             why="it was saved with --no-save-optim, or by a converter",
             fix="pass --no-load-optim to go on with a fresh optimizer",
         )
+    if state.adapters is not None and state.part == "adapters":
+        _check_adapters(adapter_facts(state.adapters), common.get(ADAPTERS, {}), plan.path)
     report = _account_for(state.model(), read_contents(plan.path), plan.path)
     _read_model(plan, state)
     parts = []
@@ -140,6 +144,41 @@ def load(
     return LoadedCheckpoint(
         read_extra_state(plan.path) if plan.iteration is not None else {}, report
     )
+
+
+def holds_adapters(plan: LoadPlan) -> bool:
+    """Tell whether a plan leads to a checkpoint of adapters alone."""
+    return plan.kind == "megatron" and ADAPTERS in read_common(plan.path)
+
+
+#: The flag behind each fact of the adapters that training goes on with.
+_ADAPTER_FLAGS = {
+    "rank": "--lora-rank",
+    "alpha": "--lora-alpha",
+    "targets": "--lora-target-modules, --lora-exclude-modules",
+    "experts": "--lora-experts",
+    "expert_rank": "--lora-rank-by-topk",
+}
+
+
+def _check_adapters(own: dict[str, Any], saved: dict[str, Any], directory: Path) -> None:
+    """Compare the adapters of the flags with those of a checkpoint. With another alpha the same
+    numbers would be another policy.
+
+    Raises:
+        UserError: they differ; names the flags.
+    """
+    differing = [
+        f"{flags} gave {saved.get(name)}, now {own[name]}"
+        for name, flags in _ADAPTER_FLAGS.items()
+        if own[name] != saved.get(name)
+    ]
+    if differing:
+        raise UserError(
+            f"the adapters of {directory} are others than those of the flags",
+            why="; ".join(differing),
+            fix="pass the --lora-* flags that they were saved with",
+        )
 
 
 def read_extra_state(directory: Path) -> dict[str, Any]:
@@ -180,11 +219,8 @@ def _read_model(plan: LoadPlan, state: TrainerState) -> None:
     loaded = read(wanted, plan.path)
     for key, chunk in state.chunks().items():
         result = chunk.load_state_dict(loaded[key], strict=False)
-        odd = [
-            name
-            for name in (*result.missing_keys, *result.unexpected_keys)
-            if not name.endswith(_TE_STATE)
-        ]
+        missing = [name for name in result.missing_keys if belongs(name, state.part)]
+        odd = [name for name in (*missing, *result.unexpected_keys) if not name.endswith(_TE_STATE)]
         assert not odd, odd  # `_account_for` has compared the names
 
 
@@ -239,8 +275,10 @@ def _account_for(model_state: dict[str, Any], contents: Any, directory: Path) ->
             why="; ".join(
                 _named(missing, "missing") + _named(left_over, "that no parameter takes")
             ),
-            fix="it must be a checkpoint of the same model; pass --load with another directory, or "
-            "the flags that the model was saved with",
+            fix="it has adapters alone: pass the --lora-* flags that they were trained with"
+            if needed and left_over and all(map(is_adapter_parameter, left_over))
+            else "it must be a checkpoint of the same model; pass --load with another directory, "
+            "or the flags that the model was saved with",
         )
     files = {info.relative_path for info in contents.storage_data.values()}
     num_elements = sum(entry.data.numel() for entry in entries)

@@ -11,15 +11,23 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
 from slime.engines.wire import expert_runs
+from slime.models.adapters import is_adapter_parameter
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias)(?=\d+$))(\d+)")
-_STACKED = re.compile(r"\.experts\.linear_fc[12]\.weight$")
+_EXPERT = re.compile(
+    r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias|adapter\.\w+?)(?=\d+$))(\d+)"
+)
+_STACKED = re.compile(r"\.experts\.linear_fc[12]\.(weight|adapter\.\w+)$")
+
+ModelPart = Literal["everything", "base", "adapters"]
+"""Which parameters of a model are meant: with adapters, those of the base or those of the
+adapters. Without adapters, everything is the base."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,11 @@ class Placement:
         )
 
 
+def belongs(name: str, part: ModelPart) -> bool:
+    """Tell whether a parameter, by its Megatron name, is in a part of the model."""
+    return part == "everything" or is_adapter_parameter(name) == (part == "adapters")
+
+
 def unwrapped(model_chunks: Sequence[nn.Module]) -> list[nn.Module]:
     """The GPT models inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
     # then nothing can be wrapped by it; on a CPU its import needs preparation
@@ -96,6 +109,7 @@ def global_parameters(
     placement: Placement | None = None,
     *,
     in_runs: bool = False,
+    part: ModelPart = "everything",
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(global name, local tensor) of every parameter of this rank, and of its persistent buffers.
 
@@ -104,6 +118,7 @@ def global_parameters(
     Args:
         in_runs: stacked experts come many at a time, ``…linear_fc1.weight{first}-{last}`` [experts,
             out, in].
+        part: of the model.
 
     Example (second of two pipeline stages of a four-layer model):
         >>> next(global_parameters([stage]))[0]
@@ -116,7 +131,11 @@ def global_parameters(
         persistent = set(chunk.state_dict(keep_vars=True))
         buffers = ((name, tensor) for name, tensor in chunk.named_buffers() if name in persistent)
         for name, tensor in [*chunk.named_parameters(), *buffers]:
-            if _STACKED.search(name) and in_runs:
+            if not belongs(name, part):
+                continue
+            # a side that all experts of a layer share is a matrix
+            is_stacked = _STACKED.search(name) and tensor.dim() == 3
+            if is_stacked and in_runs:
                 weights = tensor.detach()
                 stem = _globalised(name, numbers, first_expert)
                 for start, stop in expert_runs.bounds(weights.shape[0], weights[0].nbytes):
@@ -124,11 +143,16 @@ def global_parameters(
                         f"{stem}{first_expert + start}-{first_expert + stop - 1}",
                         weights[start:stop],
                     )
-            elif _STACKED.search(name):
+            elif is_stacked:
                 for local, expert in enumerate(_unstacked(tensor)):
                     yield _globalised(f"{name}{local}", numbers, first_expert), expert
             else:
                 yield _globalised(name, numbers, first_expert), tensor
+
+
+def global_name(chunk: nn.Module, name: str) -> str:
+    """Return the name of a parameter of a chunk with the layer's global number."""
+    return _globalised(name, _layer_numbers(chunk), 0)
 
 
 def _unstacked(weights: torch.Tensor) -> Iterator[nn.Parameter]:

@@ -11,10 +11,11 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from slime.checkpoints.directory import newest_whole
+from slime.checkpoints.directory import ADAPTER, newest_whole
 from slime.checkpoints.load_plan import is_hf_dir
+from slime.checkpoints.peft_files import is_adapter_dir
 from slime.data_path import split_slice
 from slime.errors import UserError
 from slime.files import entries_of, read_object
@@ -64,14 +65,18 @@ class RunModel:
     """A model of a run.
 
     Attributes:
-        path: a Hugging Face directory, or the directory of one iteration of a Megatron checkpoint.
+        path: a Hugging Face directory, a PEFT directory, or the directory of one iteration of a
+            Megatron checkpoint.
+        kind: of the three.
+        is_exported: it is not (in) a checkpoint.
         rollout: after which it was written; None where the name does not tell.
         written: when, in seconds since 1970.
         base: the Hugging Face directory that the run began with; None where the run does not say.
     """
 
     path: Path
-    is_hf: bool
+    kind: Literal["model", "adapter", "checkpoint"]
+    is_exported: bool
     rollout: int | None
     written: float
     base: Path | None
@@ -140,7 +145,7 @@ def _of_stage(run_folder: Path, stage: str, config: dict[str, Any]) -> RunModel 
     ]
     checkpoint = max(wholes, key=lambda model: model.written, default=None)
     named = found(str(_where(run_folder, config, save_hf, fixed_folder))) if save_hf else ()
-    exports = [_export(path, rollout, base) for path, rollout in named if has_weights(path)]
+    exports = [_export(path, rollout, base) for path, rollout in named if _is_export(path)]
     export = max(exports, key=lambda model: (model.rollout or 0, model.written), default=None)
     if export is None or checkpoint is None:
         return export or checkpoint
@@ -152,22 +157,32 @@ def _of_stage(run_folder: Path, stage: str, config: dict[str, Any]) -> RunModel 
 def _hf_dirs(folder: Path, levels: int = _LEVELS) -> Iterator[Path]:
     for entry in entries_of(folder):
         if entry.is_dir() and not entry.name.startswith("."):
-            if has_weights(entry):
+            if _is_export(entry):
                 yield entry
             # a model within a checkpoint is not newer than the checkpoint
             elif levels > 1 and not (entry / ".metadata").is_file():
                 yield from _hf_dirs(entry, levels - 1)
 
 
+def _is_export(path: Path) -> bool:
+    return has_weights(path) or is_adapter_dir(path)
+
+
 def _export(path: Path, rollout: int | None, base: Path | None) -> RunModel:
-    written = max(file.stat().st_mtime for file in path.glob("*.safetensors") if file.is_file())
-    return RunModel(path, True, rollout, written, base)
+    files = [file for file in path.glob("*.safetensors") if file.is_file()]
+    written = max((file.stat().st_mtime for file in files), default=path.stat().st_mtime)
+    kind: Literal["model", "adapter"] = "adapter" if is_adapter_dir(path) else "model"
+    return RunModel(path, kind, True, rollout, written, base)
 
 
 def _checkpoint(path: Path, base: Path | None) -> RunModel:
     number = re.fullmatch(r"iter_(\d+)", path.name)
     written = (path / ".metadata").stat().st_mtime
-    return RunModel(path, False, int(number.group(1)) if number else None, written, base)
+    rollout = int(number.group(1)) if number else None
+    adapter = path / ADAPTER
+    if is_adapter_dir(adapter):
+        return RunModel(adapter, "adapter", False, rollout, written, base)
+    return RunModel(path, "checkpoint", False, rollout, written, base)
 
 
 def _base(run_folder: Path, config: dict[str, Any]) -> Path | None:

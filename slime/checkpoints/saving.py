@@ -21,7 +21,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -85,6 +85,7 @@ class CheckpointWriter:
         save_optimizer: bool = True,
         save_rng: bool = True,
         keep: int | None = None,
+        beside: Callable[[Path], object] | None = None,
     ) -> Path:
         """Save after training rollout ``iteration`` and make it the latest. Waits for the last
         save. Collective.
@@ -96,6 +97,8 @@ class CheckpointWriter:
                 `load`.
             save_optimizer: False leaves optimizer and schedule out (--no-save-optim).
             keep: checkpoints to keep, the newest ones (--save-retain); None keeps all.
+            beside: on rank 0, writes further files into the directory that it gets, behind training
+                if the save is.
         Returns:
             The checkpoint's directory; in the background it is not there yet.
         Raises:
@@ -114,7 +117,9 @@ class CheckpointWriter:
         planned = ShardedWrite(
             state.everything(iteration, save_optimizer=save_optimizer, save_rng=save_rng)
         )
-        job = _RankSave(final, iteration, planned, pickled(extra_state or {}), keep, self._group)
+        job = _RankSave(
+            final, iteration, planned, pickled(extra_state or {}), keep, beside, self._group
+        )
         if not self.in_background:
             job.run()
             return final
@@ -172,6 +177,7 @@ class _RankSave:
     planned: ShardedWrite
     extra_state: bytes
     keep: int | None
+    beside: Callable[[Path], object] | None
     group: Any
 
     def __post_init__(self) -> None:
@@ -236,16 +242,18 @@ class _RankSave:
             records = [FileRecord(**record) for _, _, files in reports for record in files]
             self.planned.finish(self.partial, [results_of(results) for _, results, _ in reports])
             (self.partial / EXTRA_STATE).write_bytes(self.extra_state)
-            listed = {record.path for record in records}
+            if self.beside is not None:
+                self.beside(self.partial)
+            listed = {self.partial / record.path for record in records}
             records += [
-                file_record(path)
-                for path in sorted(self.partial.iterdir())
-                if path.name not in listed
+                file_record(path, self.partial)
+                for path in sorted(self.partial.rglob("*"))
+                if path.is_file() and path not in listed
             ]
             write_manifest(self.partial, sorted(records, key=lambda record: record.path))
             publish(self.partial, self.final)
             set_latest(self.final.parent, self.iteration)
-        except WRITE_ERRORS as error:
+        except (*WRITE_ERRORS, UserError) as error:
             return f"publishing {self.final} failed\0{json_safe(self._reason(error))}"
         removed = retain(self.final.parent, self.keep)
         if removed:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from slime.checkpoints.directory import RELEASE
-from slime.checkpoints.megatron_names import stored_tensors, unwrapped
+from slime.checkpoints.megatron_names import ModelPart, belongs, stored_tensors, unwrapped
 from slime.checkpoints.optimizer_state import sharded_optimizer_state
 from slime.checkpoints.random_state import random_layout, random_state, sharded_random_state
 from slime.checkpoints.sharded_store import StateDict
+from slime.models.adapters import AdapterConfig
 
 REFERENCE = "reference"
+ADAPTERS = "adapters"
+
+
+def adapter_facts(adapters: AdapterConfig) -> dict[str, Any]:
+    """What a checkpoint tells of its adapters, as plain values."""
+    return asdict(adapters) | {"targets": sorted(adapters.targets)}
 
 
 @dataclass
@@ -30,6 +37,8 @@ class TrainerState:
             has them.
         reference_iteration: the rollout after which they were the policy's.
         moments_on_host: Adam's moments live in host memory (--offload-optimizer-states).
+        part: of the model that is saved, or loaded.
+        adapters: of the model, if it has any.
     """
 
     model_chunks: Sequence[nn.Module]
@@ -38,6 +47,8 @@ class TrainerState:
     reference: Sequence[Tensor] | None = None
     reference_iteration: int | None = None
     moments_on_host: bool = False
+    part: ModelPart = "everything"
+    adapters: AdapterConfig | None = None
 
     def everything(
         self, iteration: int | str, *, save_optimizer: bool = True, save_rng: bool = True
@@ -61,6 +72,8 @@ class TrainerState:
             saved["rng_state"] = sharded_random_state(random_state())
         saved["iteration"] = 0 if iteration == RELEASE else iteration
         saved["checkpoint_version"] = 3.0
+        if self.adapters is not None:
+            saved[ADAPTERS] = adapter_facts(self.adapters)
         saved["layout"] = {**random_layout(), "has_rng_state": save_rng}
         return saved
 
@@ -77,9 +90,13 @@ class TrainerState:
         from megatron.core.parallel_state import get_data_parallel_group
 
         metadata = {"dp_cp_group": get_data_parallel_group(with_context_parallel=True)}
-        return {
+        found = {
             key: chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
             for key, chunk in self.chunks().items()
+        }
+        return {
+            key: {name: entry for name, entry in state.items() if belongs(name, self.part)}
+            for key, state in found.items()
         }
 
     def reference_model(self) -> list[Any]:

@@ -1,6 +1,7 @@
 """`slime chat`: talk to a model in the terminal.
 
-slime chat outputs/sums                            the newest model of a run
+slime chat outputs/sums                            the newest model of a run, with its adapter
+slime chat Qwen3-0.6B --adapter DIR                a model with an adapter
 echo 'What is 17 + 25?' | slime chat Qwen3-0.6B    without a terminal: a question per line
 
 /reset forgets the conversation, /system TEXT sets the system prompt and begins anew, /quit leaves
@@ -23,7 +24,7 @@ from urllib.parse import urlsplit
 from slime import deadlines
 from slime.checkpoints.run_models import data_path, stage_configs
 from slime.cli.arguments import Arguments, at_least_one
-from slime.cli.model_source import model_directory, model_name
+from slime.cli.model_source import ChosenModel, NamedModels, chosen_model, model_name, named_models
 from slime.cli.serve import add_model_flags, leave_on_signals, serving
 from slime.engines.keys import header_of, key_of
 from slime.engines.tool_calls import chat_template
@@ -44,16 +45,23 @@ def main(argv: list[str]) -> int:
     """Answer what is typed, or what stands on standard input. Returns the exit status."""
     flags = _parser().parse_args(argv)
     leave_on_signals()
-    directory = model_directory(flags.path, flags.hf_checkpoint)
-    name = model_name(flags.path)
+    chosen = chosen_model(flags.path, flags.hf_checkpoint)
+    models, name = _models(chosen, model_name(flags.path), flags.adapter)
+    directory = chosen.directory
     sampling = {key: getattr(flags, key) for key in _SAMPLING if getattr(flags, key) is not None}
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         import readline  # noqa: F401  history and editing of the lines that are typed
 
-        print(f"{name}: loading {directory} …", file=sys.stderr)
+        print(f"{name}: loading {chosen.adapter or directory} …", file=sys.stderr)
     trusted = flags.trust_remote_code
-    with serving(directory, name, engine=flags.engine, trust_remote_code=trusted) as server:
+    with serving(
+        directory,
+        models.base,
+        adapters=models.adapters,
+        engine=flags.engine,
+        trust_remote_code=trusted,
+    ) as server:
         has_turns = chat_template(directory) is not None
         if not has_turns:
             print(
@@ -75,6 +83,24 @@ def main(argv: list[str]) -> int:
             print(f"{_COMMANDS}; Ctrl-C ends an answer, Ctrl-D the chat", file=sys.stderr)
         _talk(conversation, is_terminal)
     return 0
+
+
+def _models(chosen: ChosenModel, name: str, given: list[str]) -> tuple[NamedModels, str]:
+    """What the server has, and what the chat asks it for: the adapter that is given, or that of the
+    run.
+
+    Raises:
+        UserError: several adapters are given.
+    """
+    if len(given) > 1:
+        raise UserError(
+            f"{len(given)} times --adapter",
+            why="a chat is with one model",
+            fix="pass one; slime serve takes several",
+        )
+    models = named_models(chosen, name, given)
+    asked = [f"{models.base}:{one}" for one in models.adapters if one != models.own]
+    return models, asked[-1] if asked else models.requested
 
 
 def example_question(run_folder: Path) -> str | None:

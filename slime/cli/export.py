@@ -1,39 +1,130 @@
-"""`slime export`: a model as one GGUF file, for llama.cpp, Ollama and LM Studio.
+"""`slime export`: a trained model as a directory, or as one GGUF file for llama.cpp, Ollama and LM
+Studio.
 
 slime export outputs/sums --gguf sums.gguf
 ollama create sums -f <(echo FROM ./sums.gguf)          # or: llama-cli -m sums.gguf
+slime export outputs/lora --to adapter                  of a run with --lora-rank: for PEFT
+slime export outputs/lora --merge --to merged           base and adapter as one model
+slime export outputs/lora --gguf adapter.gguf           the adapter for llama.cpp: llama-cli --lora
+slime export outputs/lora --merge --gguf merged.gguf    both as one file
 """
 
 from __future__ import annotations
 
+import argparse
+import tempfile
 from pathlib import Path
+from typing import get_args
 
+from slime.checkpoints.directory import partial_dir, publish
+from slime.checkpoints.gguf_adapter import adapter_to_gguf
 from slime.checkpoints.gguf_export import hf_to_gguf
+from slime.checkpoints.hf_files import check_export
+from slime.checkpoints.merging import merge_adapter
+from slime.checkpoints.peft_files import AdapterLayout, read_adapter, rewrite_adapter
 from slime.cli.arguments import Arguments
-from slime.cli.model_source import add_model_arguments, model_directory, model_name
+from slime.cli.model_source import ChosenModel, add_model_arguments, chosen_model, model_name
+from slime.cli.push import card_of
+from slime.errors import UserError
+from slime.files import write_atomically
+from slime.models import family_of
 from slime.observe.run_folder import check_no_run_writes
 
 
 def main(argv: list[str]) -> int:
-    """Write the file and say where it is. Returns the exit status."""
+    """Write what is wanted and say where it is. Returns the exit status."""
+    flags = _parser().parse_args(argv)
+    given = [flag for flag in ("to", "gguf") if getattr(flags, flag)]
+    if not given:
+        raise UserError(
+            "slime export needs to know what to write",
+            fix="pass --to DIR or --gguf FILE",
+        )
+    for flag in given:
+        check_no_run_writes(Path(getattr(flags, flag)), f"--{flag}")
+    chosen = chosen_model(flags.path, flags.hf_checkpoint)
+    if flags.merge and chosen.adapter is None:
+        raise UserError(
+            f"--merge: {flags.path} is a whole model",
+            why=f"{chosen.directory} has no adapter",
+            fix="leave --merge out",
+        )
+    if flags.to:
+        _to_directory(chosen, flags)
+    if flags.gguf:
+        _to_gguf(chosen, flags)
+    return 0
+
+
+def _parser() -> Arguments:
     parser = Arguments("slime export", __doc__)
     add_model_arguments(parser)
     add = parser.add_argument
-    add("--gguf", required=True, metavar="FILE", help="the file to write")
+    add("--to", metavar="DIR", help="the directory to write: Hugging Face's form, or PEFT's")
+    add("--gguf", metavar="FILE", help="the file to write")
+    add(
+        "--merge",
+        action="store_true",
+        help="of a run with --lora-rank: the base with the adapter merged into it, computed in "
+        "float32 and rounded once",
+    )
+    add(
+        "--experts",
+        choices=get_args(AdapterLayout),
+        default="per-expert",
+        help="adapters of routed experts: one tensor each, as engines load them, or as PEFT saves "
+        "them itself (default per-expert)",
+    )
     add(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
-        help="of the matrices (default: the model's)",
+        help="of the matrices in a GGUF file (default: the model's)",
     )
     add(
         "--pre-tokenizer",
         help="llama.cpp's name of how text is cut into words, where it is not known here",
     )
-    flags = parser.parse_args(argv)
-    check_no_run_writes(Path(flags.gguf), "--gguf")
-    directory = model_directory(flags.path, flags.hf_checkpoint)
-    path = hf_to_gguf(
-        directory, flags.gguf, flags.dtype, flags.pre_tokenizer, model_name(flags.path)
-    )
-    print(f"wrote {path} ({path.stat().st_size / 1e6:.3g} MB) from {directory}")
-    return 0
+    return parser
+
+
+def _to_directory(chosen: ChosenModel, flags: argparse.Namespace) -> None:
+    target = Path(flags.to)
+    card = card_of(flags.path, chosen)
+    if chosen.adapter is None:
+        _copy(chosen.directory, target)
+    elif flags.merge:
+        merge_adapter(chosen.directory, read_adapter(chosen.adapter), target)
+    else:
+        base = chosen.directory
+        spec = family_of(base).describe(base)
+        rewrite_adapter(target, chosen.adapter, flags.experts, spec, base=str(base))
+    write_atomically(target / "README.md", card.encode())
+    print(f"wrote {target} from {chosen.adapter or chosen.directory}")
+
+
+def _copy(source: Path, target: Path) -> None:
+    check_export(target, {"the model": source})
+    unfinished = partial_dir(target)
+    for entry in sorted(source.iterdir()):
+        if entry.is_file():
+            (unfinished / entry.name).write_bytes(entry.read_bytes())
+    publish(unfinished, target)
+
+
+def _to_gguf(chosen: ChosenModel, flags: argparse.Namespace) -> None:
+    name = model_name(flags.path)
+    target = Path(flags.gguf)
+    if chosen.adapter is None:
+        source = chosen.directory
+        hf_to_gguf(source, target, flags.dtype, flags.pre_tokenizer, name)
+    elif flags.merge:
+        source = chosen.adapter
+        beside = target.resolve().parent
+        beside.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=beside, prefix=".merged-") as folder:
+            whole = merge_adapter(chosen.directory, read_adapter(source), Path(folder) / "model")
+            hf_to_gguf(whole, target, flags.dtype, flags.pre_tokenizer, name)
+    else:
+        source = chosen.adapter
+        adapter_to_gguf(chosen.directory, read_adapter(source), target, flags.dtype, name)
+    print(f"wrote {target} ({target.stat().st_size / 1e6:.3g} MB) from {source}")

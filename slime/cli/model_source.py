@@ -1,20 +1,23 @@
-"""The model that a path means: a Hugging Face directory, a run folder, a --save directory, or a
-name on the hub."""
+"""The model that a path means: a Hugging Face directory, a PEFT adapter, a run folder, a --save
+directory, or a name on the hub."""
 
 from __future__ import annotations
 
 import atexit
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from slime import deadlines
+from slime.checkpoints.peft_files import is_adapter_dir, read_config
 from slime.checkpoints.run_models import (
     RunModel,
     checkpoint_model,
@@ -31,37 +34,69 @@ from slime.processes.host import python_module
 #: Where a Megatron checkpoint keeps what it was converted to: it goes with the checkpoint.
 CONVERTED = "hf"
 _BESIDE = ".hf-of-"
+_ADAPTER_NAME = re.compile(r"[\w.-]+")
+
+
+@dataclass(frozen=True)
+class ChosenModel:
+    """A model that a path means.
+
+    Attributes:
+        directory: Hugging Face directory: the model, or the base of the adapter.
+        adapter: PEFT directory; None for a model of whole weights.
+    """
+
+    directory: Path
+    adapter: Path | None = None
 
 
 def add_model_arguments(parser: Arguments) -> None:
-    """Declare ``path`` and ``--hf-checkpoint``, the arguments of `model_directory`."""
+    """Declare ``path`` and ``--hf-checkpoint``, the arguments of `chosen_model`."""
     parser.add_argument(
         "path",
-        help="a run folder, a --save directory, a Hugging Face directory, or org/name on the hub",
+        help="a run folder, a --save directory, a Hugging Face or PEFT directory, or org/name on "
+        "the hub",
     )
     parser.add_argument(
         "--hf-checkpoint",
-        help="config and tokenizer, for a --save directory outside of its run folder",
+        help="config and tokenizer, for a --save directory outside of its run folder; the base "
+        "model of an adapter, where it names none or one that is elsewhere",
     )
 
 
 def model_directory(path: str, hf_checkpoint: str | None = None) -> Path:
-    """The Hugging Face directory that ``path`` means.
+    """The Hugging Face directory that ``path`` means, see `chosen_model`.
+
+    Raises:
+        UserError: there is no model, or it is an adapter.
+    """
+    chosen = chosen_model(path, hf_checkpoint)
+    if chosen.adapter is not None:
+        raise UserError(
+            f"{path} has an adapter, and no whole model",
+            why=f"{chosen.adapter} changes {chosen.directory}",
+            fix=f"merge it first: slime export {path} --merge --to DIR, and pass DIR",
+        )
+    return chosen.directory
+
+
+def chosen_model(path: str, hf_checkpoint: str | None = None) -> ChosenModel:
+    """Find the model that ``path`` means.
 
     Of a run folder the newest model; a Megatron checkpoint is converted once, into ``hf/`` inside
     it, which appears there as a whole: the run may go on meanwhile.
 
     Args:
-        path: a Hugging Face directory, outputs/<run>, a --save directory, one iteration of it, or
-            org/name on the hub.
+        path: a Hugging Face directory, a PEFT directory, outputs/<run>, a --save directory, one
+            iteration of it, or org/name on the hub.
         hf_checkpoint: config and tokenizer of a Megatron checkpoint that lies outside of its run
-            folder.
+            folder; the base of an adapter.
     Raises:
         UserError: there is no model; says what is there instead.
     """
     folder = Path(path)
     if is_hub_name(path):
-        return fetch_model(path)
+        return ChosenModel(fetch_model(path))
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise UserError(
@@ -71,7 +106,9 @@ def model_directory(path: str, hf_checkpoint: str | None = None) -> Path:
             "directory",
         )
     if has_weights(folder):
-        return folder
+        return ChosenModel(folder)
+    if is_adapter_dir(folder):
+        return ChosenModel(_base_of(folder, hf_checkpoint, None), folder)
     model = newest_model(folder) if is_run_folder(folder) else checkpoint_model(folder)
     if model is None:
         listed = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10])
@@ -82,7 +119,106 @@ def model_directory(path: str, hf_checkpoint: str | None = None) -> Path:
             fix="pass a run folder (outputs/<run>), a --save directory, or a Hugging Face "
             "directory",
         )
-    return model.path if model.is_hf else _converted(model, hf_checkpoint)
+    if model.kind == "adapter":
+        return ChosenModel(_base_of(model.path, hf_checkpoint, model.base), model.path)
+    is_plain = model.kind == "model"
+    return ChosenModel(model.path if is_plain else _converted(model, hf_checkpoint))
+
+
+def _base_of(adapter: Path, given: str | None, of_run: Path | None) -> Path:
+    """The base of an adapter: the one given, that which its config names, or that of its run.
+
+    Raises:
+        UserError: none of them is here.
+    """
+    if given is not None:
+        return model_directory(given)
+    named = str(read_config(adapter).get("base_model_name_or_path") or "")
+    if has_weights(Path(named)):
+        return Path(named)
+    if of_run is not None and has_weights(of_run):
+        return of_run
+    if is_hub_name(named):
+        return fetch_model(named)
+    raise UserError(
+        f"the base model of the adapter {adapter} is not here",
+        why=f"it names {named}, which is no Hugging Face directory of this host"
+        if named
+        else "its config names none",
+        fix="pass --hf-checkpoint with the base model",
+    )
+
+
+@dataclass(frozen=True)
+class NamedModels:
+    """The names under which a server has a model and adapters.
+
+    Attributes:
+        base: of the model without adapters.
+        adapters: name → PEFT directory.
+        own: of the adapter that the path itself means; "" where it means a whole model.
+    """
+
+    base: str
+    adapters: dict[str, Path]
+    own: str = ""
+
+    @property
+    def requested(self) -> str:
+        """What requests name to get the model that the path means."""
+        return f"{self.base}:{self.own}" if self.own else self.base
+
+
+def named_models(chosen: ChosenModel, name: str, given: Sequence[str]) -> NamedModels:
+    """Name a model and adapters for a server.
+
+    Args:
+        name: of what the user's path means: of a run with adapters that of its adapter.
+        given: values of --adapter, NAME=DIR; a DIR is what `chosen_model` takes, with an adapter.
+    Raises:
+        UserError: a name that is taken or that requests cannot carry, or a DIR without an adapter.
+    """
+    adapters: dict[str, Path] = {}
+    own = ""
+    if chosen.adapter is not None:
+        base = model_name(str(chosen.directory))
+        own = name
+        adapters[own] = chosen.adapter
+        base = f"{base}-base" if base == own else base
+    else:
+        base = name
+    for text in given:
+        key, separator, path = text.partition("=")
+        if not separator:
+            key, path = model_name(text), text
+        if not _ADAPTER_NAME.fullmatch(key):
+            raise UserError(
+                f"--adapter {text}: {key!r} is no name for an adapter",
+                why="requests name it as MODEL:NAME",
+                fix="pass NAME=DIR with a NAME of letters, digits, '.', '_' and '-'",
+            )
+        if key in adapters or key == base:
+            raise UserError(f"--adapter {text}: the name {key} is taken", fix="pass another NAME")
+        adapters[key] = _adapter_directory(path)
+    return NamedModels(base, adapters, own)
+
+
+def _adapter_directory(path: str) -> Path:
+    folder = Path(path)
+    if is_adapter_dir(folder):
+        return folder
+    model = None
+    if folder.is_dir():
+        model = newest_model(folder) if is_run_folder(folder) else checkpoint_model(folder)
+    if model is None or model.kind != "adapter":
+        raise UserError(
+            f"--adapter {path}: there is no adapter",
+            why="no adapter_config.json, and no run or checkpoint with --lora-rank"
+            if folder.is_dir()
+            else "there is no such directory",
+            fix="pass a PEFT directory, or the folder of a run with --lora-rank",
+        )
+    return model.path
 
 
 def model_name(path: str) -> str:

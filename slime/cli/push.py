@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slime.checkpoints.run_models import first_base, is_run_folder
 from slime.cli.arguments import Arguments
-from slime.cli.model_source import add_model_arguments, model_directory, model_name
+from slime.cli.model_source import ChosenModel, add_model_arguments, chosen_model, model_name
 from slime.errors import UserError
 from slime.hub import hub_token, upload
 from slime.observe.model_card import UNKNOWN, model_card
@@ -30,9 +30,10 @@ def main(argv: list[str]) -> int:
         )
     if not flags.card_only:
         hub_token(flags.repo)  # before anything is read or converted
-    directory = model_directory(flags.path, flags.hf_checkpoint)
+    chosen = chosen_model(flags.path, flags.hf_checkpoint)
+    directory = chosen.adapter or chosen.directory
     run = _run_of(Path(flags.path), directory)
-    card = _card(model_name(flags.path), run, directory)
+    card = card_of(flags.path, chosen)
     if flags.card_only:
         print(card, end="")
         return 0
@@ -69,14 +70,20 @@ def _run_of(path: Path, directory: Path) -> RunData | None:
     return None
 
 
-def _card(name: str, run: RunData | None, directory: Path) -> str:
-    """A card that lies with a model of no run stays; licences are those that the base model's card
-    has."""
+def card_of(path: str, chosen: ChosenModel) -> str:
+    """Return the card of the model that ``path`` means. One that lies with a model of no run stays;
+    licences are those that the base model's card has."""
+    directory = chosen.adapter or chosen.directory
+    run = _run_of(Path(path), directory)
     own = directory / "README.md"
     if run is None and own.is_file():
         return own.read_text(encoding="utf-8")
     base = first_base(run.path) if run is not None else None
-    return model_card(name, run, base, _licence(base / "README.md") if base else UNKNOWN)
+    if chosen.adapter is not None:
+        base = chosen.directory
+    licence = _licence(base / "README.md") if base else UNKNOWN
+    is_adapter = chosen.adapter is not None
+    return model_card(model_name(path), run, base, licence, is_adapter=is_adapter)
 
 
 def _licence(card: Path) -> str:

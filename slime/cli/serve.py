@@ -3,6 +3,8 @@
 slime serve outputs/sums                    the newest model of a run
 slime serve Qwen3-0.6B --port 8080          a Hugging Face directory
 slime serve checkpoints --hf-checkpoint M   a --save directory that lies outside of its run folder
+slime serve outputs/lora                    a run with --lora-rank: its adapter, on its base
+slime serve Qwen3-0.6B --adapter a=DIR --adapter b=outputs/lora      several, by their names
 slime serve DIR -- --max-slots 8            what follows -- goes to the engine's own command line
 
 Requests must carry a key: that of --api-key, of SLIME_ENGINE_KEY in the environment, or one that is
@@ -23,15 +25,22 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slime import deadlines
+from slime.checkpoints.peft_files import is_loadable, read_adapter, write_plain
 from slime.cli.arguments import Arguments
 from slime.cli.convert import PRECISIONS
-from slime.cli.model_source import add_model_arguments, model_directory, model_name
+from slime.cli.model_source import (
+    NamedModels,
+    add_model_arguments,
+    chosen_model,
+    model_name,
+    named_models,
+)
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.config import make_config
 from slime.engines.keys import ACCESS, EVERYTHING, ONLY_INFERENCE, VARIABLE, key_of, know
@@ -41,7 +50,7 @@ from slime.engines.tool_calls import chat_template, tool_format
 from slime.errors import RunFailed, UserError
 from slime.files import left_behind
 from slime.http_access import is_loopback
-from slime.models import family_name, read_hf_config
+from slime.models import family_name, family_of, read_hf_config
 from slime.models.spec import named_dtype
 from slime.processes.host import bind, reserve_port
 
@@ -57,11 +66,12 @@ def main(argv: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # into a pipe or a file, too
     key = _key(flags)
-    directory = model_directory(flags.path, flags.hf_checkpoint)
-    name = flags.name or model_name(flags.path)
+    chosen = chosen_model(flags.path, flags.hf_checkpoint)
+    models = named_models(chosen, flags.name or model_name(flags.path), flags.adapter)
     with serving(
-        directory,
-        name,
+        chosen.directory,
+        models.base,
+        adapters=models.adapters,
         engine=flags.engine,
         host=flags.host,
         port=flags.port,
@@ -70,11 +80,11 @@ def main(argv: list[str]) -> int:
         with_control_routes=flags.control_routes,
         trust_remote_code=flags.trust_remote_code,
         on_start=lambda url, log: print(
-            f"loading {name} ({directory}) for {url}/v1; its log: {log}"
+            f"loading {models.base} ({chosen.directory}) for {url}/v1; its log: {log}"
         ),
     ) as server:
         is_new = bool(key) and key not in (flags.api_key, os.environ.get(VARIABLE))
-        print(_welcome(server.url, name, key if is_new else ""))
+        print(_welcome(server.url, models, key if is_new else ""))
         try:
             while server.is_alive():
                 time.sleep(deadlines.SERVE_POLL)
@@ -154,6 +164,14 @@ def add_model_flags(parser: Arguments) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run Python code that the model brings"
     )
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="an adapter (LoRA) of the model: a PEFT directory or a run with --lora-rank; requests "
+        "ask for it as MODEL:NAME",
+    )
     choices = ("auto", *ENGINES)
     parser.add_argument(
         "--engine",
@@ -180,6 +198,7 @@ def serving(
     directory: Path,
     name: str,
     *,
+    adapters: Mapping[str, Path] | None = None,
     engine: str = "auto",
     host: str = "127.0.0.1",
     port: int = 0,
@@ -192,6 +211,7 @@ def serving(
     """A server of the model that answers; it ends with the block, or with this process.
 
     Args:
+        adapters: name → PEFT directory, of any form that `read_adapter` takes.
         engine: "auto" or a name of `ENGINES`.
         port: 0 picks a free one.
         extra: more words for the engine's command line.
@@ -222,11 +242,15 @@ def serving(
     url = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
     key = secrets.token_urlsafe(32) if key is None else key
     access = {VARIABLE: key, ACCESS: EVERYTHING if with_control_routes else ONLY_INFERENCE}
-    words = [*spec.argv, *more_words(record, name, directory), *(extra or [])]
-    spec = replace(spec, argv=words, env={**spec.env, **access})
     know(url, key)
     remove_logs_of_the_dead()
     folder, lock = _log_folder()
+    words = [*spec.argv, *more_words(record, name, directory)]
+    if adapters:
+        words += record.adapter_words(
+            {key: _loadable(path, directory, folder / key) for key, path in adapters.items()}
+        )
+    spec = replace(spec, argv=[*words, *(extra or [])], env={**spec.env, **access})
     log = folder / "engine.log"
     server = ServerProcess(f"the {config.engine.rollout_engine} engine", spec, url, log)
     try:
@@ -248,6 +272,15 @@ def serving(
         os.close(lock)
         if reservation is not None:
             reservation.release()
+
+
+def _loadable(adapter: Path, base: Path, folder: Path) -> Path:
+    """An adapter as engines load it: itself, or written anew where it has ranks and scalings that
+    differ, PEFT's layout of experts, or a part of what engines fuse."""
+    found = read_adapter(adapter)
+    is_known = bool(family_name(base))
+    spec = family_of(base).describe(base) if is_known else None
+    return adapter if is_loadable(found, spec) else write_plain(folder, found, spec)
 
 
 def _log_folder() -> tuple[Path, int]:
@@ -278,17 +311,20 @@ def more_words(record: EngineKind, name: str, directory: Path) -> list[str]:
     return words
 
 
-def _welcome(url: str, name: str, new_key: str) -> str:
+def _welcome(url: str, models: NamedModels, new_key: str) -> str:
+    name = models.requested
     known = bool(key_of(url))
     header = f'-H "Authorization: Bearer ${VARIABLE}" ' if known else ""
     key = f'os.environ["{VARIABLE}"]' if known else '"none"'
     key_line = (
         f"Its key, which is shown this once:\n\nexport {VARIABLE}={new_key}\n\n" if new_key else ""
     )
+    names = [f"{models.base}:{adapter}" for adapter in models.adapters]
+    adapters = f"Adapters: {', '.join(names)}; without: {models.base}\n\n" if names else ""
     return f"""\
 {name} is at {url}/v1; Ctrl-C ends it
 
-{key_line}curl {url}/v1/chat/completions -H 'Content-Type: application/json' {header}\\
+{adapters}{key_line}curl {url}/v1/chat/completions -H 'Content-Type: application/json' {header}\\
   -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
 
 from openai import OpenAI

@@ -230,6 +230,18 @@ class RolloutActor:
         self.recorder.record_evaluation(name, rollout_id, output.data)
         return dict(output.metrics or {})
 
+    async def use_adapter(self, version: int, cut: bool) -> None:
+        """Have requests name the policy's adapter of this version.
+
+        Args:
+            cut: requests for older ones are aborted, and go on with this one.
+        """
+        await self.loop.use_adapter(version, cut=cut)
+
+    async def adapters_in_use(self) -> set[str]:
+        """Return the names of the adapters that requests under way have asked for."""
+        return self.loop.adapters_in_use() if self.loop is not None else set()
+
     async def progress(self, evaluation: bool) -> tuple[dict[str, float], str]:
         """Return counters (``done``, ``target``, ``tokens``), and who waits for whom if stuck.
 
@@ -399,6 +411,18 @@ class RolloutHandle:
         ref = self._actor.mark_consumed.remote(rollout_id, trained)
         metrics: dict[str, float] = self._answer(ref, "noting consumed prompts")
         return metrics
+
+    def use_adapter(self, version: int, cut: bool) -> None:
+        """Have requests name the policy's adapter of this version; see
+        `RolloutActor.use_adapter`."""
+        self._answer(self._actor.use_adapter.remote(version, cut), "naming the new adapter")
+
+    def adapters_in_use(self) -> set[str]:
+        """Return the names of the adapters that requests under way have asked for."""
+        names: set[str] = self._answer(
+            self._actor.adapters_in_use.remote(), "asking which adapters are in use"
+        )
+        return names
 
     def give_up(self, rollout_id: int) -> None:
         self._answer(self._actor.give_up.remote(rollout_id), "giving a rollout up")

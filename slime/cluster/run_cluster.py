@@ -13,6 +13,7 @@ import ray
 
 from slime import deadlines
 from slime.checkpoints.load_plan import going_on
+from slime.cluster.adapter_versions import AdapterVersions
 from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
 from slime.cluster.gpu_memory import EngineMemory, GpuMemoryOwner
@@ -138,6 +139,7 @@ class Cluster:
         self._gpu_memory: GpuMemoryOwner | None = None
         self._weights: WeightPush | None = None  # if there are engines
         self._canary: Canary | None = None
+        self._adapters: AdapterVersions | None = None  # if adapters are trained
         self._generating: dict[int, Generating] = {}  # started and not collected, by rollout id
         self._source_at_launch: dict[str, Any] = {}
         self._watches: list[Watch] = []
@@ -249,8 +251,20 @@ class Cluster:
                     self._canary = Canary(self.config, engines.fleet)
             if tolerant:
                 engines.poll_for_deaths()  # some may have died while the trainers came up
+            if self._adapters is None and self.config.lora.lora_rank:
+                rollout = require_launched(self._rollout)
+                self._adapters = AdapterVersions(
+                    rollout.use_adapter,
+                    rollout.adapters_in_use,
+                    cuts=self.config.sync.update_weights_in_flight,
+                )
             self._weights = WeightPush(
-                engines, trainers, self._gpu_memory, self._canary, tolerant=tolerant
+                engines,
+                trainers,
+                self._gpu_memory,
+                self._canary,
+                tolerant=tolerant,
+                adapters=self._adapters,
             )
             self._weights.connect(version)
         self._watches = [group.watch() for group in (trainers, engines) if group is not None]

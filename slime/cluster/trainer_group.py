@@ -125,6 +125,7 @@ class TrainerActor:
         self.num_threads = num_threads
         self.backend: Any = None  # from `setup` on
         self.sync: Any = None  # from `connect_engines` on
+        self._has_learned = False  # since the last push
         os.environ.update(environment)  # before torch is imported
         log_to_file_only(
             f"trainer-{rank}", run_path / "logs", config.observe.log_level, *config.for_hiding()
@@ -164,37 +165,52 @@ class TrainerActor:
 
     def connect_engines(self, engines: list[EngineSlots], on_this_node: bool, version: int) -> None:
         """Connect to the engines, again when they change. ``version`` counts only once."""
+        from slime.weights.adapter_sync import AdapterSync
         from slime.weights.sync import WeightSync
 
         assert self.backend.hf_config is not None
         if self.sync is None:
-            self.sync = WeightSync(
-                self.config,
-                self.backend.pushed_chunks,
-                self.backend.hf_config,
-                rank=self.rank,
-                world_size=self.world_size,
-                start_version=version,
+            model = (self.config, self.backend.pushed_chunks, self.backend.hf_config)
+            ranks: Any = {
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "start_version": version,
+            }
+            adapters = self.backend.adapters
+            self.sync = (
+                WeightSync(*model, **ranks)
+                if adapters is None
+                else AdapterSync(*model, adapters, **ranks)
             )
         self.sync.connect(engines, on_this_node=on_this_node)
 
-    def update_weights(self, canary: list[int]) -> tuple[dict[str, float], list[float] | None]:
+    def update_weights(
+        self, canary: list[int]
+    ) -> tuple[dict[str, float], list[float] | None, list[float] | None]:
         """Push the current weights to every engine, and score ``canary`` with what they get unless
         it is empty. Collective.
 
         Returns:
-            Metrics, and the log-probs of ``canary[1:]`` where this rank has them.
+            Metrics, the log-probs of ``canary[1:]`` where this rank has them, and those without
+            adapters where these are trained.
         """
         metrics: dict[str, float] = {}
+        of_base: list[float] | None = None
         with self._phase("update_weights"):
+            if canary and self.backend.adapters is not None:
+                of_base = self.backend.canary_log_probs(canary, base=True)
             log_probs = self.backend.canary_log_probs(canary) if canary else None
             if canary and self.backend.engine_weights is not None:
                 plain = self.backend.canary_log_probs(canary, plain=True)
                 if plain is not None and log_probs is not None:
                     moved = statistics.fmean(abs(a - b) for a, b in zip(plain, log_probs))
                     metrics["train/canary_quantisation_abs_diff"] = moved
-            receipt = self.sync.push()
-        return receipt.metrics() | metrics, log_probs
+            if self.backend.adapters is None:
+                receipt = self.sync.push()
+            else:
+                receipt = self.sync.push(has_learned=self._has_learned)
+        self._has_learned = False
+        return receipt.metrics() | metrics, log_probs, of_base
 
     def sleep(self, keep_weights: bool) -> dict[str, float]:
         """Free the GPU for the engines; return metrics."""
@@ -221,7 +237,13 @@ class TrainerActor:
                 fetches only its own.
         """
         batch = ray.get(shards[self.backend.data_parallel_rank])
-        return self.backend.train(batch), self.backend.trained_tokens
+        has_rate = any(self.backend.learning_rates())  # a warm-up may begin with none
+        metrics = self.backend.train(batch)
+        self._has_learned |= has_rate and any(
+            step["train/grad_norm"] > 0 and not step["train/skipped"]
+            for step in self.backend.step_metrics
+        )
+        return metrics, self.backend.trained_tokens
 
     def save(self, rollout_id: int, extra_state: dict[str, Any]) -> None:
         with self._phase("save_model"):
@@ -372,10 +394,14 @@ class Trainers:
         answers = self._ask(lambda actor: actor.train.remote(shards), "training")
         return answers[self._reporting_rank][0], [one for _, trained in answers for one in trained]
 
-    def update_weights(self, canary: list[int]) -> tuple[dict[str, float], Sequence[float]]:
-        """Push to the connected engines; return metrics and the log-probs of ``canary[1:]``."""
+    def update_weights(
+        self, canary: list[int]
+    ) -> tuple[dict[str, float], Sequence[float], Sequence[float]]:
+        """Push to the connected engines; return metrics and the log-probs of ``canary[1:]``, with
+        and without the adapters that are trained (() without such)."""
         by_rank = self._ask(lambda actor: actor.update_weights.remote(canary), "pushing weights")
-        return by_rank[0][0], by_rank[self._reporting_rank][1] or ()
+        _, log_probs, of_base = by_rank[self._reporting_rank]
+        return by_rank[0][0], log_probs or (), of_base or ()
 
     def sleep(self, keep_weights: bool) -> dict[str, float]:
         """Free the GPUs for the engines; return rank 0's metrics."""

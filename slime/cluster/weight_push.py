@@ -7,10 +7,12 @@ only it gives them the policy's weights, and requests go to them right after it.
 
 from __future__ import annotations
 
+from slime.cluster.adapter_versions import AdapterVersions
 from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
 from slime.cluster.gpu_memory import GpuMemoryOwner, MemoryHolder
 from slime.cluster.trainer_group import Trainers
+from slime.engines.adapters import adapter_name
 from slime.weights.canary import Canary
 
 
@@ -21,6 +23,7 @@ class WeightPush:
         gpu_memory: owner of the shared GPU memory; None without trainers.
         canary: a prompt that engines and trainer must score alike; None if it is not checked.
         tolerant: engines that die are started again (--use-fault-tolerance).
+        adapters: switches requests to what was pushed; None where whole weights are pushed.
 
     Attributes:
         is_pushing: a push is under way or has failed, so that engines may be paused and hold
@@ -35,12 +38,14 @@ class WeightPush:
         canary: Canary | None,
         *,
         tolerant: bool,
+        adapters: AdapterVersions | None = None,
     ) -> None:
         self._engines = engines
         self._trainers = trainers
         self._gpu_memory = gpu_memory
         self._canary = canary
         self._tolerant = tolerant
+        self._adapters = adapters
         self._version = 0
         self._connected: list[str] = []  # URLs of the engines that the trainer pushes to
         self.is_pushing = False
@@ -79,6 +84,9 @@ class WeightPush:
         self.is_pushing = True
         with engines.external.freeze_membership():
             metrics = engines.retry_without_dead(self._push_once, "a weight push")
+            if self._adapters is not None:
+                # before engines that were started again get requests: they have no older one
+                self._adapters.switch(int(metrics["perf/weight_version"]))
             if engines.table.in_state(State.REJOINING):
                 # requests may come from now on
                 engines.retry_without_dead(self._onload_engines, "taking memory back")
@@ -102,10 +110,16 @@ class WeightPush:
                 self.connect()
             if memory is not None:
                 memory.onload_weights()
+            if self._adapters is not None:
+                self._adapters.unload_old(engines.fleet)
             canary = self._canary
             if canary is None:
                 return trainers.update_weights([])[0]
-            metrics, canary.expected = trainers.update_weights(canary.tokens)
+            metrics, canary.expected, canary.expected_of_base = trainers.update_weights(
+                canary.tokens
+            )
+            if self._adapters is not None:
+                canary.adapter = adapter_name(int(metrics["perf/weight_version"]))
             self._onload_engines()  # without their caches they do not answer
             return metrics | self._check_canary("a weight push", metrics)
 

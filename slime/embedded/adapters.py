@@ -56,11 +56,12 @@ _keys = itertools.count(1)
 
 #: Fields of PEFT's config that say how the adapter is computed.
 _READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "init_lora_weights")
-#: Those that change nothing about an adapter that is computed with.
+#: Those that change nothing about an adapter that is computed with; names of tensors say whether
+#: the experts have one each.
 _WITHOUT_EFFECT = (
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "lora_dropout", "layers_pattern", "megatron_config", "megatron_core",
-    "qalora_group_size", "ensure_weight_tying",
+    "qalora_group_size", "ensure_weight_tying", "target_parameters",
 )  # fmt: skip
 #: Initial values that change the base, which the engine has unchanged.
 _MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -69,7 +70,6 @@ _WHY = {
     "rank_pattern": "all layers of an adapter have one rank here, as in SGLang",
     "alpha_pattern": "all layers of an adapter have one factor here, as in SGLang",
     "modules_to_save": "an adapter cannot replace whole weights",
-    "target_parameters": "experts need names of their own, ….experts.0.gate_proj.lora_A.weight",
     "bias": "an adapter cannot replace biases",
 }
 

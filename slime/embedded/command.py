@@ -33,6 +33,8 @@ def embedded_command(
     longest = config.rollout.rollout_max_context_len
     if longest is not None and is_policy:
         argv += ["--max-context-len", str(longest)]
+    if config.lora.lora_rank and is_policy:
+        argv += ["--enable-lora", "--max-lora-rank", str(config.lora.lora_rank)]
     if config.rollout.deterministic:
         argv += ["--deterministic"]
     if config.train.use_rollout_routing_replay and is_policy:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime import deadlines
+from slime.engines.adapters import ADAPTER_FIELD, GENERATING, with_version
 from slime.engines.api import LOADS_PATH, EngineClient, EngineError, GenerateResult
 from slime.engines.request_fields import SamplingParams
 from slime.engines.workers import ROUTING_KEY_HEADER, RouterWorker, list_workers
@@ -69,6 +70,8 @@ class InFlight:
     url: str = ""
     #: It is for the policy's engines: an abort ends it. Judges and tools are left alone.
     ends_with_rollout: bool = True
+    #: Name of the adapter that the last try asked for; "" for the base.
+    adapter: str = ""
 
 
 class RequestSlots(asyncio.Semaphore):
@@ -103,6 +106,17 @@ class Served:
 
     at: float = -math.inf
     by_some: bool = True
+
+
+@dataclass
+class PolicyAdapter:
+    """The adapter that requests for the policy name; shared by all forks of a client.
+
+    Attributes:
+        name: "" where the policy is no adapter.
+    """
+
+    name: str = ""
 
 
 @dataclass
@@ -213,6 +227,7 @@ class RolloutClient:
         self._policy_urls = {self.base_url, *urls}
         self._next_key = 0
         self._served = Served()
+        self._adapter = PolicyAdapter()
         #: All clients that `fork` made of the same first one, and that one.
         self._forks = [self]
 
@@ -267,6 +282,35 @@ class RolloutClient:
             for slots in {client.slots for client in self._forks}:
                 await slots.resize(self.max_concurrency * len(workers))
         return workers
+
+    # -- adapters ----------------------------------------------------------------------------------
+
+    async def use_adapter(self, name: str, *, cut: bool) -> None:
+        """Have all requests from now on, retries included, ask for this adapter.
+
+        Args:
+            cut: abort requests for older ones, so that whoever sent them goes on with this one;
+                else they end with the adapter that they began with.
+        """
+        self._adapter.name = name
+        if cut and self.adapters_in_use() - {name}:
+            workers = await self._workers_or_known()
+            for (_, problem), worker in zip(
+                await asyncio.gather(*(self._abort_worker(worker) for worker in workers)), workers
+            ):
+                if problem:
+                    logger.warning("%s still uses an older adapter: %s", worker.url, problem)
+
+    def adapters_in_use(self) -> set[str]:
+        """Names of the adapters that requests under way have asked for."""
+        requests = (one for client in self._forks for one in client.in_flight.values())
+        return {request.adapter for request in requests if request.adapter}
+
+    def _adapter_for(self, path: str, body: dict[str, Any], request: InFlight) -> str:
+        """Return the adapter to add to a request; "" for none, or where it names its own."""
+        if not request.ends_with_rollout or path not in GENERATING or ADAPTER_FIELD in body:
+            return ""
+        return self._adapter.name
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -349,14 +393,21 @@ class RolloutClient:
             while not (ends_with_rollout and self._aborting.is_set()):
                 if request.attempt > 1 and name:
                     body = {**body, "rid": f"{name}-r{request.attempt - 1}"}
+                adapter = self._adapter_for(path, body, request)
+                request.adapter = adapter or str(body.get(ADAPTER_FIELD) or "")
+                sent = {**body, ADAPTER_FIELD: adapter} if adapter else body
                 try:
                     if past_router:
                         request.url = await self._least_busy(request)
                     engine = await self.engine(request.url or url)
                     left = max(0.001, end - time.monotonic())
-                    return await engine.request("POST", path, body, timeout=left, headers=headers)
+                    answer = await engine.request("POST", path, sent, timeout=left, headers=headers)
+                    return with_version(answer, adapter) if adapter else answer
                 except EngineError as error:
                     if error.status is not None and 400 <= error.status < 500:
+                        if adapter != self._adapter_for(path, body, request):
+                            request.attempt += 1
+                            continue  # an engine that came back has the newest adapter alone
                         raise RequestRefused(error.url, error.what, error.status) from error
                     first_failure = first_failure or time.monotonic()
                     give_up = min(end, first_failure + self.retry_seconds * retry)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.engines.launch import (
@@ -68,6 +69,8 @@ class EngineKind:
             generation_config.json.
         tool_call_words: of its command line, for calls of tools in a format that SGLang calls so
             ("qwen25").
+        adapter_words: of its command line, for adapters that it serves from the start: name → PEFT
+            directory.
         releases_without_gpu: it has memory to give to the trainer on hosts without GPUs, too.
         trainer_environment: what trainer ranks need in their environment to send it weights, where
             that does not say otherwise.
@@ -88,6 +91,7 @@ class EngineKind:
     computed_here: bool = False
     reads_generation_config: bool = False
     tool_call_words: Callable[[str], tuple[str, ...]] = lambda parser: ()
+    adapter_words: Callable[[Mapping[str, Path]], tuple[str, ...]] = lambda adapters: ()
     releases_without_gpu: bool = False
     trainer_environment: Mapping[str, str] = field(default_factory=dict)
     if_out_of_memory: tuple[str, ...] = ()
@@ -101,6 +105,11 @@ class EngineKind:
         if "out of memory" in exception.lower():
             return (*self.if_out_of_memory, *self.to_find_the_cause)
         return self.to_find_the_cause if exception else (*self.if_killed, *self.to_find_the_cause)
+
+
+def named_paths(adapters: Mapping[str, Path]) -> list[str]:
+    """Return NAME=PATH of each adapter, as engines have them on their command lines."""
+    return [f"{name}={path}" for name, path in adapters.items()]
 
 
 #: Name of ``--rollout-engine`` → the module whose ``KIND`` is its record, imported when a run uses

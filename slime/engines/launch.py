@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from slime.config.config import Config
 
 
+#: Versions of a run's adapter that an engine holds at once: requests under way end with the older.
+RESIDENT_ADAPTERS = 2
+
+
 @dataclass(frozen=True)
 class LaunchSpec:
     """How to start one server process, and how to see that it is ready.
@@ -142,6 +146,7 @@ class EngineFootprint:
         fraction: of the GPU's memory for weights and KV cache together; None: the engine chooses.
         automatic_fraction: what it then about chooses on a device of so many bytes.
         fraction_option: where users set the fraction.
+        adapters_at_once: adapters that memory is reserved for, if the run has adapters.
     """
 
     tensor: int = 1
@@ -155,3 +160,4 @@ class EngineFootprint:
     fraction: float | None = None
     automatic_fraction: Callable[[float], float] = lambda nbytes: 0.0
     fraction_option: str = ""
+    adapters_at_once: int = RESIDENT_ADAPTERS

@@ -6,6 +6,9 @@ counts the saved tensors of the real layers and demands agreement. ``T`` is the 
 micro-batch under context parallelism, and the whole of it under tensor parallelism. With sequence
 parallelism, tensors outside attention and MLP are divided too.
 
+Frozen weights need no gradient, and so not their inputs: with adapters a layer keeps the inputs of
+those matrices alone that have one, and what A makes of them.
+
     dense layer     norm ► token mixer ► norm ► [gate|up] ► product
     expert layer    … ► norm ► router ► rows, k per token ► [gate|up] ► product ► sum
 """
@@ -15,9 +18,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.config import Config
+from slime.models import table_of
+from slime.models.adapters import AdapterConfig, adapted_layers
 from slime.models.layouts import Layout
 from slime.models.mixers import FLOAT32_BYTES, Kernels, mixer_of
 from slime.models.spec import ModelSpec
+from slime.models.table import shapes_of
 
 _INT64 = 8
 
@@ -69,33 +75,97 @@ class Saved:
 
 
 def saved_by_layer(
-    spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels, recompute: Recompute
+    spec: ModelSpec,
+    layout: Layout,
+    layer: int,
+    kernels: Kernels,
+    recompute: Recompute,
+    adapters: AdapterConfig | None = None,
 ) -> Saved:
     """Return what layer ``layer`` keeps per token. Of ``recompute`` only the modules matter here,
     see `saved_by_stage`."""
+    has_input = _Inputs(adapters)
     drop = set(recompute.modules) if recompute.granularity == "selective" else set()
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
     width = spec.hidden_size * share
     parts = {"residual": 2 * width * kernels.element}
     if "layernorm" not in drop:
-        parts["norms"] = 2 * (width * kernels.element + kernels.norm(width, share))
+        outputs = has_input.of_attention + has_input.of_gate_and_up
+        parts["norms"] = outputs * width * kernels.element + 2 * kernels.norm(width, share)
     if spec.post_norms:
         parts["norms behind attention and MLP"] = 2 * (
             width * kernels.element + kernels.norm(width, share)
         )
     parts |= mixer_of(spec.transformer, layer).saved(spec, layout, kernels, drop)
+    per_row = 0.0
     if spec.is_moe_layer(layer):
-        experts, per_row = _experts(spec, layout, kernels, drop)
-        return Saved({**parts, **experts}, per_row)
-    return Saved({**parts, **_mlp(spec, layout, kernels, drop)})
+        experts, per_row = _experts(spec, layout, kernels, drop, has_input)
+        parts |= experts
+    else:
+        parts |= _mlp(spec, layout, kernels, drop, has_input)
+    if adapters is not None:
+        hidden, hidden_rows = _adapter_products(spec, layout, layer, kernels, adapters)
+        parts["products of adapters"] = hidden + hidden_rows
+        per_row += hidden_rows
+    return Saved(parts, per_row)
 
 
-def _mlp(spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]) -> dict[str, float]:
+@dataclass(frozen=True)
+class _Inputs:
+    """Which inputs of Linear layers are kept, for the gradient of a weight or of A."""
+
+    adapters: AdapterConfig | None
+
+    def _any(self, leaves: tuple[str, ...]) -> bool:
+        return self.adapters is None or not self.adapters.targets.isdisjoint(leaves)
+
+    @property
+    def of_attention(self) -> bool:
+        return self._any(("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"))
+
+    @property
+    def of_gate_and_up(self) -> bool:
+        return self._any(("gate_proj", "up_proj", "gate_up_proj"))
+
+    @property
+    def of_down(self) -> bool:
+        return self._any(("down_proj",))
+
+
+def _adapter_products(
+    spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels, adapters: AdapterConfig
+) -> tuple[float, float]:
+    """Bytes per token of A·x: of layers that see each token, and of routed experts."""
+    widths = {True: 0, False: 0}
+    for one in adapted_layers(table_of(spec), spec, adapters):
+        if one.base.applies(spec, layer):
+            widths[one.base.is_expert] += sum(one.present) * one.rank
+    rows = rows_per_token(spec, layout) if widths[True] else 0.0
+    return widths[False] * kernels.element, widths[True] * rows * kernels.element
+
+
+def spread_entries(spec: ModelSpec, layout: Layout, layer: int, adapters: AdapterConfig) -> float:
+    """Entries of the B's that lie between zeros, as the parts of a fused layer have a B each: they
+    are made for each micro-batch and kept for its backward pass."""
+    total = 0.0
+    for one in adapted_layers(table_of(spec), spec, adapters):
+        parts = sum(one.present)
+        if parts > 1 and one.base.applies(spec, layer):
+            rows = sum(shape[0] for shape in shapes_of(one.base, spec))
+            cut = layout.expert * layout.expert_tensor if one.base.is_expert else layout.tensor
+            count = spec.num_experts if one.base.is_expert else 1
+            total += count * rows * parts * one.rank / cut
+    return total
+
+
+def _mlp(
+    spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str], has_input: _Inputs
+) -> dict[str, float]:
     if "mlp" in drop:
         return {}
     width = int(spec.transformer["ffn_hidden_size"]) / layout.tensor * kernels.element
     halves = 2 if spec.transformer.get("gated_linear_unit") else 1
-    return {"gate and up": halves * width, "their product": width}
+    return {"gate and up": halves * width, "their product": width * has_input.of_down}
 
 
 def rows_per_token(spec: ModelSpec, layout: Layout) -> float:
@@ -109,7 +179,7 @@ def rows_per_token(spec: ModelSpec, layout: Layout) -> float:
 
 
 def _experts(
-    spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]
+    spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str], has_input: _Inputs
 ) -> tuple[dict[str, float], float]:
     facts = spec.transformer
     element = kernels.element
@@ -120,9 +190,10 @@ def _experts(
     rows = rows_per_token(spec, layout)
     width = int(facts["moe_ffn_hidden_size"]) / layout.expert_tensor * element
     halves = 2 if facts.get("gated_linear_unit") else 1
-    per_row = spec.hidden_size * element + halves * width + FLOAT32_BYTES
+    per_row = spec.hidden_size * element * has_input.of_gate_and_up
+    per_row += halves * width + FLOAT32_BYTES
     if "moe_act" not in drop:
-        per_row += width if kernels.fused else 2 * width
+        per_row += width * has_input.of_down + (0 if kernels.fused else width)
     sigmoid = facts.get("moe_router_score_function") == "sigmoid"
     chosen = topk * (_INT64 + FLOAT32_BYTES) + (FLOAT32_BYTES if sigmoid else 0)
     exchanged = layout.expert * layout.expert_tensor > 1
@@ -133,7 +204,7 @@ def _experts(
     }
     shared = int(facts.get("moe_shared_expert_intermediate_size") or 0) / layout.tensor * element
     if shared and "shared_experts" not in drop:
-        parts["shared experts"] = (halves + 1) * shared
+        parts["shared experts"] = (halves + has_input.of_down) * shared
     return parts, rows * per_row
 
 
@@ -155,11 +226,16 @@ class StageActivations:
 
 
 def saved_by_stage(
-    spec: ModelSpec, layout: Layout, stage: int, kernels: Kernels, recompute: Recompute
+    spec: ModelSpec,
+    layout: Layout,
+    stage: int,
+    kernels: Kernels,
+    recompute: Recompute,
+    adapters: AdapterConfig | None = None,
 ) -> StageActivations:
     """Add up all layers of a stage, for one micro-batch."""
     layers = layout.layers_of(stage, spec.num_layers)
-    saved = [saved_by_layer(spec, layout, layer, kernels, recompute) for layer in layers]
+    saved = [saved_by_layer(spec, layout, layer, kernels, recompute, adapters) for layer in layers]
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
     checkpoint = spec.hidden_size * kernels.element * share
     rebuilt = 0.0

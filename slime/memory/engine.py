@@ -1,5 +1,5 @@
-"""Memory of one engine rank: its part of the weights, and keys and values of as many tokens as
-memory is left for."""
+"""Memory of one engine rank: its part of the weights, the adapters that it serves, and keys and
+values of as many tokens as memory is left for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.launch import EngineFootprint
 from slime.models import table_of
+from slime.models.adapters import AdapterConfig, adapter_family
 from slime.models.layouts import FusedQKV, LatentProjection
 from slime.models.mixers import mixer_of
 from slime.models.rules import ATTENTION
@@ -30,17 +31,21 @@ class EngineSettings(EngineFootprint):
     Attributes:
         spec: the model, its vocabulary not padded.
         longest: tokens of the longest sequence, prompt and response.
+        adapters: that the engine serves; None: none.
     """
 
     spec: ModelSpec
     longest: int
+    adapters: AdapterConfig | None = None
 
     @staticmethod
     def of(config: Config, spec: ModelSpec, longest: int) -> EngineSettings:
         held = engine_of(config).footprint(config)
         if held.sequences is not None:
             held = replace(held, sequences=min(held.sequences, _requests_at_once(config)))
-        return EngineSettings(**vars(held), spec=spec, longest=longest)
+        return EngineSettings(
+            **vars(held), spec=spec, longest=longest, adapters=AdapterConfig.of(config)
+        )
 
     @cached_property
     def weights(self) -> float:
@@ -72,6 +77,20 @@ class EngineSettings(EngineFootprint):
             self.attention if rule.megatron_names[0].startswith(ATTENTION) else self.tensor
         )
 
+    @cached_property
+    def adapter_pool(self) -> float:
+        """Bytes of the memory for adapters: as many as are served at once, with all targets."""
+        if self.adapters is None:
+            return 0.0
+        spec = self.spec
+        table = adapter_family(table_of(spec), spec, self.adapters)
+        size = -(-spec.num_layers // self.pipeline)
+        held = 0.0
+        for parameter in table.parameters(spec, range(size), first=False, last=False):
+            is_cut = parameter.rule.layout.tp_axis is not None
+            held += parameter.numel / (self.tensor if is_cut else 1)
+        return self.adapters_at_once * held * self.element
+
     @property
     def kv_per_token(self) -> float:
         """Bytes of the KV cache per token and rank."""
@@ -90,7 +109,8 @@ class EngineSettings(EngineFootprint):
         its sequences need at most."""
         if self.sequences is not None:
             return self.sequences * self.longest * self.kv_per_token
-        return max(0.0, self.static_fraction(memory) * memory - self.weights)
+        fixed = self.weights + self.adapter_pool
+        return max(0.0, self.static_fraction(memory) * memory - fixed)
 
     def kv_tokens(self, memory: float) -> int:
         """Tokens that the KV cache holds, over all running requests of one engine."""

@@ -21,7 +21,9 @@ from slime.memory import trainer as trainer_side
 from slime.memory.engine import EngineSettings
 from slime.memory.hardware import DRIVER, DeviceMemory, device_memory
 from slime.memory.trainer import TrainerSettings, longest_sequence
-from slime.models import family_of
+from slime.models import family_of, table_of
+from slime.models.adapters import AdapterConfig, count_parameters
+from slime.models.spec import ModelSpec
 from slime.placement import PlacementPlan
 from slime.processes.host import host_memory
 
@@ -191,10 +193,20 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
         colocate=cluster.colocate and bool(placement.num_train and placement.num_engines),
         trainer_sleeps=bool(cluster.offload_train),
         engine_sleeps=bool(cluster.offload_rollout),
-        bucket=float(config.sync.update_weight_buffer_size),
+        bucket=_bucket(config, spec),
         ranks_per_node=min(placement.num_train, cluster.actor_num_gpus_per_node),
         server_groups=config.engine.sglang_config is not None,
     )
+
+
+def _bucket(config: Config, spec: ModelSpec) -> float:
+    """Bytes of a bucket of a weight push; one of adapters alone may be smaller than the limit."""
+    limit = float(config.sync.update_weight_buffer_size)
+    adapters = AdapterConfig.of(config)
+    if adapters is None:
+        return limit
+    element = 4 if config.megatron.fp32 else 2
+    return min(limit, float(element * count_parameters(table_of(spec), spec, adapters)))
 
 
 def _notes(facts: Facts, memory: float) -> tuple[str, ...]:
@@ -281,7 +293,14 @@ def _awake_engine(engine: EngineSettings) -> list[Use]:
     return [
         Use("engine", "weights", engine.weights),
         Use("engine", "CUDA context and graphs, prefill", engine_side.AWAKE_BYTES),
+        *_adapter_pool(engine),
     ]
+
+
+def _adapter_pool(engine: EngineSettings) -> list[Use]:
+    """Memory for the adapters that an engine serves at once; it stays while the engine sleeps."""
+    size = engine.adapter_pool
+    return [Use("engine", f"pool of {engine.adapters_at_once} adapters", size)] if size else []
 
 
 def _resting_trainer(facts: Facts, trainer: trainer_side.StageMemory | None) -> list[Use]:
@@ -301,7 +320,8 @@ def _resting_engine(facts: Facts, engine: EngineSettings | None, memory: float) 
     if engine is None:
         return []
     if facts.engine_sleeps:
-        return [Use("engine", "asleep (CUDA context and graphs)", engine_side.ASLEEP_BYTES)]
+        asleep = Use("engine", "asleep (CUDA context and graphs)", engine_side.ASLEEP_BYTES)
+        return [asleep, *_adapter_pool(engine)]
     return [*_awake_engine(engine), Use("engine", "KV cache", engine.kv_cache(memory))]
 
 
@@ -316,7 +336,9 @@ def _push(
     sleep."""
     if trainer is not None:
         states = (
-            {"weights": trainer.weights} if shared and facts.trainer_sleeps else trainer.states()
+            {"weights": trainer.weights + trainer.adapter_weights}
+            if shared and facts.trainer_sleeps
+            else trainer.states()
         )
         yield from (Use("trainer", what, size) for what, size in states.items())
         yield Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES)
@@ -367,6 +389,7 @@ def host_phase(facts: Facts) -> Phase:
         count = placement.num_engines
         uses.append(Use("engine", "processes", count * _PROCESS_BYTES))
         uses.append(Use("engine", "weights", count * engine.weights))
+        uses += [Use(one.owner, one.what, count * one.nbytes) for one in _adapter_pool(engine)]
         uses.append(Use("engine", "KV cache at most", count * engine.kv_cache(0.0)))
     return Phase("host", "all", tuple(uses))
 

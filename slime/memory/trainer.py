@@ -3,7 +3,7 @@ micro-batch.
 
 Persistent bytes per trained parameter in half precision: 2 weight, 4 gradient, and 4 master weight
 + 8 Adam moments divided by the replicas (distributed optimizer). In float32 there is no master
-weight.
+weight. With adapters (--lora-rank) these alone are trained: a frozen parameter takes its 2 bytes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ from functools import cached_property
 from importlib.metadata import version
 
 from slime.config.config import Config
-from slime.memory.activations import Recompute, StageActivations, saved_by_stage
+from slime.memory.activations import (
+    Recompute,
+    StageActivations,
+    saved_by_stage,
+    spread_entries,
+)
 from slime.memory.hardware import FLASH4_WIDEST
 from slime.models import table_of
+from slime.models.adapters import AdapterConfig, adapter_family
 from slime.models.layout_rules import layout_of
-from slime.models.layouts import Layout
+from slime.models.layouts import Layout, SomeParts
 from slime.models.mixers import Kernels, mixers_of
 from slime.models.spec import ModelSpec
 from slime.models.table import Parameter
@@ -36,6 +42,9 @@ ASLEEP_TENSORS = 0.7e9
 
 #: Name of AWAKE_BYTES in the plan.
 CONTEXT = "CUDA context, NCCL"
+
+#: Name of the weights of a model with adapters in the plan.
+FROZEN = "weights (frozen)"
 
 #: How many more rows than the average the busiest expert rank gets.
 IMBALANCE = 1.3
@@ -87,6 +96,7 @@ class TrainerSettings:
             (--fake-quantisation).
         measured: log-probs are computed with a copy of all "linears" besides
             (--measure-quantisation).
+        adapters: they are trained and the model is frozen; None: the model is trained.
         on_gpu: kernels and sizes of blocks differ.
         grouped: attention takes keys and values as they are (`slime.models.mixers.Kernels`).
     """
@@ -115,6 +125,7 @@ class TrainerSettings:
     grouped: bool = True
     rounded: str | None = None
     measured: bool = False
+    adapters: AdapterConfig | None = None
 
     @staticmethod
     def of(
@@ -136,6 +147,7 @@ class TrainerSettings:
         )
         cpu_offload = megatron.optimizer_cpu_offload and on_gpu
         staged = megatron.offload_optimizer_states and on_gpu and not cpu_offload
+        adapters = AdapterConfig.of(config)
         return TrainerSettings(
             spec=spec.padded(layout.tensor),
             layout=layout,
@@ -148,7 +160,8 @@ class TrainerSettings:
             moments_on_host=on_host if cpu_offload else float(staged),
             master_on_host=on_host if cpu_offload else 0.0,
             staged=staged,
-            reference=algorithm.needs_reference,
+            # with adapters it is the policy without them
+            reference=algorithm.needs_reference and adapters is None,
             tokens=largest_micro_batch(config, layout, longest, on_gpu=on_gpu),
             longest=longest,
             assumed_length=assumed,
@@ -161,11 +174,14 @@ class TrainerSettings:
             grouped=not on_gpu or _takes_groups(config, spec, flash4),
             rounded=config.quantised.fake_quantisation,
             measured=config.quantised.measure_quantisation,
+            adapters=adapters,
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
-        """Tell whether a parameter is trained, by the expressions of the flags and as the trainer
-        reads them: the experts of a layer by the name of each."""
+        """Tell whether a parameter of the model is trained, by the expressions of the flags and as
+        the trainer reads them: the experts of a layer by the name of each."""
+        if self.adapters is not None:
+            return False
         names = [parameter.name + "0" if parameter.is_expert else parameter.name]
         if parameter.is_output and self.spec.tie_embeddings:
             names = ["embedding.word_embeddings.weight"]
@@ -202,6 +218,28 @@ def rank_parameters(spec: ModelSpec, layout: Layout, stage: int) -> list[RankPar
     return [RankParameter(parameter, parameter.numel // cuts[parameter.cut]) for parameter in whole]
 
 
+def rank_adapters(
+    spec: ModelSpec, adapters: AdapterConfig, layout: Layout, stage: int
+) -> list[RankParameter]:
+    """List the parameters of the adapters of each rank of pipeline stage ``stage``, exactly."""
+    table = adapter_family(table_of(spec), spec, adapters)
+    layers = layout.layers_of(stage, spec.num_layers)
+    found = []
+    for parameter in table.parameters(spec, layers, first=False, last=False):
+        rule = parameter.rule
+        numel = parameter.numel
+        if isinstance(rule.layout, SomeParts):  # rows without an adapter are zeros
+            columns = parameter.shapes[0][1]
+            numel = parameter.count * sum(rule.layout.rows) * columns
+        is_cut = rule.layout.tp_axis is not None
+        if parameter.is_expert:
+            cut = layout.expert * (layout.expert_tensor if is_cut else 1)
+        else:
+            cut = layout.tensor if is_cut else 1
+        found.append(RankParameter(parameter, numel // cut))
+    return found
+
+
 @dataclass(frozen=True)
 class StageMemory:
     """The ranks of one pipeline stage, which all hold the same. Bytes."""
@@ -214,9 +252,22 @@ class StageMemory:
         return rank_parameters(self.settings.spec, self.settings.layout, self.number)
 
     @cached_property
+    def adapters(self) -> list[RankParameter]:
+        """The adapters' parameters; all of them are trained."""
+        settings = self.settings
+        if settings.adapters is None:
+            return []
+        return rank_adapters(settings.spec, settings.adapters, settings.layout, self.number)
+
+    @cached_property
+    def _learning(self) -> list[RankParameter]:
+        trained = [p for p in self.parameters if self.settings.is_trained(p.parameter)]
+        return [*trained, *self.adapters]
+
+    @cached_property
     def trained(self) -> int:
         """Entries with a gradient."""
-        return sum(p.numel for p in self.parameters if self.settings.is_trained(p.parameter))
+        return sum(p.numel for p in self._learning)
 
     @cached_property
     def owned(self) -> float:
@@ -227,13 +278,17 @@ class StageMemory:
         layout = settings.layout
         return sum(
             p.numel / (layout.expert_shards if p.is_expert else layout.shards)
-            for p in self.parameters
-            if settings.is_trained(p.parameter)
+            for p in self._learning
         )
 
     @cached_property
     def weights(self) -> float:
+        """Of the model, without adapters."""
         return float(sum(p.numel for p in self.parameters) * self.settings.element)
+
+    @cached_property
+    def adapter_weights(self) -> float:
+        return float(sum(p.numel for p in self.adapters) * self.settings.element)
 
     @property
     def gradients(self) -> float:
@@ -251,7 +306,8 @@ class StageMemory:
         """Bytes that stay on the device from step to step."""
         settings = self.settings
         found = {
-            "weights": self.weights,
+            "weights" if settings.adapters is None else FROZEN: self.weights,
+            "adapters": self.adapter_weights,
             "gradients": self.gradients,
             "master weights": self.master * (1 - settings.master_on_host),
             "optimizer moments": self.moments * (1 - settings.moments_on_host),
@@ -267,7 +323,8 @@ class StageMemory:
         held = self.moments * settings.moments_on_host + self.master * settings.master_on_host
         held += self.weights if settings.reference else 0.0
         if sleeps:
-            held += self.weights + self.master * (1 - settings.master_on_host)
+            held += self.weights + self.adapter_weights
+            held += self.master * (1 - settings.master_on_host)
             held += self.moments * (1 - settings.moments_on_host)
         return held
 
@@ -308,6 +365,9 @@ class StageMemory:
             "activations": saved.kept * under_way * settings.tokens,
             "activations computed again": saved.rebuilt * settings.tokens,
             "activations of uneven experts": experts * max(1.0, under_way) * settings.tokens,
+            "adapters spread over fused layers": max(self._spread)
+            if settings.recompute.granularity == "full"
+            else sum(self._spread) * max(1.0, under_way),
             "temporaries of a layer": self._temporaries(),
             **self._output(),
             **self._rounded(settings.rounded),
@@ -315,6 +375,19 @@ class StageMemory:
         if settings.on_gpu:
             found["workspaces of products"] = _WORKSPACE_BYTES
         return {name: size for name, size in found.items() if size}
+
+    @cached_property
+    def _spread(self) -> list[float]:
+        """Bytes of each layer's adapters between zeros."""
+        settings = self.settings
+        if settings.adapters is None:
+            return [0.0]
+        layers = settings.layout.layers_of(self.number, settings.spec.num_layers)
+        return [
+            settings.element
+            * spread_entries(settings.spec, settings.layout, layer, settings.adapters)
+            for layer in layers
+        ]
 
     def _temporaries(self) -> float:
         """Bytes of temporaries of the backward pass through the widest layer.
@@ -349,7 +422,12 @@ class StageMemory:
         settings = self.settings
         kernels = Kernels(settings.element, fused=settings.on_gpu, grouped=settings.grouped)
         return saved_by_stage(
-            settings.spec, settings.layout, self.number, kernels, settings.recompute
+            settings.spec,
+            settings.layout,
+            self.number,
+            kernels,
+            settings.recompute,
+            settings.adapters,
         )
 
     def _output(self) -> dict[str, float]:

@@ -21,7 +21,12 @@ UNKNOWN = "unknown"
 
 
 def model_card(
-    name: str, run: RunData | None, base_model: Path | None = None, licence: str = UNKNOWN
+    name: str,
+    run: RunData | None,
+    base_model: Path | None = None,
+    licence: str = UNKNOWN,
+    *,
+    is_adapter: bool = False,
 ) -> str:
     """The card as Markdown, with the hub's YAML head.
 
@@ -30,13 +35,18 @@ def model_card(
         run: what taught it; None: only the name and the licence are known.
         base_model: the directory that the run began with; the hub's own copies have a name there.
         licence: the hub's identifier of the base model's.
+        is_adapter: the files are those of an adapter (LoRA) of the base.
     """
     base = (hub_name(str(base_model)) or base_model.name) if base_model is not None else ""
-    head = {"library_name": "transformers", "pipeline_tag": "text-generation", "license": licence}
+    library = "peft" if is_adapter else "transformers"
+    head = {"library_name": library, "pipeline_tag": "text-generation", "license": licence}
     if base and "/" in base:
         head["base_model"] = base
+    if is_adapter:
+        head["base_model_relation"] = "adapter"
     supervised = run is not None and all(is_supervised(stage) for stage in run.stages)
     tags = ["slime", "sft" if supervised else "reinforcement-learning"] if run else ["slime"]
+    tags += ["lora"] if is_adapter else []
     lines = [
         "---",
         *(f"{key}: {value}" for key, value in head.items()),
@@ -45,6 +55,8 @@ def model_card(
         "---",
     ]
     lines += ["", f"# {name}", ""]
+    if is_adapter:
+        lines += [f"An adapter (LoRA) of `{base}`, in PEFT's format: it needs that model.", ""]
     if run is None:
         return "\n".join(
             [*lines, "Uploaded with `slime push`; of its training nothing is known here.", ""]

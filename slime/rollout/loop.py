@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from slime import deadlines
 from slime.config.config import Config
+from slime.engines.adapters import adapter_name
 from slime.engines.api import EngineClient, EngineError
 from slime.engines.client import RolloutClient
 from slime.engines.keys import key_of
@@ -176,6 +177,16 @@ class RolloutLoop:
         forget_states(self.args)
         if self in _newest:
             _newest.clear()
+
+    async def use_adapter(self, version: int, *, cut: bool) -> None:
+        """Have requests name the policy's adapter of this version (`RolloutClient.use_adapter`)."""
+        await self.start()
+        assert self._client is not None
+        await self._client.use_adapter(adapter_name(version), cut=cut)
+
+    def adapters_in_use(self) -> set[str]:
+        """Names of the adapters that requests under way have asked for."""
+        return self._client.adapters_in_use() if self._client is not None else set()
 
     def _blocking_limit(self) -> float:
         """Seconds that users' code may block the event loop; fewer during an abort."""

@@ -207,7 +207,8 @@ class TrainingRun:
 
     @property
     def model(self) -> Path:
-        """The directory of the newest model that the run has written, in the Hugging Face format.
+        """The directory of the newest model that the run has written, in the Hugging Face format;
+        of a run with ``lora_rank`` the newest adapter, as PEFT writes it.
 
         Raises:
             UserError: there is no model yet, or only a Megatron checkpoint.
@@ -217,7 +218,7 @@ class TrainingRun:
         except UserError as error:
             why = f"the run is {self.state}; it exports the model when it ends"
             raise UserError(f"{self.path} has no model", why=why, fix=error.fix) from error
-        if not newest.is_hf:
+        if newest.kind == "checkpoint":
             raise UserError(
                 f"the newest model of {self.path} is the checkpoint {newest.path}",
                 why=f"the run is {self.state}; it exports the model when it ends",

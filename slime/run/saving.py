@@ -134,7 +134,7 @@ class Saving:
             return
         left = newest_model(self._run.path)
         named = self._flags.save_hf
-        if left.is_hf:
+        if left.is_exported:
             self.model = left.path
         elif named or self._flags.export_model:
             self._export(fill(named, done) if named else self._run.model)

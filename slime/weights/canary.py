@@ -23,6 +23,11 @@ models, dense and with experts; 10 % is allowed. A token that is near the border
 go to one here and to the other there: such a token differed by 15 % and moved the mean by 0.5 %,
 which is why the mean counts.
 
+Where adapters are trained, engines score with the adapter and without. Without it they must agree
+with the trainer's base, and with what they said at the launch: nothing may reach the base. With it
+they must agree with the trainer; and if the adapter moves the trainer's log-probs, it must move the
+engine's, or it was loaded and is not applied.
+
 Where engines hold quantised weights, the trainer scores with the weights that those stand for, so
 that the tolerance is the same, from the first push on: what the format does to the log-probs (in
 toys 5 to 47 % of the deviation) is on both sides. But FP8 kernels other than the embedded engine's
@@ -41,6 +46,7 @@ from typing import Any
 
 from slime import deadlines
 from slime.config.config import Config
+from slime.engines.adapters import ADAPTER_FIELD
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.wire.abilities import Abilities
@@ -68,6 +74,8 @@ _MEAN_IN_16_BITS = 0.1  # of the standard deviation
 _FIRST_ROUNDED = 1.0  # of the standard deviation; of what the first check found
 _TIMES_ROUNDED = 2.0
 _LEAST_IN_16_BITS = 0.01  # nats; for models that find everything equally likely
+_LEAST_EFFECT_IN_FLOAT32 = 1e-5  # nats; smaller effects of an adapter are not judged
+_SHARE_OF_EFFECT = 0.1  # of the effect in the trainer, which an adapter must have in an engine
 
 
 class Canary:
@@ -77,6 +85,8 @@ class Canary:
         tokens: input ids.
         expected: the trainer's log-probs of ``tokens[1:]`` with the weights of the last push, as
             engines compute with them; set with each.
+        expected_of_base: the same without adapters, where these are trained.
+        adapter: name of the adapter of the last push; "" where whole weights are pushed.
         fleet: the engines that are asked; may be replaced.
         pushed: `slime.weights.receipt.Receipt.metrics` of the push that was just before, whose
             findings rule causes out; None after anything else.
@@ -91,6 +101,9 @@ class Canary:
         context = config.rollout.rollout_max_context_len or math.inf
         self.tokens = canary_tokens(spec.vocab_size, int(min(_NUM_TOKENS, context - 1)))
         self.expected: Sequence[float] = ()
+        self.expected_of_base: Sequence[float] = ()
+        self.adapter = ""
+        self._base_at_launch: dict[str, list[float]] = {}  # by engine
         self.fleet = fleet
         self.pushed: Mapping[str, float] | None = None
         self._releases = config.cluster.offload_rollout
@@ -126,26 +139,28 @@ class Canary:
             event: what has just happened, for messages: "a weight push", …
         Returns:
             ``train/canary_logprob_abs_diff``, a mean over tokens, and ``…_max``: of the engine that
-            differs most.
+            differs most. With adapters also ``train/canary_adapter_abs_diff``, what they change: of
+            the engine where it is least.
         Raises:
             UserError: an engine differs by more than is allowed, or does not answer; the trainer's
                 are not finite.
         """
-        if not all(map(math.isfinite, self.expected)):
+        if not all(map(math.isfinite, [*self.expected, *self.expected_of_base])):
             raise UserError(
                 "the trainer's own log-probs of the canary are not finite",
                 why=f"{self._functions}its weights hold NaN or infinity, and the engines have "
                 "them by now",
                 fix="load the last checkpoint before it; lower --lr or --clip-grad",
             )
-        said = self._ask(event)
-        found = [Difference.of(self.expected, log_probs) for log_probs in said]
-        wrong = [number for number, difference in enumerate(found) if not self._allows(difference)]
-        if wrong and self._judges:
-            worst = max(wrong, key=lambda number: found[number].mean)
-            at = found[worst].at
-            numbers = f"trainer {self.expected[at]:.4f}, engine {said[worst][at]:.4f}"
-            raise self._error(event, worst, found[worst], numbers, len(wrong))
+        of_adapters: dict[str, float] = {}
+        if self.adapter:
+            of_base = self._ask(event, "")
+            self._compare(event, self.expected_of_base, of_base, " without an adapter")
+            self._check_base(event, of_base)
+        said = self._ask(event, self.adapter)
+        if self.adapter:
+            of_adapters = self._check_effect(event, said, of_base)
+        found = self._compare(event, self.expected, said, "")
         if self._rounds_activations and self._rounding_error is None:
             self._rounding_error = max(difference.mean for difference in found)
             logger.info(
@@ -154,15 +169,77 @@ class Canary:
         return {
             "train/canary_logprob_abs_diff": max(difference.mean for difference in found),
             "train/canary_logprob_abs_diff_max": max(difference.largest for difference in found),
+            **of_adapters,
         }
 
-    def _ask(self, event: str) -> list[list[float]]:
-        body = {
+    def _compare(
+        self, event: str, expected: Sequence[float], said: Sequence[Sequence[float]], how: str
+    ) -> list[Difference]:
+        """Return how far each engine is from the trainer.
+
+        Args:
+            how: in which way they were asked, for the message.
+        Raises:
+            UserError: one differs by more than is allowed.
+        """
+        found = [Difference.of(expected, log_probs) for log_probs in said]
+        wrong = [number for number, difference in enumerate(found) if not self._allows(difference)]
+        if wrong and self._judges:
+            worst = max(wrong, key=lambda number: found[number].mean)
+            at = found[worst].at
+            numbers = f"trainer {expected[at]:.4f}, engine {said[worst][at]:.4f}"
+            raise self._error(event + how, worst, found[worst], numbers, len(wrong))
+        return found
+
+    def _check_base(self, event: str, said: Sequence[list[float]]) -> None:
+        """Compare what engines say without an adapter with what they said at first."""
+        for url, now in zip(self.fleet.urls, said, strict=True):
+            at_first = self._base_at_launch.setdefault(url, now)
+            moved = Difference.of(at_first, now)
+            if self._judges and not self._allows(moved):
+                raise UserError(
+                    f"after {event}, engine {url} without an adapter gives other log-probs than at "
+                    f"the launch: they differ by {moved.mean:.2g} on average",
+                    why="only adapters are pushed, and the base of engines stays what it was: "
+                    "something has written into it, or it was lost when memory was released",
+                    fix="--no-offload-rollout tells whether a release loses something; leave out "
+                    "whatever else updates this engine's weights",
+                )
+
+    def _check_effect(
+        self, event: str, said: Sequence[Sequence[float]], of_base: Sequence[Sequence[float]]
+    ) -> dict[str, float]:
+        """Return what the adapter changes in the engine where it changes least.
+
+        Raises:
+            UserError: it changes the trainer's log-probs and not this engine's.
+        """
+        due = Difference.of(self.expected_of_base, self.expected).mean
+        effects = [Difference.of(*pair).mean for pair in zip(of_base, said, strict=True)]
+        least = min(effects)
+        floor = _LEAST_EFFECT_IN_FLOAT32 if self._in_float32 else _LEAST_IN_16_BITS
+        if self._judges and due > floor and least < _SHARE_OF_EFFECT * due:
+            raise UserError(
+                f"after {event}, adapter {self.adapter} changes nothing in engine "
+                f"{self.fleet.urls[effects.index(least)]}: the canary's log-probs with and without "
+                f"it differ by {least:.2g} on average, in the trainer by {due:.2g}",
+                why="the engine has loaded it and does not apply it, or only in a part of the "
+                "layers: SGLang does so with experts under some backends",
+                fix="1. --sglang-lora-backend triton, and for experts --sglang-moe-runner-backend "
+                "triton  2. leave layers out with --lora-exclude-modules, to find the one  "
+                "3. --no-check-canary goes on regardless",
+            )
+        return {"train/canary_adapter_abs_diff": least}
+
+    def _ask(self, event: str, adapter: str) -> list[list[float]]:
+        body: dict[str, Any] = {
             "input_ids": self.tokens,
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
+        if adapter:
+            body[ADAPTER_FIELD] = adapter
         try:
             answers = self.fleet.post("/generate", body, deadlines.CANARY_SCORE)
             return [

@@ -234,6 +234,73 @@ class RankQuestions:
         return answer
 
 
+class AdapterCheck(Protocol):
+    """Asks engines what they hold of an adapter."""
+
+    def fingerprints(
+        self, name: str, shapes: Mapping[str, Sequence[int]], timeout: float
+    ) -> dict[str, dict[str, str]]:
+        """Return the fingerprints (xxh3-128) of an adapter's tensors, under the names and in the
+        form in which they were sent, by place: an engine, or a rank of it.
+
+        Args:
+            name: of the adapter.
+            shapes: of the tensors that were sent, by name.
+        """
+
+    def close(self) -> None: ...
+
+
+class WholeAdapterCheck:
+    """Asks engines that state fingerprints by themselves."""
+
+    def __init__(self, fleet: EngineFleet) -> None:
+        self._fleet = fleet
+
+    def fingerprints(
+        self, name: str, shapes: Mapping[str, Sequence[int]], timeout: float
+    ) -> dict[str, dict[str, str]]:
+        body = {"action": "fingerprint", "lora_name": name, "names": None}
+        answers = self._fleet.post("/weights_checker", body, timeout)
+        return {
+            url: answer["fingerprints"]
+            for url, answer in zip(self._fleet.urls, answers, strict=True)
+        }
+
+    def close(self) -> None: ...
+
+
+class RankAdapterCheck:
+    """Asks each rank of SGLang engines through the weight probe; each rank holds whole tensors.
+
+    Args:
+        engines, address: see `RankQuestions`.
+    """
+
+    def __init__(self, fleet: EngineFleet, engines: Sequence[EngineSlots], address: str) -> None:
+        self._engines = engines
+        self._ranks = RankQuestions(fleet, engines, address)
+
+    def fingerprints(
+        self, name: str, shapes: Mapping[str, Sequence[int]], timeout: float
+    ) -> dict[str, dict[str, str]]:
+        request = {
+            "action": "adapter",
+            "lora_name": name,
+            "tensors": {one: list(shape) for one, shape in shapes.items()},
+        }
+        answers = self._ranks.ask(request, timeout)
+        found = {}
+        for engine, ranks in zip(self._engines, answers, strict=True):
+            for number, answer in enumerate(ranks):
+                where = engine.url if len(ranks) == 1 else f"{engine.url} (rank {number})"
+                found[where] = answer["fingerprints"]
+        return found
+
+    def close(self) -> None:
+        self._ranks.close()
+
+
 def serialized(tensor: torch.Tensor) -> str:
     """One payload of ``serialized_named_tensors`` with the bytes of a small CPU tensor in it."""
     return base64.b64encode(pickle.dumps([("request", tensor)])).decode()

@@ -167,7 +167,7 @@ class IpcTransport(Transport):
         def payload(slot: int) -> str:
             if slot not in payloads:
                 payloads[slot] = base64.b64encode(
-                    pickle.dumps(contents(_Opened(handles[slot])))
+                    pickle.dumps(contents(Opened(handles[slot])))
                 ).decode()
             return payloads[slot]
 
@@ -194,16 +194,14 @@ class Handle:
     arguments: tuple[Any, ...]
 
 
-class _Opened:
+class Opened:
     """Pickles as the call of a handle: whoever unpickles it has the memory opened."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = tuple(
-            _Opened(x) if isinstance(x, Handle) else x for x in self._handle.arguments
-        )
+        arguments = tuple(Opened(x) if isinstance(x, Handle) else x for x in self._handle.arguments)
         return self._handle.function, arguments
 
 
@@ -229,7 +227,7 @@ def handle_of(buffer: torch.Tensor) -> Handle:
     return Handle(reductions.rebuild_tensor, (torch.Tensor, typed, place))
 
 
-def _flattened_bucket(bucket: Bucket) -> Callable[[_Opened], Any]:
+def _flattened_bucket(bucket: Bucket) -> Callable[[Opened], Any]:
     """The format of SGLang's own reader of buckets, around the opened buffer."""
     table = [
         _row(entry.name, entry.shape, entry.dtype, entry.offset, entry.nbytes)
@@ -238,7 +236,7 @@ def _flattened_bucket(bucket: Bucket) -> Callable[[_Opened], Any]:
     return lambda buffer: {"flattened_tensor": buffer, "metadata": table}
 
 
-def _bucket_and_table(bucket: Bucket) -> Callable[[_Opened], Any]:
+def _bucket_and_table(bucket: Bucket) -> Callable[[Opened], Any]:
     """The pairs that `slime.engines.sglang.weight_loader.load` takes, around the opened buffer."""
     words = json.dumps([entry.to_json() for entry in bucket.entries]).encode()
     table = torch.frombuffer(bytearray(words), dtype=torch.uint8)

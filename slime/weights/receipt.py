@@ -43,6 +43,8 @@ class Receipt:
         loaded: tensors that every engine is known to have loaded. Fewer than were sent where an
             engine holds some in a form that is not known; a tensor that an engine is known to have
             dropped is an error. None if engines cannot say.
+        adapter: name under which engines have the pushed adapter; "" of a push of whole weights.
+        fingerprints: of an adapter's tensors by name, in the engine's dtype.
     """
 
     version: int
@@ -54,6 +56,8 @@ class Receipt:
     full: bool = False
     zeros: tuple[str, ...] = ()
     loaded: int | None = None
+    adapter: str = ""
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,10 +90,8 @@ class Receipt:
         sent = f"{self.num_tensors} tensors, {self.nbytes / 1e6:,.0f} MB by {self.transport}"
         speed = f"{self.seconds['total']:.2f} s ({rate:.1f} GB/s)"
         loaded = "" if self.loaded is None else f"{self.loaded} known to be loaded, "
-        return (
-            f"weights version {self.version}: {sent} in {speed}, {loaded}{len(self.checked)} "
-            "fingerprints compared"
-        )
+        what = f"adapter {self.adapter}" if self.adapter else f"weights version {self.version}"
+        return f"{what}: {sent} in {speed}, {loaded}{len(self.checked)} fingerprints compared"
 
 
 @dataclass

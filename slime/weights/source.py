@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -25,11 +25,13 @@ from slime.checkpoints.gathering import PlacedParameter, batches, gather, whole_
 from slime.checkpoints.hf_files import HfWriter
 from slime.checkpoints.hf_io import collective_device, match_of, match_parameter
 from slime.checkpoints.megatron_names import Placement, global_parameters
+from slime.checkpoints.peft_files import write_adapter
 from slime.engines.wire.buckets import dtype_in, dtype_name, dtype_of
 from slime.engines.wire.expert_runs import ExpertRun
 from slime.engines.wire.quantised import quantise, quantise_run, require_library
 from slime.errors import UserError
 from slime.models import Match, family_of
+from slime.models.adapters import AdapterConfig
 from slime.models.ignore_list import WeightMatrix, check
 from slime.models.parameters import ModelParameters
 from slime.models.quantised import Quantisation
@@ -71,6 +73,7 @@ class ModelSource:
         own_stage: yield only what this pipeline stage holds. It is collective over the ranks of the
             stage, and nothing crosses the pipeline.
         in_runs: yield stacked experts many at a time (`slime.engines.wire.expert_runs`).
+        adapters: yield the tensors of these adapters, under PEFT's names, instead of the weights.
     """
 
     def __init__(
@@ -81,17 +84,22 @@ class ModelSource:
         model_name: str | None = None,
         own_stage: bool = False,
         in_runs: bool = False,
+        adapters: AdapterConfig | None = None,
     ) -> None:
         family = family_of(hf_config, model_name)
-        self._family = family
         self._spec = family.model_spec(hf_config)
-        self.parameters = ModelParameters(family, self._spec)
+        self.parameters = ModelParameters(family, self._spec, adapters=adapters)
+        self._family = self.parameters.trained_family
         self.zeros: list[str] = []
         place = Placement.current()
         self._placement = dataclasses.replace(place, pp_group=None) if own_stage else place
         self._local = dict(
             global_parameters(
-                model_chunks, self._spec.num_experts, self._placement, in_runs=in_runs
+                model_chunks,
+                self._spec.num_experts,
+                self._placement,
+                in_runs=in_runs,
+                part="base" if adapters is None else "adapters",
             )
         )
         self._matches: dict[str, Match] = {}
@@ -272,6 +280,38 @@ def save_hf(
     """Write the whole model as a Hugging Face directory; see `write_hf`. Collective."""
     source = ModelSource(model_chunks, hf_config, model_name=model_name)
     return write_hf(source, directory, assets_from=assets_from, dtype=dtype)
+
+
+def collect_adapters(
+    model_chunks: Sequence[nn.Module],
+    hf_config: HfConfig,
+    adapters: AdapterConfig,
+    *,
+    base: str,
+    model_name: str | None = None,
+) -> Callable[[Path], None]:
+    """Copy the adapters to host memory of rank 0, and return the function that writes them there as
+    a PEFT directory, at any later time. Collective; the function is not, and does nothing on other
+    ranks.
+
+    Args:
+        base: the base model's directory, or its name on the hub.
+    Raises:
+        UserError: by the function: the directory cannot be written; nothing half-written is left.
+    """
+    source = ModelSource(model_chunks, hf_config, model_name=model_name, adapters=adapters)
+    is_writer = not dist.is_initialized() or dist.get_rank() == 0
+    # buffers are reused; only the writer keeps copies
+    tensors = {
+        name: tensor.detach().to("cpu", copy=True) for name, tensor in source.tensors() if is_writer
+    }
+
+    def write(directory: Path) -> None:
+        if is_writer:
+            write_adapter(directory, tensors, adapters, source.parameters.spec, base=base)
+            logger.info("wrote the adapters to %s", directory)
+
+    return write
 
 
 def write_hf(

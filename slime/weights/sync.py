@@ -129,7 +129,7 @@ class WeightSync:
         with self._ranks.round(_CONNECTING, 2 * deadlines.SYNC_CONTROL) as reached:
             if self.rank == 0:
                 self._fleet = EngineFleet([engine.url for engine in found])
-                with _naming_engine():
+                with naming_engine():
                     route = find_route(
                         self.config, self._fleet, self._hf_config, on_this_node=on_this_node
                     )
@@ -154,7 +154,7 @@ class WeightSync:
         contents = _StageContents.of(self._source, with_shapes=route.asks_ranks)
         gloo = self._gloo_group() if route.kind == "ipc" else None
         self._stage_seconds = [2 * deadlines.DISTRIBUTED_JOIN for _ in route.sources]
-        explained = _naming_engine() if self.rank == 0 else nullcontext()
+        explained = naming_engine() if self.rank == 0 else nullcontext()
         with (
             self._ranks.round(
                 _CONNECTING, sum(self._stage_seconds) + 2 * deadlines.SYNC_CONTROL
@@ -446,12 +446,12 @@ class WeightSync:
                 f"weight update to version {version} failed in the phase '{name}' after "
                 f"{waited:.1f} s: {error}",
                 why=f"trainer rank 0 waited for {late}; {state}",
-                fix=_REMEDIES,
+                fix=REMEDIES,
             ) from error
         seconds[name] = time.perf_counter() - started
 
 
-_REMEDIES = (
+REMEDIES = (
     "look at the engine's log first. If it is alive but slow: push less often "
     "(--update-weights-interval 5), share GPUs (--colocate, no network), check the network "
     "(ibstat; NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=0), give it longer "
@@ -509,14 +509,15 @@ class _StageSent:
 
 
 @contextmanager
-def _naming_engine() -> Iterator[None]:
+def naming_engine() -> Iterator[None]:
+    """Turn the failure of an engine or a stage, as both get ready, into a message with remedies."""
     try:
         yield
     except EngineError as error:
         raise UserError(
-            f"engine {error.url} cannot be reached for weight updates", str(error), _REMEDIES
+            f"engine {error.url} cannot be reached for weight updates", str(error), REMEDIES
         ) from error
     except StageError as error:
         raise UserError(
-            f"{error.where} could not prepare weight updates", error.what, _REMEDIES
+            f"{error.where} could not prepare weight updates", error.what, REMEDIES
         ) from error

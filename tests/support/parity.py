@@ -38,9 +38,10 @@ VIRTUAL = {"num_virtual_stages_per_pipeline_rank": 2}
 
 
 def parity_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> dict[str, Any]:
-    """Everything that is compared, on one rank; tensors by their Hugging Face names."""
+    """Everything that is compared, on one rank; tensors that are trained by their Hugging Face
+    names."""
     from slime.trainer.megatron.backend import MegatronBackend
-    from slime.weights.source import iter_hf_tensors
+    from slime.weights.source import ModelSource
 
     backend = MegatronBackend(
         trainer_config(**LOSS, **flags, actor_num_gpus_per_node=info.world_size), info
@@ -49,10 +50,8 @@ def parity_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> d
     batch = batches[backend.data_parallel_rank]
 
     def named() -> dict[str, Tensor]:
-        return {
-            name: tensor.clone()
-            for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)
-        }
+        source = ModelSource(backend.model_chunks, backend.hf_config, adapters=backend.adapters)
+        return {name: tensor.clone() for name, tensor in source.tensors()}
 
     log_probs, entropies = _scores(backend, batch)
     gradients = whole_gradients(backend, batch, named)

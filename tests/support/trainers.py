@@ -75,7 +75,7 @@ def whole_gradients(backend: Any, batch: TrainBatch, named: Any) -> dict[str, Te
             for bucket in buffer.buckets:
                 mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
-    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in parameters]
     with torch.no_grad():
         for parameter in parameters:

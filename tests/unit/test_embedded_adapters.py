@@ -343,7 +343,6 @@ B1 = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
         ({"alpha_pattern": {"q_proj": 8}}, "sets alpha_pattern .* one factor"),
         ({"modules_to_save": ["lm_head"]}, "sets modules_to_save"),
         ({"fan_in_fan_out": True}, "sets fan_in_fan_out"),
-        ({"target_parameters": ["mlp.experts.down_proj"]}, "sets target_parameters"),
         ({"layer_replication": [[0, 2]]}, "sets layer_replication"),
         ({"layers_to_transform": [1]}, "sets layers_to_transform"),
         ({"exclude_modules": ["o_proj"]}, "sets exclude_modules"),

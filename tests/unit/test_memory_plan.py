@@ -147,6 +147,73 @@ def test_states_of_mixed_precision_are_18_bytes_per_parameter(folders: dict[str,
     assert parameters == pytest.approx(4.02e9, rel=0.01)
 
 
+def test_adapters_are_18_bytes_per_parameter_and_the_frozen_base_is_2(
+    folders: dict[str, Path],
+) -> None:
+    flags = {"lora_rank": 32, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    plan = plan_of(folders[DENSE], loss_type="sft_loss", lora_rank=32)
+    states = owned(phases(plan)["GPU 0", "train"], "trainer")
+    names = ("adapters", "gradients", "master weights", "optimizer moments")
+    assert [states[name] / (32 * 2_064_384) for name in names] == [2, 4, 4, 8]
+    assert states["weights (frozen)"] == pytest.approx(8.04e9, rel=0.01)
+    assert not plan.facts.trainer.reference
+    learning = plan_of(folders[DENSE], colocate=True, **flags)
+    assert ("GPU 0", "log-probs") not in phases(learning)  # the reference is the frozen base
+
+
+def test_the_pool_of_adapters_stays_while_the_engine_sleeps(folders: dict[str, Path]) -> None:
+    plan = plan_of(folders[DENSE], colocate=True, lora_rank=32, sglang_mem_fraction_static=0.8)
+    found = phases(plan)
+    pool = 3 * 2 * 32 * 2_064_384  # the base counts as one
+    for name in ("generate", "train", "push"):
+        assert owned(found["GPU 0", name], "engine")["pool of 3 adapters"] == pool
+    static = owned(found["GPU 0", "generate"], "engine")
+    cache = next(size for what, size in static.items() if "KV cache" in what)
+    assert cache + static["weights"] + pool == pytest.approx(0.8 * 80e9)
+    assert owned(found["GPU 0", "push"], "both")["two buckets"] == 2 * 2 * 32 * 2_064_384
+    two = plan_of(folders[DENSE], colocate=True, lora_rank=32, sglang_max_loras_per_batch=2)
+    assert "pool of 2 adapters" in owned(phases(two)["GPU 0", "train"], "engine")
+
+
+@pytest.mark.parametrize("experts", ["per-expert", "shared-outer"])
+def test_adapters_of_experts_are_divided_with_them(folders: dict[str, Path], experts: str) -> None:
+    counts = {"per-expert": 51_904_512, "shared-outer": 14_450_688}
+    flags: dict[str, Any] = {
+        "lora_rank": 8,
+        "lora_experts": experts,
+        "lora_target_modules": ("gate_proj", "up_proj", "down_proj"),
+        "loss_type": "sft_loss",
+        "actor_num_gpus_per_node": 4,
+        "expert_tensor_parallel_size": 1,
+    }
+    sizes = [
+        owned(
+            phases(plan_of(folders[MOE], 400, expert_model_parallel_size=n, **flags))[
+                "GPU 0-3", "train"
+            ],
+            "trainer",
+        )["adapters"]
+        for n in (1, 4)
+    ]
+    assert sizes[0] == 2 * 8 * counts[experts]
+    shared = 0 if experts == "per-expert" else 48 * 8 * (2 * 2048 + 2048) * 2
+    assert sizes[1] == (sizes[0] - shared) / 4 + shared
+
+
+def test_frozen_matrices_need_no_inputs(folders: dict[str, Path]) -> None:
+    def activations(**flags: Any) -> float:
+        plan = plan_of(folders[DENSE], 400, loss_type="sft_loss", **flags)
+        return owned(phases(plan)["GPU 0", "train"], "trainer")["activations"]
+
+    whole = activations()
+    everything = activations(lora_rank=1)
+    attention = activations(lora_rank=1, lora_target_modules=("q_proj", "k_proj", "v_proj"))
+    assert whole < everything < 1.01 * whole
+    # of each layer the normalised input of the MLP and the product of gate and up
+    dropped = 36 * 8192 * 2 * (2560 + 9728)
+    assert attention == pytest.approx(whole - dropped, rel=0.01)
+
+
 def test_offloaded_states_are_in_host_memory(folders: dict[str, Path]) -> None:
     here = plan_of(folders[DENSE], loss_type="sft_loss")
     there = plan_of(folders[DENSE], loss_type="sft_loss", offload_optimizer_states=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import os
 import socket
 from pathlib import Path
@@ -31,6 +32,7 @@ from slime.errors import UserError
 from slime.placement import PlacementPlan
 from slime.rollout.plugin_api import get_model_url
 from tests.support.embedded_models import save_tiny_model
+from tests.support.hf_configs import config_of as hf_config_of
 from tests.support.sglang_servers import process_of
 
 pytestmark = pytest.mark.usefixtures("sglang_stand_in")
@@ -475,3 +477,52 @@ def test_a_flag_of_another_version_names_that_version(monkeypatch: pytest.Monkey
     error = unknown_name("sglang-no-such", "")
     assert "SGLang 0.5.12 does not have" in str(error) and f"SGLang {version} has it" in str(error)
     assert "did you mean --sglang-dtype" in str(unknown_name("sglang-dtipe", ""))
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+def lora(tmp_path: Path, model: str = "qwen3", **flags: Any) -> dict[str, Any]:
+    (tmp_path / "config.json").write_text(json.dumps(hf_config_of(model)))
+    return {"hf_checkpoint": str(tmp_path), "lora_rank": 8, **flags}
+
+
+def test_engines_have_room_for_the_base_and_two_versions_of_the_adapter(tmp_path: Path) -> None:
+    flags = lora(tmp_path, lora_target_modules=("q_proj", "down_proj"))
+    args = parsed(**flags)
+    assert args.enable_lora and args.max_lora_rank == 8 and args.max_loras_per_batch == 3
+    assert args.lora_target_modules == ["down_proj", "k_proj", "q_proj", "v_proj"]
+    assert (args.lora_backend, args.experts_shared_outer_loras) == ("csgmv", None)
+    more = parsed(**flags, sglang_max_lora_rank=16, sglang_lora_target_modules=("o_proj",))
+    assert more.max_lora_rank == 16 and "o_proj" in more.lora_target_modules
+    assert not parsed().enable_lora
+    of_judge = EnginePlace(model_path="/models/judge")
+    assert not parsed(of_judge, **flags).enable_lora
+
+
+def test_adapters_of_experts_take_the_kernels_that_compute_them(tmp_path: Path) -> None:
+    args = parsed(**lora(tmp_path, "qwen3_moe", lora_experts="shared-outer"))
+    assert args.experts_shared_outer_loras
+    assert (args.lora_backend, args.moe_runner_backend) == ("triton", "triton")
+    with pytest.raises(UserError, match="flashinfer_cutlass does not go with adapters of experts"):
+        parsed(**lora(tmp_path, "qwen3_moe"), sglang_moe_runner_backend="flashinfer_cutlass")
+
+
+def test_the_base_is_kept_while_engines_sleep_as_no_push_brings_it(tmp_path: Path) -> None:
+    assert parsed(**lora(tmp_path), colocate=True).enable_weights_cpu_backup
+    assert not parsed(colocate=True).enable_weights_cpu_backup
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"sglang_dp_size": 2, "sglang_enable_dp_attention": True}, "one replica only"),
+        ({"sglang_max_loaded_loras": 3}, "--sglang-max-loaded-loras 3 does not go"),
+        ({"sglang_max_loras_per_batch": 1}, "counts the base as one"),
+    ],
+)
+def test_what_adapters_cannot_have_is_refused(
+    tmp_path: Path, flags: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(UserError, match=expected):
+        sglang_command(config_of(**lora(tmp_path), **flags), "m", "h", 1)

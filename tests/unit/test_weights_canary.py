@@ -505,3 +505,75 @@ def test_example_of_a_difference() -> None:
     assert Difference.of([-1.0, -2.0], [-1.0, -2.5]) == Difference(
         mean=0.25, largest=0.5, at=1, first=0.0
     )
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+BASE = [-3.0] * 31
+WITH = [-3.0 + 0.2 * (number % 2) for number in range(31)]
+
+
+class AdapterFleet(Fleet):
+    """One engine that says something else with an adapter."""
+
+    def __init__(self, said: list[float], of_base: list[float], **info: Any) -> None:
+        super().__init__(said, **info)
+        self.of_base = of_base
+
+    def post(self, path: str, body: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+        self.bodies.append(body)
+        said = self.said[0] if body.get("lora_path") == "policy-2" else self.of_base
+        return [self.answer(said, body["input_ids"])]
+
+
+def with_adapter(fleet: AdapterFleet, models: dict[str, Path], **flags: Any) -> Canary:
+    canary = canary_of(fleet, models["llama"], WITH, **flags)
+    canary.expected_of_base = BASE
+    canary.adapter = "policy-2"
+    return canary
+
+
+def test_an_adapter_is_scored_with_and_without(models: dict[str, Path]) -> None:
+    fleet = AdapterFleet(WITH, BASE)
+    found = with_adapter(fleet, models).check("a weight push")
+    assert found[LARGEST] == 0
+    assert found["train/canary_adapter_abs_diff"] == pytest.approx(0.2 * 15 / 31)
+    assert [body.get("lora_path") for body in fleet.bodies] == [None, "policy-2"]
+
+
+@pytest.mark.parametrize("flags", [{}, {"bf16": True}])
+def test_an_adapter_that_is_loaded_and_not_applied(
+    models: dict[str, Path], flags: dict[str, Any]
+) -> None:
+    info = {"dtype": "bfloat16"} if flags else {}
+    with pytest.raises(UserError, match="adapter policy-2 changes nothing in engine http://engine"):
+        with_adapter(AdapterFleet(BASE, BASE, **info), models, **flags).check("a weight push")
+
+
+def test_an_adapter_of_zeros_changes_nothing_and_need_not(models: dict[str, Path]) -> None:
+    canary = with_adapter(AdapterFleet(BASE, BASE), models)
+    canary.expected = BASE
+    assert canary.check("a weight push")["train/canary_adapter_abs_diff"] == 0
+
+
+def test_an_adapter_of_another_version(models: dict[str, Path]) -> None:
+    said = [value + 0.05 for value in WITH]
+    with pytest.raises(UserError, match="after a weight push, engine http://engine-0 gives other"):
+        with_adapter(AdapterFleet(said, BASE), models).check("a weight push")
+
+
+def test_a_base_that_is_not_the_trainers(models: dict[str, Path]) -> None:
+    other = [value + 0.05 for value in BASE]
+    with pytest.raises(UserError, match="after a weight push without an adapter, engine"):
+        with_adapter(AdapterFleet(WITH, other), models).check("a weight push")
+
+
+def test_a_base_that_moves(models: dict[str, Path]) -> None:
+    """Within the tolerance each time, as the trainer's moves along."""
+    fleet = AdapterFleet(WITH, BASE)
+    canary = with_adapter(fleet, models)
+    canary.check("a weight push")
+    fleet.of_base = [value + 0.002 for value in BASE]
+    canary.expected_of_base = fleet.of_base
+    with pytest.raises(UserError, match="other log-probs than at the launch"):
+        canary.check("a weight push")

@@ -10,17 +10,29 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from huggingface_hub.constants import HF_HOME
 
 from slime import deadlines
 from slime.config.engine_flags import SGLANG_INSTEAD, SGLANG_RESERVED, sglang_args, to_argv
+from slime.engines.adapters import served_targets
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
-from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSpec
+from slime.engines.kinds import named_paths
+from slime.engines.launch import (
+    ONE_GPU,
+    RESIDENT_ADAPTERS,
+    EngineFootprint,
+    EnginePlace,
+    LaunchSpec,
+)
 from slime.engines.model_groups import GroupRules
 from slime.engines.sglang.versions import check_version, installed_version
 from slime.errors import UserError
+from slime.models import family_of
+from slime.models.adapters import AdapterConfig, adaptable, adapted_layers
+from slime.models.spec import ModelSpec
+from slime.models.table import ModelFamily
 from slime.processes.host import python_module
 
 if TYPE_CHECKING:
@@ -42,6 +54,9 @@ _AUTOMATIC_PART = 0.95
 _AUTOMATIC_REST = 5.9e9
 _VOCABULARY_UNIT = 64
 _KV_BYTES = {"fp8_e5m2": 1, "fp8_e4m3": 1, "fp4_e2m1": 0.5}
+
+#: SGLang's kernels for experts that compute adapters of them, too.
+_RUNNERS_WITH_ADAPTERS = ("triton", "marlin")
 
 #: Algorithms whose drafts come from no trained weights, so that a push leaves nothing behind.
 _DRAFTS_WITHOUT_WEIGHTS = ("NGRAM",)
@@ -93,6 +108,96 @@ def check_sglang(config: Config) -> None:
             why="an engine's tensor-parallel size is the former divided by the latter",
         )
     check_pushes(config, flags)
+    check_adapters(config, flags)
+
+
+def check_adapters(config: Config, options: Mapping[str, Any], where: str = "") -> None:
+    """Refuse options with which an engine could not serve the adapters that are trained.
+
+    Args:
+        options, where: see `check_pushes`.
+    Raises:
+        UserError: names the option.
+    """
+    if not config.lora.lora_rank:
+        return
+
+    def refuse(option: str, why: str, fix: str = "leave it out") -> NoReturn:
+        value = options[option]
+        name = f"--sglang-{option.replace('_', '-')} {value}"
+        raise UserError(
+            f"{where} has {option} {value}, which does not go with --lora-rank"
+            if where
+            else f"{name} does not go with --lora-rank",
+            why=why,
+            fix=fix,
+        )
+
+    if int(options.get("dp_size") or 1) > 1:
+        refuse(
+            "dp_size",
+            "SGLang loads adapters into engines of one replica only",
+            "start more engines instead (raise --rollout-num-gpus)",
+        )
+    if options.get("max_loaded_loras") is not None:
+        refuse(
+            "max_loaded_loras",
+            "SGLang would unload the policy's adapter for another one, and cannot load it again: "
+            "it came from the trainer and is in no file",
+        )
+    if options.get("enable_lora") is False:
+        refuse("enable_lora", "requests are answered with the adapter that is trained")
+    if 0 < int(options.get("max_loras_per_batch") or 3) < 2:
+        refuse(
+            "max_loras_per_batch",
+            "it counts the base as one, so that no adapter could be used beside it",
+            "pass 3, the default here: the base and two versions of the policy",
+        )
+
+
+def adapter_options(
+    config: Config, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options that let the policy's engines serve the adapters that are trained, and
+    defaults for others.
+
+    Args:
+        given: the user's options.
+    Raises:
+        UserError: options with which experts' adapters could not be applied.
+    """
+    adapters = AdapterConfig.of(config)
+    if adapters is None:
+        return {}, {}
+    path = str(config.checkpoint.hf_checkpoint)
+    family = family_of(path, config.checkpoint.model_name)
+    spec = family.model_spec(path)
+    targets = served_targets(adapters.targets, adaptable(family, spec))
+    ours: dict[str, Any] = {
+        "enable_lora": True,
+        "max_lora_rank": max(adapters.rank, int(given.get("max_lora_rank") or 0)),
+        "lora_target_modules": sorted({*targets, *(given.get("lora_target_modules") or ())}),
+    }
+    # the base, which the canary asks for, and two versions of the policy
+    defaults: dict[str, Any] = {"max_loras_per_batch": 3}
+    if adapts_experts(family, spec, adapters):
+        if adapters.experts == "shared-outer":
+            ours["experts_shared_outer_loras"] = True
+        # SGLang's other kernels may pass experts by, or refuse adapters of them
+        defaults |= {"lora_backend": "triton", "moe_runner_backend": "triton"}
+        runner = str(given.get("moe_runner_backend") or "triton")
+        if runner not in _RUNNERS_WITH_ADAPTERS:
+            raise UserError(
+                f"--sglang-moe-runner-backend {runner} does not go with adapters of experts",
+                why=f"SGLang computes these with {' and '.join(_RUNNERS_WITH_ADAPTERS)} alone",
+                fix="leave it out, or take the experts out with --lora-exclude-modules",
+            )
+    return ours, defaults
+
+
+def adapts_experts(family: ModelFamily, spec: ModelSpec, adapters: AdapterConfig) -> bool:
+    """Return whether routed experts have adapters."""
+    return any(layer.base.is_expert for layer in adapted_layers(family, spec, adapters))
 
 
 def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") -> None:
@@ -171,7 +276,9 @@ def _check_override(name: str, value: Any) -> None:
 
 
 def _check_policy(config: Config, overrides: Mapping[str, Any], where: str) -> None:
-    check_pushes(config, {**config.engine.sglang, **overrides}, where)
+    options = {**config.engine.sglang, **overrides}
+    check_pushes(config, options, where)
+    check_adapters(config, options, where)
 
 
 #: Of the server groups of --sglang-config.
@@ -236,6 +343,13 @@ def sglang_options(
         # to sleep
         if config.sync.update_weights_interval > 1 or not is_policy:
             defaults["enable_weights_cpu_backup"] = True
+        # the base is never pushed
+        if config.lora.lora_rank:
+            ours["enable_weights_cpu_backup"] = True
+    if is_policy:
+        of_adapters, their_defaults = adapter_options(config, given)
+        ours |= of_adapters
+        defaults |= their_defaults
     if config.rollout.deterministic:
         defaults["enable_deterministic_inference"] = True
     if config.train.use_rollout_routing_replay and is_policy:
@@ -280,7 +394,17 @@ def sglang_footprint(config: Config) -> EngineFootprint:
         fraction=float(fraction) if fraction is not None else None,
         automatic_fraction=_automatic_fraction,
         fraction_option="--sglang-mem-fraction-static",
+        # the base takes a place, too
+        adapters_at_once=int(options.get("max_loras_per_batch") or 1 + RESIDENT_ADAPTERS),
     )
+
+
+def adapter_words(adapters: Mapping[str, Path]) -> tuple[str, ...]:
+    """The words for adapters that are served from the start. The base takes a place among those
+    that a batch may have."""
+    at_once = str(len(adapters) + 1)
+    paths = named_paths(adapters)
+    return ("--enable-lora", "--max-loras-per-batch", at_once, "--lora-paths", *paths)
 
 
 def _automatic_fraction(nbytes: float) -> float:

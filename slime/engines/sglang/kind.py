@@ -19,6 +19,7 @@ KIND = EngineKind(
     check_installed=lambda: check_version(installed_version()),
     reads_generation_config=True,
     tool_call_words=lambda parser: ("--tool-call-parser", parser),
+    adapter_words=sglang.adapter_words,
     releases_without_gpu=True,
     # as SGLang sets it for its processes: NCCL cannot join two that map memory in different ways
     trainer_environment={"NCCL_CUMEM_ENABLE": "0"},

@@ -30,6 +30,7 @@ from torch import nn
 
 from slime import deadlines
 from slime.engines.sglang import load_marks
+from slime.engines.sglang.adapter_probe import adapter_fingerprints
 from slime.engines.sglang.loadable import close_layers, open_layers, opened_to_look
 from slime.engines.wire.buckets import FINGERPRINTS
 from slime.engines.wire.expert_runs import ExpertRun
@@ -100,7 +101,8 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
             layers are open; "mark" and "open": no more; the tensors of the last layout, which will
             be sent, are marked; "fingerprint": some of these tensors and ``"method"``, of
             `FINGERPRINTS`; the answer also names what was marked and is not loaded; "close": no
-            more.
+            more; "adapter": ``"lora_name"`` and ``"tensors"`` that were sent
+            (`slime.engines.sglang.adapter_probe`).
     """
     try:
         [(_, raw)] = named_tensors
@@ -128,6 +130,9 @@ def _answer(model: nn.Module, request: dict[str, Any]) -> dict[str, Any]:
         if action == "layout":
             with opened_to_look(model) if request.get("opens") else nullcontext():
                 return _layout(model, request["tensors"])
+        if action == "adapter":
+            held = adapter_fingerprints(request["lora_name"], request["tensors"])
+            return {"fingerprints": held}
         if action == "mark":
             return {"marked": _mark(model, keep=True)}
         return _fingerprints(model, request["tensors"], request["method"])
@@ -187,8 +192,15 @@ class Tree:
     """A model's parameters, found by the names that checkpoints give them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = dict(model.named_modules())
-        self.parameters = dict(model.named_parameters())
+        # a layer that may have adapters is wrapped; what it wraps has the weights, and its name
+        self.modules = {
+            name: module._modules.get("base_layer") or module
+            for name, module in model.named_modules()
+        }
+        self.parameters = {
+            name.replace(".base_layer.", "."): parameter
+            for name, parameter in model.named_parameters()
+        }
 
     def find(self, name: str, shape: tuple[int, ...]) -> Held | None:
         """Find this rank's slice of a tensor; None if it is not here, or not in a known form.

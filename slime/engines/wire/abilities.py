@@ -34,6 +34,14 @@ class Abilities:
         rounds_activations: its FP8 kernels round activations, too.
         num_ranks: processes that hold weights.
         adapters: it serves adapters (LoRA) that it is given while it runs.
+        adapter_rank: the largest rank of these; 0 for any.
+        adapter_targets: last parts of the names of the layers that may have one; () for all.
+        adapters_at_once: adapters that one batch may use, the base counted as one; 0 for any
+            number.
+        shares_outer_experts: it holds the outer sides of routed experts' adapters once for all
+            experts; None where both forms can be loaded.
+        adapts_lone_queries: an adapter of ``q_proj`` can be loaded where the layer has no
+            ``k_proj`` and ``v_proj`` (latent attention).
     """
 
     engine: str
@@ -47,6 +55,11 @@ class Abilities:
     rounds_activations: bool = False
     num_ranks: int = 1
     adapters: bool = False
+    adapter_rank: int = 0
+    adapter_targets: tuple[str, ...] = ()
+    adapters_at_once: int = 0
+    shares_outer_experts: bool | None = None
+    adapts_lone_queries: bool = True
 
     @staticmethod
     def read(info: Mapping[str, Any]) -> Abilities:
@@ -54,7 +67,12 @@ class Abilities:
         stated = info.get("abilities")
         if stated is None:
             return _from_sglang_arguments(info)
-        return Abilities(**stated | {"transports": tuple(stated["transports"])})
+        lists = {
+            name: tuple(stated[name])
+            for name in ("transports", "adapter_targets")
+            if name in stated
+        }
+        return Abilities(**stated | lists)
 
     def to_json(self) -> dict[str, Any]:
         """The value of "abilities" in ``/server_info``."""
@@ -67,6 +85,7 @@ SGLANG = Abilities(
     "slices",
     packs_quantised=True,
     rounds_activations=True,
+    adapts_lone_queries=False,
 )
 
 
@@ -80,5 +99,19 @@ def _from_sglang_arguments(info: Mapping[str, Any]) -> Abilities:
         quantises=weights not in (None, "", "unquant"),
         coarse_cache=(info.get("kv_cache_dtype") or "auto") not in ("auto", "bf16", "bfloat16"),
         num_ranks=int(info.get("tp_size") or 1),
-        adapters=bool(info.get("enable_lora")),
+        **_adapters_of_sglang(info),
     )
+
+
+def _adapters_of_sglang(info: Mapping[str, Any]) -> dict[str, Any]:
+    # adapters can be loaded into one replica only (SGLang 0.5.16, dp_size)
+    if not info.get("enable_lora") or int(info.get("dp_size") or 1) > 1:
+        return {}
+    targets = info.get("lora_target_modules") or ()
+    return {
+        "adapters": True,
+        "adapter_rank": int(info.get("max_lora_rank") or 0),
+        "adapter_targets": () if "all" in targets else tuple(sorted(targets)),
+        "adapters_at_once": int(info.get("max_loras_per_batch") or 0),
+        "shares_outer_experts": bool(info.get("experts_shared_outer_loras")),
+    }

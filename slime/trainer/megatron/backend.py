@@ -23,22 +23,26 @@ from slime.user_code.loading import user_function
 device.install()  # before anything imports megatron
 
 from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slime.checkpoints.hf_io import load_hf
-from slime.checkpoints.load_plan import LoadPlan
+from slime.checkpoints.directory import ADAPTER
+from slime.checkpoints.hf_io import fill_adapters, load_hf
+from slime.checkpoints.load_plan import LoadPlan, is_hf_dir, resolve_reference
+from slime.checkpoints.loading import holds_adapters, saved_reference
 from slime.checkpoints.loading import load as load_checkpoint
-from slime.checkpoints.loading import saved_reference
+from slime.checkpoints.peft_files import fitted, read_adapter
 from slime.checkpoints.resuming import agreed_plan
 from slime.checkpoints.saving import CheckpointWriter
 from slime.checkpoints.trainer_state import TrainerState
-from slime.models import family_of
+from slime.models import family_of, table_of
+from slime.models.adapters import AdapterConfig, adapter_family
 from slime.models.layout_rules import check_layout, virtual_stages
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config
 from slime.paths import fill
 from slime.trainer.ci_checks import check_grad_norms, check_rollout
-from slime.trainer.megatron import forward, optimizer, parallel, te_layers
+from slime.trainer.megatron import adapters, forward, optimizer, parallel, te_layers
 from slime.trainer.megatron.engine_weights import EngineWeights
 from slime.trainer.megatron.model import build_model_chunks
 from slime.trainer.megatron.moe_layer import uses_balance_losses
@@ -52,7 +56,7 @@ from slime.trainer.records import LossInputs, MicroBatchResult, StepOutcome, Tok
 from slime.trainer.role import POLICY, REFERENCE, Role, policy_loss, roles_of
 from slime.trainer.update import update
 from slime.trainer.user_functions import UserFunctions
-from slime.weights.source import save_hf
+from slime.weights.source import collect_adapters, save_hf
 
 logger = get_logger(__name__)
 
@@ -76,6 +80,7 @@ class MegatronBackend:
         skipped: a line for each damaged checkpoint that `setup` has passed over.
         failed_step: the last step, if it ended in `NonFiniteTraining`.
         engine_weights: the weights that engines compute with, if they hold quantised ones.
+        adapters: what is trained in place of the model's own weights, if anything.
         trained_tokens: recorded tokens of the last rollout, if this rank speaks for them.
     """
 
@@ -92,6 +97,7 @@ class MegatronBackend:
         self.offloader: Offloader | None = None
         self.routing: RoutingGuide | None = None
         self.engine_weights: EngineWeights | None = None
+        self.adapters: AdapterConfig | None = None
         self.extra_state: dict[str, Any] = {}
         self.skipped: list[str] = []
         self.next_rollout_id = 0
@@ -131,8 +137,15 @@ class MegatronBackend:
     def _set_up_model(self, initialise: bool) -> None:
         config = self.config
         chunks = build_model_chunks(self.spec, config, initialise=initialise)
-        optimizer.freeze(chunks, config)
-        self.model_chunks = optimizer.wrap_data_parallel(chunks, config)
+        if config.lora.lora_rank:
+            self.adapters = AdapterConfig.for_model(config.lora, table_of(self.spec), self.spec)
+            adapters.attach(chunks, self.spec, self.adapters)
+            adapters.draw_first_values(chunks, self.spec, self.adapters, config.train.seed)
+            finalize = adapters.finish_gradients
+        else:
+            optimizer.freeze(chunks, config)
+            finalize = finalize_model_grads
+        self.model_chunks = optimizer.wrap_data_parallel(chunks, config, finalize)
         for chunk, wrapper in zip(chunks, self.model_chunks, strict=True):
             chunk.attach(wrapper)
         self.routing = guide_for(chunks, self.spec, config)
@@ -140,10 +153,13 @@ class MegatronBackend:
             self.engine_weights = EngineWeights.of(config, self.model_chunks, self.hf_config)
         if initialise:
             self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, config)
-            for role in self._frozen_roles():
+            for role in self._copied_roles():
                 self.copies[role.name] = WeightsCopy(self.model_chunks)
         self.next_rollout_id = 0 if initialise else self._load()
-        if REFERENCE in self.copies:
+        if self.adapters is not None:
+            differs = not adapters.changes_nothing(self.model_chunks)
+            self.reference_is_policy = not self.ranks.any_of_all(differs)
+        elif REFERENCE in self.copies:
             differs = not self.copies[REFERENCE].equals(self.model_chunks)
             self.reference_is_policy = not self.ranks.any_of_all(differs)
 
@@ -169,7 +185,9 @@ class MegatronBackend:
         """Load the weights of all models, the policy's last; build its optimizer around them and
         load its state if there is one."""
         plan, self.skipped = agreed_plan(self.config)
-        for role in self._frozen_roles():
+        if self.adapters is not None:
+            return self._load_adapters(plan, self.adapters)
+        for role in self._copied_roles():
             iteration = saved_reference(plan) if role.is_saved else None
             if iteration is None:
                 assert role.source is not None
@@ -180,14 +198,48 @@ class MegatronBackend:
             self._load_weights(plan)
         self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, self.config)
         if plan.kind == "megatron":
-            state = self._checkpoint_state()
-            seed = self.config.train.seed
-            self.extra_state = load_checkpoint(plan, state, seed=seed, is_compared=True).extra_state
-            for inner in torch_optimizers(self.optimizer):
-                states = host_states_of(inner)
-                if states is not None:
-                    states.rehost()
+            self._load_state(plan)
         return plan.start_rollout_id
+
+    def _load_adapters(self, plan: LoadPlan, own: AdapterConfig) -> int:
+        """Load the base, and the adapters if there are any yet; build the optimizer around them.
+
+        Raises:
+            UserError: ``plan`` leads to another base than that of the reference model, which is the
+                base without adapters.
+        """
+        base = resolve_reference(self.config)
+        goes_on = holds_adapters(plan)
+        if not goes_on and plan.path.resolve() != base.path.resolve():
+            raise UserError(
+                f"--load {plan.path} is another base model than {base.path}",
+                why="it holds whole weights; adapters are trained beside those of --ref-load or "
+                "--hf-checkpoint, which the reference model and the engines have, too",
+                fix="pass it as --hf-checkpoint, or --load with a checkpoint of adapters",
+            )
+        self._load_weights(base)
+        logger.info("%s", plan.note if goes_on else base.note)
+        start_from = self.config.lora.lora_adapter_path
+        if start_from is not None and not goes_on:
+            family = table_of(self.spec)
+            tensors = fitted(read_adapter(start_from), own, family, self.spec)
+            table = adapter_family(family, self.spec, own)
+            fill_adapters(self.model_chunks, table, self.spec, tensors)
+            logger.info("adapters start from %s", start_from)
+        self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, self.config)
+        if goes_on:
+            self._load_state(plan)
+        return plan.start_rollout_id
+
+    def _load_state(self, plan: LoadPlan) -> None:
+        """Load what training goes on with from a checkpoint."""
+        state = self._checkpoint_state()
+        seed = self.config.train.seed
+        self.extra_state = load_checkpoint(plan, state, seed=seed, is_compared=True).extra_state
+        for inner in torch_optimizers(self.optimizer):
+            states = host_states_of(inner)
+            if states is not None:
+                states.rehost()
 
     def _load_weights(self, plan: LoadPlan) -> None:
         if plan.kind == "hf":
@@ -195,7 +247,7 @@ class MegatronBackend:
             check_same_model(self.spec, family_of(plan.path, name).model_spec(plan.path), plan.path)
             load_hf(self.model_chunks, plan.path, model_name=name)
         else:
-            load_checkpoint(plan, TrainerState(self.model_chunks))
+            load_checkpoint(plan, TrainerState(self.model_chunks, part="base"))
 
     # -- what a run does ---------------------------------------------------------------------------
 
@@ -249,15 +301,21 @@ class MegatronBackend:
                 save_optimizer=not flags.no_save_optim,
                 save_rng=not flags.no_save_rng,
                 keep=flags.save_retain,
+                beside=self._adapter_files(),
             )
         if flags.save_hf:
             self.export(str(fill(flags.save_hf, rollout_id)))
         return path
 
     def export(self, directory: str) -> None:
-        """Write the model as a Hugging Face directory. Collective."""
+        """Write the model as a Hugging Face directory, or the adapters as a PEFT directory.
+        Collective."""
         flags = self.config.checkpoint
-        if flags.hf_checkpoint and self.hf_config:
+        if not (flags.hf_checkpoint and self.hf_config):
+            return
+        if self.adapters is not None:
+            self._collect_adapters(self.adapters)(Path(directory))
+        else:
             save_hf(
                 self.pushed_chunks,
                 self.hf_config,
@@ -265,6 +323,27 @@ class MegatronBackend:
                 assets_from=flags.hf_checkpoint,
                 model_name=flags.model_name,
             )
+
+    def _adapter_files(self) -> Callable[[Path], None] | None:
+        """Collect what a checkpoint has besides: the adapters as PEFT has them. Collective."""
+        if self.adapters is None or not self.hf_config:
+            return None
+        write = self._collect_adapters(self.adapters)
+        return lambda checkpoint: write(checkpoint / ADAPTER)
+
+    def _collect_adapters(self, adapters: AdapterConfig) -> Callable[[Path], None]:
+        flags = self.config.checkpoint
+        assert flags.hf_checkpoint is not None
+        reference = flags.ref_load
+        # engines may have a quantised copy
+        has_own = reference is not None and is_hf_dir(Path(reference))
+        return collect_adapters(
+            self.pushed_chunks,
+            self.hf_config,
+            adapters,
+            base=str(reference) if has_own else flags.hf_checkpoint,
+            model_name=flags.model_name,
+        )
 
     def finish_saving(self) -> None:
         """Wait for what ``--async-save`` still writes; raises what went wrong there."""
@@ -281,6 +360,8 @@ class MegatronBackend:
             reference=reference.tensors if reference else None,
             reference_iteration=reference.iteration if reference else None,
             moments_on_host=self.config.megatron.offload_optimizer_states and device.has_gpu(),
+            part="everything" if self.adapters is None else "adapters",
+            adapters=self.adapters,
         )
 
     def sleep(self, *, keep_weights: bool = False) -> dict[str, float]:
@@ -328,9 +409,11 @@ class MegatronBackend:
         assert pushed == [POLICY], "the other models are copies of weights, without chunks"
         return self.model_chunks
 
-    def _frozen_roles(self) -> list[Role]:
-        """Return the models that do not learn."""
-        return [role for role in self.roles.values() if not role.learns]
+    def _copied_roles(self) -> list[Role]:
+        """Return the models that do not learn and are copies of weights. With adapters the
+        reference model is the policy without them."""
+        frozen = [role for role in self.roles.values() if not role.learns]
+        return [role for role in frozen if self.adapters is None or role.name != REFERENCE]
 
     @property
     def device(self) -> torch.device:
@@ -380,6 +463,8 @@ class MegatronBackend:
             self.routing.prepare(batch, packed, "reference" if routes_itself else "score")
         copy = self.copies.get(role)
         other = copy.swapped_in(self.model_chunks) if copy else nullcontext()
+        if self.adapters is not None and role == REFERENCE:
+            other = adapters.without_adapters(self.model_chunks)
         with other, self._computing(as_engines=as_engines):
             scores = forward.score(self.model_chunks, packed, **self._score_options(False))
         if not self.ranks.has_output:
@@ -392,13 +477,16 @@ class MegatronBackend:
                 by_sample[i] = values
         return by_sample
 
-    def canary_log_probs(self, tokens: list[int], *, plain: bool = False) -> list[float] | None:
+    def canary_log_probs(
+        self, tokens: list[int], *, plain: bool = False, base: bool = False
+    ) -> list[float] | None:
         """Log-probs of ``tokens[1:]`` at temperature 1, by the kernels of training and the weights
         that engines compute with after a push; None on ranks without output layer. Collective:
         every data-parallel rank computes the same.
 
         Args:
             plain: by the weights that are trained, before anything is quantised.
+            base: without adapters.
         """
         batch = forward.canary_batch(tokens, self.layout.micro_batch_multiple)
         packed = self._pack(batch, batch.steps[0].micro_batches)
@@ -406,7 +494,8 @@ class MegatronBackend:
             # experts are neither recorded nor replayed
             self.routing.prepare(batch, packed, "reference")
         quantised = None if plain else self.engine_weights
-        with quantised.swapped_in() if quantised else nullcontext():
+        off = adapters.without_adapters(self.pushed_chunks) if base else nullcontext()
+        with off, quantised.swapped_in() if quantised else nullcontext():
             options = self._score_options(False) | {"temperature": 1.0}
             scores = forward.score(self.pushed_chunks, packed, **options)
         return scores[0].log_probs.tolist() if self.ranks.has_output else None
@@ -442,7 +531,8 @@ class MegatronBackend:
             )
 
         options = self._score_options(True)
-        with self._computing():
+        dropout = self.adapters.dropout if self.adapters is not None else 0.0
+        with self._computing(), adapters.dropping_inputs(self.model_chunks, dropout):
             return forward.forward_backward(
                 self.model_chunks, packed, loss_of, gradient_scale=gradient_scale, **options
             )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -157,8 +157,16 @@ class DataParallel(DistributedDataParallel):
             super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
 
 
-def wrap_data_parallel(chunks: Sequence[GPTModel], config: Config) -> list[DataParallel]:
-    """Gradient buffers (float32 unless told otherwise) and their reduction over the replicas."""
+def wrap_data_parallel(
+    chunks: Sequence[GPTModel],
+    config: Config,
+    finalize: Callable[..., None] = finalize_model_grads,
+) -> list[DataParallel]:
+    """Gradient buffers (float32 unless told otherwise) and their reduction over the replicas.
+
+    Args:
+        finalize: reduces all gradients at the end of a step.
+    """
     megatron = config.megatron
     options = {
         "grad_reduce_in_fp32": megatron.accumulate_allreduce_grads_in_fp32,
@@ -182,7 +190,7 @@ def wrap_data_parallel(chunks: Sequence[GPTModel], config: Config) -> list[DataP
     transformer.no_sync_func = (
         wrapped[0].no_sync if len(wrapped) == 1 else [w.no_sync for w in wrapped]
     )
-    transformer.finalize_model_grads_func = finalize_model_grads
+    transformer.finalize_model_grads_func = finalize
     if megatron.overlap_grad_reduce:
         starts = [w.start_grad_sync for w in wrapped]
         transformer.grad_sync_func = starts[0] if len(starts) == 1 else starts

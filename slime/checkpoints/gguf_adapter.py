@@ -1,0 +1,123 @@
+"""An adapter as one GGUF file, which llama.cpp adds to the file of its base.
+
+    llama-cli -m base.gguf --lora adapter.gguf
+
+Names are those of the base's tensors with ``.lora_a`` [rank, in] and ``.lora_b`` [out, rank] behind
+them; experts of a layer are one tensor. llama.cpp scales by alpha / rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime.checkpoints.gguf_export import (
+    ARCHITECTURES,
+    GgufTensor,
+    gguf_names,
+    in_gguf_order,
+    write_tensors,
+)
+from slime.checkpoints.peft_files import PeftAdapter, module_of
+from slime.errors import UserError
+from slime.files import replacing
+from slime.models import ModelSpec, family_of
+from slime.models.adapters import Side, peft_name
+
+if TYPE_CHECKING:
+    import torch
+
+
+def adapter_to_gguf(
+    base: str | Path,
+    adapter: PeftAdapter,
+    path: str | Path,
+    dtype: str | None = None,
+    name: str | None = None,
+) -> Path:
+    """Write an adapter of ``base`` to the file ``path``, which appears only when it is whole.
+
+    Args:
+        base: Hugging Face directory.
+        dtype: "bfloat16", "float16" or "float32" of the factors; None keeps what each has.
+        name: of the adapter, for people.
+    Raises:
+        UserError: the base is of a family that llama.cpp has no counterpart for here; the adapter
+            has modules that the base does not have; the package gguf is missing.
+    """
+    target = Path(path)
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError(
+            "writing a GGUF file needs the package gguf", fix="pip install 'slime-rl[gguf]'"
+        )
+    family = family_of(base)
+    spec = family.model_spec(base)
+    if spec.family not in ARCHITECTURES:
+        raise UserError(
+            f"{base} is of the family {spec.family}, whose adapters are not written as GGUF",
+            why=f"these are: {', '.join(ARCHITECTURES)}",
+            fix="serve the adapter with `slime serve`",
+        )
+    known = dict(family.hf_tensors(spec))
+    modules = list(dict.fromkeys(map(module_of, adapter.tensors)))
+    stray = [
+        module
+        for module in modules
+        if f"{module}.weight" not in known or peft_name(module, "A") not in adapter.tensors
+    ]
+    if stray:
+        raise UserError(
+            f"the adapter {adapter.directory} has {stray[0]}, which GGUF has no place for",
+            why=f"{base} has no such Linear layer",
+            fix="use the adapter's own base, and no adapters of embeddings",
+        )
+    from gguf import GGUFWriter
+
+    tensors = list(_tensors(adapter, modules, spec, dtype))
+    try:
+        with replacing(target) as unfinished:
+            writer = GGUFWriter(unfinished, ARCHITECTURES[spec.family])
+            writer.add_type("adapter")
+            writer.add_string("adapter.type", "lora")
+            writer.add_float32("adapter.lora.alpha", float(adapter.alpha))
+            writer.add_name(name or adapter.directory.resolve().name)
+            write_tensors(writer, tensors)
+    except OSError as error:
+        raise UserError(f"cannot write {target}", why=error.strerror or str(error)) from error
+    return target
+
+
+def _tensors(
+    adapter: PeftAdapter, modules: list[str], spec: ModelSpec, dtype: str | None
+) -> Iterator[GgufTensor]:
+    names = gguf_names([f"{module}.weight" for module in modules], spec)
+    for ours, theirs in names.items():
+        chosen = [name.removesuffix(".weight") for name in theirs]
+        is_stacked = ".experts." in theirs[0]
+        sides: tuple[tuple[Side, str], ...] = (("A", "lora_a"), ("B", "lora_b"))
+        for side, ending in sides:
+            first = adapter[peft_name(chosen[0], side)]
+            shape = tuple(first.shape)
+            kept = str(first[:1].dtype).removeprefix("torch.")
+            yield GgufTensor(
+                f"{ours}.{ending}",
+                (len(chosen), *shape) if is_stacked else shape,
+                dtype or kept,
+                partial(_read, adapter, chosen, side, spec, is_stacked),
+            )
+
+
+def _read(
+    adapter: PeftAdapter, modules: list[str], side: Side, spec: ModelSpec, is_stacked: bool
+) -> torch.Tensor:
+    import torch
+
+    pieces = [adapter[peft_name(module, side)][:] for module in modules]
+    if side == "B":  # its rows are those of the weight
+        pieces = [
+            in_gguf_order(piece, f"{module}.weight", spec) for piece, module in zip(pieces, modules)
+        ]
+    return torch.stack(pieces) if is_stacked else pieces[0]

@@ -1,0 +1,95 @@
+"""Merge an adapter into its base: W + alpha / rank · B·A.
+
+The sum is computed in float32 from the untouched base and rounded once, as `merge_and_unload` of
+PEFT does with a base in float32. The reverse does not exist: a merged model cannot be unmerged
+exactly, so runs train and push adapters alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime.checkpoints.hf_files import HfReader, HfWriter
+from slime.checkpoints.peft_files import PeftAdapter, module_of
+from slime.errors import UserError
+from slime.models import family_of
+from slime.models.adapters import peft_name
+
+if TYPE_CHECKING:
+    import torch
+
+
+def merge_adapter(
+    base: str | Path, adapter: PeftAdapter, directory: str | Path, *, model_name: str | None = None
+) -> Path:
+    """Write the Hugging Face directory of a base with an adapter merged into it; memory holds one
+    tensor at a time beside a shard.
+
+    Args:
+        base: Hugging Face directory of plain weights; config and tokenizer come from it, too.
+        directory: where the merged model goes; visible when it is complete.
+    Raises:
+        UserError: the base is incomplete or quantised, or the adapter belongs to another model;
+            `HfWriter`'s.
+    """
+    reader = HfReader(base)
+    family = family_of(base, model_name)
+    ignored = set(reader.verify(family, family.model_spec(base)))
+    names = [name for name in sorted(reader.names()) if name not in ignored]
+    with HfWriter(directory, base) as writer:
+        for name, tensor in merged(reader, names, adapter):
+            writer.add(name, tensor)
+    return Path(directory)
+
+
+def merged(
+    reader: HfReader, names: list[str], adapter: PeftAdapter
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of a base with the adapter merged.
+
+    Raises:
+        UserError: the adapter has modules or shapes that the base does not have.
+    """
+    modules = {module_of(name) for name in adapter.names()}
+    stray = sorted(modules - {name.removesuffix(".weight") for name in names})
+    if stray:
+        raise UserError(
+            f"the adapter {adapter.directory} does not belong to {reader.directory}",
+            why=f"the base has no {stray[0]}"
+            + (f" (nor {len(stray) - 1} more)" if len(stray) > 1 else ""),
+            fix=f"use its own base: {adapter.base or 'its config names none'}",
+        )
+    for name in names:
+        module = name.removesuffix(".weight")
+        tensor = reader[name][:]
+        yield name, with_adapter(tensor, module, adapter) if module in modules else tensor
+
+
+def with_adapter(weight: torch.Tensor, module: str, adapter: PeftAdapter) -> torch.Tensor:
+    """Return a module's weight [out, in] with its adapter, in the dtype of the weight.
+
+    Raises:
+        UserError: the factors do not fit it.
+    """
+    down, up = _factors(module, adapter)
+    if (up.shape[0], down.shape[1]) != tuple(weight.shape):
+        raise UserError(
+            f"the adapter {adapter.directory} does not fit {module}",
+            why=f"the weight is {list(weight.shape)}, the adapter makes "
+            f"{[up.shape[0], down.shape[1]]}",
+            fix=f"use its own base: {adapter.base or 'its config names none'}",
+        )
+    delta = (up.float() @ down.float()) * adapter.scaling
+    return (weight.float() + delta).to(weight.dtype)
+
+
+def _factors(module: str, adapter: PeftAdapter) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B so that B·A has the shape of the weight; those of an embedding [vocabulary, hidden]
+    are the other way round."""
+    name = peft_name(module, "A")
+    if name in adapter.tensors:
+        return adapter[name][:], adapter[peft_name(module, "B")][:]
+    of_embedding = name.replace("lora_A.weight", "lora_embedding_{}")
+    return adapter[of_embedding.format("B")][:].T, adapter[of_embedding.format("A")][:].T

@@ -1,0 +1,927 @@
+"""PEFT adapter directories: `adapter_config.json` beside `adapter_model.safetensors`.
+
+    adapter = read_adapter("outputs/sums/adapter")
+    adapter.rank, adapter.alpha                         one rank and one alpha for all modules
+    adapter[peft_name("model.layers.0.mlp.up_proj", "A")][0:4]             reads these rows only
+    fitted(adapter, adapters, family, spec)             the tensors that the trainer's table wants
+    write_adapter("outputs/sums/adapter", tensors, adapters, spec, base="Qwen/Qwen3-4B")
+
+Names are those of a module per projection and expert, `…mlp.experts.7.gate_proj.lora_A.weight`,
+whichever of PEFT's two layouts the file has:
+
+    per-expert   the names above, matrices [rank, in] and [out, rank]. SGLang and vLLM load these,
+                 and PEFT converts them as it loads
+    peft-3d      the experts of a layer together, as PEFT itself saves them: A [experts·rank, in] is
+                 expert-major, B [out, rank·experts] is rank-major. Gate and up are one parameter of
+                 twice the rank, whose B is block-diagonal
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from safetensors import SafetensorError, safe_open
+
+from slime.checkpoints.directory import partial_dir, publish
+from slime.checkpoints.hf_files import LazyTensor
+from slime.errors import UserError
+from slime.hub import hub_name
+from slime.models import table_of
+from slime.models.adapters import (
+    PEFT_PREFIX,
+    AdapterConfig,
+    Side,
+    adapted_layers,
+    adapter_family,
+    by_expert,
+    peft_name,
+)
+from slime.models.layouts import TensorSource
+from slime.models.spec import ModelSpec
+from slime.models.table import ModelFamily
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+AdapterLayout = Literal["per-expert", "peft-3d"]
+
+#: Release whose files these are. PEFT compares it with its own.
+_PEFT_VERSION = "0.21.2"
+
+_KEY = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+?)\.(?P<side>lora_[AB](?=\.)|lora_embedding_[AB])"
+    r"(?:\.default)?(?:\.weight)?"
+)
+#: The whole matrices that PEFT saves along with adapters of the embeddings.
+_FROZEN_COPY = re.compile(r".*\.(embed_tokens|lm_head)\.base_layer\.weight")
+_STACKED = re.compile(r"(?P<experts>.+\.experts)(?P<inner>\.base_layer)?")
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<leaf>\w+)")
+#: Projections that an engine fuses: it wants all of a set, or none.
+FUSED_SETS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+_GATE_UP = "gate_up_proj"
+_DOWN = "down_proj"
+_MLP_LEAVES = ("gate_proj", "up_proj", "down_proj")
+#: Initialisations that move the base, so that the adapter belongs to weights that no file has.
+_MOVES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """A PEFT adapter whose tensors are read on demand, with one rank and one scaling.
+
+    Attributes:
+        base: what the file calls its base model: a path or a name on the hub; "" if it is silent.
+        rank: of all modules. Those of lower rank are padded with zeros.
+        alpha: with which ``alpha / rank`` scales every module. rsLoRA and other scalings of single
+            modules are folded into this number, and into B where they differ.
+        targets: leaf names of the adapted modules, sorted.
+        tensors: name → lazy tensor. ``lora_A`` is [rank, in], ``lora_B`` [out, rank];
+            ``lora_embedding_A`` is [rank, vocabulary], ``lora_embedding_B`` [hidden, rank].
+    """
+
+    directory: Path
+    base: str
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...]
+    tensors: Mapping[str, TensorSource] = field(repr=False)
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+    def names(self) -> set[str]:
+        return set(self.tensors)
+
+    def __getitem__(self, name: str) -> TensorSource:
+        return self.tensors[name]
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole tensor)."""
+        return ((name, source[:]) for name, source in self.tensors.items())
+
+
+def is_adapter_dir(path: str | Path) -> bool:
+    return (Path(path) / CONFIG).is_file()
+
+
+def module_of(name: str) -> str:
+    """Return the module that an adapter's tensor belongs to.
+
+    Example:
+        >>> module_of("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight")
+        'model.layers.0.self_attn.q_proj'
+    """
+    found = _KEY.fullmatch(name)
+    if found is None:
+        raise ValueError(f"{name} is no name of an adapter's tensor")
+    return found["module"]
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """A tensor that is made from others when it is read."""
+
+    shape: tuple[int, ...]
+    make: Callable[[], torch.Tensor]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.make()[index]
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Both factors of one module."""
+
+    down: TensorSource
+    up: TensorSource
+    scaling: float
+    names: tuple[str, str] = ("lora_A.weight", "lora_B.weight")
+
+    @property
+    def rank(self) -> int:
+        return int(self.down.shape[0])
+
+
+def read_adapter(directory: str | Path) -> PeftAdapter:
+    """Open a PEFT adapter of either layout; tensors are read when they are indexed.
+
+    Raises:
+        UserError: files are missing or damaged; the adapter is not plain LoRA (DoRA, biases, saved
+            modules, an initialisation that moves the base); a tensor that has no partner, no place
+            or the wrong shape, by name.
+    """
+    path = Path(directory)
+    config = read_config(path)
+    _refuse_other_kinds(config, path)
+    content = _opened(path / WEIGHTS)
+    found: dict[str, dict[str, str]] = {}
+    for key in content.keys():  # noqa: SIM118  ``content`` is no dict
+        if _FROZEN_COPY.fullmatch(key):
+            continue
+        parts = _KEY.fullmatch(key)
+        if parts is None:
+            raise UserError(
+                f"{path} has a tensor {key} that is no part of a LoRA adapter",
+                why="only lora_A and lora_B (lora_embedding_A and _B) of modules are",
+                fix="save the adapter again with PEFT, without modules_to_save",
+            )
+        found.setdefault(parts["module"], {})[parts["side"]] = key
+    modules: dict[str, _Factors] = {}
+    for module, keys in found.items():
+        modules |= _read_module(module, keys, set(found), content, config, path)
+    modules = {module: factors for module, factors in modules.items() if not _is_void(factors)}
+    if not modules:
+        raise UserError(f"{path} adapts no module", why=f"{WEIGHTS} has no lora_A and lora_B")
+    rank = max(factors.rank for factors in modules.values())
+    scaling = Counter(factors.scaling for factors in modules.values()).most_common(1)[0][0]
+    tensors: dict[str, TensorSource] = {}
+    for module in sorted(modules, key=_natural):
+        factors = modules[module]
+        for name, source in zip(factors.names, _folded(factors, rank, scaling)):
+            tensors[f"{PEFT_PREFIX}{module}.{name}"] = source
+    return PeftAdapter(
+        path,
+        str(config.get("base_model_name_or_path") or ""),
+        rank,
+        rank * scaling,
+        float(config.get("lora_dropout") or 0.0),
+        tuple(sorted({module.rpartition(".")[2] for module in modules})),
+        tensors,
+    )
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """Read the adapter_config.json of a directory.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    path = Path(directory) / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is no object")
+    except FileNotFoundError as error:
+        there = Path(directory)
+        listed = (
+            ", ".join(sorted(entry.name for entry in there.iterdir())[:8]) if there.is_dir() else ""
+        )
+        raise UserError(
+            f"{directory} is no PEFT adapter",
+            why=f"it has no {CONFIG}; it holds: {listed or 'nothing'}",
+            fix=f"pass the directory that has {CONFIG} and {WEIGHTS}",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} is damaged", why=str(error), fix="save the adapter again, or download it again"
+        ) from error
+    return config
+
+
+def _opened(path: Path) -> Any:
+    if not path.is_file():
+        pickled = path.with_suffix(".bin").is_file()
+        raise UserError(
+            f"there is no {path}",
+            why=f"the directory has {path.stem}.bin, which runs code when it is read"
+            if pickled
+            else "",
+            fix="save the adapter again with safe_serialization=True"
+            if pickled
+            else "download the adapter again",
+        )
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{path} is not a readable safetensors file",
+            why=f"{error} (it has {path.stat().st_size} bytes)",
+            fix="download it again: the download was cut short, or a Git LFS pointer lies in its "
+            "place",
+        ) from error
+
+
+def _refuse_other_kinds(config: Mapping[str, Any], path: Path) -> None:
+    """Raise for what is more than W + s·B·A."""
+    initial = config.get("init_lora_weights")
+    moved = isinstance(initial, str) and initial.lower().startswith(_MOVES_THE_BASE)
+    variants = sorted(
+        name
+        for name, value in config.items()
+        if (name.startswith("use_") and name != "use_rslora" and value)
+        or (name in ("alora_invocation_tokens", "arrow_config", "layer_replication") and value)
+        or (name in ("trainable_token_indices", "lora_bias", "fan_in_fan_out") and value)
+    )
+    bias = config.get("bias", "none")
+    for wrong, what in (
+        (config.get("peft_type") != "LORA", f"its peft_type is {config.get('peft_type')!r}"),
+        (bool(config.get("use_dora")), "it is DoRA (use_dora), which also scales whole columns"),
+        (bool(variants), f"it sets {', '.join(variants)}"),
+        (bias not in ("none", None), f"it trains biases (bias {bias!r})"),
+        (
+            bool(config.get("modules_to_save")),
+            f"it has whole modules (modules_to_save {config.get('modules_to_save')})",
+        ),
+        (moved, f"it was initialised by {initial!r}, which changes the base's own weights"),
+    ):
+        if wrong:
+            raise UserError(
+                f"the adapter {path} is not plain LoRA",
+                why=what,
+                fix="merge it into its base with PEFT (merge_and_unload), and go on from the "
+                "merged model",
+            )
+
+
+def _read_module(
+    module: str,
+    keys: Mapping[str, str],
+    all_modules: set[str],
+    content: Any,
+    config: Mapping[str, Any],
+    path: Path,
+) -> dict[str, _Factors]:
+    """The factors that a file's module is, by our module names."""
+    is_embedding = any(side.startswith("lora_embedding") for side in keys)
+    sides = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A", "lora_B")
+    missing = [side for side in sides if side not in keys]
+    if missing:
+        raise UserError(
+            f"{path}: {module} has no {missing[0]}",
+            why=f"there is {', '.join(keys.values())} alone",
+            fix="save the adapter again: it is incomplete",
+        )
+    down, up = (LazyTensor(content.get_slice(keys[side])) for side in sides)
+    if len(down.shape) != 2 or len(up.shape) != 2:
+        raise UserError(
+            f"{path}: {module} has factors of shape {list(down.shape)} and {list(up.shape)}",
+            why="factors are matrices",
+            fix="save the adapter with PEFT, which writes no others",
+        )
+    stacked = _STACKED.fullmatch(module)
+    if stacked is not None:
+        leaf = _stacked_leaf(stacked, all_modules, config, path)
+        factors = _Factors(down, up, _scaling(config, f"{stacked['experts']}.{leaf}")[1])
+        rank = _scaling(config, f"{stacked['experts']}.{leaf}")[0]
+        return _read_stacked(stacked["experts"], leaf, factors, rank, config, path)
+    _check_is_target(module, config, path)
+    rank, scaling = _scaling(config, module)
+    if down.shape[0] != rank or up.shape[1] != rank:
+        raise UserError(
+            f"{path}: {module} has factors of shape {list(down.shape)} and {list(up.shape)}",
+            why=f"{CONFIG} gives the module rank {rank}",
+            fix="use the config that belongs to the weights",
+        )
+    names = sides if is_embedding else tuple(f"{side}.weight" for side in sides)
+    return {module: _Factors(down, up, scaling, (names[0], names[1]))}
+
+
+def _scaling(config: Mapping[str, Any], module: str) -> tuple[int, float]:
+    """(rank, scaling) of a module; patterns match the end of its path."""
+
+    def of(patterns: Mapping[str, Any] | None, default: Any) -> Any:
+        for pattern, value in (patterns or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        return default
+
+    rank = int(of(config.get("rank_pattern"), config.get("r", 8)))
+    alpha = float(of(config.get("alpha_pattern"), config.get("lora_alpha", 8)))
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _check_is_target(module: str, config: Mapping[str, Any], path: Path) -> None:
+    """PEFT itself skips a tensor that no target names, and trains and serves without it."""
+    targets = config.get("target_modules")
+    if targets is None or targets == "all-linear":
+        return
+    if isinstance(targets, str):
+        is_target = re.fullmatch(targets, module) is not None
+    else:
+        is_target = any(module == one or module.endswith(f".{one}") for one in targets)
+    parameters = [str(one) for one in config.get("target_parameters") or ()]
+    # a Linear layer's weight or the router's, as a parameter
+    by_parameter = any(f".{module}.weight".endswith(f".{one}") for one in parameters)
+    if not (is_target or by_parameter or (_EXPERT.fullmatch(module) and parameters)):
+        shown = targets if isinstance(targets, str) else ", ".join(sorted(targets))
+        raise UserError(
+            f"{path} has an adapter of {module}, which is no target",
+            why=f"the target_modules of its {CONFIG}: {shown}",
+            fix="use the config that belongs to the weights",
+        )
+
+
+# -- stacked experts -------------------------------------------------------------------------------
+
+
+def _stacked_leaf(
+    stacked: re.Match[str], all_modules: set[str], config: Mapping[str, Any], path: Path
+) -> str:
+    """The parameter that stacked factors belong to. PEFT wraps the experts once for each: gate and
+    up inside, down outside. If only one of them is adapted, the config says which."""
+    if stacked["inner"]:
+        return _GATE_UP
+    if f"{stacked['experts']}.base_layer" in all_modules:
+        return _DOWN
+    named = {str(one).rpartition(".")[2] for one in config.get("target_parameters") or ()}
+    named &= {_GATE_UP, _DOWN}
+    if len(named) != 1:
+        raise UserError(
+            f"{path} does not say which parameter of {stacked['experts']} it adapts",
+            why=f"target_parameters of its {CONFIG} names "
+            f"{', '.join(sorted(named)) or 'none of them'}, and its tensors have one name",
+            fix=f"set target_parameters to the one of {_GATE_UP} and {_DOWN} that was trained",
+        )
+    return named.pop()
+
+
+def _read_stacked(
+    experts: str,
+    leaf: str,
+    factors: _Factors,
+    rank: int,
+    config: Mapping[str, Any],
+    path: Path,
+) -> dict[str, _Factors]:
+    """Take the factors of a layer's experts apart."""
+    rows, width = factors.down.shape
+    features, columns = factors.up.shape
+    count, rest = divmod(rows, rank)
+    if rest or columns != rows:
+        raise UserError(
+            f"{path}: {experts}.{leaf} has factors of shape {[rows, width]} and "
+            f"{[features, columns]}",
+            why=f"{CONFIG} gives it rank {rank}: both must be a multiple of it, the same",
+            fix="use the config that belongs to the weights",
+        )
+
+    @lru_cache(maxsize=1)
+    def whole_up() -> torch.Tensor:
+        return factors.up[:].reshape(features, rank, count)
+
+    def part(expert: int, ranks: slice, outputs: slice) -> _Factors:
+        first, last, _ = ranks.indices(rank)
+        start, end, _ = outputs.indices(features)
+        down = _Computed(
+            (last - first, width),
+            lambda: factors.down[expert * rank + first : expert * rank + last],
+        )
+        up = _Computed(
+            (end - start, last - first), lambda: whole_up()[start:end, first:last, expert]
+        )
+        return _Factors(down, up, factors.scaling)
+
+    every = slice(None)
+    if leaf == _DOWN:
+        return {
+            f"{experts}.{expert}.{_DOWN}": part(expert, every, every) for expert in range(count)
+        }
+    half = features // 2
+    gate_ranks, up_ranks = every, every
+    others = (int(config.get("r", 8)), _scaling(config, f"{experts}.{_DOWN}")[0])
+    if rank in (2 * other for other in others) and not _off_diagonal(whole_up(), rank // 2, half):
+        gate_ranks, up_ranks = slice(0, rank // 2), slice(rank // 2, rank)
+    found = {}
+    for expert in range(count):
+        found[f"{experts}.{expert}.gate_proj"] = part(expert, gate_ranks, slice(0, half))
+        found[f"{experts}.{expert}.up_proj"] = part(expert, up_ranks, slice(half, features))
+    return found
+
+
+def _off_diagonal(up: torch.Tensor, rank: int, half: int) -> bool:
+    """Tell whether gate and up share directions: PEFT makes B [2·out, 2·rank, experts]
+    block-diagonal when it loads one adapter for each, but trains all of it."""
+    return bool(up[:half, rank:].any()) or bool(up[half:, :rank].any())
+
+
+# -- one rank, one scaling -------------------------------------------------------------------------
+
+
+def _is_void(factors: _Factors) -> bool:
+    """Tell whether a module is not adapted: `write_adapter` fills sets up with zeros."""
+    if not isinstance(factors.down, LazyTensor) or not isinstance(factors.up, LazyTensor):
+        return False
+    return not bool(factors.down[:1].any()) and not bool(
+        factors.down[:].any() or factors.up[:].any()
+    )
+
+
+def _folded(factors: _Factors, rank: int, scaling: float) -> tuple[TensorSource, TensorSource]:
+    """The factors with the rank and the scaling of the whole adapter."""
+    import torch
+
+    missing = rank - factors.rank
+    down = factors.down
+    up = factors.up
+    if missing:
+        down = _Computed(
+            (rank, *factors.down.shape[1:]),
+            lambda: torch.nn.functional.pad(factors.down[:], (0, 0, 0, missing)),
+        )
+    if missing or factors.scaling != scaling:
+        ratio = factors.scaling / scaling
+
+        def folded() -> torch.Tensor:
+            whole = factors.up[:]
+            whole = whole if ratio == 1 else (whole.double() * ratio).to(whole.dtype)
+            return torch.nn.functional.pad(whole, (0, missing))
+
+        up = _Computed((factors.up.shape[0], rank), folded)
+    return down, up
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Layer 10 after layer 9."""
+    return [
+        (part.isdigit(), int(part) if part.isdigit() else 0, part)
+        for part in re.split(r"(\d+)", name)
+    ]
+
+
+# -- for the trainer -------------------------------------------------------------------------------
+
+
+def fitted(
+    adapter: PeftAdapter, adapters: AdapterConfig, family: ModelFamily, spec: ModelSpec
+) -> dict[str, TensorSource]:
+    """Return the tensors that the table of ``adapters`` wants, by its names.
+
+    Experts get back the lower rank that a file pads, sides that experts share are taken from the
+    first one, and another alpha is folded into B.
+
+    Raises:
+        UserError: the adapter has another rank, or adapts other layers; the experts' sides that are
+            to be one differ.
+    """
+    ranks = {adapters.rank, max(one.rank for one in adapted_layers(family, spec, adapters))}
+    wanted = dict(adapter_family(family, spec, adapters).hf_tensors(spec))
+    by_name = {name: list(by_expert(name, spec.num_experts)) for name in wanted}
+    _check_names(adapter, {one for several in by_name.values() for one in several})
+    if adapter.rank not in ranks:
+        raise UserError(
+            f"the adapter {adapter.directory} has rank {adapter.rank}, --lora-rank is "
+            f"{adapters.rank}",
+            why="its matrices have other shapes than those that are trained",
+            fix=f"pass --lora-rank {adapter.rank}, or leave --lora-adapter-path out",
+        )
+    tensors: dict[str, TensorSource] = {}
+    for name, shape in wanted.items():
+        is_expert = _EXPERT.fullmatch(module_of(by_name[name][0])) is not None
+        scaling = adapters.expert_scaling if is_expert else adapters.scaling
+        tensors[name] = _fit(adapter, by_name[name], shape, adapter.scaling / scaling)
+    return tensors
+
+
+def _check_names(adapter: PeftAdapter, expected: set[str]) -> None:
+    for names, what, fix in (
+        (
+            adapter.names() - expected,
+            "adapts modules that are no target",
+            "pass --lora-target-modules with the modules of the adapter",
+        ),
+        (
+            expected - adapter.names(),
+            "does not adapt all targets",
+            "pass --lora-target-modules with the modules of the adapter; those of an adapter of "
+            "another model never fit",
+        ),
+    ):
+        modules = sorted({module_of(name) for name in names}, key=_natural)
+        if modules:
+            more = f" and {len(modules) - 4} more" if len(modules) > 4 else ""
+            raise UserError(
+                f"the adapter {adapter.directory} {what}",
+                why=f"{', '.join(modules[:4])}{more}; it adapts {', '.join(adapter.targets)}",
+                fix=fix,
+            )
+
+
+def _fit(
+    adapter: PeftAdapter, names: list[str], shape: tuple[int, ...], ratio: float
+) -> TensorSource:
+    """One tensor of the table from those of the file, which are alike if they are several."""
+    source = adapter[names[0]]
+    is_up = ".lora_B." in names[0]
+    axis = 1 if is_up else 0
+    rank = shape[axis]
+    rest = (source.shape[1 - axis], shape[1 - axis])
+    if rest[0] != rest[1]:
+        raise UserError(
+            f"{adapter.directory}: {names[0]} is {list(source.shape)} and would be {list(shape)}",
+            why="it is an adapter of another model",
+            fix=f"use the base that it was trained on ({adapter.base or 'which it does not name'})",
+        )
+    if len(names) == 1 and source.shape[axis] == rank and (ratio == 1 or not is_up):
+        return source
+
+    def make() -> torch.Tensor:
+        whole = source[:]
+        for other in names[1:]:
+            if not bool((adapter[other][:] == whole).all()):
+                raise UserError(
+                    f"{adapter.directory}: {other} differs from {names[0]}",
+                    why="with --lora-experts shared-outer they are one tensor",
+                    fix="pass --lora-experts per-expert",
+                )
+        beyond = whole.narrow(axis, rank, whole.shape[axis] - rank)
+        if bool(beyond.any()):
+            raise UserError(
+                f"{adapter.directory}: {names[0]} has rank {whole.shape[axis]}",
+                why=f"with --lora-rank-by-topk experts have rank {rank}",
+                fix="leave --lora-rank-by-topk out",
+            )
+        kept = whole.narrow(axis, 0, rank)
+        return _scaled(kept, ratio) if is_up else kept
+
+    return _Computed(shape, make)
+
+
+def _scaled(tensor: torch.Tensor, ratio: float) -> torch.Tensor:
+    """The tensor times a number, rounded once to its own dtype."""
+    return tensor if ratio == 1 else (tensor.double() * ratio).to(tensor.dtype)
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write_adapter(
+    directory: str | Path,
+    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    adapters: AdapterConfig,
+    spec: ModelSpec,
+    *,
+    base: str,
+    layout: AdapterLayout = "per-expert",
+    card: str | None = None,
+) -> Path:
+    """Write an adapter as PEFT does, into a directory that appears when it is complete.
+
+    A set of projections that engines fuse (q, k and v; gate and up) is filled up with zeros if only
+    a part of it is adapted: SGLang refuses q without v, and its server dies of a lone v.
+
+    Args:
+        directory: what is there must be an earlier adapter or empty.
+        tensors: by the names of the adapters' table. They are moved to host memory.
+        base: the base model's directory, or its name on the hub, which is written also for a
+            directory that was downloaded from there.
+        layout: of routed experts. "per-expert" pads a lower rank of experts with zeros, since PEFT
+            and SGLang read one rank for all of them.
+        card: text of README.md; None writes none.
+    Raises:
+        UserError: ``directory`` holds something else, or it cannot be written; nothing half-written
+            is left.
+    """
+    target = Path(directory)
+    _check_target(target)
+    given = dict(tensors.items() if isinstance(tensors, Mapping) else tensors)
+    given = {name: tensor.detach().to("cpu") for name, tensor in given.items()}
+    whole = {one: given[name] for name in given for one in by_expert(name, spec.num_experts)}
+    whole |= _zeros(whole, spec)
+    rank = max(tensor.shape[0] for name, tensor in whole.items() if ".lora_A." in name)
+    config = _config(whole, rank, adapters.alpha, adapters.dropout, base)
+    if layout == "peft-3d":
+        config |= _stacked_config(map(module_of, whole), adapters.expert_rank, adapters.alpha, rank)
+        makers = _stacked(whole)
+    else:
+        makers = _padded(whole, rank, adapters)
+    return _write(target, config, makers, card)
+
+
+def write_plain(directory: str | Path, adapter: PeftAdapter, spec: ModelSpec | None = None) -> Path:
+    """Write an adapter that was read, per expert and with one rank and one scaling, so that
+    engines can load it.
+
+    Args:
+        spec: of the base; None where it is not known here. Then sets that engines fuse are not
+            filled up.
+
+    Raises:
+        UserError: as `write_adapter`.
+    """
+    tensors = {**adapter.tensors, **(_zeros(adapter.tensors, spec) if spec is not None else {})}
+    config = _config(tensors, adapter.rank, adapter.alpha, adapter.dropout, adapter.base)
+    makers = {
+        name: _Output(tuple(source.shape), source[:1].dtype, partial(_whole, source))
+        for name, source in tensors.items()
+    }
+    return _write(Path(directory), config, makers, None)
+
+
+def _whole(source: TensorSource) -> torch.Tensor:
+    return source[:]
+
+
+def rewrite_adapter(
+    directory: str | Path, source: str | Path, layout: AdapterLayout, spec: ModelSpec, *, base: str
+) -> Path:
+    """Write an adapter of any form in one of the two layouts.
+
+    Args:
+        spec, base: as of `write_adapter`.
+
+    Raises:
+        UserError: as `read_adapter` and `write_adapter`.
+    """
+    adapter = dataclasses.replace(read_adapter(source), base=base)
+    if layout == "per-expert":
+        return write_plain(directory, adapter, spec)
+    whole = dict(adapter.items())
+    whole |= _zeros(whole, spec)
+    modules = [module_of(name) for name in whole]
+    config = _config(whole, adapter.rank, adapter.alpha, adapter.dropout, base)
+    config |= _stacked_config(modules, adapter.rank, adapter.alpha, adapter.rank)
+    return _write(Path(directory), config, _stacked(whole), None)
+
+
+def is_loadable(adapter: PeftAdapter, spec: ModelSpec | None = None) -> bool:
+    """Tell whether engines can load an adapter as its files are: one rank and one scaling, a matrix
+    for each expert and projection, sets that they fuse complete. ``spec`` as for `write_plain`."""
+    config = read_config(adapter.directory)
+    has_leaves = isinstance(config.get("target_modules"), list) and not any(
+        "." in str(one) or one == "all-linear" for one in config["target_modules"]
+    )
+    odd = any(config.get(name) for name in ("rank_pattern", "alpha_pattern", "use_rslora"))
+    parameters = {str(one).rpartition(".")[2] for one in config.get("target_parameters") or ()}
+    lacks = spec is not None and bool(_zeros(adapter.tensors, spec))
+    return has_leaves and not odd and not lacks and not parameters & {_GATE_UP, _DOWN}
+
+
+def _write(
+    target: Path, config: Mapping[str, Any], makers: Mapping[str, _Output], card: str | None
+) -> Path:
+    from slime.checkpoints.safetensors_stream import write_stream
+    from slime.engines.wire.buckets import dtype_name
+
+    _check_target(target)
+    unfinished = partial_dir(target)
+    try:
+        (unfinished / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if card is not None:
+            (unfinished / "README.md").write_text(card, encoding="utf-8")
+        table = {name: (dtype_name(one.dtype), one.shape) for name, one in makers.items()}
+        stream = ((name, one.make()) for name, one in makers.items())
+        write_stream(unfinished / WEIGHTS, table, stream)
+        publish(unfinished, target)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise UserError(
+            f"could not write {target}", why=error.strerror or str(error), fix="free space"
+        ) from error
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return target
+
+
+def _check_target(target: Path) -> None:
+    entries = sorted(entry.name for entry in target.iterdir()) if target.is_dir() else []
+    if target.is_file() or (entries and not is_adapter_dir(target)):
+        raise UserError(
+            f"{target} holds something else than an adapter",
+            why=f"writing replaces it as a whole; there is: {', '.join(entries[:8]) or 'a file'}",
+            fix="name a directory of its own",
+        )
+
+
+def _config(
+    names: Iterable[str], rank: int, alpha: float, dropout: float, base: str
+) -> dict[str, Any]:
+    modules = [module_of(name) for name in names]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": hub_name(base)
+        or (str(Path(base).resolve()) if Path(base).is_dir() else base),
+        "r": rank,
+        "lora_alpha": _number(alpha),
+        "lora_dropout": dropout,
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "init_lora_weights": True,
+        "target_parameters": _dense_beside_experts(modules) or None,
+        "peft_version": _PEFT_VERSION,
+    }
+
+
+def _zeros(tensors: Mapping[str, TensorSource], spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """Factors of zeros for the modules that a fused set lacks."""
+    import torch
+
+    shapes = dict(table_of(spec).hf_tensors(spec))
+    zeros: dict[str, torch.Tensor] = {}
+    for module in {module_of(name) for name in tensors}:
+        parent, _, leaf = module.rpartition(".")
+        for partner in next((one for one in FUSED_SETS if leaf in one), ()):
+            missing = f"{parent}.{partner}"
+            if f"{missing}.weight" in shapes and peft_name(missing, "A") not in tensors:
+                down = tensors[peft_name(module, "A")]
+                dtype = down[:1].dtype
+                rows = shapes[f"{missing}.weight"][0]
+                zeros[peft_name(missing, "A")] = torch.zeros(tuple(down.shape), dtype=dtype)
+                zeros[peft_name(missing, "B")] = torch.zeros(rows, down.shape[0], dtype=dtype)
+    return zeros
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A tensor of the file; ``make`` gives its values when they are written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], torch.Tensor]
+
+
+def _padded(
+    tensors: Mapping[str, torch.Tensor], rank: int, adapters: AdapterConfig
+) -> dict[str, _Output]:
+    """Every factor with the same rank, so that alpha / rank scales all of them."""
+    import torch
+
+    outputs = {}
+    for name, tensor in tensors.items():
+        is_up = ".lora_B." in name
+        missing = rank - tensor.shape[1 if is_up else 0]
+        padding = (0, missing) if is_up else (0, 0, 0, missing)
+        shape = (tensor.shape[0], rank) if is_up else (rank, tensor.shape[1])
+        # a lower rank scales by alpha / that rank
+        ratio = rank / (rank - missing) if is_up else 1.0
+
+        def make(
+            tensor: torch.Tensor = tensor,
+            padding: tuple[int, ...] = padding,
+            ratio: float = ratio,
+        ) -> torch.Tensor:
+            return torch.nn.functional.pad(_scaled(tensor, ratio), padding)
+
+        outputs[name] = _Output(shape, tensor.dtype, make)
+    return outputs
+
+
+def _dense_beside_experts(modules: Iterable[str]) -> list[str]:
+    """Target parameters of the dense MLPs and shared experts of a model with experts.
+
+    As PEFT loads such a model it takes every target called gate_proj, up_proj or down_proj to be
+    the experts' alone. It leaves alone what is named as a parameter.
+    """
+    dense = set()
+    has_experts = False
+    for module in modules:
+        if _EXPERT.fullmatch(module):
+            has_experts = True
+        elif module.endswith(_MLP_LEAVES):
+            dense.add(".".join(module.split(".")[-2:]) + ".weight")
+    return sorted(dense) if has_experts else []
+
+
+def _stacked_config(
+    modules: Iterable[str], expert_rank: int, alpha: float, rank: int
+) -> dict[str, Any]:
+    """What the config of the layout peft-3d says of the experts' parameters."""
+    modules = list(modules)
+    found = [_EXPERT.fullmatch(module) for module in modules]
+    leafs = {one["leaf"] for one in found if one is not None}
+    if not leafs:
+        return {}
+    others = {module.rpartition(".")[2] for module, one in zip(modules, found) if one is None}
+    ranks = {
+        leaf: times * expert_rank
+        for leaf, times, part in ((_GATE_UP, 2, "gate_proj"), (_DOWN, 1, _DOWN))
+        if part in leafs
+    }
+    alphas = {leaf: alpha * one / expert_rank for leaf, one in ranks.items()}
+    patterns = {leaf: rf".*\.experts\.{leaf}" for leaf in ranks}
+    return {
+        "target_modules": sorted(others - set(_MLP_LEAVES)),
+        "target_parameters": [f"experts.{leaf}" for leaf in ranks] + _dense_beside_experts(modules),
+        "rank_pattern": {patterns[leaf]: one for leaf, one in ranks.items() if one != rank},
+        "alpha_pattern": {
+            patterns[leaf]: _number(one) for leaf, one in alphas.items() if one != alpha
+        },
+    }
+
+
+def _number(value: float) -> float:
+    """An integer where it is one."""
+    return int(value) if float(value).is_integer() else value
+
+
+def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:
+    """The experts of each layer as PEFT lays out its parameters; the rest as it is."""
+    outputs: dict[str, _Output] = {}
+    experts: dict[str, dict[tuple[int, str], str]] = {}
+    for name, tensor in tensors.items():
+        module = module_of(name)
+        found = _EXPERT.fullmatch(module)
+        if found is None:
+            outputs[name] = _Output(tuple(tensor.shape), tensor.dtype, lambda one=tensor: one)
+        else:
+            experts.setdefault(found["experts"], {})[int(found["expert"]), found["leaf"]] = module
+    for module, parts in experts.items():
+        leafs = {leaf for _, leaf in parts}
+        count = 1 + max(expert for expert, _ in parts)
+        for outer, inner in ((".base_layer", ("gate_proj", "up_proj")), ("", (_DOWN,))):
+            if not leafs & set(inner):
+                continue
+            # with one of both adapted there is one wrapper
+            place = outer if _DOWN in leafs else ""
+            chosen = [[parts[expert, leaf] for leaf in inner] for expert in range(count)]
+            first = [tensors[peft_name(one, side)] for one in chosen[0] for side in ("A", "B")]
+            rank = sum(one.shape[0] for one in first[::2])
+            rows = sum(one.shape[0] for one in first[1::2])
+            sides: tuple[tuple[Side, tuple[int, int], Any], ...] = (
+                ("A", (count * rank, first[0].shape[1]), _stacked_down),
+                ("B", (rows, rank * count), _stacked_up),
+            )
+            for side, shape, make in sides:
+                outputs[peft_name(module + place, side)] = _Output(
+                    shape, first[0].dtype, partial(make, tensors, chosen)
+                )
+    return outputs
+
+
+def _stacked_down(tensors: Mapping[str, torch.Tensor], chosen: list[list[str]]) -> torch.Tensor:
+    """A of all experts, expert-major; of an expert gate's above up's."""
+    import torch
+
+    return torch.cat([tensors[peft_name(one, "A")] for modules in chosen for one in modules])
+
+
+def _stacked_up(tensors: Mapping[str, torch.Tensor], chosen: list[list[str]]) -> torch.Tensor:
+    """B of all experts, rank-major, the expert fastest; of an expert block-diagonal."""
+    import torch
+
+    whole = [
+        torch.block_diag(*(tensors[peft_name(one, "B")] for one in modules)) for modules in chosen
+    ]
+    return torch.stack(whole, dim=2).flatten(1)

@@ -1,0 +1,115 @@
+"""What an SGLang process holds of an adapter that it has loaded; runs inside it, for the weight
+probe.
+
+SGLang keeps adapters whole on the host, on every rank, in the dtype in which they came. Layers that
+it fuses are concatenated along their rows: q, k and v of ``lora_A`` are one tensor ``qkv_proj``.
+Stock SGLang compares an adapter with checksums as it is loaded, and ends if one differs; here it is
+asked afterwards, and answers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from slime.engines.wire.buckets import fingerprint
+
+#: SGLang's name of a fused layer → its parts, in their order.
+_PARTS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+_FUSED = {part: fused for fused, parts in _PARTS.items() for part in parts}
+
+
+def adapter_fingerprints(name: str, shapes: Mapping[str, list[int]]) -> dict[str, str]:
+    """Return fingerprints of the tensors of an adapter, as far as this process holds them.
+
+    Args:
+        name: under which it was loaded.
+        shapes: of all tensors that were sent, by name.
+    Raises:
+        ValueError: this process has no such adapter.
+    """
+    manager = _manager()
+    refs = {ref.lora_name: key for key, ref in manager.lora_refs.items()}
+    if name not in refs:
+        raise ValueError(f"no adapter is called {name}, only {', '.join(refs) or 'none'}")
+    adapter = manager.loras[refs[name]]
+    held = dict(adapter.embedding_layers)
+    for layer in adapter.layers:
+        held |= layer.weights
+    found = {one: _part_of(held, one, shapes) for one in shapes}
+    known = {_fused_name(one) for one in shapes} | set(shapes)
+    extra = {one: tensor for one, tensor in held.items() if one not in known}
+    return {
+        one: fingerprint(tensor) for one, tensor in {**found, **extra}.items() if tensor is not None
+    }
+
+
+def _part_of(
+    held: Mapping[str, torch.Tensor], name: str, shapes: Mapping[str, list[int]]
+) -> torch.Tensor | None:
+    """Return the rows of a fused tensor that are those of a sent one; None if they are not here."""
+    if name in held:
+        return _unrepeated(held[name], shapes[name][-2])
+    whole = held.get(_fused_name(name))
+    if whole is None:
+        return None
+    module, leaf, rest = _split(name)
+    first = 0
+    for part in _PARTS[_FUSED[leaf]]:
+        rows = shapes.get(f"{module}.{part}.{rest}", [0, 0])[-2]
+        if part == leaf:
+            # a fused tensor of another height gives another fingerprint, or none
+            return whole.narrow(-2, first, rows) if first + rows <= whole.shape[-2] else None
+        first += rows
+    return None
+
+
+def _unrepeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """A tensor as it was sent. Where a checkpoint has a layer fused already, SGLang repeats the one
+    A for each part of it."""
+    copies = tensor.split(rows, dim=-2)
+    return copies[0] if all(torch.equal(copies[0], copy) for copy in copies) else tensor
+
+
+def _fused_name(name: str) -> str:
+    """SGLang's name of the tensor that a sent one is a part of; the name itself if it is none."""
+    module, leaf, rest = _split(name)
+    return f"{module}.{_FUSED[leaf]}.{rest}" if leaf in _FUSED else name
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """("….self_attn", "q_proj", "lora_A.weight")"""
+    path, _, side = name.partition(".lora_")
+    module, _, leaf = path.rpartition(".")
+    return module, leaf, f"lora_{side}"
+
+
+def _manager() -> Any:
+    """The manager of adapters of the process's model. A custom loader is given the model alone;
+    whoever called it, a few frames up, has the rest."""
+    for owner in _callers():
+        for runner in (owner, getattr(owner, "model_runner", None), _runner_of(owner)):
+            manager = getattr(runner, "lora_manager", None)
+            if manager is not None:
+                return manager
+    raise ValueError("this process serves no adapters (--enable-lora)")
+
+
+def _runner_of(owner: Any) -> Any:
+    make_runner = getattr(owner, "get_model_runner", None)
+    return make_runner() if callable(make_runner) else None
+
+
+def _callers() -> Iterator[Any]:
+    frame = sys._getframe()
+    while frame is not None:
+        if (owner := frame.f_locals.get("self")) is not None:
+            yield owner
+        frame = frame.f_back  # type: ignore[assignment]

@@ -1,0 +1,520 @@
+"""Low-rank adapters beside frozen Linear layers, at every parallel layout.
+
+    column-parallel   x ─ A ─► [T, parts · rank] ─ copied / gathered ─► spread B ─► + output
+    row-parallel      x ─ A ─► [T, rank] ─ summed / scattered ─► B ─► + output
+    routed experts    rows ─ A of the expert ─► B of the expert ─► + output
+
+The collectives of an adapter move rank-sized rows, one in each direction. They leave the gradient
+of a side that every tensor-parallel rank holds either complete on each rank or, under sequence
+parallelism, partial by tokens, which is what Megatron's mark ``sequence_parallel`` stands for.
+
+Routed experts compute inside the dispatch, where nothing can be exchanged. Sides that several ranks
+hold get partial gradients there, which `finish_gradients` adds up once per step:
+
+    A of gate and up, B of the way back     over the expert-tensor-parallel ranks
+    the same, shared by all experts         over the tensor-parallel ranks; data parallelism, whose
+                                            ranks hold all experts, does the rest
+
+Parameters and names are those of `slime.models.adapters`. Layers stay what they were: `attach`
+gives each a subclass of its class, so that local layers and Transformer Engine's work alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import xxhash
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import (
+    ReplicaId,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from slime.checkpoints.hf_io import fill_adapters
+from slime.checkpoints.megatron_names import global_name
+from slime.models import table_of
+from slime.models.adapters import (
+    AdaptedLayer,
+    AdapterConfig,
+    adapted_layers,
+    adapter_family,
+    split_peft_name,
+)
+from slime.models.layouts import GATE_UP, STACKED_GATE_UP, Shard, SomeParts
+from slime.models.spec import ModelSpec
+from slime.models.table import shapes_of
+from slime.trainer.megatron.experts import StackedLinear, grouped_linear
+
+_ALIGNMENT = 8
+"""Grouped products want rows of this many numbers."""
+
+
+class LowRankAdapter(nn.Module):
+    """What adapters of all kinds of layers have in common.
+
+    Args:
+        layer: the rules of the adapted layer and of its adapter.
+        spread: [rows of ``up``, parts]: 1 where a row belongs to a part that has an adapter.
+        rows, columns: of this rank's piece of the frozen weight.
+        experts: shape in front of both sides; empty where they are matrices.
+    Attributes:
+        is_on: False computes the base alone.
+        dropout: share of the inputs that is dropped just now.
+    """
+
+    def __init__(
+        self,
+        layer: AdaptedLayer,
+        spread: Tensor,
+        rows: int,
+        columns: int,
+        config: TransformerConfig,
+        *,
+        down_experts: tuple[int, ...] = (),
+        up_experts: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__()
+        parts = sum(layer.present)
+        self.scaling = layer.scaling
+        self.is_on = True
+        self.dropout = 0.0
+        self.halves = 2 if _is_gated(layer) else 1
+        like = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        down = torch.zeros(*down_experts, parts * layer.rank, columns, **like)
+        up = torch.zeros(*up_experts, rows, layer.rank, **like)
+        self.down = nn.Parameter(down)
+        self.up = nn.Parameter(up)
+        is_plain = parts == 1 and all(layer.present)
+        self.spread: Tensor | None
+        self.register_buffer("spread", None, persistent=False)
+        if not is_plain:
+            self.spread = spread[:, :, None].to(config.params_dtype).to(self.up.device)
+
+    def wide_up(self) -> Tensor:
+        """[…, rows, parts · rank]: each row of ``up`` in the columns of its part, else zeros."""
+        if self.spread is None:
+            return self.up
+        return (self.up.unsqueeze(-2) * self.spread).flatten(-2)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout) if self.dropout else x
+
+
+def _is_gated(layer: AdaptedLayer) -> bool:
+    layout = layer.up.layout
+    return (layout.fused if isinstance(layout, SomeParts) else layout) in (GATE_UP, STACKED_GATE_UP)
+
+
+class LinearAdapter(LowRankAdapter):
+    """The adapter of a column- or row-parallel layer."""
+
+    def __init__(
+        self,
+        layer: AdaptedLayer,
+        spread: Tensor,
+        weight: Tensor,
+        config: TransformerConfig,
+    ) -> None:
+        super().__init__(layer, spread, weight.size(0), weight.size(1), config)
+        self.is_row_parallel = layer.is_row_parallel
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        self.sequence_parallel = config.sequence_parallel and self.group.size() > 1
+        cut, whole, axis = (
+            (self.down, self.up, 1) if self.is_row_parallel else (self.up, self.down, 0)
+        )
+        set_tensor_model_parallel_attributes(cut, True, axis, 1)
+        whole.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor, output: Tensor) -> Tensor:
+        """Inputs and outputs of the layer on this rank, [T, 1, …] → the outputs with the adapter's
+        added."""
+        if not self.is_on:
+            return output
+        hidden = self._exchanged(F.linear(self.dropped(x), self.down))
+        added = torch.addmm(
+            output.flatten(0, -2),
+            hidden.flatten(0, -2),
+            self.wide_up().t(),
+            alpha=self.scaling,
+        )
+        return added.view(output.shape)
+
+    def _exchanged(self, hidden: Tensor) -> Tensor:
+        group = self.group
+        if group.size() == 1:
+            return hidden
+        if self.is_row_parallel:
+            if self.sequence_parallel:
+                return reduce_scatter_to_sequence_parallel_region(hidden, group=group)
+            return reduce_from_tensor_model_parallel_region(hidden, group=group)
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=group
+            )
+        return copy_to_tensor_model_parallel_region(hidden, group=group)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Both sides as any layout loads them."""
+        assert metadata is not None
+        rank = self.group.rank()
+        size = self.group.size()
+        replica = metadata["dp_cp_group"].rank()
+        cut = (0, 0, replica)
+        whole = (0, rank, replica)
+        offsets = sharded_offsets
+        if self.is_row_parallel:
+            return {
+                **_sharded(f"{prefix}down", self.down, offsets, (), (1, rank, size), cut),
+                **_sharded(f"{prefix}up", self.up, offsets, (), None, whole),
+            }
+        place = (0, rank, size)
+        return {
+            **_sharded(f"{prefix}down", self.down, offsets, (), None, whole),
+            **_sharded(f"{prefix}up", self.up, offsets, (), place, cut, self.halves),
+        }
+
+
+class ExpertAdapter(LowRankAdapter):
+    """The adapters of one projection of all local experts."""
+
+    def __init__(
+        self,
+        layer: AdaptedLayer,
+        spread: Tensor,
+        base: StackedLinear,
+        config: TransformerConfig,
+    ) -> None:
+        experts, rows, columns = base.weight.shape
+        super().__init__(
+            layer,
+            spread,
+            rows,
+            columns,
+            config,
+            down_experts=(experts,) if layer.down.is_expert else (),
+            up_experts=(experts,) if layer.up.is_expert else (),
+        )
+        self.is_row_parallel = layer.is_row_parallel
+        self.shard = base.shard
+        self.shards = base.shards
+        self.expert_rank = base.expert_rank
+        self.expert_ranks = base.expert_ranks
+        self.replica = base.replica
+        cut, whole = (self.down, self.up) if self.is_row_parallel else (self.up, self.down)
+        cut.allreduce = False  # type: ignore[attr-defined]  # as of expert weights
+        set_tensor_model_parallel_attributes(cut, True, 2 if self.is_row_parallel else 1, 1)
+        if whole.dim() == 2:
+            whole.summed_over = "tensor"  # type: ignore[attr-defined]
+            return
+        whole.allreduce = False  # type: ignore[attr-defined]
+        # "parallel", as other ranks hold other experts; "shared" leaves repetitions out of norms
+        set_tensor_model_parallel_attributes(whole, True, 1, 1)
+        whole.shared = self.shard > 0  # type: ignore[attr-defined]
+        whole.summed_over = "expert tensor"  # type: ignore[attr-defined]
+
+    def forward(self, rows: Tensor, output: Tensor, ends: Tensor) -> Tensor:
+        """Rows [R, in] sorted by expert, outputs [R, out] → the outputs with the adapters'
+        added."""
+        if not self.is_on:
+            return output
+        down: Tensor = self.down
+        up = self.wide_up()
+        missing = -down.size(-2) % _ALIGNMENT
+        if missing:
+            down = F.pad(down, (0, 0, 0, missing))
+            up = F.pad(up, (0, missing))
+        added = _product(_product(rows, down, ends), up, ends)
+        return torch.add(output, added, alpha=self.scaling)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Both sides, those of all experts as one tensor, as any layout loads them."""
+        assert metadata is not None
+        before = len(sharded_offsets)
+        of_experts = ((before, self.expert_rank, self.expert_ranks),)
+        found: ShardedStateDict = {}
+        for name, side in (("down", self.down), ("up", self.up)):
+            is_cut = (name == "down") == self.is_row_parallel
+            if side.dim() == 2:  # one for all experts
+                tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+                replica = (0, tensor_rank, metadata["dp_cp_group"].rank())
+                found |= _sharded(f"{prefix}{name}", side, sharded_offsets, (), None, replica)
+                continue
+            axis = 2 if self.is_row_parallel else 1
+            found |= _sharded(
+                f"{prefix}{name}",
+                side,
+                sharded_offsets,
+                of_experts,
+                (axis, self.shard, self.shards) if is_cut else None,
+                (0, 0 if is_cut else self.shard, self.replica),
+                self.halves if is_cut else 1,
+            )
+        return found
+
+
+def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return F.linear(rows, weight) if weight.dim() == 2 else grouped_linear(rows, weight, ends)
+
+
+def _sharded(
+    key: str,
+    side: nn.Parameter,
+    offsets: tuple[Any, ...],
+    more_offsets: tuple[Any, ...],
+    place: tuple[int, int, int] | None,
+    replica_id: ReplicaId,
+    halves: int = 1,
+) -> ShardedStateDict:
+    """One side of an adapter in a checkpoint.
+
+    Args:
+        place: (axis, piece, pieces) of what ranks divide.
+        halves: 2 where each piece has its part of gate and of up, which lie apart in the whole.
+    """
+    before = len(offsets)
+
+    def shards(
+        key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None = None
+    ) -> list[ShardedTensor]:
+        assert flattened_range is None, "adapters are kept whole"
+        pieces = tensor.chunk(halves, dim=place[0]) if place and halves > 1 else [tensor]
+        found = []
+        for i, piece in enumerate(pieces):
+            cut: tuple[Any, ...] = ()
+            if place is not None:
+                axis, number, count = place
+                cut = ((before + axis, number + i * count, count * halves),)
+            found.append(
+                ShardedTensor.from_rank_offsets(
+                    key,
+                    piece,
+                    *offsets,
+                    *more_offsets,
+                    *cut,
+                    replica_id=replica_id,
+                    prepend_axis_num=before,
+                )
+            )
+        return found
+
+    if halves == 1:
+        (one,) = shards(key, side, replica_id)
+        one.data = side
+        return {key: one}
+    assert place is not None
+    axis = place[0]
+    return {
+        key: ShardedTensorFactory(
+            key, side, shards, lambda parts: torch.cat(parts, axis), replica_id
+        )
+    }
+
+
+# -- into the model --------------------------------------------------------------------------------
+
+
+@functools.cache
+def _adapted(linear: type) -> type:
+    """Return a subclass of a layer's class that adds what ``self.adapter`` computes."""
+
+    class Adapted(linear):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            if isinstance(self, StackedLinear):
+                return self.adapter(args[0], output, args[1])
+            return self.adapter(args[0], output[0]), output[1]
+
+        def sharded_state_dict(
+            self,
+            prefix: str = "",
+            sharded_offsets: tuple[Any, ...] = (),
+            metadata: dict[str, Any] | None = None,
+        ) -> ShardedStateDict:
+            # the layer's own takes every parameter below it for one of its own
+            adapter = self._modules.pop("adapter")
+            try:
+                found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+            finally:
+                self._modules["adapter"] = adapter
+            own = adapter.sharded_state_dict(f"{prefix}adapter.", sharded_offsets, metadata)
+            return {**found, **own}
+
+    Adapted.__name__ = Adapted.__qualname__ = f"{linear.__name__}WithAdapter"
+    return Adapted
+
+
+def attach(chunks: Sequence[nn.Module], spec: ModelSpec, adapters: AdapterConfig) -> None:
+    """Freeze the model and give each target an adapter of zeros, which changes nothing.
+
+    Args:
+        chunks: this rank's, not wrapped yet.
+    """
+    family = table_of(spec)
+    rules = {layer.base: layer for layer in adapted_layers(family, spec, adapters)}
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.requires_grad_(False)
+        for name, module in list(chunk.named_modules()):
+            weight = module._parameters.get("weight")
+            if weight is None or weight.dim() < 2:
+                continue
+            is_stacked = isinstance(module, StackedLinear)
+            match = family.match_megatron(
+                global_name(chunk, f"{name}.weight{'0' if is_stacked else ''}"), spec
+            )
+            if match is None or match.rule not in rules:
+                continue
+            layer = rules[match.rule]
+            config: Any = chunk.config
+            if isinstance(module, StackedLinear):
+                spread = _spread(layer, spec, Shard(module.shard, module.shards))
+                module.adapter = ExpertAdapter(layer, spread, module, config)
+            else:
+                group = parallel_state.get_tensor_model_parallel_group()
+                spread = _spread(layer, spec, Shard(group.rank(), group.size()))
+                module.adapter = LinearAdapter(layer, spread, weight, config)
+            kind: Any = type(module)
+            module.__class__ = _adapted(kind)
+
+
+def _spread(layer: AdaptedLayer, spec: ModelSpec, shard: Shard) -> Tensor:
+    """[rows of this rank's piece, parts with an adapter]: which row belongs to which part."""
+    if layer.is_row_parallel:
+        return torch.ones(1, 1)
+    sizes = [shape[0] for shape in shapes_of(layer.base, spec)]
+    numbers = iter(range(len(layer.present)))
+    parts = [next(numbers) if is_there else -1 for is_there in layer.present]
+    labels = [torch.full((size,), part) for size, part in zip(sizes, parts, strict=True)]
+    part_of_row = layer.base.layout.load(labels, shard, spec)
+    return (part_of_row[:, None] == torch.arange(sum(layer.present))).float()
+
+
+class _FirstValues(Mapping[str, Tensor]):
+    """The first values of every A, drawn whole from the seed and the tensor's name, so that they
+    depend on no layout: uniform within ±1/√in, PEFT's default."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
+        self._shapes = {name: shape for name, shape in shapes.items() if _is_down(name)}
+        self._seed = seed
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        generator = torch.Generator().manual_seed(
+            xxhash.xxh3_64_intdigest(f"{self._seed} {name}".encode()) >> 1
+        )
+        bound = 1 / math.sqrt(shape[1])
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
+
+def _is_down(name: str) -> bool:
+    found = split_peft_name(name)
+    return found is not None and found[1] == "A"
+
+
+def draw_first_values(
+    chunks: Sequence[nn.Module], spec: ModelSpec, adapters: AdapterConfig, seed: int
+) -> None:
+    """Fill every A with random numbers, the same at every layout; every B stays zero."""
+    table = adapter_family(table_of(spec), spec, adapters)
+    fill_adapters(chunks, table, spec, _FirstValues(dict(table.hf_tensors(spec)), seed))
+
+
+# -- while it trains -------------------------------------------------------------------------------
+
+
+def adapters_of(chunks: Sequence[nn.Module]) -> Iterator[LowRankAdapter]:
+    """Iterate over all adapters of this rank."""
+    for chunk in chunks:
+        yield from (module for module in chunk.modules() if isinstance(module, LowRankAdapter))
+
+
+@contextmanager
+def without_adapters(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Within the block the model computes as its base does."""
+    found = list(adapters_of(chunks))
+    try:
+        for adapter in found:
+            adapter.is_on = False
+        yield
+    finally:
+        for adapter in found:
+            adapter.is_on = True
+
+
+@contextmanager
+def dropping_inputs(chunks: Sequence[nn.Module], dropout: float) -> Iterator[None]:
+    """Within the block adapters drop this share of their inputs."""
+    found = list(adapters_of(chunks)) if dropout else []
+    try:
+        for adapter in found:
+            adapter.dropout = dropout
+        yield
+    finally:
+        for adapter in found:
+            adapter.dropout = 0.0
+
+
+@torch.no_grad()
+def changes_nothing(chunks: Sequence[nn.Module]) -> bool:
+    """Tell whether every B of this rank is zero."""
+    return not any(bool(adapter.up.any()) for adapter in adapters_of(chunks))
+
+
+def finish_gradients(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
+    """Megatron's reduction of the gradients, and the sums that the experts' adapters need.
+    Collective."""
+    finalize_model_grads(chunks, *args, **kwargs)
+    for kind, group in (
+        ("tensor", parallel_state.get_tensor_model_parallel_group()),
+        ("expert tensor", parallel_state.get_expert_tensor_parallel_group()),
+    ):
+        gradients: list[Tensor] = [
+            side.main_grad  # type: ignore[attr-defined]
+            for adapter in adapters_of(chunks)
+            for side in (adapter.down, adapter.up)
+            if getattr(side, "summed_over", "") == kind
+        ]
+        if gradients and group.size() > 1:
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=group)
+            pieces = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, piece in zip(gradients, pieces):
+                gradient.copy_(piece.view_as(gradient))

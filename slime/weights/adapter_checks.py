@@ -1,0 +1,195 @@
+"""Refuse an adapter that engines would take and not apply, or die of, before anything is sent.
+
+SGLang 0.5.16 accepts tensors that no layer has and dies at the next request, loads experts'
+adapters of one side and never applies them. An adapter of zeros, or that of the last version again,
+is the policy that was there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from slime.engines.adapters import FUSED_SETS
+from slime.engines.wire.abilities import Abilities
+from slime.errors import UserError
+from slime.models.adapters import Side, peft_name, split_peft_name
+from slime.models.parameters import Shape
+from slime.weights.adapter_layout import AdapterLayout
+
+_SIDES: tuple[Side, ...] = ("A", "B")
+_OURS = "this is a fault of slime: please report it with the run's flags"
+
+
+def check_engine(url: str, abilities: Abilities, layout: AdapterLayout) -> None:
+    """Refuse an engine that cannot serve the run's adapters.
+
+    Raises:
+        UserError: says what it lacks, and the flag.
+    """
+    adapters = layout.adapters
+    missing = set(layout.targets) - set(abilities.adapter_targets or layout.targets)
+    if not abilities.adapters:
+        raise UserError(
+            f"engine {url} serves no adapters",
+            why="it was started without them (--enable-lora), or has several replicas, into which "
+            "SGLang loads none",
+            fix="let the run start its engines, or start this one with --enable-lora "
+            f"--max-lora-rank {adapters.rank} --lora-target-modules {' '.join(layout.targets)} "
+            "--max-loras-per-batch 3",
+        )
+    if 0 < abilities.adapter_rank < adapters.rank:
+        raise UserError(
+            f"--lora-rank {adapters.rank} is above what engine {url} has room for, "
+            f"{abilities.adapter_rank}",
+            why="an engine reserves memory for adapters of --max-lora-rank when it starts",
+            fix=f"start it with --max-lora-rank {adapters.rank}, or lower --lora-rank",
+        )
+    if missing:
+        raise UserError(
+            f"engine {url} has no room for adapters of {', '.join(sorted(missing))}",
+            why=f"its --lora-target-modules are {', '.join(abilities.adapter_targets)}",
+            fix=f"start it with --lora-target-modules {' '.join(layout.targets)}",
+        )
+    if 0 < abilities.adapters_at_once < 2:
+        raise UserError(
+            f"engine {url} computes with one adapter or the base at a time, and nothing else",
+            why="its --max-loras-per-batch counts the base as one",
+            fix="start it with --max-loras-per-batch 3: the base, and two versions of the policy",
+        )
+    shares = abilities.shares_outer_experts
+    if layout.has_experts and shares is not None and shares != layout.shares_outer_experts:
+        flag = "" if layout.shares_outer_experts else "no-"
+        raise UserError(
+            f"engine {url} holds experts' adapters in another form than --lora-experts "
+            f"{adapters.experts}",
+            why="whether experts share a side of their adapters decides the shape of its memory",
+            fix=f"start it with --{flag}experts-shared-outer-loras",
+        )
+    if layout.lone_queries and not abilities.adapts_lone_queries:
+        raise UserError(
+            f"engine {url} ({abilities.engine}) cannot load an adapter of this model's q_proj",
+            why="it fuses q_proj with k_proj and v_proj, which this latent attention does not have",
+            fix="pass --lora-exclude-modules q_proj",
+        )
+
+
+def check_names(given: Mapping[str, Shape], expected: Mapping[str, Shape], what: str) -> None:
+    """Refuse tensors that are too many, too few or of another shape.
+
+    Args:
+        given, expected: name → shape.
+        what: "the trainer's adapter", for messages.
+    Raises:
+        UserError: names the first ones.
+    """
+    if stray := [name for name in given if name not in expected]:
+        raise UserError(
+            f"{what} has {len(stray)} tensors that belong to no layer with an adapter: "
+            f"{', '.join(stray[:3])}",
+            why="SGLang answers that such an adapter is loaded, and dies at the next request",
+            fix=_OURS,
+        )
+    if missing := [name for name in expected if name not in given]:
+        raise UserError(
+            f"{what} is not complete: {len(missing)} of {len(expected)} tensors are missing, "
+            f"{', '.join(missing[:3])}",
+            why="engines would compute these layers without an adapter, and say nothing",
+            fix=_OURS,
+        )
+    for name, shape in given.items():
+        if tuple(shape) != tuple(expected[name]):
+            raise UserError(
+                f"{what} has {name} of shape {list(shape)}, rank and model make it "
+                f"{list(expected[name])}",
+                why="engines would stop at the next request",
+                fix=_OURS,
+            )
+
+
+def check_sets(names: Collection[str], *, lone_queries: bool = False) -> None:
+    """Refuse half an adapter, a part of a set that engines fuse, and one side of the experts alone.
+
+    Args:
+        names: of all tensors that will be sent.
+        lone_queries: the model has a ``q_proj`` without ``k_proj`` and ``v_proj``.
+    Raises:
+        UserError: names the layer and what it lacks.
+    """
+    modules = {split[0] for name in names if (split := split_peft_name(name)) is not None}
+    for path in sorted(modules):
+        owner, _, leaf = path.rpartition(".")
+        for side in _SIDES:
+            if peft_name(path, side) not in names:
+                raise UserError(
+                    f"the adapter of {path} has no lora_{side}",
+                    why="half of an adapter changes nothing",
+                    fix=_OURS,
+                )
+        for members in FUSED_SETS:
+            lacking = [one for one in members if f"{owner}.{one}" not in modules]
+            if leaf in members and lacking and not (leaf == "q_proj" and lone_queries):
+                raise UserError(
+                    f"{owner} has an adapter of {leaf} and none of {' and '.join(lacking)}",
+                    why="engines fuse these layers: they fail to load a part of them, or compute "
+                    "with other numbers in its place",
+                    fix="send zeros for the layers that are not trained, as AdapterLayout does",
+                )
+        if not owner.endswith(".experts"):
+            continue
+        for one, other in (("gate_proj", "down_proj"), ("down_proj", "gate_proj")):
+            if leaf == one and f"{owner}.{other}" not in modules:
+                raise UserError(
+                    f"{owner} has adapters of one side only: {other} is missing",
+                    why="SGLang loads adapters of one side of its experts and never applies them",
+                    fix="add the other side to --lora-target-modules, or leave both out",
+                )
+
+
+def check_values(
+    largest: Mapping[str, float],
+    fingerprints: Mapping[str, str],
+    previous: Mapping[str, str],
+    *,
+    has_learned: bool,
+) -> None:
+    """Refuse numbers that cannot be those of a policy that has just been trained.
+
+    Args:
+        largest: trained tensor → largest absolute value; NaN or infinity where a number is.
+        fingerprints, previous: of this and the last push, by name; {} for none.
+        has_learned: the trainer has made a step with a gradient and a learning rate since then.
+    Raises:
+        UserError: numbers that are not finite, an A of zeros alone, nothing but zeros in B, the
+            tensors of the last version.
+    """
+    broken = [name for name, value in largest.items() if not value < float("inf")]
+    if broken:
+        raise UserError(
+            f"the adapter has numbers that are not finite: {', '.join(broken[:3])}",
+            why="training has diverged; engines would answer with one token for ever",
+            fix="load the last checkpoint before it; lower --lr or --clip-grad",
+        )
+    lost = [name for name, value in largest.items() if ".lora_A." in name and value == 0]
+    if lost:
+        raise UserError(
+            f"the adapter has an A of zeros alone: {', '.join(lost[:3])}",
+            why="A begins with random numbers, and with zeros it can never learn: the tensor was "
+            "lost, or gathered from a rank that does not hold it",
+            fix=_OURS,
+        )
+    if not has_learned:
+        return
+    if not any(value for name, value in largest.items() if ".lora_B." in name):
+        raise UserError(
+            "the adapter is zero: every B is, although the trainer has made steps",
+            why="engines would go on with the base, which no step has changed",
+            fix="look at train/grad_norm; if it is above zero, " + _OURS,
+        )
+    if previous and dict(fingerprints) == dict(previous):
+        raise UserError(
+            "the adapter is stale: every tensor is that of the last version, although the trainer "
+            "has made steps",
+            why="the optimizer's result did not reach the model's parameters, or old tensors were "
+            "gathered",
+            fix="look at --lr and the schedule; if they are above zero, " + _OURS,
+        )

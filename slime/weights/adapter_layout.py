@@ -1,0 +1,215 @@
+"""The tensors of an adapter as engines are sent them, made of those that the trainer holds.
+
+Engines fuse q, k and v (gate and up; the two first projections of latent attention) and take the
+adapters of such layers only as complete sets. So a layer that has no adapter gets one of zeros if a
+layer that it is fused with has one. The routed experts of a layer come stacked, which is one tensor
+where there would be a hundred, and the form that SGLang applies:
+
+    ….mlp.experts.gate_proj.lora_A.weight    [experts, rank, in], or [1, rank, in] if they share it
+
+An engine multiplies a whole adapter by one factor, alpha / rank. Where experts have a lower rank,
+theirs are filled up with zeros, and B is multiplied by what the factor lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slime.engines.adapters import FUSED_SETS
+from slime.engines.wire.buckets import TensorEntry, dtype_name, entries_of
+from slime.models.adapters import AdapterConfig, Side, peft_name
+from slime.models.parameters import ModelParameters, Shape
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A trained tensor's place in a sent one.
+
+    Attributes:
+        name: of the sent tensor.
+        expert: index in its first axis; None for a tensor of two axes.
+        side: which of its axes is the rank: the last but one of A, the last of B.
+        factor: what the numbers are multiplied by.
+    """
+
+    name: str
+    expert: int | None
+    side: Side
+    factor: float
+
+    def view(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the piece's place in the sent tensor."""
+        part = tensor if self.expert is None else tensor[self.expert]
+        return part[:rank] if self.side == "A" else part[:, :rank]
+
+
+@dataclass(frozen=True)
+class AdapterLayout:
+    """What every push of an adapter brings.
+
+    Attributes:
+        adapters: rank, factor and layers.
+        trained: name → shape of the trainer's tensors.
+        sent: name → shape of the engines' tensors, in the order of layers.
+        pieces: name of a trained tensor → its place.
+        targets: last parts of the names of all layers that have an adapter in an engine.
+        lone_queries: a ``q_proj`` stands alone, without ``k_proj`` and ``v_proj``.
+    """
+
+    adapters: AdapterConfig
+    trained: dict[str, Shape]
+    sent: dict[str, Shape]
+    pieces: dict[str, Piece]
+    targets: tuple[str, ...]
+    lone_queries: bool
+
+    @staticmethod
+    def of(parameters: ModelParameters) -> AdapterLayout:
+        """Make the layout of a model's adapters."""
+        adapters = parameters.adapters
+        assert adapters is not None, "a model without adapters"
+        trained = parameters.trained
+        modules = dict(_modules(parameters, adapters))
+        sent: dict[str, Shape] = {}
+        pieces: dict[str, Piece] = {}
+        for owner in modules.values():
+            for side in _SIDES:
+                whole = owner.name_of(side)
+                sent[whole] = owner.shape_of(side, adapters)
+                for name, expert in owner.sources(side, trained):
+                    is_scaled = owner.experts and side == "B"
+                    factor = adapters.rank / adapters.expert_rank if is_scaled else 1.0
+                    pieces[name] = Piece(whole, expert, side, factor)
+        leaves = sorted({module.rpartition(".")[2] for module in modules})
+        lone = any(
+            module.endswith(".q_proj") and module.removesuffix("q_proj") + "k_proj" not in modules
+            for module in modules
+        )
+        return AdapterLayout(adapters, trained, sent, pieces, tuple(leaves), lone)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(len(shape) == 3 for shape in self.sent.values())
+
+    @property
+    def shares_outer_experts(self) -> bool:
+        """Whether the experts of a layer share the outer sides."""
+        return self.has_experts and self.adapters.experts == "shared-outer"
+
+    def entries(self, dtype: torch.dtype) -> list[TensorEntry]:
+        """Return the places of the sent tensors in one flat buffer."""
+        names = list(self.sent)
+        shapes = [list(shape) for shape in self.sent.values()]
+        return entries_of(names, [dtype_name(dtype)] * len(names), shapes)
+
+    def place(self, name: str, tensor: torch.Tensor, views: dict[str, torch.Tensor]) -> None:
+        """Copy a trained tensor to its place among the sent ones, which begin as zeros."""
+        piece = self.pieces[name]
+        rank = tensor.shape[0] if piece.side == "A" else tensor.shape[1]
+        view = piece.view(views[piece.name], rank)
+        if piece.factor == 1.0:
+            view.copy_(tensor)
+        else:
+            view.copy_(tensor.float() * piece.factor)
+
+    def config_dict(self, base: str) -> dict[str, Any]:
+        """Return the fields of PEFT's ``adapter_config.json`` for the sent tensors.
+
+        Args:
+            base: name or directory of the base model.
+        """
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.adapters.rank,
+            "lora_alpha": self.adapters.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": list(self.targets),
+            "bias": "none",
+            "use_rslora": False,
+            "use_dora": False,
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "modules_to_save": None,
+            "rank_pattern": {},
+            "alpha_pattern": {},
+            "init_lora_weights": True,
+        }
+
+
+_SIDES: tuple[Side, ...] = ("A", "B")
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A layer with an adapter in engines, or the same layer of all routed experts.
+
+    Attributes:
+        path: its Hugging Face name; of experts without their number.
+        out_in: the shape of its weight.
+        experts: how many; 0 for a layer that is none.
+    """
+
+    path: str
+    out_in: Shape
+    experts: int
+    shared: tuple[Side, ...] = ()
+
+    def name_of(self, side: Side) -> str:
+        return peft_name(self.path, side)
+
+    def shape_of(self, side: Side, adapters: AdapterConfig) -> Shape:
+        rows, columns = self.out_in
+        shape = (adapters.rank, columns) if side == "A" else (rows, adapters.rank)
+        if not self.experts:
+            return shape
+        return (1 if side in self.shared else self.experts, *shape)
+
+    def sources(self, side: Side, trained: dict[str, Shape]) -> Iterator[tuple[str, int | None]]:
+        """Yield (trained tensor, place in the first axis)."""
+        whole = self.name_of(side)
+        if whole in trained:
+            yield whole, 0 if self.experts else None
+        owner, _, leaf = self.path.rpartition(".")
+        for expert in range(self.experts):
+            name = peft_name(f"{owner}.{expert}.{leaf}", side)
+            if name in trained:
+                yield name, expert
+
+
+def _modules(parameters: ModelParameters, adapters: AdapterConfig) -> Iterator[tuple[str, _Module]]:
+    """Yield the layers that have an adapter in engines, by path; a layer of experts once."""
+    spec = parameters.spec
+    shapes: dict[str, _Module] = {}
+    for name, shape in parameters.stored.items():
+        found = parameters.family.match_hf(name)
+        if found is None or not (found[0].is_linear and found[0].is_of_layer):
+            continue
+        rule, numbers = found
+        path = name.removesuffix(".weight")
+        if not rule.is_expert:
+            shapes[path] = _Module(path, shape, 0)
+            continue
+        owner, _, leaf = path.rpartition(".")
+        path = f"{owner.removesuffix('.' + str(numbers['expert']))}.{leaf}"
+        outer: tuple[Side, ...] = ("B",) if leaf == "down_proj" else ("A",)
+        shares = adapters.experts == "shared-outer"
+        shapes[path] = _Module(path, shape, spec.num_experts, outer if shares else ())
+    for path, module in shapes.items():
+        if adapters.targets & set(_fused_with(path, shapes)):
+            yield path, module
+
+
+def _fused_with(path: str, modules: Iterable[str]) -> list[str]:
+    """Return the last parts of the names of the layers that engines fuse with one, itself
+    included."""
+    owner, _, leaf = path.rpartition(".")
+    for members in FUSED_SETS:
+        if leaf in members:
+            return [member for member in members if f"{owner}.{member}" in modules]
+    return [leaf]

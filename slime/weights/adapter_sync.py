@@ -1,0 +1,374 @@
+"""Bring the trainer's adapters to the engines, version by version; the base stays where it is.
+
+    sync = AdapterSync(config, model_chunks, hf_config, adapters, rank=rank, world_size=world_size)
+    sync.connect(engines)                  # again whenever engines come or go
+    receipt = sync.push(has_learned=True)
+
+    first push after connect:  compare every weight of the base with the engines'
+    push():  gather ─► check ─► load as policy-<version> ─► compare ─► update_weight_version
+
+Engines go on with the adapters that they have: nothing is paused and no request is aborted. Who
+asks for which version is the rollout client's business (`slime.engines.client`), and who unloads
+old ones is `slime.cluster.adapter_versions`.
+
+All calls are collective over the trainer ranks: each takes part in gathering, rank 0 sends to all
+engines, and every rank gets the same receipt or raises the same error.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from slime import deadlines
+from slime.config.config import Config
+from slime.engines import keys
+from slime.engines.adapters import LOAD_ADAPTER, UNLOAD_ADAPTER, adapter_name
+from slime.engines.api import EngineError
+from slime.engines.fleet import EngineFleet, is_local
+from slime.engines.wire.abilities import Abilities
+from slime.engines.wire.buckets import dtype_in, fingerprint, unpack
+from slime.errors import UserError
+from slime.models.adapters import AdapterConfig
+from slime.models.parameters import Shape
+from slime.models.spec import HfConfig
+from slime.weights.adapter_checks import check_engine, check_names, check_sets, check_values
+from slime.weights.adapter_layout import AdapterLayout
+from slime.weights.adapter_payload import AdapterBuffer
+from slime.weights.distributed import own_address
+from slime.weights.engine_check import (
+    AdapterCheck,
+    EngineCheck,
+    RankAdapterCheck,
+    SliceCheck,
+    WholeAdapterCheck,
+    WholeTensorCheck,
+)
+from slime.weights.receipt import Receipt, WeightMismatch, compare
+from slime.weights.route import Route, find_route
+from slime.weights.source import ModelSource, exhaust
+from slime.weights.sync import REMEDIES, naming_engine
+from slime.weights.trainer_ranks import TrainerRanks
+from slime.weights.transport import EngineSlots, NamedTensors, deadline_for
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterSync:
+    """One trainer rank's side.
+
+    Args:
+        model_chunks: this rank's model, with adapters in it.
+        hf_config: what the model was built from.
+        adapters: what is trained.
+        rank, world_size: of the trainer.
+        start_version: version of the last push, when a run is resumed.
+
+    Attributes:
+        version: of the adapter that the engines have.
+        layout: what each push brings.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_chunks: Sequence[nn.Module],
+        hf_config: HfConfig,
+        adapters: AdapterConfig,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        start_version: int = 0,
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self.version = start_version
+        self._hf_config = hf_config
+        self._ranks = TrainerRanks(rank, world_size)
+        self._base = ModelSource(model_chunks, hf_config, model_name=config.checkpoint.model_name)
+        self._source = ModelSource(
+            model_chunks, hf_config, model_name=config.checkpoint.model_name, adapters=adapters
+        )
+        self.layout = AdapterLayout.of(self._source.parameters)
+        self._fleet: EngineFleet | None = None
+        self._engines: list[EngineSlots] = []
+        self._route: Route | None = None
+        self._shares_memory = False
+        self._is_base_compared = False
+        self._compares_base = False
+        self._base_check: EngineCheck | None = None
+        self._check: AdapterCheck | None = None
+        self._previous: dict[str, str] = {}  # fingerprints of the last push; rank 0
+        faults = config.fault_tolerance
+        # an engine that gives no sign of life is given up on, and started again
+        self._patience = faults.rollout_health_check_timeout if faults.use_fault_tolerance else None
+        self._control_seconds = min(
+            self._patience or deadlines.SYNC_CONTROL, deadlines.SYNC_CONTROL
+        )
+
+    def connect(self, engines: Sequence[str | EngineSlots], *, on_this_node: bool = True) -> None:
+        """Reach the engines. Collective; call again when the engines change.
+
+        Args:
+            engines, on_this_node: see `slime.weights.sync.WeightSync.connect`.
+        Raises:
+            UserError: an engine cannot be reached, or cannot serve these adapters.
+        """
+        self.close()
+        self._engines = [
+            EngineSlots(engine, ()) if isinstance(engine, str) else engine for engine in engines
+        ]
+        for engine in self._engines:
+            keys.know(engine.url, engine.key)
+        self._is_base_compared = False
+        limit = 3 * deadlines.SYNC_CONTROL
+        with self._ranks.round("connecting trainer and engines", limit) as connected:
+            if self.rank == 0:
+                with naming_engine():
+                    self._open(on_this_node)
+                connected.value = self._compares_base
+        self._compares_base = connected.value
+
+    def push(self, *, has_learned: bool = False) -> Receipt:
+        """Load the current adapters into every engine as version ``self.version + 1``. Collective.
+
+        Args:
+            has_learned: the trainer has made a step with a gradient since the last push, so that
+                the adapters must differ from its.
+        Raises:
+            UserError: the adapters cannot be what they should be, the engines' base is another one,
+                or a phase failed; the version is not advanced, and engines go on with the adapters
+                that they have.
+            WeightMismatch: an engine does not hold what was sent; names tensors.
+        """
+        if not self._is_base_compared:
+            self._compare_base()
+        version = self.version + 1
+        tensors = self._source.tensors()
+        limit = 6 * deadlines.SYNC_CONTROL + 3 * deadline_for(self._source.nbytes())
+        with self._ranks.round(f"pushing adapter version {version}", limit) as pushed:
+            try:
+                if self.rank == 0:
+                    pushed.value = self._push(tensors, version, has_learned).to_json()
+            finally:
+                exhaust(tensors)  # the others count on this rank, also after a failure
+        receipt = Receipt.from_json(pushed.value)
+        self.version = version
+        logger.info("%s", receipt)
+        return receipt
+
+    def close(self) -> None:
+        """Give up connections; engines keep their adapters."""
+        for check in (self._base_check, self._check):
+            if check is not None:
+                check.close()
+        if self._fleet is not None:
+            self._fleet.close()
+        self._fleet = self._base_check = self._check = None
+
+    # -- rank 0 ------------------------------------------------------------------------------------
+
+    def _open(self, on_this_node: bool) -> None:
+        urls = [engine.url for engine in self._engines]
+        fleet = self._fleet = EngineFleet(urls, self._patience)
+        infos = fleet.get("/server_info", deadlines.ROUTE_INFO)
+        for url, info in zip(fleet.urls, infos, strict=True):
+            check_engine(url, Abilities.read(info), self.layout)
+        self._route = find_route(self.config, fleet, self._hf_config, on_this_node=on_this_node)
+        self._shares_memory = on_this_node and all(is_local(url) for url in fleet.urls)
+        # packed weights have another form than a checkpoint's; the canary tells of them
+        quantises = any(Abilities.read(info).quantises for info in infos)
+        self._compares_base = not (self._route.opens or quantises)
+        if self._route.asks_ranks:
+            address = own_address(fleet.urls)
+            self._check = RankAdapterCheck(fleet, self._engines, address)
+            if self._compares_base:
+                stored = self._base.parameters.stored
+                shapes = {name: list(stored[name]) for name in self._base.names()}
+                self._base_check = SliceCheck(fleet, self._engines, address, shapes)
+        else:
+            self._check = WholeAdapterCheck(fleet)
+            self._base_check = WholeTensorCheck(fleet)
+
+    def _compare_base(self) -> None:
+        """Compare the base's weights with the engines', which started from files. Collective.
+
+        Raises:
+            UserError: an engine has other ones; names them.
+        """
+        if not self._compares_base:
+            self._is_base_compared = True
+            return
+        tensors = self._base.tensors()
+        limit = 2 * deadlines.SYNC_CONTROL + 2 * deadline_for(self._base.nbytes())
+        with self._ranks.round("comparing the base", limit):
+            try:
+                if self.rank == 0:
+                    with naming_engine():
+                        self._compare(tensors)
+            finally:
+                exhaust(tensors)
+        self._is_base_compared = True
+
+    def _compare(self, tensors: NamedTensors) -> None:
+        assert self._base_check is not None and self._route is not None
+        dtype = self._route.dtype
+        sent = {}
+        for name, tensor in tensors:
+            cast = tensor.detach().to(dtype_in(dtype, name, tensor.dtype))
+            digest = self._base_check.digest(name, cast)
+            if digest:  # else no engine holds it in a known form
+                sent[name] = digest
+        limit = deadline_for(self._base.nbytes())
+        wrong = self._base_check.compare(sent, set(), False, limit).wrong
+        if wrong:
+            raise UserError(
+                f"{len(wrong)} weights of the engines' base are not the trainer's: "
+                + "; ".join(wrong[:4]),
+                why="adapters belong to the weights that they were trained on. The base is not "
+                "pushed: engines read it from --hf-checkpoint, the trainer from --load or "
+                "--hf-checkpoint",
+                fix="give both the same weights: leave --load out, or export that checkpoint "
+                "(slime export) and pass it as --hf-checkpoint",
+            )
+        logger.info("the engines' base is the trainer's: %d weights compared", len(sent))
+
+    def _push(self, tensors: NamedTensors, version: int, has_learned: bool) -> Receipt:
+        assert self._fleet is not None and self._route is not None and self._check is not None
+        seconds: dict[str, float] = {}
+        begin = time.perf_counter()
+        name = adapter_name(version)
+        with self._phase("gather", version, seconds):
+            buffer, largest = self._gather(tensors, self._route.dtype)
+        views = buffer.tensors()
+        prints = {one: fingerprint(view) for one, view in views.items()}
+        check_sets(views, lone_queries=self.layout.lone_queries)
+        check_values(largest, prints, self._previous, has_learned=has_learned)
+        with self._phase("transfer", version, seconds):
+            self._load(name, buffer)
+        with self._phase("check", version, seconds):
+            shapes = {one: list(view.shape) for one, view in views.items()}
+            held = self._check.fingerprints(name, shapes, deadline_for(len(buffer.buffer)))
+            wrong = compare(prints, held, set(prints))
+        if wrong:
+            raise WeightMismatch(version, wrong)
+        with self._phase("version", version, seconds):
+            body = {"new_version": str(version), "abort_all_requests": False}
+            self._fleet.post("/update_weight_version", body, self._control_seconds)
+        seconds["total"] = time.perf_counter() - begin
+        self._previous = prints
+        return Receipt(
+            version,
+            len(views),
+            len(buffer.buffer),
+            seconds,
+            "shared memory" if self._shares_memory else "HTTP",
+            checked=tuple(prints),
+            full=True,
+            loaded=len(views),
+            adapter=name,
+            fingerprints=prints,
+        )
+
+    def _gather(
+        self, tensors: NamedTensors, dtype: torch.dtype
+    ) -> tuple[AdapterBuffer, dict[str, float]]:
+        """Put the trainer's tensors into the form and dtype that engines take.
+
+        Returns:
+            The buffer on the host, and the largest absolute value of each trained tensor.
+        """
+        layout = self.layout
+        entries = layout.entries(dtype)
+        host = AdapterBuffer(entries, is_shared=self._shares_memory)
+        flat: torch.Tensor | None = None
+        views: dict[str, torch.Tensor] = {}
+        shapes: dict[str, Shape] = {}
+        largest: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors:
+            if flat is None:
+                # on the trainer's device, for one copy to the host instead of hundreds
+                flat = (
+                    host.buffer
+                    if not tensor.is_cuda
+                    else torch.empty_like(host.buffer, device=tensor.device)
+                )
+                flat.zero_()
+                views = dict(unpack(flat, entries))
+            shapes[name] = tuple(tensor.shape)
+            if name not in layout.pieces or shapes[name] != layout.trained[name]:
+                continue  # reported below, when all have come
+            tensor = tensor.detach()
+            layout.place(name, tensor, views)
+            largest[name] = tensor.abs().amax()
+        check_names(shapes, layout.trained, "the trainer's adapter")
+        assert flat is not None
+        if flat is not host.buffer:
+            host.buffer.copy_(flat)
+        values = torch.stack([value.float() for value in largest.values()]).tolist()
+        return host, dict(zip(largest, values, strict=True))
+
+    def _load(self, name: str, buffer: AdapterBuffer) -> None:
+        """Load an adapter into every engine.
+
+        Raises:
+            EngineError: one refused it.
+        """
+        assert self._fleet is not None
+        readers = sum(engine.num_ranks for engine in self._engines)
+        body = {
+            "lora_name": name,
+            "config_dict": self.layout.config_dict(str(self.config.checkpoint.hf_checkpoint)),
+            "serialized_tensors": buffer.payload(readers),
+        }
+        limit = deadline_for(len(buffer.buffer))
+        answers = self._post_to(LOAD_ADAPTER, dict.fromkeys(self._fleet.urls, body), limit)
+        # of a push that was repeated, because another engine died
+        again = [url for url, one in answers.items() if _is_loaded_already(one)]
+        if again:
+            unload: dict[str, dict[str, Any]] = {url: {"lora_name": name} for url in again}
+            for answer in self._post_to(UNLOAD_ADAPTER, unload, limit).values():
+                if isinstance(answer, EngineError):
+                    raise answer
+            ranks = {engine.url.rstrip("/"): engine.num_ranks for engine in self._engines}
+            readers = sum(ranks[url] for url in again)
+            repeated = {**body, "serialized_tensors": buffer.payload(readers)}
+            answers |= self._post_to(LOAD_ADAPTER, dict.fromkeys(again, repeated), limit)
+        for url, answer in answers.items():
+            if isinstance(answer, EngineError):
+                raise answer
+            if name not in (answer.get("loaded_adapters") or {}):
+                raise EngineError(url, f"does not list {name} among its adapters: {answer!r:.300}")
+
+    def _post_to(
+        self, path: str, bodies: Mapping[str, dict[str, Any]], limit: float
+    ) -> dict[str, dict[str, Any] | EngineError]:
+        assert self._fleet is not None
+        return self._fleet.post_to(path, bodies, limit)
+
+    @contextmanager
+    def _phase(self, phase: str, version: int, seconds: dict[str, float]) -> Iterator[None]:
+        """Time a phase; turn the failure of an engine into a message with remedies."""
+        started = time.perf_counter()
+        try:
+            yield
+        except EngineError as error:
+            waited = time.perf_counter() - started
+            raise UserError(
+                f"the push of adapter version {version} failed in the phase '{phase}' after "
+                f"{waited:.1f} s: {error}",
+                why=f"trainer rank 0 waited for {error.url}; engines go on with the adapters that "
+                "they have",
+                fix=REMEDIES,
+            ) from error
+        seconds[phase] = time.perf_counter() - started
+
+
+def _is_loaded_already(answer: object) -> bool:
+    return isinstance(answer, EngineError) and "already" in answer.what

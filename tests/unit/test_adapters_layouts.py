@@ -1,0 +1,108 @@
+"""Adapters train to the same numbers at every parallel layout: log-probs, gradients, and the
+adapters after two steps, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.parity import (
+    CP2,
+    DATA_PARALLEL,
+    EP2,
+    ETP1,
+    MICRO_BATCHES,
+    PP2,
+    RECOMPUTE,
+    SP,
+    TOLERANCE,
+    TP2,
+    VIRTUAL,
+    parity_job,
+    worst,
+)
+from tests.support.peft_directories import random_adapter
+from tests.support.tiny_models import save_tiny
+from tests.support.trainer_ranks import Pools, make_batch, shard
+
+#: layout → processes, data-parallel size, flags
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "TP2": (2, 1, TP2),
+    "TP2+SP": (2, 1, TP2 | SP),
+    "PP2 virtual": (2, 1, PP2 | VIRTUAL),
+    "DP2": (2, 2, {}),
+    "CP2": (2, 1, CP2),
+    "EP2": (2, 2, EP2 | ETP1),
+    "TP2+SP x PP2": (4, 1, TP2 | SP | PP2),
+    "TP2+SP x EP2": (4, 2, TP2 | SP | EP2 | ETP1),
+    "TP2 x EP2, expert tensor": (4, 2, TP2 | EP2),
+    "recompute": (1, 1, RECOMPUTE),
+}
+SOME = {"lora_target_modules": ("q_proj", "v_proj", "up_proj", "down_proj")}
+SHARED = {"lora_experts": "shared-outer", "lora_rank_by_topk": True}
+#: name → family, flags
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "some targets": ("qwen3", SOME),
+    "glm4": ("glm4", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "shared outer sides": ("qwen3_moe", SHARED),
+}
+EXPERTS = ("deepseek_v3", "qwen3_moe", "shared outer sides")
+
+
+def cases() -> Iterator[Any]:
+    for model in MODELS:
+        for layout in LAYOUTS:
+            if "EP2" in layout and model not in EXPERTS:
+                continue
+            always = layout == "TP2+SP" or model == "shared outer sides"
+            always = always or (model, layout) in (("qwen3", "recompute"), ("qwen3_moe", "EP2"))
+            yield pytest.param(model, layout, marks=[] if always else [pytest.mark.full])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Flags of each model with an adapter whose B is not zero."""
+    found = {}
+    for name, (family, flags) in MODELS.items():
+        directory = tmp_path_factory.mktemp("model")
+        save_tiny(family, directory)
+        lora = {"lora_rank": 4, "lora_alpha": 8.0, **flags}
+        random_adapter(directory, directory / "adapter", **lora)
+        path = {"hf_checkpoint": str(directory), "lora_adapter_path": str(directory / "adapter")}
+        found[name] = path | lora
+    return found
+
+
+@pytest.fixture(scope="module")
+def singles() -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.parametrize(("model", "layout"), list(cases()))
+def test_a_layout_trains_adapters_to_the_numbers_of_one_process(
+    model: str, layout: str, ranks: Pools, made: dict[str, Any], singles: dict[str, Any]
+) -> None:
+    batch = make_batch(MICRO_BATCHES)
+    if model not in singles:
+        singles[model] = ranks.run(1, parity_job, made[model], [batch])[0]
+    single = singles[model]
+    size, data_parallel, flags = LAYOUTS[layout]
+    plans: Any = DATA_PARALLEL[data_parallel]
+    batches = [shard(batch, members, plan) for members, plan in plans]
+    by_sample = dict(zip(single["samples"], single["log_probs"]))
+    for result in ranks.run(size, parity_job, {**made[model], **flags}, batches):
+        for kind in ("gradients", "weights"):
+            assert result[kind].keys() == single[kind].keys()
+            for name, value in single[kind].items():
+                assert worst(result[kind][name], value) <= TOLERANCE, (kind, name)
+        for index, log_probs in zip(result["samples"], result["log_probs"]):
+            assert (log_probs - by_sample[index]).abs().max() <= TOLERANCE
+        for ours, theirs in zip(result["metrics"], single["metrics"]):
+            if result["log_probs"]:
+                for key in theirs:
+                    assert ours[key] == pytest.approx(theirs[key], rel=2e-5, abs=2e-5), key
