@@ -4,7 +4,7 @@ notice.
 python tools/mutation_test.py                           # all: an hour on a core
 python tools/mutation_test.py --named                   # only the patches of tools/mutations.toml
 python tools/mutation_test.py --only 'slime/samples/*'  # only files like this
-python tools/mutation_test.py --share 2/8               # a part, to run several in copies of the tree
+python tools/mutation_test.py --share 2/8               # a part; run each in a copy of the tree
 python tools/mutation_test.py --list                    # show the mutations; run nothing
 python tools/mutation_test.py --show-tests FILE         # test files that a mutation of FILE runs
 
