@@ -283,7 +283,7 @@ class StageMemory:
 
     @cached_property
     def weights(self) -> float:
-        """Return the bytes of the model's weights, without adapters."""
+        """The model's weights in bytes, without adapters."""
         return float(sum(p.numel for p in self.parameters) * self.settings.element)
 
     @cached_property

@@ -170,6 +170,9 @@ def read_refusal(path: str, answer: Answer) -> None:
     """`openai.APIStatusError` takes ``error`` of the body or all of it; SGLang has ``error`` on its
     own routes."""
     body = answer.json
+    if path == "/load_lora_adapter":
+        assert body["success"] is False and body["error_message"]
+        return
     error = body.get("error", body)
     assert (
         error["message"]

@@ -35,7 +35,7 @@ BUDGETS = {
     "engines": 4_100,
     "environments": 450,
     ".": 1_450,
-    "memory": 1_550,
+    "memory": 1_600,
     "models": 2_850,
     "observe": 3_050,
     "page": 1_600,
