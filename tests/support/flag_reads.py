@@ -118,6 +118,10 @@ LAUNCHES = {
         "--normalize-advantages",
         after="sync",
     ),
+    "adapters": Launch(
+        "--lora-rank 4 --lora-alpha 8 --lora-target-modules q_proj k_proj v_proj "
+        "--lora-exclude-modules k_proj --lora-dropout 0.1"
+    ),
 }
 
 

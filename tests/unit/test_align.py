@@ -438,7 +438,11 @@ def test_the_first_part_that_differs(directory: Path) -> None:
             norm.weight.div_(1.5)
         layer = engine.scheduler.store.model.layers[0]
         whole = layer.mlp
-        layer.mlp = lambda x, residual: whole(x, residual=residual) + 0.1 * x  # type: ignore[assignment,return-value]
+
+        def louder(x: Tensor, residual: Tensor, adapted: Any) -> Tensor:
+            return whole(x, residual, adapted) + 0.1 * x  # type: ignore[return-value]
+
+        layer.mlp = louder  # type: ignore[assignment]
         found = compare(trainer.parts(sample), engine.parts(sample.tokens), watcher.seen)
         assert (found.first, found.side) == ("0.mlp", "engine")
         assert "the mlp of layer 0 is the first that differs" in found.lines()[0]
