@@ -4,6 +4,7 @@ notice.
 python tools/mutation_test.py                           # all: an hour on a core
 python tools/mutation_test.py --named                   # only the patches of tools/mutations.toml
 python tools/mutation_test.py --only 'slime/samples/*'  # only files like this
+python tools/mutation_test.py --share 2/8               # a part; run each in a copy of the tree
 python tools/mutation_test.py --list                    # show the mutations; run nothing
 python tools/mutation_test.py --show-tests FILE         # test files that a mutation of FILE runs
 
@@ -963,6 +964,9 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument(
         "--only", default="*", help="only mutations of files like this, or patches with such a name"
     )
+    parser.add_argument(
+        "--share", default="1/1", metavar="K/N", help="only every Nth mutation, from the Kth on"
+    )
     parser.add_argument("--list", action="store_true", help="show the mutations and run nothing")
     parser.add_argument("--seed", type=int, default=SEED, help="of the draw")
     parser.add_argument(
@@ -991,6 +995,8 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
         for m in mutations
         if fnmatch.fnmatch(m.file, chosen.only) or fnmatch.fnmatch(m.name, chosen.only)
     ]
+    share, shares = (int(number) for number in chosen.share.split("/"))
+    mutations = mutations[share - 1 :: shares]
     if chosen.list:
         for mutation in mutations:
             print(_described(root, mutation))
@@ -1003,7 +1009,7 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
             json.dumps([asdict(result) for result in results], indent=1), encoding="utf-8"
         )
     print(_table(results))
-    if chosen.only == "*" and not chosen.named:
+    if chosen.only == "*" and shares == 1 and not chosen.named:
         (root / REPORT).write_text(
             page(_commit(root), mutations, results, cases, chosen.seed), encoding="utf-8"
         )

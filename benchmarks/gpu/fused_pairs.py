@@ -139,7 +139,7 @@ def push_at_each_size(
         bring(others, LARGE)
         receipt, buckets, groups = bring(wanted, size)
         expected = backend.canary_log_probs(canary.tokens)
-        said = canary._ask("a weight push")[0]
+        said = canary._ask("a weight push", "")[0]
         differences = [abs(one - other) for one, other in zip(expected, said, strict=True)]
         found["pushes"].append(
             {

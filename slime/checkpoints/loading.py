@@ -220,11 +220,7 @@ def _read_model(plan: LoadPlan, state: TrainerState) -> None:
     for key, chunk in state.chunks().items():
         result = chunk.load_state_dict(loaded[key], strict=False)
         missing = [name for name in result.missing_keys if belongs(name, state.part)]
-        odd = [
-            name
-            for name in (*missing, *result.unexpected_keys)
-            if not name.endswith(_TE_STATE)
-        ]
+        odd = [name for name in (*missing, *result.unexpected_keys) if not name.endswith(_TE_STATE)]
         assert not odd, odd  # `_account_for` has compared the names
 
 

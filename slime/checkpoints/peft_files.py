@@ -876,6 +876,10 @@ def _number(value: float) -> float:
     return int(value) if float(value).is_integer() else value
 
 
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:
     """The experts of each layer as PEFT lays out its parameters; the rest as it is."""
     outputs: dict[str, _Output] = {}
@@ -884,7 +888,7 @@ def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:
         module = module_of(name)
         found = _EXPERT.fullmatch(module)
         if found is None:
-            outputs[name] = _Output(tuple(tensor.shape), tensor.dtype, lambda one=tensor: one)
+            outputs[name] = _Output(tuple(tensor.shape), tensor.dtype, partial(_itself, tensor))
         else:
             experts.setdefault(found["experts"], {})[int(found["expert"]), found["leaf"]] = module
     for module, parts in experts.items():

@@ -110,7 +110,13 @@ class TrainerActor:
     """One trainer rank. Heavy imports happen in `setup`, so that all ranks start at once."""
 
     def __init__(
-        self, config: Config, rank: int, world_size: int, run_path: Path, num_threads: int
+        self,
+        config: Config,
+        rank: int,
+        world_size: int,
+        run_path: Path,
+        num_threads: int,
+        environment: dict[str, str],
     ) -> None:
         self.config = config
         self.rank = rank
@@ -120,8 +126,7 @@ class TrainerActor:
         self.backend: Any = None  # from `setup` on
         self.sync: Any = None  # from `connect_engines` on
         self._has_learned = False  # since the last push
-        # Ray logs the runtime environment, so secrets are set only here
-        os.environ.update(_variables(config))
+        os.environ.update(environment)  # before torch is imported
         log_to_file_only(
             f"trainer-{rank}", run_path / "logs", config.observe.log_level, *config.for_hiding()
         )
@@ -166,7 +171,11 @@ class TrainerActor:
         assert self.backend.hf_config is not None
         if self.sync is None:
             model = (self.config, self.backend.pushed_chunks, self.backend.hf_config)
-            ranks = {"rank": self.rank, "world_size": self.world_size, "start_version": version}
+            ranks: Any = {
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "start_version": version,
+            }
             adapters = self.backend.adapters
             self.sync = (
                 WeightSync(*model, **ranks)
@@ -313,9 +322,14 @@ class Trainers:
         environment = trainer_environment(self.config, self._num_threads, on_gpu=self._slots.on_gpu)
         remote: Any = ray.remote(TrainerActor)  # Ray's types do not know the remote methods
         for rank in range(len(self.nodes)):
-            options = {"runtime_env": {"env_vars": environment}, **self._slots.options(rank, share)}
+            options = self._slots.options(rank, share) | _runtime_environment(self.config)
             actor = remote.options(name=None, max_restarts=0, **options).remote(
-                self.config, rank, len(self.nodes), self._run_path, self._num_threads
+                self.config,
+                rank,
+                len(self.nodes),
+                self._run_path,
+                self._num_threads,
+                environment,
             )
             self._actors[NamedActor(f"trainer-{rank}", actor.process.remote())] = actor
         first, actor = next(iter(self._actors.items()))
@@ -466,10 +480,8 @@ class Trainers:
 
 
 def trainer_environment(config: Config, num_threads: int, *, on_gpu: bool) -> dict[str, str]:
-    """Return environment variables of every trainer rank, without secrets.
-
-    They come on top of the driver's; those of ``--train-env-vars`` win.
-    """
+    """Return the environment variables that every trainer rank sets before it imports torch, on
+    top of the driver's; those of ``--train-env-vars`` win."""
     # an OpenMP pool's size is read when torch is first imported
     found = {"OMP_NUM_THREADS": str(num_threads)}
     if not on_gpu:
@@ -478,13 +490,21 @@ def trainer_environment(config: Config, num_threads: int, *, on_gpu: bool) -> di
         name: os.environ.get(name, value)
         for name, value in engine_of(config).trainer_environment.items()
     }
-    return found | {
-        name: value for name, value in _variables(config).items() if not secrets_in(value, name)
-    }
+    return found | _variables(config)
 
 
 def _variables(config: Config) -> dict[str, str]:
     return {str(name): str(value) for name, value in (config.cluster.train_env_vars or {}).items()}
+
+
+def _runtime_environment(config: Config) -> dict[str, Any]:
+    """Return Ray's option with the variables of ``--train-env-vars``, some of which act only on a
+    new process (LD_PRELOAD). Secrets are left out, as Ray logs it; {} where nothing is left,
+    because a worker with a runtime environment imports Ray twice."""
+    public = {
+        name: value for name, value in _variables(config).items() if not secrets_in(value, name)
+    }
+    return {"runtime_env": {"env_vars": public}} if public else {}
 
 
 def threads_per_process(num_processes_on_node: int, take_turns: bool) -> int:

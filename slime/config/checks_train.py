@@ -200,6 +200,18 @@ def _lora(draft: Draft) -> None:
                 why="with adapters all weights of the base are frozen, and nothing else",
                 fix=f"leave {option_of(dest)} out; --lora-target-modules chooses the layers",
             )
+    if draft["ref_update_interval"]:
+        raise UserError(
+            "--ref-update-interval and --lora-rank exclude each other",
+            why="the reference model is the base without adapters",
+            fix="leave --ref-update-interval out",
+        )
+    if draft.values.get("moe_router_bias_update_rate"):
+        raise UserError(
+            "--moe-router-bias-update-rate and --lora-rank exclude each other",
+            why="it changes the base's routers, which a push of adapters does not bring to engines",
+            fix="leave --moe-router-bias-update-rate out",
+        )
     if draft["lora_dropout"] and draft["loss_type"] != "sft_loss":
         draft.warnings.append(
             f"--lora-dropout {draft['lora_dropout']:g}: the policy that is trained differs from "

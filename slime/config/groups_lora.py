@@ -17,7 +17,7 @@ class LoraConfig:
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("trainer",)
 
-    lora_rank: int = flag(0, range=NONE_OR_SOME)
+    lora_rank: int = flag(0, range=NONE_OR_SOME, read_by=("trainer", "engine", "driver"))
     """Rank of the adapters; 0 trains the whole model. Reinforcement learning needs little: 8 to 32
     are usual. The learning rate is about ten times that of full training."""
     lora_alpha: float = flag(32.0, range=POSITIVE, needs=_LORA)

@@ -152,7 +152,9 @@ class CheckpointConfig:
     )
     """Run Python code that the model's directory brings (a tokenizer's class, SGLang's model). Off:
     a model that needs it is refused."""
-    model_name: str | None = flag(None, read_by=("generation", "samples", "trainer", "push"))
+    model_name: str | None = flag(
+        None, read_by=("generation", "samples", "trainer", "push", "engine")
+    )
     """Model family of the weight converter; unset: found from the Hugging Face config."""
     load: str | None = flag(None)
     """Checkpoint to start from; equal to --save: resume, or start fresh when there is nothing yet.

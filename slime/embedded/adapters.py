@@ -104,8 +104,8 @@ class AdapterForm:
                     f"adapter_config.json sets {name} to {value!r}, which the embedded engine does "
                     f"not support" + (f": {_WHY[name]}" if name in _WHY else "")
                 )
-        rank = config.get("r")
-        alpha = config.get("lora_alpha")
+        rank: Any = config.get("r")
+        alpha: Any = config.get("lora_alpha")
         if type(rank) is not int or rank < 1:
             raise WeightError(f"r must be an integer of at least 1, got {rank!r}")
         if type(alpha) not in (int, float) or not math.isfinite(alpha) or alpha <= 0:
@@ -304,12 +304,13 @@ def place(store: WeightStore, form: AdapterForm, tensors: Tensors) -> dict[Linea
     modules = {split[0]: None for name in table if (split := split_peft_name(name)) is not None}
     targets = [module for module in modules if form.names(module)]
     _check_targets(form, list(modules))
+    experts = arch.spec.num_experts
     parts: dict[Linear, list[_Part]] = {}
     used: set[str] = set()
     for module in targets:
         linear, rows = store.parts[f"{module}.weight"]
-        down, merged = _find(module, "A", tensors, table)
-        up, merged_up = _find(module, "B", tensors, table)
+        down, merged = _find(module, "A", tensors, table, experts)
+        up, merged_up = _find(module, "B", tensors, table, experts)
         if merged != merged_up:
             raise WeightError(f"{down.name} and {up.name} are not of the same layers")
         used |= {down.name, up.name}
@@ -344,7 +345,7 @@ def _check_targets(form: AdapterForm, modules: list[str]) -> None:
 
 
 def _find(
-    module: str, side: Side, tensors: Tensors, table: Mapping[str, tuple[int, ...]]
+    module: str, side: Side, tensors: Tensors, table: Mapping[str, tuple[int, ...]], experts: int
 ) -> tuple[_Piece, bool]:
     """The tensor of one side of a module, and whether it is gate and up at once."""
     name = peft_name(module, side)
@@ -353,7 +354,6 @@ def _find(
     if name in tensors or found is None:
         _check_shape(name, tensors, shape)
         return _Piece(name), False
-    experts = _count_experts(found["layer"], table)
     leaf = found["leaf"]
     for other in (leaf, _FUSED.get(leaf, leaf)):
         stacked = peft_name(f"{found['layer']}.{other}", side)
@@ -364,13 +364,6 @@ def _find(
             _check_shape(stacked, tensors, (1 if count == 1 else experts, height, shape[1]))
             return _Piece(stacked, int(found["number"])), merged
     raise WeightError(f"{name} is missing, and target_modules names its layer")
-
-
-def _count_experts(layer: str, table: Mapping[str, tuple[int, ...]]) -> int:
-    number = 0
-    while peft_name(f"{layer}.{number}.down_proj", "A") in table:
-        number += 1
-    return number
 
 
 def _check_shape(name: str, tensors: Tensors, shape: tuple[int, ...]) -> None:
@@ -440,13 +433,13 @@ class AdapterTable:
 
     @property
     def loaded(self) -> dict[str, Adapter]:
-        """Those that requests may name."""
+        """Adapters that requests may name."""
         with self._lock:
             return dict(self._named)
 
     @property
     def resident(self) -> list[Adapter]:
-        """Those in memory: the loaded ones, and unloaded ones that requests still use."""
+        """Adapters in memory: the loaded ones, and unloaded ones that requests still use."""
         with self._lock:
             return sorted(self._resident, key=lambda adapter: adapter.key)
 

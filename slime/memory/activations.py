@@ -190,7 +190,7 @@ def _experts(
     rows = rows_per_token(spec, layout)
     width = int(facts["moe_ffn_hidden_size"]) / layout.expert_tensor * element
     halves = 2 if facts.get("gated_linear_unit") else 1
-    per_row = spec.hidden_size * element * has_input.of_gate_and_up
+    per_row: float = spec.hidden_size * element * has_input.of_gate_and_up
     per_row += halves * width + FLOAT32_BYTES
     if "moe_act" not in drop:
         per_row += width * has_input.of_down + (0 if kernels.fused else width)

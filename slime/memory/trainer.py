@@ -283,7 +283,7 @@ class StageMemory:
 
     @cached_property
     def weights(self) -> float:
-        """Of the model, without adapters."""
+        """Return the bytes of the model's weights, without adapters."""
         return float(sum(p.numel for p in self.parameters) * self.settings.element)
 
     @cached_property

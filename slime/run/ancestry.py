@@ -111,7 +111,7 @@ class PushLog:
             version for version, push in self._by_version.items() if not self._is_reachable(push)
         )
         if self._is_damaged:  # a version without a line may be one whose line is damaged
-            self.unreachable |= self._unlogged(max(self._by_version, default=0) + 1)
+            self.unreachable |= self._unlogged(max(self._by_version, default=0))
         self._is_first_push = True
 
     def _unlogged(self, end: int) -> set[int]:

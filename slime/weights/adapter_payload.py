@@ -38,7 +38,7 @@ class AdapterBuffer:
         if is_shared:
             storage: Any = torch.UntypedStorage
             self.buffer = torch.empty(0, dtype=torch.uint8).set_(
-                storage._new_using_filename_cpu(nbytes), 0, (nbytes,)
+                storage._new_using_filename_cpu(nbytes), 0, (nbytes,), (1,)
             )
         else:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8)

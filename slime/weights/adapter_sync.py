@@ -105,6 +105,12 @@ class AdapterSync:
         self._base_check: EngineCheck | None = None
         self._check: AdapterCheck | None = None
         self._previous: dict[str, str] = {}  # fingerprints of the last push; rank 0
+        faults = config.fault_tolerance
+        # an engine that gives no sign of life is given up on, and started again
+        self._patience = faults.rollout_health_check_timeout if faults.use_fault_tolerance else None
+        self._control_seconds = min(
+            self._patience or deadlines.SYNC_CONTROL, deadlines.SYNC_CONTROL
+        )
 
     def connect(self, engines: Sequence[str | EngineSlots], *, on_this_node: bool = True) -> None:
         """Reach the engines. Collective; call again when the engines change.
@@ -169,7 +175,8 @@ class AdapterSync:
     # -- rank 0 ------------------------------------------------------------------------------------
 
     def _open(self, on_this_node: bool) -> None:
-        fleet = self._fleet = EngineFleet([engine.url for engine in self._engines])
+        urls = [engine.url for engine in self._engines]
+        fleet = self._fleet = EngineFleet(urls, self._patience)
         infos = fleet.get("/server_info", deadlines.ROUTE_INFO)
         for url, info in zip(fleet.urls, infos, strict=True):
             check_engine(url, Abilities.read(info), self.layout)
@@ -253,7 +260,7 @@ class AdapterSync:
             raise WeightMismatch(version, wrong)
         with self._phase("version", version, seconds):
             body = {"new_version": str(version), "abort_all_requests": False}
-            self._fleet.post("/update_weight_version", body, deadlines.SYNC_CONTROL)
+            self._fleet.post("/update_weight_version", body, self._control_seconds)
         seconds["total"] = time.perf_counter() - begin
         self._previous = prints
         return Receipt(

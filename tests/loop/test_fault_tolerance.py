@@ -80,7 +80,12 @@ BROADCAST = ("--custom-megatron-init-path", "tests.support.toy.engines_look_remo
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param((), id="shared-memory"), pytest.param(BROADCAST, id="broadcast")]
+    "way",
+    [
+        pytest.param((), id="shared-memory"),
+        pytest.param(BROADCAST, id="broadcast"),
+        pytest.param(("--lora-rank", 4, "--router-policy", "round_robin"), id="adapters"),
+    ],
 )
 def test_one_of_two_engines_is_killed(begin: Start, hold: Path, way: tuple[str, ...]) -> None:
     """SIGKILL in the middle of a rollout; the next ones are held until it runs again and is pushed
@@ -133,13 +138,17 @@ def test_requests_of_an_engine_that_hangs_are_sent_again(begin: Start, hold: Pat
     driver.leaves_nothing()
 
 
-def test_an_engine_that_hangs_at_a_push_is_left_out(begin: Start, hold: Path) -> None:
+@pytest.mark.parametrize(
+    "flags", [pytest.param((), id="weights"), pytest.param(("--lora-rank", 4), id="adapters")]
+)
+def test_an_engine_that_hangs_at_a_push_is_left_out(
+    begin: Start, hold: Path, flags: tuple[object, ...]
+) -> None:
     """It freezes when it has generated all that it was asked for, and nobody looks at its health
     any more."""
     (hold / "hold-0").touch()
-    driver = begin(
-        "hung-push", "--rollout-health-check-first-wait", 1000, "--rollout-health-check-timeout", 3
-    )
+    checks = ("--rollout-health-check-first-wait", 1000, "--rollout-health-check-timeout", 3)
+    driver = begin(f"hung-push-{len(flags)}", *checks, *flags)
     wait_held(driver, hold, 0)
     engines(driver)[0].send_signal(signal.SIGSTOP)
     (hold / "hold-0").unlink()
@@ -173,13 +182,21 @@ def test_the_router_is_started_again(begin: Start, hold: Path, number: signal.Si
     assert sum(row.get("rollout/router_restarts", 0) for row in driver.rows()) == 1
 
 
-@pytest.mark.parametrize("script", ["train.py", "train_async.py"])
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        pytest.param("train.py", (), id="train"),
+        pytest.param("train_async.py", (), id="async"),
+        pytest.param("train_async.py", ("--lora-rank", 4), id="adapters"),
+    ],
+)
 def test_the_only_engine_hangs_in_the_middle_of_a_rollout(
-    begin: Start, hold: Path, script: str
+    begin: Start, hold: Path, script: str, flags: tuple[object, ...]
 ) -> None:
     """Nothing can be generated without it, so it comes back before the rollout is over."""
     (hold / "hold-1").touch()
-    driver = begin(f"hung-{script}", "--num-rollout", 3, *FAST_CHECKS, script=script, num_engines=1)
+    name = f"hung-{script}-{len(flags)}"
+    driver = begin(name, "--num-rollout", 3, *FAST_CHECKS, *flags, script=script, num_engines=1)
     wait_held(driver, hold, 1)
     [victim] = engines(driver)
     victim.send_signal(signal.SIGSTOP)

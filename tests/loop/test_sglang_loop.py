@@ -43,6 +43,8 @@ def phases(calls: list[dict[str, Any]]) -> list[str]:
             word = "pause"
         elif path == "/continue_generation":
             word = "continue"
+        elif "load_lora_adapter" in path:
+            word = ("unload " if "unload" in path else "load ") + call["lora_name"]
         elif "weight_version" in call:
             word = "bucket " + call["weight_version"]
         else:
@@ -100,6 +102,38 @@ def test_colocated_engines_and_trainers_take_turns(world: World, tmp_path: Path)
         assert "IPC handles" in "".join(
             log.read_text() for log in (driver.path / "logs").glob("trainer-0*")
         )
+        driver.leaves_nothing()
+
+
+@pytest.mark.slow
+def test_adapters_come_to_engines_that_keep_their_base_while_they_sleep(
+    world: World, tmp_path: Path
+) -> None:
+    """A trainer of two tensor-parallel ranks. The stand-in's weights are rubbish after a sleep that
+    kept no copy."""
+    calls = tmp_path / "calls.jsonl"
+    flags = world.flags("adapters", "--rollout-engine", "sglang", "--lora-rank", 4)
+    flags += ["--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"]
+    flags += ["--num-gpus-per-node", "8", "--lr", "1e-2"]
+    flags += ["--custom-rm-path", "tests.support.toy.distinct_share"]
+    with start(flags, world.outputs / "adapters", **fake_environment(calls)) as driver:
+        assert driver.end() == 0, driver.stderr
+        engines = calls_by_engine(calls)
+        assert len(engines) == 2
+        release = "release cuda_graph kv_cache weights"
+        expected = []
+        for version in (1, 2, 3):
+            unload = [f"unload policy-{version - 2}"] if version > 2 else []
+            expected += [release, "resume weights", *unload, f"load policy-{version}"]
+            expected += ["resume cuda_graph kv_cache", "generate"]
+        for engine in engines:
+            assert phases(engine) == [*expected, release]
+            asked = [call.get("lora_path") for call in engine if call["path"] == "/generate"]
+            assert set(asked) == {None, "policy-1", "policy-2", "policy-3"}
+            assert asked.count(None) >= 3, "the canary asks for the base at each push"
+        steps = [row for row in driver.rows() if "rollout/raw_reward" in row]
+        assert all(row["train/canary_adapter_abs_diff"] > 0 for row in steps)
+        assert all(row["train/canary_logprob_abs_diff_max"] < 1e-3 for row in steps)
         driver.leaves_nothing()
 
 

@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from slime.config import make_config
 from slime.config.groups_lora import LoraConfig
 from slime.embedded.weight_update import ABILITIES as EMBEDDED
+from slime.engines.sglang.adapter_probe import adapter_fingerprints
 from slime.engines.wire.abilities import SGLANG, Abilities
 from slime.engines.wire.buckets import fingerprint
 from slime.errors import UserError
@@ -214,6 +216,39 @@ def test_a_payload_is_what_a_plain_unpickler_reads(
         assert list(found) == names
         for name, tensor in found.items():
             assert tensor.dtype == dtype and torch.equal(tensor, expected[name])
+
+
+def test_what_sglang_holds_is_read_as_it_was_sent() -> None:
+    """It concatenates q, k and v, and repeats the A of a layer that is one in the checkpoint."""
+    down, rows = torch.arange(12.0).view(3, 4), torch.arange(24.0).view(2, 3, 4)
+    layer = {"m.qkv_proj.lora_A.weight": torch.cat([down, down + 1, down + 2])}
+    layer |= {"m.gate_up_proj.lora_A.weight": torch.cat([down, down])}
+    layer |= {"m.experts.gate_up_proj.lora_A.weight": torch.cat([rows, rows + 1], dim=1)}
+    layer |= {"m.gate.lora_A.weight": down}
+    sent = {f"m.{part}_proj.lora_A.weight": down + n for n, part in enumerate("qkv")}
+    sent |= {"m.gate_up_proj.lora_A.weight": down}
+    sent |= {
+        f"m.experts.{part}_proj.lora_A.weight": rows + n for n, part in enumerate(("gate", "up"))
+    }
+    sent |= {"m.lost.lora_A.weight": down}
+
+    class Runner:
+        lora_manager = SimpleNamespace(
+            lora_refs={"id": SimpleNamespace(lora_name="policy-1")},
+            loras={"id": SimpleNamespace(
+                layers=[SimpleNamespace(weights=layer)], embedding_layers={}
+            )},
+        )  # fmt: skip
+
+        def held(self, name: str) -> dict[str, str]:
+            return adapter_fingerprints(name, {n: list(t.shape) for n, t in sent.items()})
+
+    expected = {name: fingerprint(tensor) for name, tensor in sent.items() if "lost" not in name}
+    assert Runner().held("policy-1") == {**expected, "m.gate.lora_A.weight": fingerprint(down)}
+    with pytest.raises(ValueError, match="no adapter is called policy-2, only policy-1"):
+        Runner().held("policy-2")
+    with pytest.raises(ValueError, match="serves no adapters"):
+        adapter_fingerprints("policy-1", {})
 
 
 # -- faults ----------------------------------------------------------------------------------------

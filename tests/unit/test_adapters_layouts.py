@@ -4,12 +4,10 @@ adapters after two steps, in float32."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.peft_directories import random_adapter
 from tests.support.parity import (
     CP2,
     DATA_PARALLEL,
@@ -25,6 +23,7 @@ from tests.support.parity import (
     parity_job,
     worst,
 )
+from tests.support.peft_directories import random_adapter
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, make_batch, shard
 
@@ -93,7 +92,8 @@ def test_a_layout_trains_adapters_to_the_numbers_of_one_process(
         singles[model] = ranks.run(1, parity_job, made[model], [batch])[0]
     single = singles[model]
     size, data_parallel, flags = LAYOUTS[layout]
-    batches = [shard(batch, members, plan) for members, plan in DATA_PARALLEL[data_parallel]]
+    plans: Any = DATA_PARALLEL[data_parallel]
+    batches = [shard(batch, members, plan) for members, plan in plans]
     by_sample = dict(zip(single["samples"], single["log_probs"]))
     for result in ranks.run(size, parity_job, {**made[model], **flags}, batches):
         for kind in ("gradients", "weights"):

@@ -62,10 +62,12 @@ def run(tmp_path: Path) -> Run:
 FIVE = ((1, 0), (2, 1), (3, 2), (4, 3), (5, 4))
 
 
-def test_whoever_goes_on_reads_what_was_noted(run: Run) -> None:
+def test_whoever_goes_on_reads_what_was_noted(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """What is no whole line is left out, and does not spoil the one behind it."""
     assert PushLog(run.folder, config_of("a")).earlier == [] and run.unreachable("a", 0) == set()
     run.live("a", 0, (1, 0), (2, 1))
+    PushLog(run.folder, config_of("a"))
+    assert "damaged" not in caplog.text
     with open(run.folder / "pushes.jsonl", "ab") as file:
         file.write(
             b'\n{}\n{"version": 3}\n[1]\n{"version": "4", "trained": null}\n{"version": 3, "tra'
@@ -73,6 +75,7 @@ def test_whoever_goes_on_reads_what_was_noted(run: Run) -> None:
     run.live("b", 0, (4, 1))
     found = PushLog(run.folder, config_of("b")).earlier
     assert [(push.version, push.trained) for push in found] == [(1, 0), (2, 1), (4, 1)]
+    assert "pushes.jsonl has lines that are damaged" in caplog.text
     assert found[1].ancestry != found[2].ancestry, "of one step each, in another way"
 
 
@@ -260,6 +263,10 @@ def training(**flags: Any) -> str:
 )
 def test_what_changes_the_weights_is_told_apart(flags: dict[str, Any]) -> None:
     assert training(**flags) != training()
+
+
+def test_another_reference_makes_other_weights_where_there_is_one() -> None:
+    assert training(use_kl_loss=True, ref_load="y") != training(use_kl_loss=True)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_log_probs_equal_those_of_peft(
         r=4, lora_alpha=8, target_modules=targets, use_rslora=rslora, init_lora_weights=False
     )
     model = get_peft_model(transformer(directories[shape]), settings).eval()
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(str(tmp_path))
     scheduler = make_scheduler(directories[shape])
     adapter = table_of(scheduler).load_directory("a", str(tmp_path))
     own = sequence_with(adapter)

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.samples.packing import PackingPlan, PackingRules, plan_steps, split_steps
+from slime.samples.packing import (
+    PackingPlan,
+    PackingRules,
+    pack_micro_batches,
+    plan_steps,
+    split_steps,
+)
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 
@@ -121,6 +127,13 @@ def test_costs_replace_tokens_as_what_is_balanced() -> None:
     assert sum(lengths[i] ** 2 for i in long_rank) == 16, (
         "the long sample is as much work as all the others"
     )
+
+
+def test_the_costliest_micro_batch_is_halved_where_one_more_is_needed() -> None:
+    rules = PackingRules(4, data_parallel_size=3, max_tokens=10, balance=False)
+    lengths = [5, 5, 4, 6]
+    costs = [1.0, 1.0, 9.0, 9.0]
+    assert sorted(pack_micro_batches([0, 1, 2, 3], lengths, costs, rules)) == [[0, 1], [2], [3]]
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def test_importance_weights_correct_the_engines_mismatch() -> None:
         weighted([value * min(r, 1.05) for value, r in zip(policy(), ratios)])
     )
     assert metrics["tis"] == pytest.approx(weighted(ratios))
+    assert metrics["tis_abs"] == pytest.approx(weighted([abs(r - 1) for r in ratios]))
 
 
 def test_icepop_leaves_out_what_the_engine_saw_differently() -> None:
@@ -111,6 +112,7 @@ def test_icepop_leaves_out_what_the_engine_saw_differently() -> None:
     kept = [r if r <= bound else 0.0 for r in ratios]
     assert loss == pytest.approx(weighted([value * r for value, r in zip(policy(), kept)]))
     assert metrics["tis_clipfrac"] == pytest.approx(weighted([float(r > bound) for r in ratios]))
+    assert metrics["tis_abs"] == pytest.approx(weighted([abs(r - 1) for r in ratios]))
     assert metrics["tis"] == pytest.approx(weighted(ratios))
 
 

@@ -42,7 +42,13 @@ from slime.rollout.user_rollouts import (
 )
 from slime.samples.batch import TrainLayout
 from slime.samples.convert import to_train_batches
-from slime.samples.sample_fields import FIELDS, FROZEN, unpicklable
+from slime.samples.sample_fields import (
+    FIELDS,
+    FROZEN,
+    LARGEST_LOG_PROB,
+    number_problem,
+    unpicklable,
+)
 from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
 from slime.trainer.non_finite import NonFiniteTraining
 from slime.trainer.records import RolloutTensors
@@ -327,6 +333,34 @@ def test_a_sample_keeps_its_class() -> None:
     assert type(sample) is Sample
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "is_refused"),
+    [
+        ("reward", 0.5, False),
+        ("reward", None, False),
+        ("reward", {"score": 0.5}, False),
+        ("reward", float("nan"), True),
+        ("metadata", {"seen": True}, False),
+        ("remove_sample", True, False),
+    ],
+)
+def test_a_reward_that_is_set_is_a_number(field: str, value: Any, is_refused: bool) -> None:
+    sample = finished(0)
+    DO[:] = [setting(field, value)]
+    if not is_refused:
+        filter_with([sample], ME + "dynamic_filter")
+        assert getattr(sample, field) == value
+        return
+    with pytest.raises(FunctionFailed, match="the reward of sample"):
+        filter_with([sample], ME + "dynamic_filter")
+
+
+@pytest.mark.parametrize(("value", "is_fine"), [(LARGEST_LOG_PROB, True), (0.0011, False)])
+def test_log_probs_may_be_above_zero_by_a_rounding(value: float, is_fine: bool) -> None:
+    for values in ([-1.0, value], np.array([-1.0, value])):
+        assert (number_problem("rollout_log_probs", values) == "") == is_fine
+
+
 def test_a_verdict_without_a_truth_is_refused_by_name() -> None:
     with pytest.raises(FunctionFailed, match="the filter 'mine' returned"):
         verdict_of(np.array([True, False]), "the filter 'mine'")
@@ -377,10 +411,15 @@ def test_lists_by_which_results_go_stay_as_they_are(
         "convert": 1,
     }
 
+    changed: list[list[Any]] = []
+    before: list[list[Any]] = []
+
     def changes(*args: Any, **kwargs: Any) -> Any:
         result = whole(*args, **kwargs)
         given = args[position[name]]
-        do(given[0] if name == "of_groups" else given)
+        changed.append(given[0] if name == "of_groups" else given)
+        before.append(changed[0][:])
+        do(changed[0])
         return result
 
     monkeypatch.setitem(globals(), name, changes)
@@ -392,6 +431,7 @@ def test_lists_by_which_results_go_stay_as_they_are(
             return
         with pytest.raises(FunctionFailed, match="of a list of samples that it was given"):
             call(samples, ME + name)
+        assert changed[0] == before[0], "it is set back"
     finally:
         load_function.cache_clear()
 

@@ -4,6 +4,7 @@ counterpart."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,11 @@ def test_the_report(tmp_path: Path) -> None:
         "model.safetensors": len(parameters)
     }
     assert report.ignored == tuple(extra) and "1 tensors are not used" in str(report)
-    assert all(
-        torch.equal(tensor, tensors[name]) for name, tensor in iter_hf_tensors([model], config)
-    )
+    exported = dict(iter_hf_tensors([model], config))
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in exported.items())
+    layers = [int(found[1]) for name in exported if (found := re.search(r"layers\.(\d+)\.", name))]
+    assert layers == sorted(layers) and len(set(layers)) > 1
+    assert next(iter(exported)) == "model.embed_tokens.weight"
 
 
 def test_layers_for_multi_token_prediction_are_counted(tmp_path: Path) -> None:

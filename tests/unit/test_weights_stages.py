@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from slime import deadlines
 from slime.engines.wire.process_group import listening_store
+from slime.weights import distributed
 from slime.weights.transport import EngineSlots
 from tests.support import megatron_jobs, stage_jobs
 from tests.support.fake_weight_engine import FakeWeightEngine
@@ -188,3 +189,12 @@ def test_a_stage_that_dies_is_named(
     assert (
         "waited for pipeline stage 1 (trainer rank 1)" in said and "the engines stay paused" in said
     )
+
+
+def test_the_address_for_engines_is_the_one_towards_those_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(distributed, "address_towards", lambda host: f"towards {host}")
+    here = "http://127.0.0.1:30000"
+    assert distributed.own_address((here, here)) == "127.0.0.1"
+    assert distributed.own_address((here, "http://192.0.2.1:30000")) == "towards 192.0.2.1"

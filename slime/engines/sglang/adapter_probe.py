@@ -56,7 +56,7 @@ def _part_of(
 ) -> torch.Tensor | None:
     """Return the rows of a fused tensor that are those of a sent one; None if they are not here."""
     if name in held:
-        return held[name]
+        return _unrepeated(held[name], shapes[name][-2])
     whole = held.get(_fused_name(name))
     if whole is None:
         return None
@@ -69,6 +69,13 @@ def _part_of(
             return whole.narrow(-2, first, rows) if first + rows <= whole.shape[-2] else None
         first += rows
     return None
+
+
+def _unrepeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """A tensor as it was sent. Where a checkpoint has a layer fused already, SGLang repeats the one
+    A for each part of it."""
+    copies = tensor.split(rows, dim=-2)
+    return copies[0] if all(torch.equal(copies[0], copy) for copy in copies) else tensor
 
 
 def _fused_name(name: str) -> str:
@@ -96,8 +103,8 @@ def _manager() -> Any:
 
 
 def _runner_of(owner: Any) -> Any:
-    get = getattr(owner, "get_model_runner", None)
-    return get() if callable(get) else None
+    make_runner = getattr(owner, "get_model_runner", None)
+    return make_runner() if callable(make_runner) else None
 
 
 def _callers() -> Iterator[Any]:

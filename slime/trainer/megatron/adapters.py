@@ -61,6 +61,7 @@ from slime.models.adapters import (
 )
 from slime.models.layouts import GATE_UP, STACKED_GATE_UP, Shard, SomeParts
 from slime.models.spec import ModelSpec
+from slime.models.table import shapes_of
 from slime.trainer.megatron.experts import StackedLinear, grouped_linear
 
 _ALIGNMENT = 8
@@ -103,8 +104,10 @@ class LowRankAdapter(nn.Module):
         self.down = nn.Parameter(down)
         self.up = nn.Parameter(up)
         is_plain = parts == 1 and all(layer.present)
-        spread = spread.to(**like)[:, :, None]  # type: ignore[call-overload]
-        self.register_buffer("spread", None if is_plain else spread, persistent=False)
+        self.spread: Tensor | None
+        self.register_buffer("spread", None, persistent=False)
+        if not is_plain:
+            self.spread = spread[:, :, None].to(config.params_dtype).to(self.up.device)
 
     def wide_up(self) -> Tensor:
         """[…, rows, parts · rank]: each row of ``up`` in the columns of its part, else zeros."""
@@ -238,10 +241,10 @@ class ExpertAdapter(LowRankAdapter):
         added."""
         if not self.is_on:
             return output
-        down = self.down
+        down: Tensor = self.down
         up = self.wide_up()
         missing = -down.size(-2) % _ALIGNMENT
-        if missing and rows.is_cuda:
+        if missing:
             down = F.pad(down, (0, 0, 0, missing))
             up = F.pad(up, (0, missing))
         added = _product(_product(rows, down, ends), up, ends)
@@ -391,7 +394,7 @@ def attach(chunks: Sequence[nn.Module], spec: ModelSpec, adapters: AdapterConfig
             if match is None or match.rule not in rules:
                 continue
             layer = rules[match.rule]
-            config: TransformerConfig = chunk.config  # type: ignore[assignment]
+            config: Any = chunk.config
             if isinstance(module, StackedLinear):
                 spread = _spread(layer, spec, Shard(module.shard, module.shards))
                 module.adapter = ExpertAdapter(layer, spread, module, config)
@@ -399,25 +402,20 @@ def attach(chunks: Sequence[nn.Module], spec: ModelSpec, adapters: AdapterConfig
                 group = parallel_state.get_tensor_model_parallel_group()
                 spread = _spread(layer, spec, Shard(group.rank(), group.size()))
                 module.adapter = LinearAdapter(layer, spread, weight, config)
-            module.__class__ = _adapted(type(module))
+            kind: Any = type(module)
+            module.__class__ = _adapted(kind)
 
 
 def _spread(layer: AdaptedLayer, spec: ModelSpec, shard: Shard) -> Tensor:
     """[rows of this rank's piece, parts with an adapter]: which row belongs to which part."""
     if layer.is_row_parallel:
         return torch.ones(1, 1)
-    sizes = [shape[0] for shape in _base_shapes(layer, spec)]
+    sizes = [shape[0] for shape in shapes_of(layer.base, spec)]
     numbers = iter(range(len(layer.present)))
     parts = [next(numbers) if is_there else -1 for is_there in layer.present]
     labels = [torch.full((size,), part) for size, part in zip(sizes, parts, strict=True)]
     part_of_row = layer.base.layout.load(labels, shard, spec)
     return (part_of_row[:, None] == torch.arange(sum(layer.present))).float()
-
-
-def _base_shapes(layer: AdaptedLayer, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
-    from slime.models.table import shapes_of
-
-    return shapes_of(layer.base, spec)
 
 
 class _FirstValues(Mapping[str, Tensor]):
@@ -508,8 +506,8 @@ def finish_gradients(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
         ("tensor", parallel_state.get_tensor_model_parallel_group()),
         ("expert tensor", parallel_state.get_expert_tensor_parallel_group()),
     ):
-        gradients = [
-            side.main_grad
+        gradients: list[Tensor] = [
+            side.main_grad  # type: ignore[attr-defined]
             for adapter in adapters_of(chunks)
             for side in (adapter.down, adapter.up)
             if getattr(side, "summed_over", "") == kind

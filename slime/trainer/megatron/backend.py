@@ -333,7 +333,7 @@ class MegatronBackend:
 
     def _collect_adapters(self, adapters: AdapterConfig) -> Callable[[Path], None]:
         flags = self.config.checkpoint
-        assert flags.hf_checkpoint is not None
+        assert flags.hf_checkpoint is not None and self.hf_config is not None
         reference = flags.ref_load
         # engines may have a quantised copy
         has_own = reference is not None and is_hf_dir(Path(reference))

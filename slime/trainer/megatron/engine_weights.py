@@ -107,9 +107,7 @@ class EngineWeights:
                 parameter.data = data
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        return global_parameters(
-            self._chunks, self._spec.num_experts, self._placement, part="base"
-        )
+        return global_parameters(self._chunks, self._spec.num_experts, self._placement, part="base")
 
     def _piece(self, match: Match, own: Tensor) -> Tensor:
         """This rank's piece of the weight that engines compute with."""

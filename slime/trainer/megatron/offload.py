@@ -43,7 +43,7 @@ class Offloader:
     of it (parameters in DDP buffers, shards in the optimizer) stays valid. The pinned host copies
     are kept: pinning costs more than copying. Those for Adam's moments, which the first update
     makes, are pinned while the engines generate for it. Gradients are not copied: they are zeroed
-    before they are used anyway.
+    before they are used anyway. Frozen weights are copied once.
 
         sleep(keep_weights=True)   gradients and optimizer state go; the weights can still be pushed
         sleep()                    what is left goes
@@ -61,6 +61,8 @@ class Offloader:
         self.pin = device.has_gpu() if pin is None else pin
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         """Pinned memory by size, kept from sleep to sleep."""
+        self._frozen: dict[int, Tensor] = {}
+        """Copies of storages that never change, by their address in torch."""
         self._away: list[_Away] = []
         self._ahead: BuffersAhead | None = None
         """Buffers for moments that did not exist at the first whole sleep."""
@@ -76,12 +78,15 @@ class Offloader:
             *_weights(self.chunks),
             *_optimizer_tensors(self.optimizer),
         ]
+        frozen = {s._cdata for s in _storages(_frozen_weights(self.chunks))}
         going = []
         for buffer in self._ahead.take() if self._ahead is not None else ():
             self._free[buffer.nbytes].append(buffer)
         for storage in _storages(everything):  # leaves out those that are empty already
             if storage.data_ptr() not in kept:
-                copy = None if storage.data_ptr() in gradients else self._copy_of(storage)
+                copy = None
+                if storage.data_ptr() not in gradients:
+                    copy = self._copy_of(storage, is_frozen=storage._cdata in frozen)
                 going.append(_Away(storage, storage.nbytes(), copy))
         if not going:
             return 0
@@ -109,14 +114,18 @@ class Offloader:
                 view.copy_(part.copy, non_blocking=True)
         device.synchronize()
         for part in self._away:
-            if part.copy is not None:
+            if part.copy is not None and part.storage._cdata not in self._frozen:
                 self._free[part.nbytes].append(part.copy)
         self._away.clear()
 
-    def _copy_of(self, storage: torch.UntypedStorage) -> Tensor:
+    def _copy_of(self, storage: torch.UntypedStorage, *, is_frozen: bool) -> Tensor:
+        if is_frozen and storage._cdata in self._frozen:
+            return self._frozen[storage._cdata]
         free = self._free[storage.nbytes()]
         copy = free.pop() if free else host_buffer(storage.nbytes(), pin=self.pin)
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        if is_frozen:
+            self._frozen[storage._cdata] = copy
         return copy.copy_(source, non_blocking=True)
 
 
@@ -145,6 +154,11 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
 
 def _weights(chunks: Sequence[nn.Module]) -> list[Tensor]:
     return [parameter.data for chunk in chunks for parameter in chunk.parameters()]
+
+
+def _frozen_weights(chunks: Sequence[nn.Module]) -> list[Tensor]:
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    return [parameter.data for parameter in parameters if not parameter.requires_grad]
 
 
 def _gradients(chunks: Sequence[nn.Module]) -> list[Tensor]:

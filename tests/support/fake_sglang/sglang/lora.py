@@ -97,7 +97,7 @@ class LoRAManager:
                     await self._unload(request, body)
                 else:
                     self._load(request, body)
-            except (ValueError, WeightError, KeyError) as error:
+            except (ValueError, RuntimeError, WeightError, KeyError) as error:
                 problem = str(error)
         report = {
             "success": not problem,

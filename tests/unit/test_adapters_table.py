@@ -219,8 +219,15 @@ def test_all_linear_is_the_default() -> None:
 
 
 def test_flags_that_contradict_adapters() -> None:
-    with pytest.raises(UserError, match="--only-train-params-name-list and --lora-rank"):
-        make_config(lora_rank=8, only_train_params_name_list=("mlp",))
+    for flags in (
+        {"only_train_params_name_list": ("mlp",)},
+        {"freeze_params_name_list": ("mlp",)},
+        {"ref_update_interval": 2, "use_kl_loss": True},
+        {"moe_router_bias_update_rate": 0.001},
+    ):
+        option = next(iter(flags)).replace("_", "-")
+        with pytest.raises(UserError, match=f"--{option} and --lora-rank"):
+            make_config(lora_rank=8, **flags)
     with pytest.raises(UserError, match="--lora-alpha has no effect without --lora-rank"):
         make_config(lora_alpha=16.0)
 
