@@ -26,6 +26,7 @@ RECIPES: dict[str, tuple[str, str, int, int, str, list[str]]] = {
         "qwen3-30b-a3b/config.yaml", "Qwen/Qwen3-30B-A3B", 8, 80, "train",
         ["--offload-optimizer-states", "--sglang-mem-fraction-static", "0.8"],
     ),
+    "4B with adapters on 1": ("qwen3-4b/lora.yaml", "Qwen/Qwen3-4B", 1, 48, "train", []),
     "30B on 2 x 8": ("qwen3-30b-a3b-2nodes/config.yaml", "Qwen/Qwen3-30B-A3B", 8, 80, "train", []),
 }  # fmt: skip
 
