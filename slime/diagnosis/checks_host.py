@@ -21,6 +21,7 @@ from slime.diagnosis.check import CheckedRun, CheckFindings, LeftOut
 from slime.errors import UserError
 from slime.memory.trainer import rank_parameters
 from slime.models import family_of
+from slime.models.adapters import AdapterConfig, count_parameters
 from slime.models.layouts import Layout
 from slime.paths import fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
@@ -142,12 +143,22 @@ def _weights(config: Config) -> int:
     return sum(held.numel for held in rank_parameters(spec, Layout(), 0))
 
 
+def _adapter_parameters(config: Config) -> int:
+    adapters = AdapterConfig.of(config)
+    assert adapters is not None
+    path = str(config.checkpoint.hf_checkpoint)
+    family = family_of(path, config.checkpoint.model_name)
+    return count_parameters(family, family.model_spec(path), adapters)
+
+
 def disk(case: CheckedRun, findings: CheckFindings) -> None:
     """Check that the folders of --save and --save-hf have room for one checkpoint."""
     config = case.run
     flags = case.run.checkpoint
     parameters = _weights(config)
     states = 0 if flags.no_save_optim or config.debug.debug_rollout_only else _STATES
+    if config.lora.lora_rank:
+        parameters = _adapter_parameters(config) if parameters else 0
     whole = parameters * (_WEIGHT + states)
     model = parameters * _WEIGHT
     sizes = {"--save": (flags.save, whole), "--save-hf": (flags.save_hf, model)}
