@@ -66,6 +66,23 @@ class LazyTensor:
         return self._piece[index]
 
 
+def open_safetensors(path: Path, framework: str = "pt") -> Any:
+    """Open a safetensors file.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    try:
+        return safe_open(path, framework=framework)
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{path} is not a readable safetensors file",
+            why=f"{error} (it has {path.stat().st_size} bytes)",
+            fix="download it again: the download was cut short, or a Git LFS pointer lies in its "
+            "place",
+        ) from error
+
+
 class HfReader:
     """The tensors of a Hugging Face directory, one file or several with an index.
 
@@ -210,16 +227,7 @@ class HfReader:
         return dict(sorted(promised.items()))
 
     def _open(self, file_name: str) -> Any:
-        path = self.directory / file_name
-        try:
-            return safe_open(path, framework=self._framework)
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{path} is not a readable safetensors file",
-                why=f"{error} (it has {path.stat().st_size} bytes)",
-                fix="download it again: the download was cut short, or a Git LFS pointer lies in "
-                "its place",
-            ) from error
+        return open_safetensors(self.directory / file_name, self._framework)
 
     def _no_weights(self) -> UserError:
         if not self.directory.is_dir():

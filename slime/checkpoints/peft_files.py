@@ -32,10 +32,9 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from safetensors import SafetensorError, safe_open
-
 from slime.checkpoints.directory import partial_dir, publish
-from slime.checkpoints.hf_files import LazyTensor
+from slime.checkpoints.hf_files import LazyTensor, open_safetensors
+from slime.engines.adapters import FUSED_SETS
 from slime.errors import UserError
 from slime.hub import hub_name
 from slime.models import table_of
@@ -49,6 +48,7 @@ from slime.models.adapters import (
     peft_name,
 )
 from slime.models.layouts import TensorSource
+from slime.models.peft_config import moves_base, plain_config
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
-AdapterLayout = Literal["per-expert", "peft-3d"]
+ExpertLayout = Literal["per-expert", "peft-3d"]
 
 #: Release whose files these are. PEFT compares it with its own.
 _PEFT_VERSION = "0.21.2"
@@ -71,17 +71,9 @@ _KEY = re.compile(
 _FROZEN_COPY = re.compile(r".*\.(embed_tokens|lm_head)\.base_layer\.weight")
 _STACKED = re.compile(r"(?P<experts>.+\.experts)(?P<inner>\.base_layer)?")
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<leaf>\w+)")
-#: Projections that an engine fuses: it wants all of a set, or none.
-FUSED_SETS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
 _GATE_UP = "gate_up_proj"
 _DOWN = "down_proj"
 _MLP_LEAVES = ("gate_proj", "up_proj", "down_proj")
-#: Initialisations that move the base, so that the adapter belongs to weights that no file has.
-_MOVES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
@@ -254,21 +246,11 @@ def _opened(path: Path) -> Any:
             if pickled
             else "download the adapter again",
         )
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path} is not a readable safetensors file",
-            why=f"{error} (it has {path.stat().st_size} bytes)",
-            fix="download it again: the download was cut short, or a Git LFS pointer lies in its "
-            "place",
-        ) from error
+    return open_safetensors(path)
 
 
 def _refuse_other_kinds(config: Mapping[str, Any], path: Path) -> None:
     """Raise for what is more than W + s·B·A."""
-    initial = config.get("init_lora_weights")
-    moved = isinstance(initial, str) and initial.lower().startswith(_MOVES_THE_BASE)
     variants = sorted(
         name
         for name, value in config.items()
@@ -286,7 +268,11 @@ def _refuse_other_kinds(config: Mapping[str, Any], path: Path) -> None:
             bool(config.get("modules_to_save")),
             f"it has whole modules (modules_to_save {config.get('modules_to_save')})",
         ),
-        (moved, f"it was initialised by {initial!r}, which changes the base's own weights"),
+        (
+            moves_base(config),
+            f"it was initialised by {config.get('init_lora_weights')!r}, which changes the base's "
+            "own weights",
+        ),
     ):
         if wrong:
             raise UserError(
@@ -441,10 +427,12 @@ def _read_stacked(
             f"{experts}.{expert}.{_DOWN}": part(expert, every, every) for expert in range(count)
         }
     half = features // 2
-    gate_ranks, up_ranks = every, every
+    gate_ranks = every
+    up_ranks = every
     others = (int(config.get("r", 8)), _scaling(config, f"{experts}.{_DOWN}")[0])
     if rank in (2 * other for other in others) and not _off_diagonal(whole_up(), rank // 2, half):
-        gate_ranks, up_ranks = slice(0, rank // 2), slice(rank // 2, rank)
+        gate_ranks = slice(0, rank // 2)
+        up_ranks = slice(rank // 2, rank)
     found = {}
     for expert in range(count):
         found[f"{experts}.{expert}.gate_proj"] = part(expert, gate_ranks, slice(0, half))
@@ -615,7 +603,7 @@ def write_adapter(
     spec: ModelSpec,
     *,
     base: str,
-    layout: AdapterLayout = "per-expert",
+    layout: ExpertLayout = "per-expert",
     card: str | None = None,
 ) -> Path:
     """Write an adapter as PEFT does, into a directory that appears when it is complete.
@@ -676,7 +664,7 @@ def _whole(source: TensorSource) -> torch.Tensor:
 
 
 def rewrite_adapter(
-    directory: str | Path, source: str | Path, layout: AdapterLayout, spec: ModelSpec, *, base: str
+    directory: str | Path, source: str | Path, layout: ExpertLayout, spec: ModelSpec, *, base: str
 ) -> Path:
     """Write an adapter of any form in one of the two layouts.
 
@@ -751,24 +739,9 @@ def _config(
     names: Iterable[str], rank: int, alpha: float, dropout: float, base: str
 ) -> dict[str, Any]:
     modules = [module_of(name) for name in names]
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": hub_name(base)
-        or (str(Path(base).resolve()) if Path(base).is_dir() else base),
-        "r": rank,
-        "lora_alpha": _number(alpha),
-        "lora_dropout": dropout,
-        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
-        "bias": "none",
-        "use_rslora": False,
-        "use_dora": False,
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "modules_to_save": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-        "init_lora_weights": True,
+    leaves = [module.rpartition(".")[2] for module in modules]
+    where = hub_name(base) or (str(Path(base).resolve()) if Path(base).is_dir() else base)
+    return plain_config(rank, alpha, leaves, where, dropout=dropout) | {
         "target_parameters": _dense_beside_experts(modules) or None,
         "peft_version": _PEFT_VERSION,
     }

@@ -21,7 +21,7 @@ from slime.checkpoints.gguf_adapter import adapter_to_gguf
 from slime.checkpoints.gguf_export import hf_to_gguf
 from slime.checkpoints.hf_files import check_export
 from slime.checkpoints.merging import merge_adapter
-from slime.checkpoints.peft_files import AdapterLayout, read_adapter, rewrite_adapter
+from slime.checkpoints.peft_files import ExpertLayout, read_adapter, rewrite_adapter
 from slime.cli.arguments import Arguments
 from slime.cli.model_source import ChosenModel, add_model_arguments, chosen_model, model_name
 from slime.cli.push import card_of
@@ -70,7 +70,7 @@ def _parser() -> Arguments:
     )
     add(
         "--experts",
-        choices=get_args(AdapterLayout),
+        choices=get_args(ExpertLayout),
         default="per-expert",
         help="adapters of routed experts: one tensor each, as engines load them, or as PEFT saves "
         "them itself (default per-expert)",

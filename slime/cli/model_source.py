@@ -190,7 +190,8 @@ def named_models(chosen: ChosenModel, name: str, given: Sequence[str]) -> NamedM
     for text in given:
         key, separator, path = text.partition("=")
         if not separator:
-            key, path = model_name(text), text
+            key = model_name(text)
+            path = text
         if not _ADAPTER_NAME.fullmatch(key):
             raise UserError(
                 f"--adapter {text}: {key!r} is no name for an adapter",

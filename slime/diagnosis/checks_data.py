@@ -217,7 +217,8 @@ def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any, *, trial_onl
     reward = dataclasses.replace(
         config.reward, rm_timeout=min(config.reward.rm_timeout, deadlines.CHECKS_DATA_REWARD)
     )
-    config, patience = dataclasses.replace(config, reward=reward), config.reward.rm_timeout
+    patience = config.reward.rm_timeout
+    config = dataclasses.replace(config, reward=reward)
     done = queue.SimpleQueue[_Found | BaseException]()
 
     def score() -> None:

@@ -42,6 +42,7 @@ from slime.models.adapters import (
     peft_name,
     split_peft_name,
 )
+from slime.models.peft_config import moves_base
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -63,8 +64,6 @@ _WITHOUT_EFFECT = (
     "inference_mode", "lora_dropout", "layers_pattern", "megatron_config", "megatron_core",
     "qalora_group_size", "ensure_weight_tying", "target_parameters",
 )  # fmt: skip
-#: Initial values that change the base, which the engine has unchanged.
-_MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _WHY = {
     "use_dora": "DoRA scales the base's weights, too",
     "rank_pattern": "all layers of an adapter have one rank here, as in SGLang",
@@ -110,11 +109,11 @@ class AdapterForm:
             raise WeightError(f"r must be an integer of at least 1, got {rank!r}")
         if type(alpha) not in (int, float) or not math.isfinite(alpha) or alpha <= 0:
             raise WeightError(f"lora_alpha must be a number above 0, got {alpha!r}")
-        start = config.get("init_lora_weights")
-        if isinstance(start, str) and start.lower().startswith(_MOVES_BASE):
+        if moves_base(config):
             raise WeightError(
-                f"init_lora_weights is {start!r}: such adapters belong to a base whose weights "
-                "they changed; save it with path_initial_model_for_weight_conversion"
+                f"init_lora_weights is {config['init_lora_weights']!r}: such adapters belong to a "
+                "base whose weights they changed; save it with "
+                "path_initial_model_for_weight_conversion"
             )
         return AdapterForm(
             rank,
@@ -484,7 +483,8 @@ class AdapterTable:
         """
         self._check_enabled(name, "lora_name")
         assert self._limits is not None
-        self._check_room(name)
+        with self._lock:
+            self._refuse_taken(name)
         form = AdapterForm.read(config)
         most = self._limits.max_rank
         if most is not None and form.rank > most:
@@ -502,10 +502,6 @@ class AdapterTable:
             self._named[name] = adapter
             self._resident.add(adapter)
         return adapter
-
-    def _check_room(self, name: str) -> None:
-        with self._lock:
-            self._refuse_taken(name)
 
     def _refuse_taken(self, name: str) -> None:
         if name in self._named:

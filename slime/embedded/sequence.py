@@ -209,7 +209,8 @@ class TextStream:
         if after.endswith(_INCOMPLETE) or len(after) <= len(before):
             return ""
         new = after[len(before) :]
-        self._context_start, self._read = self._read, len(self._tokens)
+        self._context_start = self._read
+        self._read = len(self._tokens)
         self.text += new
         return new
 

@@ -1,7 +1,6 @@
 """Low-rank adapters as engines know them: a name for each version, and the routes that take them.
 
     POST /load_lora_adapter_from_tensors   {"lora_name": "policy-7", "config_dict": PEFT's,
-                                            "load_format": "flattened_bucket",
                                             "serialized_tensors": one text for all ranks}
     POST /generate                         {…, "lora_path": "policy-7"}
     POST /unload_lora_adapter              {"lora_name": "policy-6"}

@@ -23,6 +23,7 @@ from slime.engines.adapters import FUSED_SETS
 from slime.engines.wire.buckets import TensorEntry, dtype_name, entries_of
 from slime.models.adapters import AdapterConfig, Side, peft_name
 from slime.models.parameters import ModelParameters, Shape
+from slime.models.peft_config import plain_config
 
 
 @dataclass(frozen=True)
@@ -122,24 +123,7 @@ class AdapterLayout:
         Args:
             base: name or directory of the base model.
         """
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "r": self.adapters.rank,
-            "lora_alpha": self.adapters.alpha,
-            "lora_dropout": 0.0,
-            "target_modules": list(self.targets),
-            "bias": "none",
-            "use_rslora": False,
-            "use_dora": False,
-            "fan_in_fan_out": False,
-            "inference_mode": True,
-            "modules_to_save": None,
-            "rank_pattern": {},
-            "alpha_pattern": {},
-            "init_lora_weights": True,
-        }
+        return plain_config(self.adapters.rank, self.adapters.alpha, self.targets, base)
 
 
 _SIDES: tuple[Side, ...] = ("A", "B")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -328,29 +328,23 @@ class AdapterSync:
             "serialized_tensors": buffer.payload(readers),
         }
         limit = deadline_for(len(buffer.buffer))
-        answers = self._post_to(LOAD_ADAPTER, dict.fromkeys(self._fleet.urls, body), limit)
+        answers = self._fleet.post_to(LOAD_ADAPTER, dict.fromkeys(self._fleet.urls, body), limit)
         # of a push that was repeated, because another engine died
         again = [url for url, one in answers.items() if _is_loaded_already(one)]
         if again:
             unload: dict[str, dict[str, Any]] = {url: {"lora_name": name} for url in again}
-            for answer in self._post_to(UNLOAD_ADAPTER, unload, limit).values():
+            for answer in self._fleet.post_to(UNLOAD_ADAPTER, unload, limit).values():
                 if isinstance(answer, EngineError):
                     raise answer
             ranks = {engine.url.rstrip("/"): engine.num_ranks for engine in self._engines}
             readers = sum(ranks[url] for url in again)
             repeated = {**body, "serialized_tensors": buffer.payload(readers)}
-            answers |= self._post_to(LOAD_ADAPTER, dict.fromkeys(again, repeated), limit)
+            answers |= self._fleet.post_to(LOAD_ADAPTER, dict.fromkeys(again, repeated), limit)
         for url, answer in answers.items():
             if isinstance(answer, EngineError):
                 raise answer
             if name not in (answer.get("loaded_adapters") or {}):
                 raise EngineError(url, f"does not list {name} among its adapters: {answer!r:.300}")
-
-    def _post_to(
-        self, path: str, bodies: Mapping[str, dict[str, Any]], limit: float
-    ) -> dict[str, dict[str, Any] | EngineError]:
-        assert self._fleet is not None
-        return self._fleet.post_to(path, bodies, limit)
 
     @contextmanager
     def _phase(self, phase: str, version: int, seconds: dict[str, float]) -> Iterator[None]:

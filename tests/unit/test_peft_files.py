@@ -19,7 +19,7 @@ from slime.checkpoints.merging import merge_adapter, merged
 from slime.checkpoints.peft_files import (
     CONFIG,
     WEIGHTS,
-    AdapterLayout,
+    ExpertLayout,
     fitted,
     module_of,
     read_adapter,
@@ -36,7 +36,7 @@ from tests.support.hf_configs import config_of
 
 peft = pytest.importorskip("peft")
 
-LAYOUTS = get_args(AdapterLayout)
+LAYOUTS = get_args(ExpertLayout)
 PROMPT = torch.arange(3, 40)[None]
 
 
@@ -101,7 +101,7 @@ def loaded_by_peft(base: Path, directory: Path) -> Any:
     ],
 )
 def test_peft_loads_what_is_written(
-    bases: Any, tmp_path: Path, shape: str, flags: dict[str, Any], layout: AdapterLayout
+    bases: Any, tmp_path: Path, shape: str, flags: dict[str, Any], layout: ExpertLayout
 ) -> None:
     base = bases(shape)
     adapters = adapters_of(base, **flags)
@@ -296,7 +296,7 @@ def test_a_merge_rounds_once(bases: Any, tmp_path: Path) -> None:
 def test_round_trip_is_the_identity(
     tmp_path_factory: pytest.TempPathFactory,
     family: str,
-    layout: AdapterLayout,
+    layout: ExpertLayout,
     experts: str,
     rank: int,
     by_topk: bool,

@@ -1,0 +1,45 @@
+"""PEFT's ``adapter_config.json``: the fields that are written here, and what tells an adapter of
+another base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+#: Initialisations that change the base, so that the adapter belongs to weights that no file has.
+_MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def plain_config(
+    rank: int, alpha: float, targets: Iterable[str], base: str, *, dropout: float = 0.0
+) -> dict[str, Any]:
+    """Return the fields of an adapter with one rank and one scaling, alpha / rank.
+
+    Args:
+        targets: last parts of the names of the adapted modules.
+        base: directory or hub name of the base model.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_dropout": dropout,
+        "target_modules": sorted(set(targets)),
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "init_lora_weights": True,
+    }
+
+
+def moves_base(config: Mapping[str, Any]) -> bool:
+    """Tell whether the adapter was initialised in a way that changed the base's weights."""
+    initial = config.get("init_lora_weights")
+    return isinstance(initial, str) and initial.lower().startswith(_MOVES_BASE)
