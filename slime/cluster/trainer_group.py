@@ -237,11 +237,12 @@ class TrainerActor:
                 fetches only its own.
         """
         batch = ray.get(shards[self.backend.data_parallel_rank])
-        has_rate = any(self.backend.learning_rates())  # a warm-up may begin with none
+        from slime.weights.adapter_checks import has_visibly_learned
+
+        rates = self.backend.learning_rates()
         metrics = self.backend.train(batch)
-        self._has_learned |= has_rate and any(
-            step["train/grad_norm"] > 0 and not step["train/skipped"]
-            for step in self.backend.step_metrics
+        self._has_learned |= has_visibly_learned(
+            self.config.megatron.optimizer_name, rates, self.backend.step_metrics
         )
         return metrics, self.backend.trained_tokens
 

@@ -7,7 +7,7 @@ is the policy that was there before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from slime.engines.adapters import FUSED_SETS
 from slime.engines.wire.abilities import Abilities
@@ -17,6 +17,8 @@ from slime.models.parameters import Shape
 from slime.weights.adapter_layout import AdapterLayout
 
 _SIDES: tuple[Side, ...] = ("A", "B")
+#: Of 30,000 numbers around 0.01 some change in bfloat16 by a step of this size.
+_LEAST_RATE = 1e-7
 _OURS = "this is a fault of slime: please report it with the run's flags"
 
 
@@ -145,6 +147,25 @@ def check_sets(names: Collection[str], *, lone_queries: bool = False) -> None:
                 )
 
 
+def has_visibly_learned(
+    optimizer: str, learning_rates: Sequence[float], steps: Sequence[Mapping[str, float]]
+) -> bool:
+    """Tell whether optimizer steps must have changed an adapter in 16 bits.
+
+    Adam moves a number by about the learning rate. Far below the spacing of 16-bit numbers, as at
+    the end of a decay, all numbers may stay what they were; so they may with SGD.
+
+    Args:
+        optimizer: value of --optimizer.
+        learning_rates: of the first of the steps.
+        steps: metrics of each.
+    """
+    is_visible = optimizer == "adam" and max(learning_rates, default=0.0) >= _LEAST_RATE
+    return is_visible and any(
+        step["train/grad_norm"] > 0 and not step["train/skipped"] for step in steps
+    )
+
+
 def check_values(
     largest: Mapping[str, float],
     fingerprints: Mapping[str, str],
@@ -157,7 +178,7 @@ def check_values(
     Args:
         largest: trained tensor → largest absolute value; NaN or infinity where a number is.
         fingerprints, previous: of this and the last push, by name; {} for none.
-        has_learned: the trainer has made a step with a gradient and a learning rate since then.
+        has_learned: `has_visibly_learned` since then.
     Raises:
         UserError: numbers that are not finite, an A of zeros alone, nothing but zeros in B, the
             tensors of the last version.

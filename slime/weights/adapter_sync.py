@@ -139,8 +139,8 @@ class AdapterSync:
         """Load the current adapters into every engine as version ``self.version + 1``. Collective.
 
         Args:
-            has_learned: the trainer has made a step with a gradient since the last push, so that
-                the adapters must differ from its.
+            has_learned: `slime.weights.adapter_checks.has_visibly_learned` since the last push, so
+                that the adapters must differ from its.
         Raises:
             UserError: the adapters cannot be what they should be, the engines' base is another one,
                 or a phase failed; the version is not advanced, and engines go on with the adapters

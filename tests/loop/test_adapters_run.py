@@ -1,5 +1,5 @@
-"""Whole runs that train adapters: the base is pushed never, adapters alone, and every token says
-which version made it."""
+"""Whole runs that train adapters: only adapters are pushed, and every token says which
+version made it."""
 
 from __future__ import annotations
 

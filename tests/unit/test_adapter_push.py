@@ -25,7 +25,13 @@ from slime.errors import UserError
 from slime.models import family_of
 from slime.models.adapters import AdapterConfig, adapter_family
 from slime.models.parameters import ModelParameters
-from slime.weights.adapter_checks import check_engine, check_names, check_sets, check_values
+from slime.weights.adapter_checks import (
+    check_engine,
+    check_names,
+    check_sets,
+    check_values,
+    has_visibly_learned,
+)
 from slime.weights.adapter_layout import AdapterLayout
 from slime.weights.adapter_payload import AdapterBuffer
 from slime.weights.adapter_sync import AdapterSync
@@ -413,3 +419,20 @@ def test_queries_that_sglang_cannot_load() -> None:
 
 def test_nothing_is_asked_of_the_first_push() -> None:
     check_values({"x.lora_A.w": 1.0, "x.lora_B.w": 0.0}, {"x": "1"}, {"x": "1"}, has_learned=False)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rate", "norm", "skipped", "has_learned"),
+    [
+        ("adam", 1e-5, 0.5, 0.0, True),
+        ("adam", 1e-9, 0.5, 0.0, False),
+        ("adam", 1e-5, 0.0, 0.0, False),
+        ("adam", 1e-5, 0.5, 1.0, False),
+        ("sgd", 1e-2, 0.5, 0.0, False),
+    ],
+)
+def test_a_step_that_16_bits_may_not_show_is_not_taken_for_a_stale_push(
+    optimizer: str, rate: float, norm: float, skipped: float, has_learned: bool
+) -> None:
+    steps = [{"train/grad_norm": norm, "train/skipped": skipped}]
+    assert has_visibly_learned(optimizer, [rate], steps) is has_learned
