@@ -169,7 +169,8 @@ def read_adapter(directory: str | Path) -> PeftAdapter:
     path = Path(directory)
     config = read_config(path)
     _refuse_other_kinds(config, path)
-    content = _opened(path / WEIGHTS)
+    _check_weights_file(path / WEIGHTS)
+    content = open_safetensors(path / WEIGHTS)
     found: dict[str, dict[str, str]] = {}
     for key in content.keys():  # noqa: SIM118  ``content`` is no dict
         if _FROZEN_COPY.fullmatch(key):
@@ -206,6 +207,17 @@ def read_adapter(directory: str | Path) -> PeftAdapter:
     )
 
 
+def check_adapter(directory: str | Path) -> None:
+    """Check what can be known of an adapter without reading its tensors.
+
+    Raises:
+        UserError: files are missing, or the adapter is not plain LoRA.
+    """
+    path = Path(directory)
+    _refuse_other_kinds(read_config(path), path)
+    _check_weights_file(path / WEIGHTS)
+
+
 def read_config(directory: str | Path) -> dict[str, Any]:
     """Read the adapter_config.json of a directory.
 
@@ -234,7 +246,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     return config
 
 
-def _opened(path: Path) -> Any:
+def _check_weights_file(path: Path) -> None:
     if not path.is_file():
         pickled = path.with_suffix(".bin").is_file()
         raise UserError(
@@ -246,7 +258,6 @@ def _opened(path: Path) -> Any:
             if pickled
             else "download the adapter again",
         )
-    return open_safetensors(path)
 
 
 def _refuse_other_kinds(config: Mapping[str, Any], path: Path) -> None:

@@ -12,6 +12,7 @@ slime export outputs/lora --merge --gguf merged.gguf    both as one file
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from pathlib import Path
 from typing import get_args
@@ -107,7 +108,7 @@ def _copy(source: Path, target: Path) -> None:
     unfinished = partial_dir(target)
     for entry in sorted(source.iterdir()):
         if entry.is_file():
-            (unfinished / entry.name).write_bytes(entry.read_bytes())
+            shutil.copyfile(entry, unfinished / entry.name)
     publish(unfinished, target)
 
 

@@ -134,7 +134,7 @@ def _base_of(adapter: Path, given: str | None, of_run: Path | None) -> Path:
     if given is not None:
         return model_directory(given)
     named = str(read_config(adapter).get("base_model_name_or_path") or "")
-    if has_weights(Path(named)):
+    if named and has_weights(Path(named)):
         return Path(named)
     if of_run is not None and has_weights(of_run):
         return of_run

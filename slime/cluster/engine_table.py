@@ -119,8 +119,7 @@ class EngineTable:
         self._seconds_away: list[float] = []
         self._next_number = max(self.engines, default=-1) + 1
 
-    # -- queries
-    # ------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------
 
     @property
     def policy(self) -> list[EngineEntry]:
@@ -154,8 +153,7 @@ class EngineTable:
         engine = self.find(part)
         return engine is not None and engine.runs and engine.urls[engine.parts.index(part)] == url
 
-    # -- transitions
-    # ----------------------------------------------------------------------------------------------
+    # -- transitions -------------------------------------------------------------------------------
 
     def mark_launched(self, number: int, urls: Sequence[str]) -> None:
         engine = self._expect_state(number, State.STARTING)
@@ -233,8 +231,7 @@ class EngineTable:
         self._seconds_away = []
         return seconds
 
-    # -- memory
-    # ----------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     @staticmethod
     def to_release(engines: Iterable[EngineEntry], tags: Sequence[str]) -> dict[str, list[str]]:
@@ -274,8 +271,7 @@ class EngineTable:
     def mark_continued(self, url: str) -> None:
         self._running_at(url).paused = False
 
-    # -- helpers
-    # ----------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------
 
     def _expect_state(self, number: int, *states: State) -> EngineEntry:
         engine = self.engines[number]

@@ -161,8 +161,7 @@ class Engines:
             self._health.timeout if self._health is not None else None, lambda: self.table.groups
         )
 
-    # -- launch
-    # ----------------------------------------------------------------------------------------------
+    # -- launch ------------------------------------------------------------------------------------
 
     def begin_start(self) -> dict[NamedActor, ray.ObjectRef]:
         """Start all engines at once; pass the answers to `start_routers`.
@@ -229,8 +228,7 @@ class Engines:
         """Close connections to engines that do not run any more."""
         self._fleets.keep(self.table.groups)
 
-    # -- death
-    # ----------------------------------------------------------------------------------------------
+    # -- death -------------------------------------------------------------------------------------
 
     def watch(self) -> Watch:
         """Return a watch that reports when a server process ends."""
@@ -426,8 +424,7 @@ class Engines:
             with contextlib.suppress(EngineError):  # the health check finds an engine that hangs
                 self.fleet.post("/continue_generation", {}, deadlines.ENGINES_ANSWER)
 
-    # -- hanging
-    # ----------------------------------------------------------------------------------------------
+    # -- hanging -----------------------------------------------------------------------------------
 
     def begin_health_checks(self) -> None:
         """Start a new round of health checks; the engines must hold all their memory."""
@@ -463,8 +460,7 @@ class Engines:
                 ended = "" if engine.is_external else " and was killed"
                 self._handle_loss(engine, f"gave no sign of life for {seconds:.0f} s{ended}")
 
-    # -- restart: restart_dead ─► rejoin ─► (push) ─► admit
-    # -------------------------------------------------------
+    # -- restart: restart_dead ─► rejoin ─► (push) ─► admit ----------------------------------------
 
     def restart_dead(self) -> None:
         """Begin to start all dead engines, on their slots and with new ports."""

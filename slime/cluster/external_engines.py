@@ -273,8 +273,7 @@ class ExternalEngines:
         if self._inbox is not None:
             self._inbox.close()
 
-    # -- joining
-    # ----------------------------------------------------------------------------------------------
+    # -- joining -----------------------------------------------------------------------------------
 
     def add(self, address: str) -> str:
         """Let an engine join; return what to tell the user.
@@ -337,8 +336,7 @@ class ExternalEngines:
                 return engine.url, engine_fit.fetch_engine_info(engine.url)
         return None
 
-    # -- leaving
-    # ----------------------------------------------------------------------------------------------
+    # -- leaving -----------------------------------------------------------------------------------
 
     def remove(self, wanted: str) -> str:
         """Let an engine leave; return what to tell the user.
@@ -438,8 +436,7 @@ class ExternalEngines:
             return False
         return True
 
-    # -- death
-    # ----------------------------------------------------------------------------------------------
+    # -- death -------------------------------------------------------------------------------------
 
     def drop(self, engine: EngineEntry, how: str, what: str = "") -> None:
         """Forget an engine that does not answer any more or was refused.
@@ -480,8 +477,7 @@ class ExternalEngines:
         for engine in [engine for engine in self._external() if engine.urls and engine.url in urls]:
             self.drop(engine, "does not answer any more: nobody listens there", what)
 
-    # -- commands
-    # ----------------------------------------------------------------------------------------------
+    # -- commands ----------------------------------------------------------------------------------
 
     def _execute(self, command: EngineCommand) -> dict[str, Any]:
         verbs = {"add": self.add, "remove": self.remove}

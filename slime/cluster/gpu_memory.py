@@ -139,8 +139,7 @@ class GpuMemoryOwner:
         self._metrics = {}
         return found
 
-    # -- steps of a hand-over
-    # --------------------------------------------------------------------------------
+    # -- steps of a hand-over ----------------------------------------------------------------------
 
     def _release(self) -> None:
         if self._offload_rollout:

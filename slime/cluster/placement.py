@@ -61,8 +61,7 @@ class GpuSlots:
         remove_placement_group(self.group)
 
 
-# -- engines
-# ------------------------------------------------------------------------------------------------
+# -- engines ---------------------------------------------------------------------------------------
 
 #: Kinds of servers that only answer together.
 PAIR = ("prefill", "decode")

@@ -138,8 +138,7 @@ class Routers:
             behind, list(filter(keys.is_external, behind)), pairs, port
         )
 
-    # -- workers of the policy's router
-    # ------------------------------------------------------------------------
+    # -- workers of the policy's router ------------------------------------------------------------
 
     def take_out(self, url: str) -> None:
         """Send this engine no more requests. Raises EngineError if the router refuses or hangs."""
@@ -149,8 +148,7 @@ class Routers:
         """Send requests to this engine. Raises EngineError if the router refuses or hangs."""
         asyncio.run(register_workers(self.url, [url], timeout=deadlines.ROUTERS_ADD_WORKER))
 
-    # -- death and restart
-    # -------------------------------------------------------------------------------------
+    # -- death and restart -------------------------------------------------------------------------
 
     @property
     def can_restart(self) -> bool:

@@ -150,8 +150,7 @@ class Cluster:
             should_stop,
         )
 
-    # -- life
-    # ------------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     def launch(self) -> Launch:
         """Start everything; data, trainer ranks and engines come up at the same time.
@@ -385,8 +384,7 @@ class Cluster:
             ray.shutdown()
         remove_stale()  # shared memory of trainers that were killed
 
-    # -- the steps of the loop
-    # -----------------------------------------------------------------------------
+    # -- the steps of the loop ---------------------------------------------------------------------
 
     @property
     def has_engines(self) -> bool:
@@ -528,8 +526,7 @@ class Cluster:
                 lambda: is_saved() or self._should_stop() or time.monotonic() > end
             )
 
-    # -- memory and dead engines
-    # --------------------------------------------------------------------------------------
+    # -- memory and dead engines -------------------------------------------------------------------
 
     def _trainer_onloaded(self) -> contextlib.AbstractContextManager[None]:
         """Give the trainers their memory; the context explains failures of engines."""
@@ -550,8 +547,7 @@ class Cluster:
             metrics = self.update_weights()
             self._on_push(int(metrics["perf/weight_version"]))
 
-    # -- waiting
-    # ---------------------------------------------------------------------------------------------
+    # -- waiting -----------------------------------------------------------------------------------
 
     def _wait_rollout(self, ref: ray.ObjectRef, what: str, should_stop: Callable[[], bool]) -> Any:
         # the rollout loop has its own, more precise deadlines; this is the outer one

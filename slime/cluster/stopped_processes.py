@@ -99,8 +99,7 @@ class StoppedProcessMonitor:
         open_waits.interrupt_with(None)
         self._raised_at = self._clock()
 
-    # -- the thread
-    # ------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._is_over.wait(self._interval):

@@ -311,8 +311,7 @@ class Trainers:
         """Names of the ranks in errors."""
         return {worker.name for worker in self._actors}
 
-    # -- coming up
-    # ---------------------------------------------------------------------------------------------
+    # -- coming up ---------------------------------------------------------------------------------
 
     def begin_setup(self, should_stop: Callable[[], bool]) -> dict[NamedActor, ray.ObjectRef]:
         """Start all ranks and their setup; pass the answers to `agreed_start`.
@@ -382,8 +381,7 @@ class Trainers:
             self._answer_seconds,
         )
 
-    # -- work
-    # ----------------------------------------------------------------------------------------------
+    # -- work --------------------------------------------------------------------------------------
 
     def train(self, shards: list[ray.ObjectRef]) -> tuple[dict[str, float], list[TrainedTokens]]:
         """Do one rollout's training steps.
@@ -453,8 +451,7 @@ class Trainers:
         )
         return [part for part in parts if part is not None]
 
-    # -- the end
-    # ----------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def watch(self) -> Watch:
         """Return a watch that raises `ActorDied` soon after a rank is gone."""

@@ -107,8 +107,7 @@ def outputs(case: CheckedRun, findings: CheckFindings) -> None:
     findings.attempt(preflight.check_outputs, case.run)
 
 
-# -- tokenizer
-# --------------------------------------------------------------------------------------------------
+# -- tokenizer -------------------------------------------------------------------------------------
 
 
 def tokenizer(case: CheckedRun, findings: CheckFindings) -> None:

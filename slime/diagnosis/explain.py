@@ -142,8 +142,7 @@ def explain(folder: Path) -> Explanation:
     )
 
 
-# -- reading
-# --------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def _object(path: Path, root: Path) -> dict[str, Any]:
@@ -250,8 +249,7 @@ def _crash_sources(crash: tuple[Path, dict[str, Any]] | None) -> list[TextSource
     ]
 
 
-# -- findings
-# --------------------------------------------------------------------------------------------------
+# -- findings --------------------------------------------------------------------------------------
 
 
 def _log_findings(
@@ -402,8 +400,7 @@ def _alarm_finding(alarm: Alarm, rows: list[dict[str, Any]], flags: Flags) -> Fi
     return Finding(trouble, alarm.detail, source="metrics.jsonl", is_fatal=False)
 
 
-# -- the next command
-# --------------------------------------------------------------------------------------------------
+# -- the next command ------------------------------------------------------------------------------
 
 
 def _checkpoint(folder: Path, flags: Flags, entry: dict[str, Any]) -> Path | None:

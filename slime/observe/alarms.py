@@ -137,8 +137,7 @@ def _more_contrast(flags: Flags) -> str:
     return ", or ".join(ways)
 
 
-# -- nothing is learnt
-# ---------------------------------------------------------------------------------------------
+# -- nothing is learnt -----------------------------------------------------------------------------
 
 
 def _trained(rows: Rows) -> list[dict[str, Any]]:
@@ -314,8 +313,7 @@ def failing_samples(rows: Rows, flags: Flags) -> Alarm | None:
     )
 
 
-# -- learning goes wrong
-# -------------------------------------------------------------------------------------------
+# -- learning goes wrong ---------------------------------------------------------------------------
 
 
 def nonfinite(rows: Rows, flags: Flags) -> Alarm | None:
@@ -613,8 +611,7 @@ def slow_data(rows: Rows, flags: Flags) -> Alarm | None:
     )
 
 
-# -- memory
-# --------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 _FREE = "perf/host_free_memory_gb"
 #: Metric → whose memory it is, and where to look.
@@ -745,8 +742,7 @@ def _naming(makers: str, alarm: Alarm) -> Alarm:
     return dataclasses.replace(alarm, title=title, detail=detail, fix=fix)
 
 
-# -- while the run goes on
-# -----------------------------------------------------------------------------------------
+# -- while the run goes on -------------------------------------------------------------------------
 
 
 class AlarmWatch:

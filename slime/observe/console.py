@@ -226,8 +226,7 @@ class ConsoleSink:
             )
             self._live.start()
 
-    # -- input
-    # ---------------------------------------------------------------------------------------
+    # -- input -------------------------------------------------------------------------------------
 
     def phase_changed(self, name: str | None) -> None:
         self._phase = name
@@ -334,8 +333,7 @@ class ConsoleSink:
         if self._live is not None:
             self._live.stop()
 
-    # -- output
-    # --------------------------------------------------------------------------------------
+    # -- output ------------------------------------------------------------------------------------
 
     def eta(self) -> float | None:
         """Estimate the seconds until the last step ends from the median of the last ten and the

@@ -81,8 +81,7 @@ class RunFolder:
     path: Path
     stage: str | None = None
 
-    # -- layout
-    # --------------------------------------------------------------------------------------
+    # -- layout ------------------------------------------------------------------------------------
 
     @property
     def config_path(self) -> Path:
@@ -127,8 +126,7 @@ class RunFolder:
     def _of_stage(self, name: str) -> Path:
         return self.path / name / self.stage if self.stage else self.path / name
 
-    # -- creation
-    # ------------------------------------------------------------------------------------
+    # -- creation ----------------------------------------------------------------------------------
 
     @staticmethod
     def claim(config: Config, *, resuming: bool = False) -> tuple[RunFolder, ExitStack]:
@@ -278,8 +276,7 @@ class RunFolder:
         was = f"; it was: {shlex.join(argv)}" if is_known else ""
         return f"repeat the command of the run with --load set to its --save{was}"
 
-    # -- state
-    # ---------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def note_inputs(self, inputs: dict[str, str]) -> dict[str, Any]:
         """Store fingerprints of the inputs of this launch (`slime.run.changed_inputs`). Return

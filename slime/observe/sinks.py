@@ -97,8 +97,7 @@ class Sinks:
         self._log_seconds = 0.0
         """That went into logging since the last step: a part of the one under way."""
 
-    # -- while the run goes on
-    # -------------------------------------------------------------------------
+    # -- while the run goes on ---------------------------------------------------------------------
 
     def begin(
         self,
@@ -210,8 +209,7 @@ class Sinks:
         console."""
         return self._console.closing_lines(self._alarms.at_the_end()[:most])
 
-    # -- the end
-    # ---------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def close(self, state: str = "stopped") -> None:
         """Flush and close everything and note in ``run.json`` how the run ended. A second call does

@@ -170,8 +170,7 @@ class SampleIndex:
         for suffix in ("", "-wal", "-shm"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
 
-    # -- what is new
-    # ----------------------------------------------------------------------------------------------
+    # -- what is new -------------------------------------------------------------------------------
 
     def update(self, stages: Iterable[Stage], goes_on: Callable[[], bool] = lambda: True) -> bool:
         """Read what was written since the last call: first the numbers of all samples, then their
@@ -303,8 +302,7 @@ class SampleIndex:
     def _texts_upto(connection: sqlite3.Connection) -> int:
         return int(connection.execute("SELECT texts FROM progress").fetchone()[0])
 
-    # -- questions
-    # ----------------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _reader(self) -> Iterator[sqlite3.Connection]:

@@ -206,8 +206,7 @@ def order_of(query: Query) -> str:
     return f"{column} {way} NULLS LAST{f', step {way}' if column != 'step' else ''}, id {way}"
 
 
-# -- what training knew of tokens
-# --------------------------------------------------------------------------------------------------
+# -- what training knew of tokens ------------------------------------------------------------------
 
 #: Key of a sample → its line; the key is text, because lines may hold anything.
 _Training = dict[bytes, dict[str, Any]]

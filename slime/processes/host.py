@@ -112,8 +112,7 @@ def _number(path: Path) -> float | None:
     return float(text) if text.isdigit() and int(text) < 1 << 60 else None
 
 
-# -- limits of a process
-# -----------------------------------------------------------------------------------------
+# -- limits of a process ---------------------------------------------------------------------------
 
 
 def raise_open_files() -> int:
@@ -183,8 +182,7 @@ def _write_to(folder: Path) -> None:
         file.flush()
 
 
-# -- address and ports
-# ---------------------------------------------------------------------------------------------
+# -- address and ports -----------------------------------------------------------------------------
 
 
 def own_addresses() -> set[str]:

@@ -47,6 +47,7 @@ _AFFECTS_TRAINING = {
     "reward": ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"),
     "rollout": ("rollout_data_postprocess_path",),
     "algorithm": ("",),
+    "lora": ("",),
 }  # fmt: skip
 _WITHOUT_EFFECT = frozenset({"get_mismatch_metrics"})
 #: Prefixes of Megatron flags that no group declares and that affect the trained weights.
@@ -200,8 +201,7 @@ def _next(ancestry: str, step: str) -> str:
     return xxhash.xxh3_64_hexdigest(f"{ancestry} {step}".encode())
 
 
-# -- what weights depend on
-# --------------------------------------------------------------------------------------------
+# -- what weights depend on ------------------------------------------------------------------------
 
 
 def training_fingerprint(config: Config) -> str:
@@ -210,6 +210,8 @@ def training_fingerprint(config: Config) -> str:
     among them."""
     values: dict[str, Any] = {}
     for group, prefixes in _AFFECTS_TRAINING.items():
+        if group == "lora" and not config.lora.lora_rank:
+            continue  # runs of earlier releases keep their fingerprints
         values |= {
             name: value
             for name, value in vars(getattr(config, group)).items()
@@ -272,6 +274,8 @@ def initial_fingerprint(config: Config) -> str:
         flags.finetune,
         flags.ref_ckpt_step,
     ]
+    if config.lora.lora_adapter_path:
+        start += _content(config.lora.lora_adapter_path)
     return fingerprint([_content(flags.hf_checkpoint), _content(flags.ref_load), *start], [])
 
 

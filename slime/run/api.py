@@ -164,8 +164,7 @@ class TrainingRun:
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._is_awaited = False
 
-    # -- results
-    # ---------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
@@ -241,8 +240,7 @@ class TrainingRun:
         )
         return f"<run {self.path}: {self.state}{shown}>"
 
-    # -- control
-    # ---------------------------------------------------------------------------------------
+    # -- control -----------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> TrainingRun:
         """Wait until the run has ended.

@@ -79,6 +79,8 @@ def _consequence(flag: str, weights: str) -> str:
             f"{weights}, its config, tokenizer and chat template are taken from now on; {_AGAIN}; "
             "the position in the data stays"
         )
+    if flag == "lora_adapter_path":
+        return f"{weights}; groups in the journal by weights that come no more are generated again"
     if flag == "ref_load":
         return f"the KL term compares with it from now on; {_training_consequence()}"
     if flag in MAKERS:
@@ -106,7 +108,7 @@ def _training_consequence() -> str:
 def _inputs(config: Config) -> Iterator[tuple[str, str]]:
     """Yield (flag, value) for each input that the run reads."""
     flags = config.values()
-    reads = ["prompt_data", "hf_checkpoint", *HOOKS, "data_source_path"]
+    reads = ["prompt_data", "hf_checkpoint", "lora_adapter_path", *HOOKS, "data_source_path"]
     if config.algorithm.needs_reference and flags["ref_load"] != flags["hf_checkpoint"]:
         reads.append("ref_load")
     for flag in reads:
@@ -119,7 +121,7 @@ def _inputs(config: Config) -> Iterator[tuple[str, str]]:
 
 def _fingerprint(flag: str, value: str) -> str:
     """Return a hash of the content, "" if the input does not exist."""
-    if flag in ("hf_checkpoint", "ref_load"):
+    if flag in ("hf_checkpoint", "ref_load", "lora_adapter_path"):
         return content_fingerprint(Path(value))
     if flag not in ("prompt_data", "eval_prompt_data"):
         return fingerprint(None, [value])

@@ -133,8 +133,7 @@ def warn_of_old_plugins(config: Config) -> None:
         )
 
 
-# -- models
-# ------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 def check_architecture(config: Config) -> None:
@@ -168,6 +167,7 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
     that only engines read a quantised one, and that the checkpoint to load is not past the run's
     end."""
     from slime.checkpoints.hf_files import HfReader
+    from slime.checkpoints.peft_files import check_adapter
     from slime.models import family_of, read_hf_config
     from slime.models.spec import check_same_model
 
@@ -193,6 +193,8 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
             verify_quantised(folder, family, own, quantisation)
         else:
             HfReader(folder, names_only=True).verify(family, own)
+    if config.lora.lora_adapter_path:
+        check_adapter(config.lora.lora_adapter_path)
 
 
 def check_engine_flags(config: Config) -> None:
@@ -285,8 +287,7 @@ def check_context(config: Config) -> None:
         )
 
 
-# -- rewards
-# -----------------------------------------------------------------------------------------------
+# -- rewards ---------------------------------------------------------------------------------------
 
 
 def check_rewards(config: Config) -> None:
@@ -374,8 +375,7 @@ def _rows_name_rewards(config: Config, *, unreadable: bool) -> bool:
     return any(isinstance(metadata, dict | str) and "rm_type" in metadata for metadata in first)
 
 
-# -- data
-# --------------------------------------------------------------------------------------------------
+# -- data ------------------------------------------------------------------------------------------
 
 
 def check_data(config: Config) -> None:
@@ -461,8 +461,7 @@ def _check_batch(config: Config, size: DataSize) -> None:
     )
 
 
-# -- outputs
-# -----------------------------------------------------------------------------------------------
+# -- outputs ---------------------------------------------------------------------------------------
 
 
 def check_outputs(config: Config) -> None:
@@ -511,6 +510,7 @@ def _check_export(config: Config) -> None:
         "--load": flags.load,
         "--ref-load": flags.ref_load,
         "--hf-checkpoint": flags.hf_checkpoint,
+        "--lora-adapter-path": config.lora.lora_adapter_path,
     }
     if flags.save_hf:
         kept["--output-dir"] = observe.output_dir
@@ -539,8 +539,7 @@ def _check_writable(flag: str, path: Path) -> None:
     )
 
 
-# -- size
-# --------------------------------------------------------------------------------------------------
+# -- size ------------------------------------------------------------------------------------------
 
 
 def joins_cluster(config: Config) -> bool:

@@ -53,8 +53,7 @@ class Saving:
         """Whether checkpoints or models of this run are written."""
         return self._cluster.has_trainers and bool(self._flags.save or self._flags.save_hf)
 
-    # -- when
-    # ----------------------------------------------------------------------------------------------
+    # -- when --------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Start counting time, after the launch or a restart of the trainer."""
@@ -94,8 +93,7 @@ class Saving:
         self._is_overdue |= self._is_timed and passed > deadlines.RUN_SAVING_EVERY
         return self._is_overdue and passed >= self._flags.save_min_seconds
 
-    # -- saving
-    # --------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------
 
     def save(
         self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]
@@ -144,8 +142,7 @@ class Saving:
             self._cluster.export(path)
         self.model = path
 
-    # -- a run that ends early
-    # -------------------------------------------------------------------------------
+    # -- a run that ends early ---------------------------------------------------------------------
 
     def unsaved_work(self, trained: int | None) -> str:
         """Name the work that is not on disk ("rollout 12"); "" if there is none.
@@ -199,8 +196,7 @@ class Saving:
             if discard_partial(final):
                 logger.warning("%s was not finished; what there was of it is removed", final)
 
-    # -- what to resume from
-    # ------------------------------------------------------------------------------------------
+    # -- what to resume from -----------------------------------------------------------------------
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint, also of an earlier launch."""

@@ -122,8 +122,7 @@ class Session:
         flags = self.config.checkpoint
         return newest_whole(Path(flags.save)) if flags.save and self._resuming else None
 
-    # -- start and end
-    # ---------------------------------------------------------------------------------
+    # -- start and end -----------------------------------------------------------------------------
 
     def launch(self) -> None:
         """Start everything, and push weights once so that a broken push fails before rollouts."""
@@ -188,8 +187,7 @@ class Session:
             try_to_write_report(self.run)
             self._locks.close()
 
-    # -- steps
-    # -----------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:

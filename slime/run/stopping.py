@@ -100,8 +100,7 @@ class StopSignals:
             signal.set_wakeup_fd(self._before_pipe)
             os.close(self._pipe[1])  # the thread closes the other one
 
-    # -- for the run
-    # -----------------------------------------------------------------------------
+    # -- for the run -------------------------------------------------------------------------------
 
     def requested(self) -> bool:
         """Return whether the run was asked to stop and has not acknowledged it."""
@@ -124,8 +123,7 @@ class StopSignals:
         if self._interrupted or self._asked.is_set():
             self.end_program()
 
-    # -- the thread
-    # ------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _watch_signals(self, pipe: int) -> None:
         limit = math.inf
@@ -147,8 +145,7 @@ class StopSignals:
                 os._exit(1)
         os.close(pipe)
 
-    # -- handlers
-    # --------------------------------------------------------------------------------------
+    # -- handlers ----------------------------------------------------------------------------------
 
     def _on_sighup(self, number: int, frame: FrameType | None) -> None:
         lose_terminal()

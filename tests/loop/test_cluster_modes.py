@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.processes import ROOT, World, start, wait_until
+from tests.support.processes import PATIENCE, ROOT, World, start, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,22 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def cluster() -> Iterator[Any]:
     """`ray.cluster_utils.Cluster` with a dashboard (job submission is part of it); nobody here
     connects to it."""
+    from ray._private import services
     from ray.cluster_utils import Cluster
+
+    rays_get_node = services.get_node
+
+    def get_node(*arguments: Any) -> Any:
+        """Ray itself gives a raylet 30 s, which a crowded host needs for the imports of its
+        agents."""
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return rays_get_node(*arguments)
+            except RuntimeError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
 
     options = {
         "include_dashboard": True,
@@ -39,15 +55,17 @@ def cluster() -> Iterator[Any]:
         "dashboard_port": 0,
         "dashboard_agent_listen_port": 0,
     }
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "gcs_server_port": 0, **options}
-    )
-    try:
-        for _ in range(NODES - 1):
-            cluster.add_node(num_cpus=1)
-        yield cluster
-    finally:
-        cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(services, "get_node", get_node)
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 1, "gcs_server_port": 0, **options}
+        )
+        try:
+            for _ in range(NODES - 1):
+                cluster.add_node(num_cpus=1)
+            yield cluster
+        finally:
+            cluster.shutdown()
 
 
 def noted(hold: Path, who: str) -> list[dict[str, str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.checkpoints.peft_files import CONFIG, WEIGHTS, check_adapter
 from slime.config import make_config
 from slime.config.groups_lora import LoraConfig
 from slime.errors import UserError
@@ -238,3 +241,16 @@ def test_settings_that_are_unusual_with_adapters_are_warned_of() -> None:
     new = " ".join(warned[len(usual) :])
     assert "--lr 1e-06" in new and "--lora-dropout 0.1" in new
     assert AdapterConfig.of(make_config()) is None
+
+
+def test_an_adapter_to_start_from_is_looked_at_before_the_launch(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no PEFT adapter"):
+        check_adapter(tmp_path)
+    (tmp_path / CONFIG).write_text(json.dumps({"peft_type": "LORA", "use_dora": True}))
+    with pytest.raises(UserError, match=r"(?s)not plain LoRA.*DoRA"):
+        check_adapter(tmp_path)
+    (tmp_path / CONFIG).write_text(json.dumps({"peft_type": "LORA"}))
+    with pytest.raises(UserError, match="there is no"):
+        check_adapter(tmp_path)
+    (tmp_path / WEIGHTS).touch()
+    check_adapter(tmp_path)

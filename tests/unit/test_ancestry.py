@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slime.config import Config, make_config
 from slime.rollout.journal import Journal, RecordKind, drawn_as
-from slime.run.ancestry import PushLog, training_fingerprint
+from slime.run.ancestry import PushLog, initial_fingerprint, training_fingerprint
 from slime.run.schedule import StalenessTracker
 from slime.samples.types import VersionWindow
 from tests.support.journals import drawn, generated, note
@@ -258,11 +258,22 @@ def training(**flags: Any) -> str:
         {"load": "x", "no_load_optim": True},
         {"use_kl_loss": True, "ref_load": "y"},
         {"use_routing_replay": True},
+        {"lora_rank": 8},
     ],
     ids=lambda flags: next(iter(flags)),
 )
 def test_what_changes_the_weights_is_told_apart(flags: dict[str, Any]) -> None:
     assert training(**flags) != training()
+
+
+def test_adapters_count_with_their_settings_and_with_what_they_begin_from(tmp_path: Path) -> None:
+    assert training(lora_rank=8, lora_alpha=16.0) != training(lora_rank=8)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    begun = [
+        initial_fingerprint(make_config(rollout_batch_size=1, lora_rank=8, lora_adapter_path=path))
+        for path in (None, str(tmp_path))
+    ]
+    assert begun[0] != begun[1]
 
 
 def test_another_reference_makes_other_weights_where_there_is_one() -> None:

@@ -77,8 +77,7 @@ class Discrepancy:
     facts: dict[str, Any] = field(default_factory=dict)
     stored: Quantisation | None = None
 
-    # -- the difference
-    # ------------------------------------------------------------------------------------------
+    # -- the difference ----------------------------------------------------------------------------
 
     @cached_property
     def base(self) -> list[Tensor]:
@@ -166,8 +165,7 @@ class Discrepancy:
         sides = {"engine": [s.engine for s in self.samples], "trainer": self.trainer}
         return {name: size(self.flat(values) - base) for name, values in sides.items()}
 
-    # -- tries
-    # ----------------------------------------------------------------------------------------------
+    # -- tries -------------------------------------------------------------------------------------
 
     def tried(self, what: str, variant: Sequence[Tensor], **more: Any) -> Tried:
         """Measure how much is explained if one side computes as the reference does, and the other

@@ -20,8 +20,7 @@ _BASES = (1e4, 5e5, 1e6)
 _BY_SIZE = 0.5
 
 
-# -- positions
-# --------------------------------------------------------------------------------------------------
+# -- positions -------------------------------------------------------------------------------------
 
 
 def position(case: Discrepancy) -> Iterator[Tried]:
@@ -76,8 +75,7 @@ def _moved(prompt: int, length: int, by: int) -> Tensor:
     return positions.clamp(min=0)
 
 
-# -- weights of fewer bits
-# ---------------------------------------------------------------------------------------------
+# -- weights of fewer bits -------------------------------------------------------------------------
 
 
 def quantisation(case: Discrepancy) -> Iterator[Tried]:
@@ -163,8 +161,7 @@ _SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# -- experts
-# --------------------------------------------------------------------------------------------------
+# -- experts ---------------------------------------------------------------------------------------
 
 
 def routing(case: Discrepancy) -> Iterator[Tried]:
@@ -210,8 +207,7 @@ def _replaying(setting: ReferenceSettings) -> ReferenceSettings:
     return replace(setting, experts=True)
 
 
-# -- precision
-# --------------------------------------------------------------------------------------------------
+# -- precision -------------------------------------------------------------------------------------
 
 
 def precision(case: Discrepancy) -> Iterator[Tried]:

@@ -25,8 +25,7 @@ _SEARCHES = 24
 _BETTER = 0.05
 
 
-# -- tokens
-# --------------------------------------------------------------------------------------------------
+# -- tokens ----------------------------------------------------------------------------------------
 
 
 def other_tokens(case: Discrepancy) -> Iterator[Tried]:
@@ -72,8 +71,7 @@ def _retokenised(case: Discrepancy, sample: Scored) -> list[int]:
     return list(case.tokenizer.encode(text, add_special_tokens=False))
 
 
-# -- shift
-# --------------------------------------------------------------------------------------------------
+# -- shift -----------------------------------------------------------------------------------------
 
 
 def shift(case: Discrepancy) -> Iterator[Tried]:
@@ -113,8 +111,7 @@ def _shifted(values: Tensor, by: int) -> Tensor:
     return moved
 
 
-# -- the context
-# --------------------------------------------------------------------------------------------------
+# -- the context -----------------------------------------------------------------------------------
 
 
 def template(case: Discrepancy) -> Iterator[Tried]:
@@ -225,8 +222,7 @@ def _without_head(case: Discrepancy, sample: Scored) -> list[int] | None:
     return prompt[: -len(head)] if head and prompt[-len(head) :] == head else None
 
 
-# -- from logits to log-probs
-# --------------------------------------------------------------------------------------------------
+# -- from logits to log-probs ----------------------------------------------------------------------
 
 
 def temperature(case: Discrepancy) -> Iterator[Tried]:

@@ -150,8 +150,7 @@ class Reference:
         rounded = frozenset() if self.dtype == torch.float32 else IN_16_BITS
         return replace(self.setting, rounded=rounded, dtype=self.low_dtype)
 
-    # -- weights
-    # ----------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         self.store.update((name, tensor) for name, tensor in tensors.items())
@@ -176,8 +175,7 @@ class Reference:
             if ".layers." in name and t.dim() == 2 and not name.endswith(_ROUTER)
         }
 
-    # -- log-probs
-    # ----------------------------------------------------------------------------------------------
+    # -- log-probs ---------------------------------------------------------------------------------
 
     def of_all(
         self, samples: Sequence[Scored], setting: ReferenceSettings | None = None
