@@ -16,9 +16,11 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from recipes import arithmetic
 from slime.__main__ import guarded
+from slime.config.engine_flags import to_argv
 from slime.processes.host import slime_command
 
 SFT_ROLLOUTS = 15
@@ -34,6 +36,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", default="outputs")
     parser.add_argument("--run-name", default=time.strftime("demo-%Y%m%d-%H%M%S"))
+    parser.add_argument(
+        "--lora-rank", type=int, default=0, help="GRPO trains adapters of this rank (docs/lora.md)"
+    )
     options = parser.parse_args()
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -43,70 +48,61 @@ def main() -> int:
     arithmetic.write_model(inputs / "model", options.seed)
     run = Path(options.output_dir) / options.run_name
 
-    common = [
-        "--output-dir",
-        options.output_dir,
-        "--run-name",
-        options.run_name,
-        "--seed",
-        str(options.seed),
-    ]
-    common += ["--rollout-seed", str(options.seed), "--fp32", "--clip-grad", "1.0"]
-    common += ["--input-key", "prompt", "--label-key", "label", "--rollout-max-context-len", "64"]
-    common += ["--adam-beta2", "0.95", "--weight-decay", "0"]
+    common: dict[str, Any] = {
+        "output_dir": options.output_dir,
+        "run_name": options.run_name,
+        "seed": options.seed,
+        "rollout_seed": options.seed,
+        "fp32": True,
+        "clip_grad": 1.0,
+        "adam_beta2": 0.95,
+        "weight_decay": 0,
+        "input_key": "prompt",
+        "label_key": "label",
+        "rollout_shuffle": True,
+        "rollout_max_context_len": 64,
+    }
+    sft = common | {
+        "stage": "sft",
+        "loss_type": "sft_loss",
+        "hf_checkpoint": inputs / "model",
+        "prompt_data": inputs / "sft.jsonl",
+        "num_rollout": SFT_ROLLOUTS,
+        "rollout_batch_size": SFT_STEPS * SFT_BATCH,
+        "num_steps_per_rollout": SFT_STEPS,
+        "lr": 3e-3,
+        "lr_warmup_iters": 20,
+        "lr_decay_style": "constant",
+        "save_hf": run / "sft-model",
+    }
+    grpo = common | {
+        "stage": "grpo",
+        "colocate": True,
+        "advantage_estimator": "grpo",
+        "n_samples_per_prompt": 8,
+        "hf_checkpoint": run / "sft-model",
+        "prompt_data": inputs / "train.jsonl",
+        "custom_rm_path": "recipes.arithmetic.reward",
+        "rollout_max_response_len": 4,
+        "num_rollout": GRPO_ROLLOUTS,
+        "rollout_batch_size": 32,
+        "num_steps_per_rollout": 1,
+        "lr": 1e-3,
+        "lr_decay_style": "cosine",
+        "min_lr": 1e-4,
+        "entropy_coef": 0,
+        "eval_prompt_data": ("arithmetic", inputs / "test.jsonl"),
+        "eval_interval": GRPO_ROLLOUTS,
+        "n_samples_per_eval_prompt": 4,
+        "save": run / "checkpoints",
+    }
+    if options.lora_rank:
+        grpo |= {"lora_rank": options.lora_rank, "lr": 3e-3, "min_lr": 3e-4}
 
     from slime.cli import train
 
-    train.main(
-        [*common, "--stage", "sft", "--loss-type", "sft_loss"]
-        + [
-            "--hf-checkpoint",
-            str(inputs / "model"),
-            "--prompt-data",
-            str(inputs / "sft.jsonl"),
-            "--rollout-shuffle",
-        ]
-        + ["--num-rollout", str(SFT_ROLLOUTS), "--rollout-batch-size", str(SFT_STEPS * SFT_BATCH)]
-        + ["--num-steps-per-rollout", str(SFT_STEPS), "--lr", "3e-3", "--lr-warmup-iters", "20"]
-        + ["--lr-decay-style", "constant", "--save-hf", str(run / "sft-model")]
-    )
-    train.main(
-        [
-            *common,
-            "--stage",
-            "grpo",
-            "--colocate",
-            "--advantage-estimator",
-            "grpo",
-            "--n-samples-per-prompt",
-            "8",
-        ]
-        + [
-            "--hf-checkpoint",
-            str(run / "sft-model"),
-            "--prompt-data",
-            str(inputs / "train.jsonl"),
-            "--rollout-shuffle",
-        ]
-        + ["--custom-rm-path", "recipes.arithmetic.reward", "--rollout-max-response-len", "4"]
-        + [
-            "--num-rollout",
-            str(GRPO_ROLLOUTS),
-            "--rollout-batch-size",
-            "32",
-            "--num-steps-per-rollout",
-            "1",
-        ]
-        + ["--lr", "1e-3", "--lr-decay-style", "cosine", "--min-lr", "1e-4", "--entropy-coef", "0"]
-        + [
-            "--eval-prompt-data",
-            "arithmetic",
-            str(inputs / "test.jsonl"),
-            "--eval-interval",
-            str(GRPO_ROLLOUTS),
-        ]
-        + ["--n-samples-per-eval-prompt", "4", "--save", str(run / "checkpoints")]
-    )
+    train.main(to_argv(sft))
+    train.main(to_argv(grpo))
     _say_what_happened(run)
     return 0
 
