@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
+from slime.engines.adapters import FUSED_SETS
 from slime.engines.wire.buckets import fingerprint
 
 #: SGLang's name of a fused layer → its parts, in their order.
-_PARTS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
+_PARTS = dict(
+    zip(("qkv_proj", "gate_up_proj", "fused_qkv_a_proj_with_mqa"), FUSED_SETS, strict=True)
+)
 _FUSED = {part: fused for fused, parts in _PARTS.items() for part in parts}
 
 
