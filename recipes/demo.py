@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--output-dir", default="outputs")
     parser.add_argument("--run-name", default=time.strftime("demo-%Y%m%d-%H%M%S"))
     parser.add_argument(
-        "--lora-rank", type=int, default=0, help="GRPO trains adapters of this rank (docs/lora.md)"
+        "--lora-rank", type=int, default=0, help="GRPO trains adapters of this rank"
     )
     options = parser.parse_args()
 

@@ -60,6 +60,7 @@ class StopSignals:
         self._interrupted = False
         self._by = signal.SIGINT
         self._ending = False
+        self._leaves = False
         self._before: dict[int, Any] = {}
         self._before_pipe = -1
         # reading and writing end; Python writes each signal's number at once
@@ -96,6 +97,9 @@ class StopSignals:
             faulthandler.unregister(signal.SIGQUIT)
         for number, before in self._before.items():
             signal.signal(number, before)
+        if self._leaves and signal.SIGTERM in self._before:
+            # a second one, to the group, may come while the interpreter ends; status 0 stays
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._pipe is not None:
             signal.set_wakeup_fd(self._before_pipe)
             os.close(self._pipe[1])  # the thread closes the other one
@@ -116,7 +120,10 @@ class StopSignals:
 
     def end_program(self) -> NoReturn:
         """Exit with status 0 after SIGTERM, with that of the signal after Ctrl-C or SIGQUIT."""
-        raise KeyboardInterrupt(self._by) if self._interrupted else SystemExit(0)
+        if self._interrupted:
+            raise KeyboardInterrupt(self._by)
+        self._leaves = True
+        raise SystemExit(0)
 
     def end_if_asked(self) -> None:
         """End the program after a finished run if a signal came meanwhile."""

@@ -107,6 +107,8 @@ def test_an_unload_waits_for_requests_and_holds_the_lock(server: Server, model: 
         done.set()
 
     waiting = Background(unload)
+    # the name goes once the lock is held
+    wait_until(lambda: b"busy" not in server.get("/v1/models").raw)
     load = Background(lambda: server.ok(LOAD, load_body("next", config, tensors)))
     assert not done.wait(0.5) and load.is_alive
     server.ok("/continue_generation")

@@ -34,6 +34,8 @@ def signals() -> Iterator[StopSignals]:
     try:
         with StopSignals() as signals:
             yield signals
+        if signals._leaves:
+            of_a_terminal[signal.SIGTERM] = signal.SIG_IGN
         assert of_a_terminal == {number: signal.getsignal(number) for number in of_a_terminal}
     finally:
         for number, handler in found.items():
@@ -61,9 +63,19 @@ def test_only_the_first_one_stops_the_run(signals: StopSignals) -> None:
     signals.acknowledge()  # the save is waited for
     send(signal.SIGTERM)
     assert not signals.requested()
-    with pytest.raises(SystemExit) as end:
-        signals.end_program()
-    assert end.value.code == 0
+
+
+def test_a_second_one_does_not_kill_while_the_interpreter_ends() -> None:
+    program = (
+        "import atexit, os, signal\n"
+        "from slime.run.stopping import StopSignals\n"
+        "atexit.register(os.killpg, os.getpid(), signal.SIGTERM)\n"
+        "with StopSignals() as signals:\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "    signals.end_program()\n"
+    )
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, cwd=ROOT, start_new_session=True, timeout=60).returncode == 0
 
 
 def test_ctrl_c_with_nothing_to_lose_leaves_at_once(signals: StopSignals) -> None:
