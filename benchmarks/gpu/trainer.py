@@ -157,6 +157,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         f"qwen3-30b-a3b-{layers}-layers": {**_QWEN3_30B_A3B, "num_hidden_layers": layers}
         for layers in (6, 12)
     },
+    "qwen3-30b-a3b": {**_QWEN3_30B_A3B, "num_hidden_layers": 48},
     "tiny": {
         **_QWEN3,
         "vocab_size": 1000,

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,9 +115,6 @@ class LowRankAdapter(nn.Module):
             return self.up
         return (self.up.unsqueeze(-2) * self.spread).flatten(-2)
 
-    def dropped(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout) if self.dropout else x
-
 
 def _is_gated(layer: AdaptedLayer) -> bool:
     layout = layer.up.layout
@@ -144,19 +141,27 @@ class LinearAdapter(LowRankAdapter):
         set_tensor_model_parallel_attributes(cut, True, axis, 1)
         whole.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor, output: Tensor) -> Tensor:
-        """Inputs and outputs of the layer on this rank, [T, 1, …] → the outputs with the adapter's
-        added."""
+    def forward(self, x: Tensor, compute_base: Callable[[Tensor], Tensor]) -> Tensor:
+        """Compute the layer with its adapter.
+
+        Args:
+            x: inputs of the layer on this rank, [T, 1, in].
+            compute_base: the frozen layer; called once.
+        Returns:
+            Outputs on this rank, [T, 1, out].
+        """
         if not self.is_on:
-            return output
-        hidden = self._exchanged(F.linear(self.dropped(x), self.down))
-        added = torch.addmm(
-            output.flatten(0, -2),
-            hidden.flatten(0, -2),
-            self.wide_up().t(),
-            alpha=self.scaling,
-        )
-        return added.view(output.shape)
+            return compute_base(x)
+        if self.dropout:
+            hidden = F.linear(F.dropout(x, self.dropout), self.down)
+        else:
+            x, hidden = _Down.apply(x, self.down)
+        hidden = self._exchanged(hidden)
+        output = compute_base(x)
+        if output._is_view():  # of Megatron's reduction, which returns what it was given
+            output = output.clone()
+        added: Tensor = _AddProduct.apply(output, hidden, self.wide_up(), self.scaling)
+        return added
 
     def _exchanged(self, hidden: Tensor) -> Tensor:
         group = self.group
@@ -196,6 +201,50 @@ class LinearAdapter(LowRankAdapter):
             **_sharded(f"{prefix}down", self.down, offsets, (), None, whole),
             **_sharded(f"{prefix}up", self.up, offsets, (), place, cut, self.halves),
         }
+
+
+class _Down(torch.autograd.Function):
+    """x [T, 1, in], down [r, in] → x again for the frozen layer, and x · downᵀ [T, 1, r].
+
+    Backward, the product of the adapter adds itself to the gradient that the frozen layer has made,
+    which nothing else reads: two tensors of the layer's width fewer to write.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, down)
+        return x.view_as(x), F.linear(x, down)
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor, grad_hidden: Tensor) -> tuple[Tensor | None, Tensor]:
+        x, down = ctx.saved_tensors
+        rows = grad_hidden.flatten(0, -2)
+        grad_down = rows.t() @ x.flatten(0, -2)
+        if not ctx.needs_input_grad[0]:
+            return None, grad_down
+        grad_x.view(-1, grad_x.size(-1)).addmm_(rows, down)
+        return grad_x, grad_down
+
+
+class _AddProduct(torch.autograd.Function):
+    """output [T, 1, out] += scaling · hidden [T, 1, r] · upᵀ [r, out], in place: a frozen layer
+    keeps no outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, hidden: Tensor, up: Tensor, scaling: float) -> Tensor:
+        ctx.save_for_backward(hidden, up)
+        ctx.scaling = scaling
+        ctx.mark_dirty(output)
+        output.view(-1, up.size(0)).addmm_(hidden.flatten(0, -2), up.t(), alpha=scaling)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        hidden, up = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_hidden = (rows @ up).mul_(ctx.scaling)
+        grad_up = (rows.t() @ hidden.flatten(0, -2)).mul_(ctx.scaling)
+        return grad, grad_hidden.view(hidden.shape), grad_up, None
 
 
 class ExpertAdapter(LowRankAdapter):
@@ -348,10 +397,16 @@ def _adapted(linear: type) -> type:
 
     class Adapted(linear):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            output = super().forward(*args, **kwargs)
             if isinstance(self, StackedLinear):
-                return self.adapter(args[0], output, args[1])
-            return self.adapter(args[0], output[0]), output[1]
+                return self.adapter(args[0], super().forward(*args, **kwargs), args[1])
+            biases = []
+
+            def compute_base(x: Tensor) -> Tensor:
+                output, bias = super(Adapted, self).forward(x, *args[1:], **kwargs)
+                biases.append(bias)
+                return output
+
+            return self.adapter(args[0], compute_base), *biases
 
         def sharded_state_dict(
             self,

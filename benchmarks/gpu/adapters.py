@@ -1,0 +1,299 @@
+"""Adapters on a real engine: seconds of a push, alone and while requests run, and what an adapter
+costs generation.
+
+    # trainer and engine on one GPU
+    python -m benchmarks.gpu.adapters --shape qwen3-4b --out adapters.json
+    # a GPU each
+    python -m benchmarks.gpu.adapters --shape qwen3-4b --way apart
+    # dry, on a CPU
+    python -m benchmarks.gpu.adapters --engine embedded --shape tiny --rank 8 --in-flight 4 \\
+        --new-tokens 8 --rounds 2
+
+A push is what a run does: the trainer's adapters are gathered and checked, loaded into the engine
+under a name of their own, and what the engine holds is compared with what was sent. B is drawn anew
+before each push. While requests run, new ones name the newest version, and those under way end with
+theirs; the next push waits until all name the newest.
+
+Generation is measured without the trainer: requests for the base and for an adapter in turns on the
+same server, then for the base on a server that was started without adapters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing as mp
+import random
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.gpu import ranks
+from benchmarks.gpu.generation import Send, empty_cache, speed_of
+from benchmarks.gpu.report import Report, Row, at_least, at_most
+from benchmarks.gpu.setting import await_engine, engine, make_model, median, new_parser, workspace
+from slime.config import make_config
+from slime.engines.adapters import ADAPTER_FIELD, UNLOAD_ADAPTER, adapter_name
+from slime.processes.host import num_gpus
+
+_PATIENCE = 300.0
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = new_parser(__doc__)
+    parser.add_argument("--way", choices=["colocated", "apart"], default="colocated")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--in-flight", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    report = Report("adapters", args)
+    with workspace() as folder:
+        report.case("with adapters", lambda: with_adapters(args, folder))
+        base = [row["base_tokens_per_second"] for row in report.rows if "raw" in row]
+        if base:
+            report.case("without adapters", lambda: without_adapters(args, folder, base[0]))
+    return report.finish()
+
+
+def with_adapters(args: argparse.Namespace, folder: Path) -> Row:
+    model = make_model(args, folder)
+    flags = {**_flags(args, model), "lora_rank": args.rank}
+    with engine(args, make_config(**flags), model, folder, _gpus(0)) as url:
+        go = mp.get_context("spawn").Event()
+        traffic = Traffic(args, url, go)
+        slot = 0 if args.way == "colocated" else 1
+        pushes = ranks.run(push, 1, flags, url, slot, args.rounds, go, on_answer=traffic.follow)
+        outcomes = traffic.stop()
+        speeds = asyncio.run(generation(args, url, ["", traffic.name]))
+    base, adapted = (median(speeds[name]) for name in ("", traffic.name))
+    seconds = {when: median([one["total"] for one in pushes[when]]) for when in pushes}
+    lost = sum(count for reason, count in outcomes.items() if reason != "length")
+    return {
+        "shape": str(args.model or args.shape),
+        "lora_rank": args.rank,
+        "bytes": pushes["idle"][-1]["bytes"],
+        "push_seconds": seconds,
+        "outcomes": dict(outcomes),
+        "base_tokens_per_second": base,
+        "adapter_tokens_per_second": adapted,
+        "raw": {**pushes, "tokens_per_second": list(speeds.values())},
+        "goals": [
+            at_most("push, no request in flight", seconds["idle"], 0.1, "s"),
+            at_most(f"push, {args.in_flight} requests in flight", seconds["loaded"], 0.1, "s"),
+            at_most("requests that did not end by themselves", lost, 0),
+            at_least("tokens/s, adapter ÷ base", adapted / base, 0.85),
+        ],
+    }
+
+
+def without_adapters(args: argparse.Namespace, folder: Path, base: float) -> Row:
+    model = make_model(args, folder)
+    with engine(args, make_config(**_flags(args, model)), model, folder, _gpus(0)) as url:
+        speeds = asyncio.run(generation(args, url, [""]))[""]
+    return {
+        "tokens_per_second": median(speeds),
+        "with_adapters": base / median(speeds),
+        "raw_speeds": speeds,
+    }
+
+
+def _flags(args: argparse.Namespace, model: Path) -> dict[str, Any]:
+    flags: dict[str, Any] = {
+        "hf_checkpoint": str(model),
+        "rollout_engine": args.engine,
+        "colocate": args.way == "colocated",
+        "actor_num_gpus_per_node": 1,
+        "rollout_batch_size": 1,
+        "num_rollout": 1,
+    }
+    if args.engine == "embedded":
+        flags["embedded_max_slots"] = args.in_flight
+    if args.way == "apart":
+        flags["rollout_num_gpus"] = 1
+    return flags
+
+
+def _gpus(number: int) -> tuple[str, ...]:
+    return (str(number),) if num_gpus() else ()
+
+
+# -- the trainer's rank ----------------------------------------------------------------------------
+
+
+def push(
+    place: ranks.Place,
+    answer: ranks.Answer,
+    flags: dict[str, Any],
+    url: str,
+    slot: int,
+    rounds: int,
+    go: Any,
+) -> None:
+    """Push ``rounds`` times alone, then ``rounds`` times when ``go`` is set; answer with each
+    version of the latter, and with all receipts at the end."""
+    import os
+
+    if num_gpus():
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(slot)
+
+    import torch
+
+    from slime.weights.adapter_sync import AdapterSync
+    from slime.weights.transport import EngineSlots
+
+    backend = ranks.trainer(place, **flags)
+    backend.setup()
+    await_engine(url)
+    sync = AdapterSync(backend.config, backend.pushed_chunks, backend.hf_config, backend.adapters)
+    sync.connect([EngineSlots(url, (0,))])
+
+    def one() -> Row:
+        with torch.no_grad():
+            for chunk in backend.model_chunks:
+                for parameter in chunk.parameters():
+                    if parameter.requires_grad:
+                        parameter.normal_(0.0, 0.01)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        receipt = sync.push(has_learned=True)
+        return {**receipt.seconds, "bytes": receipt.nbytes, "checked": len(receipt.checked)}
+
+    one()  # compares the base first
+    receipts: dict[str, list[Row]] = {"idle": [one() for _ in range(rounds)], "loaded": []}
+    answer(sync.version)
+    for _ in range(rounds):
+        if not go.wait(_PATIENCE):
+            raise TimeoutError("the requests did not come")
+        go.clear()
+        receipts["loaded"].append(one())
+        answer(sync.version)
+    if not go.wait(_PATIENCE):
+        raise TimeoutError("requests do not end")
+    answer(receipts)
+    sync.close()
+    backend.close()
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+class Traffic:
+    """Keeps ``--in-flight`` requests open, each for the newest adapter when it begins."""
+
+    def __init__(self, args: argparse.Namespace, url: str, go: Any) -> None:
+        self.name = ""
+        self._args = args
+        self._url = url
+        self._go = go
+        self._open: Counter[str] = Counter()
+        self._outcomes: Counter[str] = Counter()
+        self._is_told = False
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    def follow(self, answer: Any) -> None:
+        """Take a version that the trainer has pushed."""
+        if not isinstance(answer, int):
+            return
+        older, self.name = self.name, adapter_name(answer)
+        self._is_told = False
+        if not older:
+            self._thread.start()
+
+    def stop(self) -> Counter[str]:
+        """Wait for the open requests; how many ended how."""
+        self._ends.set()
+        self._thread.join()
+        return self._outcomes
+
+    async def _serve(self) -> None:
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(3600)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            workers = [self._work(session, number) for number in range(self._args.in_flight)]
+            await asyncio.gather(self._tell(session), *workers)
+
+    async def _work(self, session: aiohttp.ClientSession, seed: int) -> None:
+        generator = random.Random(seed)
+        while not self._ends.is_set():
+            name = self.name
+            body = {
+                "input_ids": [generator.randrange(256) for _ in range(self._args.prompt_tokens)],
+                "sampling_params": {
+                    "temperature": 1.0,
+                    "max_new_tokens": self._args.new_tokens,
+                    "ignore_eos": True,
+                },
+                ADAPTER_FIELD: name,
+            }
+            self._open[name] += 1
+            async with session.post(f"{self._url}/generate", json=body) as answer:
+                said: Any = await answer.json()
+            self._open[name] -= 1
+            reason = said["meta_info"]["finish_reason"]["type"] if answer.status == 200 else "error"
+            self._outcomes[reason] += 1
+
+    async def _tell(self, session: aiohttp.ClientSession) -> None:
+        """Unload what no request uses, and let the next push begin."""
+        while not self._ends.is_set():
+            await asyncio.sleep(0.2)
+            in_use = +self._open
+            if self._is_told or in_use[self.name] < self._args.in_flight:
+                continue
+            for old in [name for name in self._open if name != self.name]:
+                del self._open[old]
+                async with session.post(
+                    self._url + UNLOAD_ADAPTER, json={"lora_name": old}
+                ) as answer:
+                    answer.raise_for_status()
+            self._is_told = True
+            self._go.set()
+
+
+async def generation(
+    args: argparse.Namespace, url: str, names: list[str]
+) -> dict[str, list[float]]:
+    """Tokens per second of each adapter ("": the base), in turns."""
+    generator = random.Random(0)
+    prompts = [
+        [generator.randrange(256) for _ in range(args.prompt_tokens)]
+        for _ in range(2 * args.in_flight)
+    ]
+    params = {"temperature": 1.0, "max_new_tokens": args.new_tokens, "ignore_eos": True}
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(3600)
+    ) as session:
+
+        def sender(name: str) -> Send:
+            async def send(prompt: list[int]) -> int:
+                body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+                if name:
+                    body[ADAPTER_FIELD] = name
+                async with session.post(f"{url}/generate", json=body) as answer:
+                    meta: Any = (await answer.json())["meta_info"]
+                return len(meta["output_token_logprobs"])
+
+            return send
+
+        speeds: dict[str, list[float]] = {name: [] for name in names}
+        for name in names:  # warm-up
+            await speed_of(sender(name), prompts[: args.in_flight], args.in_flight)
+        for number in range(args.rounds):
+            for name in names if number % 2 == 0 else reversed(names):
+                await empty_cache(session, url)
+                speeds[name].append(await speed_of(sender(name), prompts, args.in_flight))
+    return speeds
+
+
+if __name__ == "__main__":
+    sys.exit(main())
