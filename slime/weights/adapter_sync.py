@@ -7,7 +7,8 @@
     first push after connect:  compare every weight of the base with the engines'
     push():  gather ─► check ─► load as policy-<version> ─► compare ─► update_weight_version
 
-Engines go on with the adapters that they have: nothing is paused and no request is aborted. Who
+Engines go on with the adapters that they have, and no request is aborted. SGLang's are held for the
+comparison, some tens of milliseconds, with their requests in place. Who
 asks for which version is the rollout client's business (`slime.engines.client`), and who unloads
 old ones is `slime.cluster.adapter_versions`.
 
@@ -226,7 +227,8 @@ class AdapterSync:
             if digest:  # else no engine holds it in a known form
                 sent[name] = digest
         limit = deadline_for(self._base.nbytes())
-        wrong = self._base_check.compare(sent, set(), False, limit).wrong
+        with self._held():
+            wrong = self._base_check.compare(sent, set(), False, limit).wrong
         if wrong:
             raise UserError(
                 f"{len(wrong)} weights of the engines' base are not the trainer's: "
@@ -252,7 +254,7 @@ class AdapterSync:
         check_values(largest, prints, self._previous, has_learned=has_learned)
         with self._phase("transfer", version, seconds):
             self._load(name, buffer)
-        with self._phase("check", version, seconds):
+        with self._phase("check", version, seconds), self._held():
             shapes = {one: list(view.shape) for one, view in views.items()}
             held = self._check.fingerprints(name, shapes, deadline_for(len(buffer.buffer)))
             wrong = compare(prints, held, set(prints))
@@ -345,6 +347,20 @@ class AdapterSync:
                 raise answer
             if name not in (answer.get("loaded_adapters") or {}):
                 raise EngineError(url, f"does not list {name} among its adapters: {answer!r:.300}")
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold the requests of SGLang engines where they are, which lets the weight probe answer at
+        once: else SGLang lets it wait for every request to end, and new requests wait for it."""
+        assert self._fleet is not None and self._route is not None
+        if not self._route.asks_ranks:
+            yield
+            return
+        try:
+            self._fleet.post("/pause_generation", {"mode": "in_place"}, self._control_seconds)
+            yield
+        finally:
+            self._fleet.post("/continue_generation", {}, self._control_seconds)
 
     @contextmanager
     def _phase(self, phase: str, version: int, seconds: dict[str, float]) -> Iterator[None]:

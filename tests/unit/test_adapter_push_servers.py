@@ -26,6 +26,7 @@ from slime.weights import adapter_sync
 from slime.weights.adapter_sync import AdapterSync
 from slime.weights.receipt import WeightMismatch
 from slime.weights.transport import EngineSlots
+from tests.support.contract_servers import Background, wait_until
 from tests.support.embedded_models import save_tiny_model
 from tests.support.megatron_stub import MegatronStub, random_hf
 from tests.support.sglang_servers import fake_sglang
@@ -144,6 +145,28 @@ def test_versions_come_and_go_beside_the_base(pushed: Pushed) -> None:
     with pytest.raises(Exception, match="policy-1"):
         pushed.log_probs("policy-1")
     assert pushed.log_probs("policy-2") == policy
+    sync.close()
+
+
+def test_a_push_waits_for_no_request(pushed: Pushed) -> None:
+    sync = pushed.connected()
+    sync.push()
+    fleet = EngineFleet([pushed.url])
+    sampling = {"max_new_tokens": 30_000, "ignore_eos": True}
+    body = {"input_ids": TOKENS, "sampling_params": sampling}
+    request = Background(lambda: fleet.post("/generate", body, 120))
+
+    def is_running() -> bool:
+        [load] = fleet.get("/v1/loads", 30)
+        return bool(load["loads"][0]["num_running_reqs"])
+
+    wait_until(is_running)
+    pushed.learn()
+    sync.push(has_learned=True)
+    fleet.post("/abort_request", {"abort_all": True}, 30)
+    [answer] = request.join()
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    fleet.close()
     sync.close()
 
 

@@ -11,6 +11,7 @@ is away.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import base64
 import importlib
 import io
@@ -32,7 +33,7 @@ from sglang import __version__
 from sglang.lora import ROUTES, LoRAManager
 from sglang.modules import loaded_together, sharded_model
 from sglang.scheduler import NO_MEMORY, die, generates
-from slime.embedded.generate_routes import health_generate, json_response
+from slime.embedded.generate_routes import health_generate, json_response, state_of
 from slime.embedded.weight_update import WeightUpdater
 from slime.embedded.weights import WeightError, WeightStore
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
@@ -232,11 +233,18 @@ def install(args: argparse.Namespace) -> None:
     from slime.embedded import server as embedded  # its routes take the methods as they are now
 
     plain, calls, released = embedded._errors, Calls(args), set[str]()
+    is_paused = False
 
     @web.middleware
     async def as_sglang(request: web.Request, handler: Handler) -> web.StreamResponse:
+        nonlocal is_paused
         body = await _body(request)
         path = request.path
+        if path in ("/pause_generation", "/continue_generation"):
+            is_paused = path == "/pause_generation"
+        elif path == "/update_weights_from_tensor":  # SGLang's lock of its weights
+            while state_of(request).hub.in_flight and not is_paused:
+                await asyncio.sleep(0.01)
         calls.note(path, body, is_asleep=bool(released))
         if path == os.environ.get("FAKE_SGLANG_DIES_AT") and _is_first_to_die():
             die(NO_MEMORY)
