@@ -63,6 +63,10 @@ def cluster() -> Iterator[Any]:
         try:
             for _ in range(NODES - 1):
                 cluster.add_node(num_cpus=1)
+            # its agents and its dashboard are imported still, which can take a crowded host minutes
+            join = "import ray, sys; ray.init(sys.argv[1], logging_level='error')"
+            command = [sys.executable, "-c", join, cluster.address]
+            subprocess.run(command, check=True, timeout=PATIENCE)
             yield cluster
         finally:
             cluster.shutdown()
