@@ -10,9 +10,9 @@ costs generation.
         --new-tokens 8 --rounds 2
 
 A push is what a run does: the trainer's adapters are gathered and checked, loaded into the engine
-under a name of their own, and what the engine holds is compared with what was sent. B is drawn anew
-before each push. While requests run, new ones name the newest version, and those under way end with
-theirs; the next push waits until all name the newest.
+under a name of their own, and what the engine holds is compared with what was sent. Both sides are
+drawn anew before each push. While requests run, new ones name the newest version, and those under
+way end with theirs; the next push waits until all name the newest.
 
 Generation is measured without the trainer: requests for the base and for an adapter in turns on the
 same server, then for the base on a server that was started without adapters.
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing as mp
+import os
 import random
 import sys
 import threading
@@ -33,7 +34,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.gpu import ranks
-from benchmarks.gpu.generation import Send, empty_cache, speed_of
+from benchmarks.gpu.generation import empty_cache, speed_of, straight
 from benchmarks.gpu.report import Report, Row, at_least, at_most
 from benchmarks.gpu.setting import await_engine, engine, make_model, median, new_parser, workspace
 from slime.config import make_config
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 def with_adapters(args: argparse.Namespace, folder: Path) -> Row:
     model = make_model(args, folder)
     flags = {**_flags(args, model), "lora_rank": args.rank}
-    with engine(args, make_config(**flags), model, folder, _gpus(0)) as url:
+    with engine(args, make_config(**flags), model, folder, _gpus()) as url:
         go = mp.get_context("spawn").Event()
         traffic = Traffic(args, url, go)
         slot = 0 if args.way == "colocated" else 1
@@ -97,7 +98,7 @@ def with_adapters(args: argparse.Namespace, folder: Path) -> Row:
 
 def without_adapters(args: argparse.Namespace, folder: Path, base: float) -> Row:
     model = make_model(args, folder)
-    with engine(args, make_config(**_flags(args, model)), model, folder, _gpus(0)) as url:
+    with engine(args, make_config(**_flags(args, model)), model, folder, _gpus()) as url:
         speeds = asyncio.run(generation(args, url, [""]))[""]
     return {
         "tokens_per_second": median(speeds),
@@ -122,8 +123,9 @@ def _flags(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     return flags
 
 
-def _gpus(number: int) -> tuple[str, ...]:
-    return (str(number),) if num_gpus() else ()
+def _gpus() -> tuple[str, ...]:
+    """The engine's."""
+    return ("0",) if num_gpus() else ()
 
 
 # -- the trainer's rank ----------------------------------------------------------------------------
@@ -140,8 +142,6 @@ def push(
 ) -> None:
     """Push ``rounds`` times alone, then ``rounds`` times when ``go`` is set; answer with each
     version of the latter, and with all receipts at the end."""
-    import os
-
     if num_gpus():
         os.environ["CUDA_VISIBLE_DEVICES"] = str(slot)
 
@@ -246,8 +246,7 @@ class Traffic:
         """Unload what no request uses, and let the next push begin."""
         while not self._ends.is_set():
             await asyncio.sleep(0.2)
-            in_use = +self._open
-            if self._is_told or in_use[self.name] < self._args.in_flight:
+            if self._is_told or self._open[self.name] < self._args.in_flight:
                 continue
             for old in [name for name in self._open if name != self.name]:
                 del self._open[old]
@@ -273,25 +272,17 @@ async def generation(
     async with aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(3600)
     ) as session:
-
-        def sender(name: str) -> Send:
-            async def send(prompt: list[int]) -> int:
-                body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
-                if name:
-                    body[ADAPTER_FIELD] = name
-                async with session.post(f"{url}/generate", json=body) as answer:
-                    meta: Any = (await answer.json())["meta_info"]
-                return len(meta["output_token_logprobs"])
-
-            return send
-
+        sends = {
+            name: straight(session, url, params, **({ADAPTER_FIELD: name} if name else {}))
+            for name in names
+        }
         speeds: dict[str, list[float]] = {name: [] for name in names}
-        for name in names:  # warm-up
-            await speed_of(sender(name), prompts[: args.in_flight], args.in_flight)
+        for send in sends.values():  # warm-up
+            await speed_of(send, prompts[: args.in_flight], args.in_flight)
         for number in range(args.rounds):
             for name in names if number % 2 == 0 else reversed(names):
                 await empty_cache(session, url)
-                speeds[name].append(await speed_of(sender(name), prompts, args.in_flight))
+                speeds[name].append(await speed_of(sends[name], prompts, args.in_flight))
     return speeds
 
 

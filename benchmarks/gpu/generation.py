@@ -108,11 +108,17 @@ async def measure(args: argparse.Namespace, engine_url: str, front: str, in_flig
     }
 
 
-def straight(session: aiohttp.ClientSession, engine_url: str, params: dict[str, Any]) -> Send:
-    """Asks an engine itself, by nothing of ours; how many tokens came back."""
+def straight(
+    session: aiohttp.ClientSession, engine_url: str, params: dict[str, Any], **fields: Any
+) -> Send:
+    """Asks an engine itself, by nothing of ours; how many tokens came back.
+
+    Args:
+        fields: more of the request's.
+    """
 
     async def send(prompt: list[int]) -> int:
-        body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+        body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, **fields}
         async with session.post(f"{engine_url}/generate", json=body) as answer:
             meta: Any = (await answer.json())["meta_info"]
         return len(meta["output_token_logprobs"])

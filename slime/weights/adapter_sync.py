@@ -7,10 +7,9 @@
     first push after connect:  compare every weight of the base with the engines'
     push():  gather ─► check ─► load as policy-<version> ─► compare ─► update_weight_version
 
-Engines go on with the adapters that they have, and no request is aborted. SGLang's are held for the
-comparison, some tens of milliseconds, with their requests in place. Who
-asks for which version is the rollout client's business (`slime.engines.client`), and who unloads
-old ones is `slime.cluster.adapter_versions`.
+Engines go on with the adapters that they have, and no request is aborted; SGLang is paused while
+the comparison lasts, with its requests in place. Who asks for which version is the rollout client's
+business (`slime.engines.client`), and who unloads old ones is `slime.cluster.adapter_versions`.
 
 All calls are collective over the trainer ranks: each takes part in gathering, rank 0 sends to all
 engines, and every rank gets the same receipt or raises the same error.
@@ -227,7 +226,7 @@ class AdapterSync:
             if digest:  # else no engine holds it in a known form
                 sent[name] = digest
         limit = deadline_for(self._base.nbytes())
-        with self._held():
+        with self._paused():
             wrong = self._base_check.compare(sent, set(), False, limit).wrong
         if wrong:
             raise UserError(
@@ -254,7 +253,7 @@ class AdapterSync:
         check_values(largest, prints, self._previous, has_learned=has_learned)
         with self._phase("transfer", version, seconds):
             self._load(name, buffer)
-        with self._phase("check", version, seconds), self._held():
+        with self._phase("check", version, seconds), self._paused():
             shapes = {one: list(view.shape) for one, view in views.items()}
             held = self._check.fingerprints(name, shapes, deadline_for(len(buffer.buffer)))
             wrong = compare(prints, held, set(prints))
@@ -349,9 +348,12 @@ class AdapterSync:
                 raise EngineError(url, f"does not list {name} among its adapters: {answer!r:.300}")
 
     @contextmanager
-    def _held(self) -> Iterator[None]:
-        """Hold the requests of SGLang engines where they are, which lets the weight probe answer at
-        once: else SGLang lets it wait for every request to end, and new requests wait for it."""
+    def _paused(self) -> Iterator[None]:
+        """Pause SGLang engines with their requests in place.
+
+        The weight probe needs it: without a pause SGLang lets it wait until every request has
+        ended, and new requests wait for it.
+        """
         assert self._fleet is not None and self._route is not None
         if not self._route.asks_ranks:
             yield

@@ -141,14 +141,16 @@ class LinearAdapter(LowRankAdapter):
         set_tensor_model_parallel_attributes(cut, True, axis, 1)
         whole.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor, compute_base: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        self, x: Tensor, compute_base: Callable[[Tensor], tuple[Tensor, Tensor | None]]
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute the layer with its adapter.
 
         Args:
             x: inputs of the layer on this rank, [T, 1, in].
-            compute_base: the frozen layer; called once.
+            compute_base: the frozen layer, outputs [T, 1, out] and its bias; called once.
         Returns:
-            Outputs on this rank, [T, 1, out].
+            What ``compute_base`` returns, with the adapter's part added to the outputs.
         """
         if not self.is_on:
             return compute_base(x)
@@ -157,11 +159,10 @@ class LinearAdapter(LowRankAdapter):
         else:
             x, hidden = _Down.apply(x, self.down)
         hidden = self._exchanged(hidden)
-        output = compute_base(x)
+        output, bias = compute_base(x)
         if output._is_view():  # of Megatron's reduction, which returns what it was given
             output = output.clone()
-        added: Tensor = _AddProduct.apply(output, hidden, self.wide_up(), self.scaling)
-        return added
+        return _AddProduct.apply(output, hidden, self.wide_up(), self.scaling), bias
 
     def _exchanged(self, hidden: Tensor) -> Tensor:
         group = self.group
@@ -206,8 +207,8 @@ class LinearAdapter(LowRankAdapter):
 class _Down(torch.autograd.Function):
     """x [T, 1, in], down [r, in] → x again for the frozen layer, and x · downᵀ [T, 1, r].
 
-    Backward, the product of the adapter adds itself to the gradient that the frozen layer has made,
-    which nothing else reads: two tensors of the layer's width fewer to write.
+    The backward pass adds the adapter's part of the input gradient to the frozen layer's in place.
+    The frozen layer alone reads its alias of x, so nothing else holds that gradient.
     """
 
     @staticmethod
@@ -399,14 +400,8 @@ def _adapted(linear: type) -> type:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             if isinstance(self, StackedLinear):
                 return self.adapter(args[0], super().forward(*args, **kwargs), args[1])
-            biases = []
-
-            def compute_base(x: Tensor) -> Tensor:
-                output, bias = super(Adapted, self).forward(x, *args[1:], **kwargs)
-                biases.append(bias)
-                return output
-
-            return self.adapter(args[0], compute_base), *biases
+            base = super().forward
+            return self.adapter(args[0], lambda x: base(x, *args[1:], **kwargs))
 
         def sharded_state_dict(
             self,
