@@ -50,6 +50,9 @@ def cluster() -> Iterator[Any]:
                 time.sleep(0.1)
 
     options = {
+        # its own answer is 127.0.0.1 where a test before left a local Ray in this process, and
+        # nobody joins there: drivers take 127.0.0.1 for this address
+        "node_ip_address": services.node_ip_address_from_perspective(),
         "include_dashboard": True,
         "dashboard_host": "127.0.0.1",
         "dashboard_port": 0,
@@ -62,7 +65,7 @@ def cluster() -> Iterator[Any]:
         )
         try:
             for _ in range(NODES - 1):
-                cluster.add_node(num_cpus=1)
+                cluster.add_node(num_cpus=1, node_ip_address=options["node_ip_address"])
             # its agents and its dashboard are imported still, which can take a crowded host minutes
             join = "import ray, sys; ray.init(sys.argv[1], logging_level='error')"
             command = [sys.executable, "-c", join, cluster.address]
