@@ -290,7 +290,9 @@ class _Daemon(services.ConsolePopen):
         assert self.stdin is not None
         request = {
             "owner": os.getpid(),
-            "command": _preloaded(_with_idle_dashboard_agent(args)),
+            "command": _preloaded(
+                _with_idle_dashboard_agent(args), options["env"].get("LD_PRELOAD", "")
+            ),
             "last_command": _FREE_SHARED_MEMORY,
         }
         with self.stdin as pipe, suppress(BrokenPipeError):  # it has died, which Ray will notice
@@ -321,10 +323,13 @@ def _with_idle_dashboard_agent(args: Sequence[str]) -> list[str]:
     return [_NO_AGENT if arg.startswith("--dashboard_agent_command=") else arg for arg in args]
 
 
-def _preloaded(args: list[str]) -> list[str]:
+def _preloaded(args: list[str], libraries: str) -> list[str]:
     """Return the raylet's command behind the preloaded process, which forks the raylet's workers.
 
     Unchanged where the host has a GPU (CUDA does not survive a fork) and with SLIME_PRELOAD=0.
+
+    Args:
+        libraries: LD_PRELOAD for the raylet (Ray's jemalloc), which its workers do not get.
     """
     options = dict(arg.split("=", 1) for arg in args if arg.startswith("--") and "=" in arg)
     resources = options.get("--static_resource_list", "").split(",")
@@ -341,7 +346,12 @@ def _preloaded(args: list[str]) -> list[str]:
         else arg
         for arg in args
     ]
-    return [sys.executable, preloaded.__file__, path, ",".join(_PRELOADED), "--", *args]
+    server = [sys.executable, preloaded.__file__, path, ",".join(_PRELOADED), "--"]
+    # Ray's C++ code reads the worker's job when it is imported; this driver's is the first one
+    first_job = f"RAY_JOB_ID={ray.JobID.from_int(1).hex()}"
+    if libraries:
+        args = ["env", f"LD_PRELOAD={libraries}", *args]
+    return ["env", "--unset=LD_PRELOAD", first_job, *server, *args]
 
 
 @contextmanager

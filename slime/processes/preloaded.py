@@ -32,9 +32,8 @@ from typing import Any
 #: Variable with the path of the server's socket, set for the raylet and all that it starts.
 VARIABLE = "SLIME_PRELOADED"
 #: Variables that libraries read once, when they are loaded. A request in which one of them differs
-#: from the server's own needs a new process. (The number of threads can be set later.)
+#: from the server's own needs a new process.
 _READ_ONCE = (
-    "CUDA_",
     "GLIBC_",
     "GOMP_",
     "KMP_",
@@ -45,10 +44,14 @@ _READ_ONCE = (
     "OMP_",
     "OPENBLAS_",
     "PYTHON",
+    "RAY_JOB_ID",
+    "RAY_RAYLET_PID",
     "TORCH",
     "PYTORCH_",
 )
 _THREADS = "OMP_NUM_THREADS"
+#: The number of threads can be set later; the other one is read where it is used.
+_READ_LATER = (_THREADS, "PYTHONBREAKPOINT")
 _SETUP_WORKER = "setup_worker.py"
 _LANGUAGE = "--language="
 _RUNTIME_ENVIRONMENT = "--serialized-runtime-env-context="
@@ -196,7 +199,6 @@ class _ForkServer:
     def __init__(self, path: str, command: Sequence[str]) -> None:
         from slime.processes.owner import die_with_parent
 
-        self._environment = dict(os.environ)
         self._added: dict[str, str] = {}  # to the environment, by imports
         self._is_loaded = False
         self._clients: dict[int, socket.socket] = {}  # of watched children, by process id
@@ -209,10 +211,13 @@ class _ForkServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._command = subprocess.Popen(
             command,
-            env=self._environment | {VARIABLE: path},
+            env={name: value for name, value in os.environ.items() if name != "RAY_JOB_ID"}
+            | {VARIABLE: path},
             stdin=subprocess.DEVNULL,
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         ).pid
+        os.environ["RAY_RAYLET_PID"] = str(self._command)  # as Ray does for its workers
+        self._environment = dict(os.environ)
         signal.signal(signal.SIGTERM, lambda *_: os.kill(self._command, signal.SIGTERM))
         signal.signal(signal.SIGCHLD, lambda *_: self._reap())
         self._reap()  # it may have ended before the handler was there
@@ -279,9 +284,9 @@ class _ForkServer:
             {
                 name: value
                 for name, value in environment.items()
-                if name.startswith(_READ_ONCE) and name != _THREADS
+                if name.startswith(_READ_ONCE) and name not in _READ_LATER
             }
-            for environment in (request["env"], self._environment)
+            for environment in (self._added | request["env"], self._added | self._environment)
         )
         has_other_options = script.startswith("-") and script not in ("-m", "-Pm")
         return (
