@@ -346,12 +346,15 @@ def _preloaded(args: list[str], libraries: str) -> list[str]:
         else arg
         for arg in args
     ]
-    server = [sys.executable, preloaded.__file__, path, ",".join(_PRELOADED), "--"]
-    # Ray's C++ code reads the worker's job when it is imported; this driver's is the first one
-    first_job = f"RAY_JOB_ID={ray.JobID.from_int(1).hex()}"
+    variables = [
+        f"{preloaded.MODULES}={','.join(_PRELOADED)}",
+        # Ray's C++ code reads the worker's job as it is imported; this driver's is the first one
+        f"RAY_JOB_ID={ray.JobID.from_int(1).hex()}",
+    ]
+    server = ["env", "--unset=LD_PRELOAD", *variables, sys.executable, preloaded.__file__, path]
     if libraries:
-        args = ["env", f"LD_PRELOAD={libraries}", *args]
-    return ["env", "--unset=LD_PRELOAD", first_job, *server, *args]
+        server += ["env", f"LD_PRELOAD={libraries}"]
+    return [*server, *args]
 
 
 @contextmanager

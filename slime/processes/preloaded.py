@@ -31,6 +31,9 @@ from typing import Any
 
 #: Variable with the path of the server's socket, set for the raylet and all that it starts.
 VARIABLE = "SLIME_PRELOADED"
+#: Variable with the modules to import, "torch,transformers:AutoTokenizer": an attribute may import
+#: when it is read. (On the command line they would make the server look like one of them.)
+MODULES = "SLIME_PRELOADED_MODULES"
 #: Variables that libraries read once, when they are loaded. A request in which one of them differs
 #: from the server's own needs a new process.
 _READ_ONCE = (
@@ -376,13 +379,13 @@ def _run_script(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Be the server (``SOCKET MODULES -- COMMAND``) or its client (``--worker SOCKET COMMAND``)."""
+    """Be the server (``SOCKET COMMAND``) or its client (``--worker SOCKET COMMAND``)."""
     if argv[0] == "--worker":
         _start_worker(argv[1], argv[2:])
         return
-    path, modules, _, *command = argv
-    server = _ForkServer(path, command)
-    server.load(modules.split(","))
+    modules = os.environ.pop(MODULES).split(",")
+    server = _ForkServer(argv[0], argv[1:])
+    server.load(modules)
     request = server.serve()
     del server
     _run(request)
