@@ -47,7 +47,9 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="launch-"))
     model = write_model(folder / "qwen3", "qwen3")
     data = folder / "prompts.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "label": "1"}) + "\n" for i in range(9)))
+    data.write_text(
+        "".join(json.dumps({"prompt": f"{i}+1=", "label": "1"}) + "\n" for i in range(9))
+    )
     for number in range(args.launches):
         load = os.getloadavg()[0]
         began = time.perf_counter()
@@ -74,7 +76,9 @@ def main() -> None:
         with open_session(config):
             wall = time.perf_counter() - began
             used = cpu_seconds() - before
-        print(f"launch {number}: {wall:.1f} s, {used:.1f} CPU s, load before {load:.1f}", flush=True)
+        print(
+            f"launch {number}: {wall:.1f} s, {used:.1f} CPU s, load before {load:.1f}", flush=True
+        )
     ray.shutdown()
 
 

@@ -1,7 +1,7 @@
 """Start Python processes by forking one process that has imported torch, transformers, Ray and
 Megatron, instead of importing them in each.
 
-    guard (tree.py) ─► this file as a script ─► raylet ─► this file as a client, which is gone at once
+    guard (tree.py) ─► this file as a script ─► raylet ─► this file as a client, gone at once
                                      └─► forked: Ray's workers, embedded servers
 
 The server is the raylet's parent and ends with it, so that its children belong to the same tree. It
@@ -56,6 +56,7 @@ _THREADS = "OMP_NUM_THREADS"
 #: The number of threads can be set later; the other one is read where it is used.
 _READ_LATER = (_THREADS, "PYTHONBREAKPOINT")
 _SETUP_WORKER = "setup_worker.py"
+_OOM_SCORE_ADJUSTMENT = "RAY_worker_oom_score_adjustment"
 _LANGUAGE = "--language="
 _RUNTIME_ENVIRONMENT = "--serialized-runtime-env-context="
 _REQUEST_SECONDS = 5.0
@@ -184,7 +185,7 @@ def _start_worker(path: str, argv: list[str]) -> None:
             if os.path.basename(word) != _SETUP_WORKER and not word.startswith(_LANGUAGE)
         ]
         # Ray writes this into /proc for the process that it started, which is this one
-        adjustment = int(os.environ.get("RAY_worker_oom_score_adjustment", 1000))
+        adjustment = int(os.environ.get(_OOM_SCORE_ADJUSTMENT, 1000))
         try:
             _ask(_connect(path), argv, os.environ, (0, 1, 2), adjustment, is_watched=False)
             return
@@ -301,7 +302,8 @@ class _ForkServer:
 
     def _close(self, client: socket.socket) -> None:
         """Close in a child what only the server may hold."""
-        for each in (self._selector, self._listener, client, *self._clients.values()):
+        self._selector.close()
+        for each in (self._listener, client, *self._clients.values()):
             each.close()
 
     def _forget(self, pid: int) -> None:
