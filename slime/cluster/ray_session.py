@@ -34,8 +34,15 @@ from slime.errors import UserError
 from slime.log import get_logger
 from slime.memory.hardware import seen_gpu_memory
 from slime.placement import PlacementPlan, joined_cluster
+from slime.processes import preloaded
 from slime.processes import tree as process_tree
-from slime.processes.host import PortReservation, folder_of_sockets, python_module, reserve_port
+from slime.processes.host import (
+    PortReservation,
+    folder_of_sockets,
+    num_gpus,
+    python_module,
+    reserve_port,
+)
 from slime.processes.owner import die_with_parent
 from slime.redact import is_secret, redact_argv
 from slime.user_code.loading import USER_FOLDERS
@@ -59,6 +66,19 @@ _AGENT_PORTS = (
     "metrics_agent_port",
     "metrics_export_port",
     "runtime_env_agent_port",
+)
+#: Modules (and names that import on access) that a local Ray's processes need on a CPU.
+_PRELOADED = (
+    "torch",
+    "transformers:AutoTokenizer",
+    "slime.cluster.rollout_actor",
+    "slime.cluster.engine_actor",
+    "slime.cluster.trainer_group",
+    "slime.trainer.megatron.backend",
+    "slime.weights.sync",
+    "slime.rollout.loop",
+    "slime.rollout.rewards.row_checks",
+    "slime.embedded.server",
 )
 _reserved_ports: dict[str, PortReservation] = {}
 _ray_is_starting = False
@@ -270,7 +290,9 @@ class _Daemon(services.ConsolePopen):
         assert self.stdin is not None
         request = {
             "owner": os.getpid(),
-            "command": _with_idle_dashboard_agent(args),
+            "command": _preloaded(
+                _with_idle_dashboard_agent(args), options["env"].get("LD_PRELOAD", "")
+            ),
             "last_command": _FREE_SHARED_MEMORY,
         }
         with self.stdin as pipe, suppress(BrokenPipeError):  # it has died, which Ray will notice
@@ -299,6 +321,40 @@ def _with_idle_dashboard_agent(args: Sequence[str]) -> list[str]:
         port_file = Path(options["--session_dir"]) / f"{name}_{options['--node_id']}"
         port_file.write_text(str(reserved.port))
     return [_NO_AGENT if arg.startswith("--dashboard_agent_command=") else arg for arg in args]
+
+
+def _preloaded(args: list[str], libraries: str) -> list[str]:
+    """Return the raylet's command behind the preloaded process, which forks the raylet's workers.
+
+    Unchanged where the host has a GPU (CUDA does not survive a fork) and with SLIME_PRELOAD=0.
+
+    Args:
+        libraries: LD_PRELOAD for the raylet (Ray's jemalloc), which its workers do not get.
+    """
+    options = dict(arg.split("=", 1) for arg in args if arg.startswith("--") and "=" in arg)
+    resources = options.get("--static_resource_list", "").split(",")
+    if os.environ.get("SLIME_PRELOAD") == "0" or "GPU" in resources or num_gpus() > 0:
+        return args
+    folder = Path(options["--session_dir"]) / "sockets" / "own"
+    folder.mkdir(mode=0o700)
+    path = str(folder / "fork")
+    client = [sys.executable, "-S", "-E", preloaded.__file__, "--worker", path]
+    option = "--python_worker_command="
+    args = [
+        option + subprocess.list2cmdline(client) + " " + arg.removeprefix(option)
+        if arg.startswith(option)
+        else arg
+        for arg in args
+    ]
+    variables = [
+        f"{preloaded.MODULES}={','.join(_PRELOADED)}",
+        # Ray's C++ code reads the worker's job as it is imported; this driver's is the first one
+        f"RAY_JOB_ID={ray.JobID.from_int(1).hex()}",
+    ]
+    server = ["env", "--unset=LD_PRELOAD", *variables, sys.executable, preloaded.__file__, path]
+    if libraries:
+        server += ["env", f"LD_PRELOAD={libraries}"]
+    return [*server, *args]
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from slime import deadlines
 from slime.engines.api import is_ready
 from slime.engines.launch import LaunchSpec
+from slime.processes import preloaded
 from slime.processes.host import past_proxies
 from slime.processes.owner import die_with_parent
 
@@ -69,10 +70,10 @@ def exception_line(log: str) -> str:
 
 
 class ServerProcess:
-    """One server process, a child of this process.
+    """One server process, a child of this process or of the preloaded one.
 
-    It leads its own session, so that `stop` also reaches its children, and the kernel kills it when
-    its parent dies.
+    It leads its own session, so that `stop` also reaches its children, and is killed when this
+    process dies.
 
     Args:
         name: for messages.
@@ -90,16 +91,23 @@ class ServerProcess:
         self.url = url
         self.log_path = log_path
         self._hosts = [urlsplit(url).hostname or "", *hosts]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | preloaded.ForkedProcess | None = None
         self._log_start = 0
 
     def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log:
             self._log_start = log.tell()  # earlier servers of this name wrote what is before it
+            environment = {**os.environ, **past_proxies(self._hosts), **self.spec.env}
+            if self.spec.is_preloaded and preloaded.VARIABLE in os.environ:
+                with contextlib.suppress(OSError):  # a process of its own follows
+                    self._process = preloaded.ForkedProcess(
+                        self.spec.argv, environment, log.fileno()
+                    )
+                    return
             self._process = subprocess.Popen(
                 self.spec.argv,
-                env={**os.environ, **past_proxies(self._hosts), **self.spec.env},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

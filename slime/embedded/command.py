@@ -41,7 +41,7 @@ def embedded_command(
         argv += ["--enable-return-routed-experts"]
     if config.checkpoint.trust_remote_code:
         argv += ["--trust-remote-code"]
-    return LaunchSpec(argv, startup_timeout=deadlines.EMBEDDED_STARTUP)
+    return LaunchSpec(argv, startup_timeout=deadlines.EMBEDDED_STARTUP, is_preloaded=True)
 
 
 def _check_override(name: str, value: Any) -> None:

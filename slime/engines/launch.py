@@ -32,6 +32,7 @@ class LaunchSpec:
         health_path: answers 200 as soon as the server can work.
         startup_timeout: seconds until then, at most.
         health_timeout: seconds that one answer may take.
+        is_preloaded: a fork of the preloaded process may run it (`slime.processes.preloaded`).
     """
 
     argv: list[str]
@@ -39,6 +40,7 @@ class LaunchSpec:
     health_path: str = "/health"
     startup_timeout: float = 600.0
     health_timeout: float = 5.0
+    is_preloaded: bool = False
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,9 @@ def status(url: str, key: str = "", method: str = "POST") -> int:
 
 def engine_url(driver: Driver) -> str:
     """By its command line: asked for a page, the ports of gloo in the same process never answer."""
-    commands = [process.cmdline() for process in driver.family("slime.embedded")]
+    # a fork has its command line as a title, which is one word
+    titles = [" ".join(process.cmdline()) for process in driver.family("slime.embedded")]
+    commands = [title.split() for title in titles]
     (words,) = [words for words in commands if "--port" in words]
     return f"http://{words[words.index('--host') + 1]}:{words[words.index('--port') + 1]}"
 

@@ -151,8 +151,9 @@ class Driver:
 
     def key(self) -> str:
         """That its engines and routers ask for; the system shows their environment to their own
-        user alone."""
-        for process in [*self.family("slime.embedded"), *self.family("slime.engines.")]:
+        user alone. A fork of the preloaded process shows that process's, without the key."""
+        names = "slime.embedded", "slime.engines.", "sglang::router"
+        for process in [process for name in names for process in self.family(name)]:
             with contextlib.suppress(psutil.Error):
                 if key := process.environ().get(VARIABLE):
                     return key

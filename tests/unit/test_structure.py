@@ -27,7 +27,7 @@ BUDGETS = {
     "algorithms": 550,
     "checkpoints": 4_300,
     "cli": 2_350,
-    "cluster": 4_400,
+    "cluster": 4_450,
     "compat": 1_400,
     "config": 4_600,
     "diagnosis": 4_200,
@@ -39,7 +39,7 @@ BUDGETS = {
     "models": 2_850,
     "observe": 3_050,
     "page": 1_600,
-    "processes": 750,
+    "processes": 1_040,  # the preloaded process
     "prompts": 3_800,
     "rollout": 8_600,
     "run": 2_050,
@@ -50,7 +50,12 @@ BUDGETS = {
     "weights": 2_850,
 }
 #: Programs that run without the package keep their time constants.
-STANDALONE = {"processes/tree.py", "sandbox/supervisor.py", "deadlines.py"}
+STANDALONE = {
+    "processes/tree.py",
+    "processes/preloaded.py",
+    "sandbox/supervisor.py",
+    "deadlines.py",
+}
 
 
 def lines_by_package() -> Counter[str]:
