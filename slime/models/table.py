@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from slime.models.fused_loading import FusedLoad, LoadGroups
 from slime.models.layouts import GATE_UP, REPLICATED, ROW, VOCAB, VocabParallel
-from slime.models.mixers import GROUPED_ATTENTION, mixers_of
+from slime.models.mixers import GROUPED_ATTENTION, mixer_of
 from slime.models.rules import (
     HF_LAYER,
     HF_MLP,
@@ -77,7 +77,8 @@ def width(spec: ModelSpec, name: Size) -> int:
         return name
     if name in _WIDTHS:
         return _WIDTHS[name](spec)
-    mixers = mixers_of(spec.transformer)
+    layers = range(spec.transformer.get("num_layers", 1))
+    mixers = (mixer_of(spec.transformer, layer) for layer in layers)
     return next(mixer.widths[name] for mixer in mixers if name in mixer.widths)(spec)
 
 

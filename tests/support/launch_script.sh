@@ -25,7 +25,7 @@ ROLLOUT_ARGS=(
    --label-key label
    --apply-chat-template
    --rollout-shuffle
-   --rm-type math
+   --custom-rm-path tests.support.toy.distinct_share
    --num-rollout 2
    --rollout-batch-size 4
    --n-samples-per-prompt 16

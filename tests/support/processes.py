@@ -22,7 +22,7 @@ from slime.engines.keys import VARIABLE
 ROOT = Path(__file__).parents[2]
 
 #: Longest wait for anything; a machine may be busy with other work.
-PATIENCE = 180.0
+PATIENCE = 300.0
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:

@@ -336,7 +336,7 @@ def flags_of(text: str) -> dict[str, Any] | None:
     tensor=st.sampled_from([1, 2, 4]),
     fraction=st.sampled_from([0.5, 0.8, 0.97]),
 )
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_remedies_do_what_they_say(
     model: str,
     size: int,

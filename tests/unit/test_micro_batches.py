@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config import Config, parse_args
@@ -59,6 +59,7 @@ def config_of(folder: Path, *words: str) -> Config:
     gigabytes=st.floats(2, 200),
     on_gpu=st.booleans(),
 )
+@settings(max_examples=25)
 def test_the_limit_fits_and_grows_with_memory(
     folders: dict[str, Path], name: str, gigabytes: float, on_gpu: bool
 ) -> None:

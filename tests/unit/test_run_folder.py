@@ -134,7 +134,12 @@ def test_a_launch_that_is_refused_changes_nothing(
     launches: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Whatever other runs go on or have ended, and no two of them write into one folder at once."""
-    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slime.deadlines.RUN_FOLDER_LOCK", 0.0)  # each holder keeps its lock
+        claim_in_turn(launches, tmp_path_factory.mktemp("runs"))
+
+
+def claim_in_turn(launches: list[dict[str, Any]], folder: Path) -> None:
     going: list[tuple[set[Path], ExitStack]] = []
     for number, launch in enumerate(launches):
         save = folder / launch["save"] if launch["save"] else None

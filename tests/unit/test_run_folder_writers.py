@@ -123,6 +123,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     converting = SimpleNamespace(run=convert, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
     monkeypatch.setattr("slime.cli.model_source.subprocess", converting)
     monkeypatch.setattr("slime.cli.export.hf_to_gguf", export)
+    monkeypatch.setattr("slime.deadlines.RUN_FOLDER_LOCK", 0.02)  # nobody lets go of one here
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')

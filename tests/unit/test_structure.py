@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections import Counter, defaultdict
 
@@ -58,6 +59,7 @@ STANDALONE = {
 }
 
 
+@functools.cache
 def lines_by_package() -> Counter[str]:
     lines: Counter[str] = Counter()
     for file in FILES:
