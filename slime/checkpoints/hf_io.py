@@ -18,6 +18,7 @@ from torch import nn
 
 from slime.checkpoints.hf_files import HfReader
 from slime.checkpoints.megatron_names import Placement, global_parameters
+from slime.checkpoints.quantised_reader import QuantisedReader
 from slime.engines.wire import expert_runs
 from slime.errors import UserError
 from slime.models import Match, ModelFamily, family_of
@@ -36,7 +37,7 @@ class HfLoadReport:
         directory: where from.
         num_loaded: parameters (Megatron tensors) of this rank, all of them loaded.
         num_elements: numbers in them.
-        nbytes: bytes read, in the file's dtype.
+        nbytes: bytes read, in the file's dtype; of quantised weights those that were computed.
         files: weight files read from, and how many parameters took something from each.
         ignored: tensors in the files that the family is known not to use.
         seconds: wall time.
@@ -69,6 +70,7 @@ def load_hf(
     hf_config: HfConfig | None = None,
     *,
     model_name: str | None = None,
+    reader: HfReader | QuantisedReader | None = None,
 ) -> HfLoadReport:
     """Fill the model with a Hugging Face checkpoint. Collective under ``torch.distributed``.
 
@@ -80,6 +82,7 @@ def load_hf(
         hf_dir: directory with safetensors.
         hf_config: its config; read from ``hf_dir`` when None.
         model_name: conversion table, when config.json does not tell.
+        reader: of ``hf_dir``; default: one of plain weights.
     Raises:
         UserError: files missing or damaged, a tensor of the wrong shape, a parameter that got
             nothing, or a tensor that no parameter took; by name.
@@ -89,7 +92,7 @@ def load_hf(
     family = family_of(config, model_name)
     spec = family.model_spec(config)
     placement = Placement.current()
-    reader = HfReader(hf_dir)
+    reader = reader or HfReader(hf_dir)
     ignored = reader.verify(family, spec)
     taken: set[str] = set()
     files: dict[str, int] = {}
@@ -189,7 +192,7 @@ def with_padding_of(match: Match, tensor: torch.Tensor, spec: ModelSpec, shard: 
 
 
 def _read_piece(
-    reader: HfReader | Mapping[str, TensorSource],
+    reader: HfReader | QuantisedReader | Mapping[str, TensorSource],
     match: Match,
     name: str,
     target: torch.Tensor,
