@@ -164,8 +164,8 @@ def check_architecture(config: Config) -> None:
 
 def check_weights(config: Config, plan: LoadPlan) -> None:
     """Check that all Hugging Face directories that the run reads hold the same model, completely,
-    that a model which is trained as a whole is not quantised, and that the checkpoint to load is not
-    past the run's end."""
+    that a model which is trained as a whole is not quantised, and that the checkpoint to load is
+    not past the run's end."""
     from slime.checkpoints.hf_files import HfReader
     from slime.checkpoints.peft_files import check_adapter
     from slime.models import family_of, read_hf_config

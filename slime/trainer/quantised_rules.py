@@ -152,8 +152,8 @@ def _check_frozen_base(config: Config) -> None:
         if asked:
             raise UserError(
                 f"{flag} has no effect with --lora-rank",
-                why=f"the frozen base has the values of {quantisation} from the start, and adapters "
-                "are not quantised",
+                why=f"the frozen base has the values of {quantisation} from the start, and "
+                "adapters are not quantised",
                 fix=f"leave {flag} out",
             )
     for flag in ("fp8", "fp4"):
@@ -167,8 +167,8 @@ def _check_frozen_base(config: Config) -> None:
     base = resolve_reference(config)
     if base.kind != "hf":
         raise UserError(
-            f"--ref-load {base.path} is a Megatron checkpoint, which cannot be the base of adapters "
-            f"for engines of {quantisation}",
+            f"--ref-load {base.path} is a Megatron checkpoint, which cannot be the base of "
+            f"adapters for engines of {quantisation}",
             why="the base is quantised as a conversion does it, weight by weight from Hugging Face "
             "files",
             fix="leave --ref-load out: the trainer takes the base from --hf-checkpoint, as engines "

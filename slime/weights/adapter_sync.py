@@ -193,9 +193,7 @@ class AdapterSync:
         if self._route.asks_ranks:
             address = own_address(fleet.urls)
             self._check = RankAdapterCheck(fleet, self._engines, address)
-            parameters = dataclasses.replace(
-                self._base.parameters, quantisation=self._quantisation
-            )
+            parameters = dataclasses.replace(self._base.parameters, quantisation=self._quantisation)
             plain = parameters.stored
             shapes = {
                 name: list(shape)
