@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,6 @@ from torch import nn
 
 from slime.checkpoints.hf_files import HfReader
 from slime.checkpoints.megatron_names import Placement, global_parameters
-from slime.checkpoints.quantised_reader import QuantisedReader
 from slime.engines.wire import expert_runs
 from slime.errors import UserError
 from slime.models import Match, ModelFamily, family_of
@@ -27,6 +27,16 @@ from slime.models.parameters import ModelParameters
 from slime.models.spec import HfConfig, ModelSpec
 
 logger = logging.getLogger(__name__)
+
+
+class ModelReader(Protocol):
+    """The tensors of a directory, as `HfReader` has them."""
+
+    def verify(self, family: ModelFamily, spec: ModelSpec) -> list[str]: ...
+
+    def file_of(self, name: str) -> str: ...
+
+    def __getitem__(self, name: str) -> TensorSource: ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ def load_hf(
     hf_config: HfConfig | None = None,
     *,
     model_name: str | None = None,
-    reader: HfReader | QuantisedReader | None = None,
+    reader: ModelReader | None = None,
 ) -> HfLoadReport:
     """Fill the model with a Hugging Face checkpoint. Collective under ``torch.distributed``.
 
@@ -192,7 +202,7 @@ def with_padding_of(match: Match, tensor: torch.Tensor, spec: ModelSpec, shard: 
 
 
 def _read_piece(
-    reader: HfReader | QuantisedReader | Mapping[str, TensorSource],
+    reader: ModelReader | Mapping[str, TensorSource],
     match: Match,
     name: str,
     target: torch.Tensor,

@@ -188,8 +188,3 @@ def _check_frozen_base(config: Config) -> None:
             why="what the stored numbers stand for is rounded to that dtype",
             fix=f"pass --sglang-dtype (--embedded-dtype) {trained}, or train in {served}",
         )
-    logger.info(
-        "adapters are trained beside a frozen base with the values of %s, from %s",
-        quantisation,
-        base.path,
-    )

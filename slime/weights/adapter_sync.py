@@ -275,12 +275,11 @@ class AdapterSync:
         )
 
     def _other_base(self, unlike: Sequence[str]) -> UserError:
-        flags = self.config.checkpoint
         return UserError(
             f"{len(unlike)} weights of the trainer's base are not those that the quantised "
-            f"{flags.hf_checkpoint} stands for: {', '.join(unlike[:4])}",
-            why=f"the trainer has quantised those of --ref-load {flags.ref_load} as slime convert "
-            "does. The quantised model was made from other weights, or in another way (calibrated)",
+            f"{self.config.checkpoint.hf_checkpoint} stands for: {', '.join(unlike[:4])}",
+            why="the trainer has quantised those of --ref-load as slime convert does. The "
+            "quantised model was made from other weights, or in another way (calibrated)",
             fix="leave --ref-load out: the trainer takes the base from --hf-checkpoint then",
         )
 

@@ -112,8 +112,9 @@ def test_files_give_what_an_engine_computes_with(
 
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
 def test_the_base_is_that_of_a_conversion(
-    made: dict[tuple[str, str], Directories], kind: str
+    made: dict[tuple[str, str], Directories], kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     at = made["qwen3_moe", kind]
     expected = tensors_of(at.back)
     assert unlike(expected, tensors_of(at.plain)), "the format changes something"
@@ -121,6 +122,8 @@ def test_the_base_is_that_of_a_conversion(
         with single(at.quantised, bf16=True, **LORA, **flags) as backend:
             assert unlike(exported(backend), expected) == []
             assert backend.engine_weights is None, "nothing is rounded a second time"
+        source = flags.get("ref_load", at.quantised)
+        assert f"the values of {FORMATS[kind]}, from {source}" in caplog.text
 
 
 def base_and_scores(info: Any, model: Path, flags: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -324,17 +327,14 @@ def test_a_base_of_megatrons_files_is_refused(
         check_quantised_flags(config)
 
 
-def test_a_launch_says_what_the_base_is(
-    made: dict[tuple[str, str], Directories], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
+@pytest.mark.parametrize("is_from_plain", [False, True])
+def test_what_agrees_is_not(made: dict[tuple[str, str], Directories], is_from_plain: bool) -> None:
     at = made["qwen3", "fp8"]
-    config = trainer_config(hf_checkpoint=str(at.quantised), **LORA)
-    check_quantised_flags(config)
-    assert f"frozen base with the values of FP8 in blocks of 16×16 (fp8), from {at.quantised}" in (
-        caplog.text
-    )
-    check_weights(config, resolve_load(config))
+    flags = {"ref_load": str(at.plain)} if is_from_plain else {}
+    for precision in ({}, {"bf16": True}):
+        config = trainer_config(hf_checkpoint=str(at.quantised), **LORA, **flags, **precision)
+        check_quantised_flags(config)
+        check_weights(config, resolve_load(config))
 
 
 def test_published_lists_of_linear_layers_alone_are_enough(tmp_path: Path) -> None:

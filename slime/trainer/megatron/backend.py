@@ -252,6 +252,11 @@ class MegatronBackend:
         quantisation = Quantisation.read(self.hf_config)
         if quantisation is None:
             return None
+        logger.info(
+            "adapters are trained beside a frozen base with the values of %s, from %s",
+            quantisation,
+            base.path,
+        )
         return QuantisedReader(
             base.path,
             quantisation,
