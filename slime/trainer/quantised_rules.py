@@ -144,18 +144,6 @@ def _check_frozen_base(config: Config) -> None:
     quantisation = Quantisation.read(hf_config)
     if quantisation is None:
         return
-    chosen = config.quantised.fake_quantisation
-    for asked, flag in (
-        (chosen, f"--fake-quantisation {chosen}"),
-        (config.quantised.measure_quantisation, "--measure-quantisation"),
-    ):
-        if asked:
-            raise UserError(
-                f"{flag} has no effect with --lora-rank",
-                why=f"the frozen base has the values of {quantisation} from the start, and "
-                "adapters are not quantised",
-                fix=f"leave {flag} out",
-            )
     for flag in ("fp8", "fp4"):
         if config.megatron.transformer.get(flag):
             raise UserError(

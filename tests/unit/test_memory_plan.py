@@ -203,6 +203,12 @@ def test_engines_hold_a_quantised_base_and_the_trainer_a_plain_one(
         owned(phases(plan)["GPU 0", "generate"], "engine")["weights"] for plan in (plain, quantised)
     ]
     assert held[0] - held[1] == pytest.approx(matrices * (2 - entry), rel=1e-3)
+    both, alone = (
+        plan_of(folder, colocate=True, lora_rank=8, rollout_engine="embedded").facts.engine
+        for folder in (tmp_path, folders[model])
+    )
+    assert both and alone, "the embedded engine holds what was stored and what it stands for"
+    assert both.weights - alone.weights == pytest.approx(matrices * entry, rel=1e-3)
     trained = [owned(phases(plan)["GPU 0", "train"], "trainer") for plan in (plain, quantised)]
     assert trained[0] == trained[1]
 
