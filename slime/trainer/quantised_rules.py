@@ -69,7 +69,7 @@ def check_quantised_flags(config: Config) -> None:
     flags = config.quantised
     path = config.checkpoint.hf_checkpoint
     assert path is not None
-    if config.lora.lora_rank:
+    if config.lora.lora_rank and not config.debug.debug_rollout_only:
         _check_frozen_base(config)
     chosen = flags.fake_quantisation
     measured = flags.measure_quantisation
