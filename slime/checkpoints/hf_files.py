@@ -151,7 +151,8 @@ class HfReader:
                 why=f"it has {quantised}; training needs the weights themselves",
                 fix="use a bfloat16 copy of the model (slime convert quantised-to-hf makes one of "
                 "FP8 and INT4);"
-                " where only engines are to be quantised, name the copy with --ref-load",
+                " where only engines are to be quantised, name the copy with --ref-load; or train "
+                "adapters beside these weights, with --lora-rank",
             )
         if missing or unknown:
             raise UserError(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,16 @@ from slime.models.spec import HfConfig, ModelSpec
 logger = logging.getLogger(__name__)
 
 
+class ModelReader(Protocol):
+    """The tensors of a directory, as `HfReader` has them."""
+
+    def verify(self, family: ModelFamily, spec: ModelSpec) -> list[str]: ...
+
+    def file_of(self, name: str) -> str: ...
+
+    def __getitem__(self, name: str) -> TensorSource: ...
+
+
 @dataclass(frozen=True)
 class HfLoadReport:
     """The result of `load_hf` on this rank.
@@ -36,7 +47,7 @@ class HfLoadReport:
         directory: where from.
         num_loaded: parameters (Megatron tensors) of this rank, all of them loaded.
         num_elements: numbers in them.
-        nbytes: bytes read, in the file's dtype.
+        nbytes: bytes read, in the file's dtype; of quantised weights those that were computed.
         files: weight files read from, and how many parameters took something from each.
         ignored: tensors in the files that the family is known not to use.
         seconds: wall time.
@@ -69,6 +80,7 @@ def load_hf(
     hf_config: HfConfig | None = None,
     *,
     model_name: str | None = None,
+    reader: ModelReader | None = None,
 ) -> HfLoadReport:
     """Fill the model with a Hugging Face checkpoint. Collective under ``torch.distributed``.
 
@@ -80,6 +92,7 @@ def load_hf(
         hf_dir: directory with safetensors.
         hf_config: its config; read from ``hf_dir`` when None.
         model_name: conversion table, when config.json does not tell.
+        reader: of ``hf_dir``; default: one of plain weights.
     Raises:
         UserError: files missing or damaged, a tensor of the wrong shape, a parameter that got
             nothing, or a tensor that no parameter took; by name.
@@ -89,7 +102,7 @@ def load_hf(
     family = family_of(config, model_name)
     spec = family.model_spec(config)
     placement = Placement.current()
-    reader = HfReader(hf_dir)
+    reader = reader or HfReader(hf_dir)
     ignored = reader.verify(family, spec)
     taken: set[str] = set()
     files: dict[str, int] = {}
@@ -189,7 +202,7 @@ def with_padding_of(match: Match, tensor: torch.Tensor, spec: ModelSpec, shard: 
 
 
 def _read_piece(
-    reader: HfReader | Mapping[str, TensorSource],
+    reader: ModelReader | Mapping[str, TensorSource],
     match: Match,
     name: str,
     target: torch.Tensor,

@@ -16,6 +16,8 @@ from slime.checkpoints.peft_files import PeftAdapter, module_of
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.adapters import peft_name
+from slime.models.quantised import format_of
+from slime.models.spec import read_hf_config
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,16 @@ def merge_adapter(
         UserError: the base is incomplete or quantised, or the adapter belongs to another model;
             `HfWriter`'s.
     """
+    form = format_of(read_hf_config(base))
+    if form:
+        raise UserError(
+            f"an adapter cannot be merged into {base}, which is quantised: {form}",
+            why="the sums would have to be rounded to that format again, to another model than the "
+            "one that was trained",
+            fix="pass --hf-checkpoint with plain weights: slime convert quantised-to-hf makes "
+            "those that the adapter was trained beside. The model that was quantised can be taken, "
+            "too; the merged one differs then by what the format rounds",
+        )
     reader = HfReader(base)
     family = family_of(base, model_name)
     ignored = set(reader.verify(family, family.model_spec(base)))
@@ -42,6 +54,16 @@ def merge_adapter(
         for name, tensor in merged(reader, names, adapter):
             writer.add(name, tensor)
     return Path(directory)
+
+
+def trained_beside(adapter: PeftAdapter, base: Path) -> str:
+    """Say that an adapter was trained beside quantised weights; "" if it was not, or if ``base`` is
+    their directory."""
+    named = Path(adapter.base)
+    if not (named / "config.json").is_file() or named.resolve() == base.resolve():
+        return ""
+    form = format_of(read_hf_config(named))
+    return f"{named} ({form})" if form else ""
 
 
 def merged(

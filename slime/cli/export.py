@@ -21,7 +21,7 @@ from slime.checkpoints.directory import partial_dir, publish
 from slime.checkpoints.gguf_adapter import adapter_to_gguf
 from slime.checkpoints.gguf_export import hf_to_gguf
 from slime.checkpoints.hf_files import check_export
-from slime.checkpoints.merging import merge_adapter
+from slime.checkpoints.merging import merge_adapter, trained_beside
 from slime.checkpoints.peft_files import ExpertLayout, read_adapter, rewrite_adapter
 from slime.cli.arguments import Arguments
 from slime.cli.model_source import ChosenModel, add_model_arguments, chosen_model, model_name
@@ -94,13 +94,26 @@ def _to_directory(chosen: ChosenModel, flags: argparse.Namespace) -> None:
     if chosen.adapter is None:
         _copy(chosen.directory, target)
     elif flags.merge:
-        merge_adapter(chosen.directory, read_adapter(chosen.adapter), target)
+        _merge(chosen, chosen.adapter, target)
     else:
         base = chosen.directory
         spec = family_of(base).describe(base)
         rewrite_adapter(target, chosen.adapter, flags.experts, spec, base=str(base))
     write_atomically(target / "README.md", card.encode())
     print(f"wrote {target} from {chosen.adapter or chosen.directory}")
+
+
+def _merge(chosen: ChosenModel, adapter: Path, target: Path) -> Path:
+    given = read_adapter(adapter)
+    whole = merge_adapter(chosen.directory, given, target)
+    quantised = trained_beside(given, chosen.directory)
+    if quantised:
+        print(
+            f"merged into {chosen.directory}, whose weights are not rounded: the adapter was "
+            f"trained beside {quantised}. Beside what slime convert quantised-to-hf makes of that "
+            "it computes as in training"
+        )
+    return whole
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -123,7 +136,7 @@ def _to_gguf(chosen: ChosenModel, flags: argparse.Namespace) -> None:
         beside = target.resolve().parent
         beside.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=beside, prefix=".merged-") as folder:
-            whole = merge_adapter(chosen.directory, read_adapter(source), Path(folder) / "model")
+            whole = _merge(chosen, source, Path(folder) / "model")
             hf_to_gguf(whole, target, flags.dtype, flags.pre_tokenizer, name)
     else:
         source = chosen.adapter

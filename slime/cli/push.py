@@ -14,6 +14,8 @@ from slime.cli.arguments import Arguments
 from slime.cli.model_source import ChosenModel, add_model_arguments, chosen_model, model_name
 from slime.errors import UserError
 from slime.hub import hub_token, upload
+from slime.models.quantised import format_of
+from slime.models.spec import read_hf_config
 from slime.observe.model_card import UNKNOWN, model_card
 from slime.observe.run_data import RunData, read_run
 
@@ -83,7 +85,15 @@ def card_of(path: str, chosen: ChosenModel) -> str:
         base = chosen.directory
     licence = _licence(base / "README.md") if base else UNKNOWN
     is_adapter = chosen.adapter is not None
-    return model_card(model_name(path), run, base, licence, is_adapter=is_adapter)
+    base_format = format_of(read_hf_config(base)) if base and is_adapter else ""
+    return model_card(
+        model_name(path),
+        run,
+        base,
+        licence,
+        is_adapter=is_adapter,
+        base_format=base_format,
+    )
 
 
 def _licence(card: Path) -> str:

@@ -58,7 +58,10 @@ def embedded_footprint(config: Config) -> EngineFootprint:
     """One process that holds everything, with a cache for a number of sequences."""
     element = 4 if dtype_of(config) == "float32" else 2
     return EngineFootprint(
-        element=element, kv_element=element, sequences=config.engine.embedded_max_slots
+        element=element,
+        kv_element=element,
+        sequences=config.engine.embedded_max_slots,
+        dequantises=True,
     )
 
 

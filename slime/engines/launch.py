@@ -149,6 +149,7 @@ class EngineFootprint:
         automatic_fraction: what it then about chooses on a device of so many bytes.
         fraction_option: where users set the fraction.
         adapters_at_once: adapters that memory is reserved for, if the run has adapters.
+        dequantises: beside quantised weights it holds the plain ones that they stand for.
     """
 
     tensor: int = 1
@@ -163,3 +164,4 @@ class EngineFootprint:
     automatic_fraction: Callable[[float], float] = lambda nbytes: 0.0
     fraction_option: str = ""
     adapters_at_once: int = RESIDENT_ADAPTERS
+    dequantises: bool = False

@@ -12,16 +12,20 @@ from slime.engines.kinds import engine_of
 from slime.engines.launch import EngineFootprint
 from slime.models import table_of
 from slime.models.adapters import AdapterConfig, adapter_family
+from slime.models.ignore_list import examine, matrices
 from slime.models.layouts import FusedQKV, LatentProjection
 from slime.models.mixers import mixer_of
+from slime.models.quantised import Quantisation
 from slime.models.rules import ATTENTION
-from slime.models.spec import ModelSpec
+from slime.models.spec import ModelSpec, read_hf_config
 from slime.models.table import Parameter
 
 #: CUDA context, kernels, CUDA graphs and the workspace of a prefill; part of them stays while the
 #: engine sleeps (2.6 GB on an H200).
 AWAKE_BYTES = 3.5e9
 ASLEEP_BYTES = 2.7e9
+#: Bytes of an entry of what stores quantised weights; other entries are of the engine's dtype.
+_STORED_BYTES = {"int32": 4, "int64": 8, "float32": 4, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,25 +36,32 @@ class EngineSettings(EngineFootprint):
         spec: the model, its vocabulary not padded.
         longest: tokens of the longest sequence, prompt and response.
         adapters: that the engine serves; None: none.
+        quantisation: of the weights in --hf-checkpoint; None: they are plain.
     """
 
     spec: ModelSpec
     longest: int
     adapters: AdapterConfig | None = None
+    quantisation: Quantisation | None = None
 
     @staticmethod
     def of(config: Config, spec: ModelSpec, longest: int) -> EngineSettings:
         held = engine_of(config).footprint(config)
         if held.sequences is not None:
             held = replace(held, sequences=min(held.sequences, _requests_at_once(config)))
+        assert config.checkpoint.hf_checkpoint is not None
         return EngineSettings(
-            **vars(held), spec=spec, longest=longest, adapters=AdapterConfig.of(config)
+            **vars(held),
+            spec=spec,
+            longest=longest,
+            adapters=AdapterConfig.of(config),
+            quantisation=Quantisation.read(read_hf_config(config.checkpoint.hf_checkpoint)),
         )
 
     @cached_property
     def weights(self) -> float:
         """Bytes on the rank that has most."""
-        return max(self._stage_weights(stage) for stage in range(self.pipeline)) * self.element
+        return max(self._stage_weights(stage) for stage in range(self.pipeline))
 
     def _stage_weights(self, stage: int) -> float:
         spec = self.spec
@@ -58,9 +69,30 @@ class EngineSettings(EngineFootprint):
         layers = range(stage * size, min((stage + 1) * size, spec.num_layers))
         padded = spec.padded(1, self.vocabulary_unit)
         last = stage == self.pipeline - 1
-        return sum(
-            map(self._held, table_of(spec).parameters(padded, layers, first=stage == 0, last=last))
-        )
+        parameters = table_of(spec).parameters(padded, layers, first=stage == 0, last=last)
+        return sum(self._held(one) * self._entry_bytes(one) for one in parameters)
+
+    def _entry_bytes(self, parameter: Parameter) -> float:
+        """Bytes of an entry: in a quantised weight its share of all that stores it."""
+        scheme = self.quantisation.scheme if self.quantisation is not None else None
+        first_expert = "0" if parameter.is_expert else ""
+        match = table_of(self.spec).match_megatron(parameter.name + first_expert, self.spec)
+        if scheme is None or match is None or self._quantised.isdisjoint(match.exports):
+            return self.element
+        parts = [
+            part for shape in parameter.shapes for part in scheme.parts(_matrix(shape), "").values()
+        ]
+        nbytes = sum(prod(size) * _STORED_BYTES.get(kind, self.element) for kind, size in parts)
+        plain = self.element if self.dequantises else 0
+        return plain + nbytes / sum(map(prod, parameter.shapes))
+
+    @cached_property
+    def _quantised(self) -> frozenset[str]:
+        """Names of the weights that the engine holds quantised."""
+        if self.quantisation is None:
+            return frozenset()
+        found = examine(matrices(table_of(self.spec), self.spec), self.quantisation).quantised
+        return frozenset(matrix.weight for matrix in found)
 
     def _held(self, parameter: Parameter) -> float:
         """Entries on a rank: keys and values are repeated when there are too few, norms, routers
@@ -115,6 +147,11 @@ class EngineSettings(EngineFootprint):
     def kv_tokens(self, memory: float) -> int:
         """Tokens that the KV cache holds, over all running requests of one engine."""
         return int(self.kv_cache(memory) / self.kv_per_token)
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    rows, columns = shape
+    return rows, columns
 
 
 def _requests_at_once(config: Config) -> int:

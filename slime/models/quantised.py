@@ -169,6 +169,21 @@ class Quantisation:
         return f"{self.scheme} ({self.method})"
 
 
+def format_of(config: Mapping[str, Any]) -> str:
+    """Return the words for how a config.json says that weights are quantised, also by a method that
+    is not known here; "" for plain ones.
+
+    Example:
+        >>> format_of({"quantization_config": {"quant_method": "awq"}})
+        'awq'
+    """
+    settings = config.get("quantization_config")
+    try:
+        return str(Quantisation.read(config) or "")
+    except UserError:
+        return str(settings.get("quant_method")) if isinstance(settings, Mapping) else "quantised"
+
+
 def _compressed_tensors(settings: Mapping[str, Any]) -> Quantisation:
     method = "compressed-tensors"
     groups = settings.get("config_groups") or {}

@@ -27,6 +27,7 @@ def model_card(
     licence: str = UNKNOWN,
     *,
     is_adapter: bool = False,
+    base_format: str = "",
 ) -> str:
     """The card as Markdown, with the hub's YAML head.
 
@@ -36,6 +37,7 @@ def model_card(
         base_model: the directory that the run began with; the hub's own copies have a name there.
         licence: the hub's identifier of the base model's.
         is_adapter: the files are those of an adapter (LoRA) of the base.
+        base_format: how the base's weights are quantised; "" for plain ones.
     """
     base = (hub_name(str(base_model)) or base_model.name) if base_model is not None else ""
     library = "peft" if is_adapter else "transformers"
@@ -56,7 +58,11 @@ def model_card(
     ]
     lines += ["", f"# {name}", ""]
     if is_adapter:
-        lines += [f"An adapter (LoRA) of `{base}`, in PEFT's format: it needs that model.", ""]
+        form = f" ({base_format})" if base_format else ""
+        lines += [
+            f"An adapter (LoRA) of `{base}`{form}, in PEFT's format: it needs that model.",
+            "",
+        ]
     if run is None:
         return "\n".join(
             [*lines, "Uploaded with `slime push`; of its training nothing is known here.", ""]

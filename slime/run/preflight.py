@@ -164,8 +164,8 @@ def check_architecture(config: Config) -> None:
 
 def check_weights(config: Config, plan: LoadPlan) -> None:
     """Check that all Hugging Face directories that the run reads hold the same model, completely,
-    that only engines read a quantised one, and that the checkpoint to load is not past the run's
-    end."""
+    that a model which is trained as a whole is not quantised, and that the checkpoint to load is
+    not past the run's end."""
     from slime.checkpoints.hf_files import HfReader
     from slime.checkpoints.peft_files import check_adapter
     from slime.models import family_of, read_hf_config
@@ -186,7 +186,9 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
         own = family_of(folder, flags.model_name).model_spec(folder)
         check_same_model(spec, own, folder)
         quantisation = Quantisation.read(read_hf_config(folder))
-        if quantisation is not None and folder not in trained:
+        # a frozen base is read as engines read it
+        is_frozen = bool(config.lora.lora_rank) and folder == Path(flags.hf_checkpoint)
+        if quantisation is not None and (folder not in trained or is_frozen):
             # imports torch
             from slime.checkpoints.quantised_check import verify_quantised
 

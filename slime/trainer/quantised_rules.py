@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from slime.checkpoints.load_plan import resolve_reference
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
@@ -27,7 +28,14 @@ def check_ignore_list(config: Config) -> None:
     if quantisation is not None:
         family = family_of(flags.hf_checkpoint, flags.model_name)
         spec = family.describe(flags.hf_checkpoint)
-        for rule in ignore_list.check(family, spec, quantisation).idle:
+        if config.lora.lora_rank:
+            # nothing is quantised by this list: what the files have plain was spared
+            found = ignore_list.examine(ignore_list.matrices(family, spec), quantisation)
+            tensors = (name for name, _ in family.hf_tensors(spec))
+            idle = ignore_list.idle_among(found, tensors)
+        else:
+            idle = ignore_list.check(family, spec, quantisation).idle
+        for rule in idle:
             logger.warning(
                 "the rule %r of quantization_config in %s names nothing", rule, flags.hf_checkpoint
             )
@@ -61,6 +69,8 @@ def check_quantised_flags(config: Config) -> None:
     flags = config.quantised
     path = config.checkpoint.hf_checkpoint
     assert path is not None
+    if config.lora.lora_rank and not config.debug.debug_rollout_only:
+        _check_frozen_base(config)
     chosen = flags.fake_quantisation
     measured = flags.measure_quantisation
     if os.environ.get(_OLD_SWITCH, "0") not in ("", "0") and chosen is None:
@@ -123,3 +133,46 @@ def check_quantised_flags(config: Config) -> None:
             fix="leave --measure-quantisation out",
         )
     logger.info("training computes with weights as %s would have them", quantisation)
+
+
+def _check_frozen_base(config: Config) -> None:
+    """Refuse flags with which adapters would be trained beside other values than those that engines
+    of a quantised base compute with."""
+    path = config.checkpoint.hf_checkpoint
+    assert path is not None
+    hf_config = read_hf_config(path)
+    quantisation = Quantisation.read(hf_config)
+    if quantisation is None:
+        return
+    for flag in ("fp8", "fp4"):
+        if config.megatron.transformer.get(flag):
+            raise UserError(
+                f"--{flag}-format does not go with --lora-rank and a quantised --hf-checkpoint",
+                why=f"Transformer Engine would round the frozen base to {flag.upper()} once more, "
+                "and engines do not",
+                fix=f"leave --{flag}-format out",
+            )
+    base = resolve_reference(config)
+    if base.kind != "hf":
+        raise UserError(
+            f"--ref-load {base.path} is a Megatron checkpoint, which cannot be the base of "
+            f"adapters for engines of {quantisation}",
+            why="the base is quantised as a conversion does it, weight by weight from Hugging Face "
+            "files",
+            fix="leave --ref-load out: the trainer takes the base from --hf-checkpoint, as engines "
+            "do. Or pass the Hugging Face directory that it was made from",
+        )
+    # imports torch; other models do not
+    from slime.engines.wire.buckets import dtype_name
+    from slime.weights.route import flag_dtype
+
+    megatron = config.megatron
+    trained = "float32" if megatron.fp32 else "bfloat16" if megatron.bf16 else "float16"
+    served = dtype_name(flag_dtype(config, hf_config))
+    # float32 holds what engines of 16 bits compute with, and not the other way round
+    if needs_engines(config) and trained not in ("float32", served):
+        raise UserError(
+            f"the quantised base would be {served} in engines and {trained} in the trainer",
+            why="what the stored numbers stand for is rounded to that dtype",
+            fix=f"pass --sglang-dtype (--embedded-dtype) {trained}, or train in {served}",
+        )

@@ -22,9 +22,13 @@ _LEAST_RATE = 1e-7
 _OURS = "this is a fault of slime: please report it with the run's flags"
 
 
-def check_engine(url: str, abilities: Abilities, layout: AdapterLayout) -> None:
+def check_engine(
+    url: str, abilities: Abilities, layout: AdapterLayout, *, has_quantised_base: bool = False
+) -> None:
     """Refuse an engine that cannot serve the run's adapters.
 
+    Args:
+        has_quantised_base: the engine was started from files of quantised weights.
     Raises:
         UserError: says what it lacks, and the flag.
     """
@@ -38,6 +42,14 @@ def check_engine(url: str, abilities: Abilities, layout: AdapterLayout) -> None:
             fix="let the run start its engines, or start this one with --enable-lora "
             f"--max-lora-rank {adapters.rank} --lora-target-modules {' '.join(layout.targets)} "
             "--max-loras-per-batch 3",
+        )
+    if abilities.quantises and not has_quantised_base:
+        raise UserError(
+            f"engine {url} quantises its base by itself",
+            why="adapters would be served beside other weights than they are trained on, and "
+            "nothing tells which",
+            fix="start it without --quantization and --torchao-config; for a quantised base pass a "
+            "directory of slime convert hf-to-fp8 or hf-to-int4 as --hf-checkpoint, here and there",
         )
     if 0 < abilities.adapter_rank < adapters.rank:
         raise UserError(

@@ -17,6 +17,7 @@ engines, and every rank gets the same receipt or raises the same error.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 
 from slime import deadlines
+from slime.checkpoints.quantised_reader import QuantisedReader
 from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.adapters import LOAD_ADAPTER, UNLOAD_ADAPTER, adapter_name
@@ -37,7 +39,8 @@ from slime.engines.wire.buckets import dtype_in, fingerprint, unpack
 from slime.errors import UserError
 from slime.models.adapters import AdapterConfig
 from slime.models.parameters import Shape
-from slime.models.spec import HfConfig
+from slime.models.quantised import Quantisation
+from slime.models.spec import HfConfig, read_hf_config
 from slime.weights.adapter_checks import check_engine, check_names, check_sets, check_values
 from slime.weights.adapter_layout import AdapterLayout
 from slime.weights.adapter_payload import AdapterBuffer
@@ -90,6 +93,7 @@ class AdapterSync:
         self.rank = rank
         self.version = start_version
         self._hf_config = hf_config
+        self._quantisation = Quantisation.read(read_hf_config(hf_config))
         self._ranks = TrainerRanks(rank, world_size)
         self._base = ModelSource(model_chunks, hf_config, model_name=config.checkpoint.model_name)
         self._source = ModelSource(
@@ -101,7 +105,7 @@ class AdapterSync:
         self._route: Route | None = None
         self._shares_memory = False
         self._is_base_compared = False
-        self._compares_base = False
+        self._packs_base = False  # engines pack quantised weights for their kernels
         self._base_check: EngineCheck | None = None
         self._check: AdapterCheck | None = None
         self._previous: dict[str, str] = {}  # fingerprints of the last push; rank 0
@@ -128,12 +132,10 @@ class AdapterSync:
             keys.know(engine.url, engine.key)
         self._is_base_compared = False
         limit = 3 * deadlines.SYNC_CONTROL
-        with self._ranks.round("connecting trainer and engines", limit) as connected:
+        with self._ranks.round("connecting trainer and engines", limit):
             if self.rank == 0:
                 with naming_engine():
                     self._open(on_this_node)
-                connected.value = self._compares_base
-        self._compares_base = connected.value
 
     def push(self, *, has_learned: bool = False) -> Receipt:
         """Load the current adapters into every engine as version ``self.version + 1``. Collective.
@@ -179,19 +181,26 @@ class AdapterSync:
         fleet = self._fleet = EngineFleet(urls, self._patience)
         infos = fleet.get("/server_info", deadlines.ROUTE_INFO)
         for url, info in zip(fleet.urls, infos, strict=True):
-            check_engine(url, Abilities.read(info), self.layout)
+            check_engine(
+                url,
+                Abilities.read(info),
+                self.layout,
+                has_quantised_base=self._quantisation is not None,
+            )
         self._route = find_route(self.config, fleet, self._hf_config, on_this_node=on_this_node)
         self._shares_memory = on_this_node and all(is_local(url) for url in fleet.urls)
-        # packed weights have another form than a checkpoint's; the canary tells of them
-        quantises = any(Abilities.read(info).quantises for info in infos)
-        self._compares_base = not (self._route.opens or quantises)
+        self._packs_base = self._route.asks_ranks and self._quantisation is not None
         if self._route.asks_ranks:
             address = own_address(fleet.urls)
             self._check = RankAdapterCheck(fleet, self._engines, address)
-            if self._compares_base:
-                stored = self._base.parameters.stored
-                shapes = {name: list(stored[name]) for name in self._base.names()}
-                self._base_check = SliceCheck(fleet, self._engines, address, shapes)
+            parameters = dataclasses.replace(self._base.parameters, quantisation=self._quantisation)
+            plain = parameters.stored
+            shapes = {
+                name: list(shape)
+                for name, (dtype, shape) in parameters.served.items()
+                if name in plain and not dtype  # the others are parts of quantised weights
+            }
+            self._base_check = SliceCheck(fleet, self._engines, address, shapes)
         else:
             self._check = WholeAdapterCheck(fleet)
             self._base_check = WholeTensorCheck(fleet)
@@ -202,9 +211,6 @@ class AdapterSync:
         Raises:
             UserError: an engine has other ones; names them.
         """
-        if not self._compares_base:
-            self._is_base_compared = True
-            return
         tensors = self._base.tensors()
         limit = 2 * deadlines.SYNC_CONTROL + 2 * deadline_for(self._base.nbytes())
         with self._ranks.round("comparing the base", limit):
@@ -219,12 +225,26 @@ class AdapterSync:
     def _compare(self, tensors: NamedTensors) -> None:
         assert self._base_check is not None and self._route is not None
         dtype = self._route.dtype
-        sent = {}
+        files = self._quantised_files()
+        sent: dict[str, Any] = {}
+        unlike = []
+        packed = 0
         for name, tensor in tensors:
             cast = tensor.detach().to(dtype_in(dtype, name, tensor.dtype))
-            digest = self._base_check.digest(name, cast)
-            if digest:  # else no engine holds it in a known form
-                sent[name] = digest
+            held = {name: cast}
+            if files is not None and (parts := files.parts(name)):
+                held = {part: stored.to(cast.device) for part, stored in parts.items()}
+                if not torch.equal(files.dequantised(name, held), cast):
+                    unlike.append(name)
+                if self._packs_base:
+                    packed += 1
+                    continue
+            for part, stored in held.items():
+                digest = self._base_check.digest(part, stored)
+                if digest:  # else no engine holds it in a known form
+                    sent[part] = digest
+        if unlike:
+            raise self._other_base(unlike)
         limit = deadline_for(self._base.nbytes())
         with self._paused():
             wrong = self._base_check.compare(sent, set(), False, limit).wrong
@@ -238,7 +258,30 @@ class AdapterSync:
                 fix="give both the same weights: leave --load out, or export that checkpoint "
                 "(slime export) and pass it as --hf-checkpoint",
             )
-        logger.info("the engines' base is the trainer's: %d weights compared", len(sent))
+        logger.info(
+            "the engines' base is the trainer's: %d weights compared%s",
+            len(sent),
+            f", {packed} packed for kernels, which the canary judges" if packed else "",
+        )
+
+    def _quantised_files(self) -> QuantisedReader | None:
+        """Return the reader of a quantised base as engines load it; None for a plain one."""
+        if self._quantisation is None:
+            return None
+        flags = self.config.checkpoint
+        assert flags.hf_checkpoint is not None and self._route is not None
+        return QuantisedReader(
+            flags.hf_checkpoint, self._quantisation, self._route.dtype, model_name=flags.model_name
+        )
+
+    def _other_base(self, unlike: Sequence[str]) -> UserError:
+        return UserError(
+            f"{len(unlike)} weights of the trainer's base are not those that the quantised "
+            f"{self.config.checkpoint.hf_checkpoint} stands for: {', '.join(unlike[:4])}",
+            why="the trainer has quantised those of --ref-load as slime convert does. The "
+            "quantised model was made from other weights, or in another way (calibrated)",
+            fix="leave --ref-load out: the trainer takes the base from --hf-checkpoint then",
+        )
 
     def _push(self, tensors: NamedTensors, version: int, has_learned: bool) -> Receipt:
         assert self._fleet is not None and self._route is not None and self._check is not None

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
+from slime.engines.sglang.command import adapts_experts
 from slime.engines.sglang.quantised_routes import quantised_route
 from slime.engines.sglang.versions import installed_version
 from slime.engines.wire.abilities import SGLANG
 from slime.errors import UserError
 from slime.models import family_of, ignore_list
+from slime.models.adapters import AdapterConfig
 from slime.models.quantised import Quantisation
 from slime.models.spec import read_hf_config
 from slime.placement import needs_engines
@@ -33,6 +35,7 @@ def check_route(config: Config) -> None:
     if engine_of(config).computed_here or not needs_engines(config) or quantisation is None:
         return
     _check_output_layer(flags.hf_checkpoint, flags.model_name, quantisation)
+    _check_adapted_experts(config, flags.hf_checkpoint, quantisation)
     if config.debug.debug_rollout_only or version is None:
         return  # nothing is pushed, or all engines are external and have versions of their own
     from slime.weights.route import choose_route
@@ -46,6 +49,26 @@ def check_route(config: Config) -> None:
     ]
     for engine in options or [{}]:  # external engines have arguments of their own
         quantised_route(hf_config, {**engine, "version": version}, kind)
+
+
+def _check_adapted_experts(config: Config, path: str, quantisation: Quantisation) -> None:
+    adapters = AdapterConfig.of(config)
+    if adapters is None:
+        return
+    family = family_of(path, config.checkpoint.model_name)
+    spec = family.model_spec(path)
+    weights = ignore_list.matrices(family, spec)
+    quantised = ignore_list.examine(weights, quantisation).quantised
+    has_experts = any(matrix.kernel.endswith(".experts") for matrix in quantised)
+    if has_experts and adapts_experts(family, spec, adapters):
+        raise UserError(
+            f"{path} has routed experts in {quantisation}, beside which SGLang serves no adapters "
+            "of experts",
+            why="not tried: SGLang computes such experts with kernels of their own, and there are "
+            "reports of wrong answers with adapters (sgl-project/sglang#26930)",
+            fix="take the experts out with --lora-exclude-modules gate_proj up_proj down_proj, "
+            "quantise the model without its experts, or take --rollout-engine embedded",
+        )
 
 
 def _check_output_layer(path: str, model_name: str | None, quantisation: Quantisation) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slime.checkpoints.hf_files import HfReader
+from slime.checkpoints.peft_files import read_config
 from slime.checkpoints.quantised_files import plain_weights, quantise_directory
 from slime.errors import UserError
 from slime.models import family_of, read_hf_config
@@ -91,6 +92,22 @@ def test_with_fake_quantisation_trainer_and_engine_agree_on_every_token(
     apart = result.series("train/train_rollout_logprob_abs_diff_max")
     assert len(apart) == 2 and 0 < max(apart) <= TOLERANCE, apart
     assert result.series("train/kl_loss")[0] == 0.0, "the reference is rounded as the policy is"
+
+
+def test_adapters_are_trained_beside_the_base_that_engines_hold(run: Run, quantised: Path) -> None:
+    """From the quantised directory alone: trainer and engines agree on every token, with adapters
+    and without, and the base is compared part by part."""
+    flags: list[Any] = ["--hf-checkpoint", quantised, "--colocate", "--num-rollout", 2]
+    flags += ["--lora-rank", 4, "--lr", "1e-2", "--use-kl-loss", "--kl-loss-coef", "0.01"]
+    result = run("quantised-adapters", *GRPO, *flags)
+    apart = result.series("train/train_rollout_logprob_abs_diff_max")
+    assert len(apart) == 2 and max(apart) <= TOLERANCE, apart
+    assert max(result.series("train/canary_logprob_abs_diff_max")) <= TOLERANCE
+    assert max(result.series("train/canary_adapter_abs_diff")) > TOLERANCE
+    log = "".join(path.read_text() for path in (result.path / "logs").glob("*.log"))
+    assert f"base is the trainer's: {len(tensors_of(quantised))} weights compared" in log
+    assert "beside a frozen base with the values of INT4 in groups of 16" in log
+    assert read_config(result.path / "model")["base_model_name_or_path"] == str(quantised)
 
 
 #: All Linear layers, the output layer that learns too: more than any recommended list leaves to

@@ -399,11 +399,14 @@ ROOM = Abilities("SGLang", (), "slices", adapters=True, adapter_rank=4)
         ({"adapter_targets": ("q_proj", "k_proj", "v_proj")}, "no room for adapters of down_proj"),
         ({"adapters_at_once": 1}, "--max-loras-per-batch 3"),
         ({"shares_outer_experts": True}, "--no-experts-shared-outer-loras"),
+        ({"quantises": True}, "engine http://e quantises its base by itself"),
     ],
 )
 def test_an_engine_without_room(lacks: dict[str, Any], said: str) -> None:
     layout = Model("qwen3_moe").layout
     check_engine("http://e", ROOM, layout)
+    quantised = Abilities(**vars(ROOM) | {"quantises": True})
+    check_engine("http://e", quantised, layout, has_quantised_base=True)
     with pytest.raises(UserError) as caught:
         check_engine("http://e", Abilities(**vars(ROOM) | lacks), layout)
     assert said in str(caught.value)

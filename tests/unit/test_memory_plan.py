@@ -24,6 +24,14 @@ from slime.memory.trainer import CONTEXT
 from slime.processes import host
 from tests.support.hf_configs import PUBLISHED
 
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+GROUPS = {
+    "quant_method": "compressed-tensors",
+    "ignore": ["lm_head", "model.embed_tokens.weight"],
+    "config_groups": {
+        "group_0": {"weights": {"num_bits": 4, "group_size": 128, "strategy": "group"}}
+    },
+}
 DENSE, MOE = "Qwen/Qwen3-4B", "Qwen/Qwen3-30B-A3B"
 
 
@@ -173,6 +181,36 @@ def test_the_pool_of_adapters_stays_while_the_engine_sleeps(folders: dict[str, P
     assert owned(found["GPU 0", "push"], "both")["two buckets"] == 2 * 2 * 32 * 2_064_384
     two = plan_of(folders[DENSE], colocate=True, lora_rank=32, sglang_max_loras_per_batch=2)
     assert "pool of 2 adapters" in owned(phases(two)["GPU 0", "train"], "engine")
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "matrices", "entry"),
+    [
+        # beside float32 scales of 128 × 128 numbers, and beside bfloat16 scales of 128 numbers
+        (DENSE, BLOCKS, 36 * 100_925_440, 1 + 4 / 128**2),
+        (DENSE, GROUPS, 36 * 100_925_440, 1 / 2 + 2 / 128),
+        (MOE, BLOCKS, 48 * (603_979_776 + 18_874_368), 1 + 4 / 128**2),  # experts, attention
+    ],
+)
+def test_engines_hold_a_quantised_base_and_the_trainer_a_plain_one(
+    folders: dict[str, Path], tmp_path: Path, model: str, settings: Any, matrices: int, entry: float
+) -> None:
+    plain = plan_of(folders[model], colocate=True, lora_rank=8)
+    config = PUBLISHED[model]["config"] | {"quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    quantised = plan_of(tmp_path, colocate=True, lora_rank=8)
+    held = [
+        owned(phases(plan)["GPU 0", "generate"], "engine")["weights"] for plan in (plain, quantised)
+    ]
+    assert held[0] - held[1] == pytest.approx(matrices * (2 - entry), rel=1e-3)
+    both, alone = (
+        plan_of(folder, colocate=True, lora_rank=8, rollout_engine="embedded").facts.engine
+        for folder in (tmp_path, folders[model])
+    )
+    assert both and alone, "the embedded engine holds what was stored and what it stands for"
+    assert both.weights - alone.weights == pytest.approx(matrices * entry, rel=1e-3)
+    trained = [owned(phases(plan)["GPU 0", "train"], "trainer") for plan in (plain, quantised)]
+    assert trained[0] == trained[1]
 
 
 @pytest.mark.parametrize("experts", ["per-expert", "shared-outer"])

@@ -138,6 +138,16 @@ def dequantise(
     return _from_int4(parts, scheme, dtype)
 
 
+def as_held(stored: Stored, scheme: Int4 | Fp8, dtype: torch.dtype) -> Stored:
+    """Cast the parts of a weight as an engine of ``dtype`` does that keeps them: scales of INT4
+    have the dtype of the model, everything else one of its own."""
+    own = {leaf for leaf, (fixed, _) in scheme.parts((1, 1), "").items() if fixed}
+    return {
+        name: tensor if name.rpartition(".")[2] in own else tensor.to(dtype)
+        for name, tensor in stored.items()
+    }
+
+
 def as_engines_compute(
     weight: torch.Tensor, scheme: Int4 | Fp8, dtype: torch.dtype
 ) -> torch.Tensor:

@@ -33,12 +33,14 @@ from slime.checkpoints.load_plan import LoadPlan, is_hf_dir, resolve_reference
 from slime.checkpoints.loading import holds_adapters, saved_reference
 from slime.checkpoints.loading import load as load_checkpoint
 from slime.checkpoints.peft_files import fitted, read_adapter
+from slime.checkpoints.quantised_reader import QuantisedReader
 from slime.checkpoints.resuming import agreed_plan
 from slime.checkpoints.saving import CheckpointWriter
 from slime.checkpoints.trainer_state import TrainerState
 from slime.models import family_of, table_of
 from slime.models.adapters import AdapterConfig, adapter_family
 from slime.models.layout_rules import check_layout, virtual_stages
+from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config
 from slime.paths import fill
 from slime.trainer.ci_checks import check_grad_norms, check_rollout
@@ -56,6 +58,7 @@ from slime.trainer.records import LossInputs, MicroBatchResult, StepOutcome, Tok
 from slime.trainer.role import POLICY, REFERENCE, Role, policy_loss, roles_of
 from slime.trainer.update import update
 from slime.trainer.user_functions import UserFunctions
+from slime.weights.route import flag_dtype
 from slime.weights.source import collect_adapters, save_hf
 
 logger = get_logger(__name__)
@@ -79,7 +82,8 @@ class MegatronBackend:
         extra_state: what `save` was given in the checkpoint that was loaded; {} on a fresh start.
         skipped: a line for each damaged checkpoint that `setup` has passed over.
         failed_step: the last step, if it ended in `NonFiniteTraining`.
-        engine_weights: the weights that engines compute with, if they hold quantised ones.
+        engine_weights: the weights that engines compute with, if they hold quantised ones and the
+            trainer's own are others. A frozen base is loaded with the engines' values.
         adapters: what is trained in place of the model's own weights, if anything.
         trained_tokens: recorded tokens of the last rollout, if this rank speaks for them.
     """
@@ -149,7 +153,7 @@ class MegatronBackend:
         for chunk, wrapper in zip(chunks, self.model_chunks, strict=True):
             chunk.attach(wrapper)
         self.routing = guide_for(chunks, self.spec, config)
-        if self.hf_config is not None:
+        if self.hf_config is not None and self.adapters is None:
             self.engine_weights = EngineWeights.of(config, self.model_chunks, self.hf_config)
         if initialise:
             self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, config)
@@ -217,7 +221,7 @@ class MegatronBackend:
                 "--hf-checkpoint, which the reference model and the engines have, too",
                 fix="pass it as --hf-checkpoint, or --load with a checkpoint of adapters",
             )
-        self._load_weights(base)
+        self._load_weights(base, self._quantised_reader(base))
         logger.info("%s", plan.note if goes_on else base.note)
         start_from = self.config.lora.lora_adapter_path
         if start_from is not None and not goes_on:
@@ -241,11 +245,36 @@ class MegatronBackend:
             if states is not None:
                 states.rehost()
 
-    def _load_weights(self, plan: LoadPlan) -> None:
+    def _quantised_reader(self, base: LoadPlan) -> QuantisedReader | None:
+        """Return the reader of a frozen base that engines hold quantised; None if they hold it
+        plain."""
+        assert self.hf_config is not None
+        quantisation = Quantisation.read(self.hf_config)
+        if quantisation is None:
+            return None
+        logger.info(
+            "adapters are trained beside a frozen base with the values of %s, from %s",
+            quantisation,
+            base.path,
+        )
+        return QuantisedReader(
+            base.path,
+            quantisation,
+            flag_dtype(self.config, self.hf_config),
+            model_name=self.config.checkpoint.model_name,
+            device=self.ranks.device,
+        )
+
+    def _load_weights(self, plan: LoadPlan, reader: QuantisedReader | None = None) -> None:
+        """Load whole weights.
+
+        Args:
+            reader: of ``plan``'s Hugging Face directory, if its values are to be the engines'.
+        """
         if plan.kind == "hf":
             name = self.config.checkpoint.model_name
             check_same_model(self.spec, family_of(plan.path, name).model_spec(plan.path), plan.path)
-            load_hf(self.model_chunks, plan.path, model_name=name)
+            load_hf(self.model_chunks, plan.path, model_name=name, reader=reader)
         else:
             load_checkpoint(plan, TrainerState(self.model_chunks, part="base"))
 
@@ -335,8 +364,9 @@ class MegatronBackend:
         flags = self.config.checkpoint
         assert flags.hf_checkpoint is not None and self.hf_config is not None
         reference = flags.ref_load
-        # engines may have a quantised copy
-        has_own = reference is not None and is_hf_dir(Path(reference))
+        # adapters of a quantised model belong to its values, whatever it was made from
+        is_quantised = Quantisation.read(self.hf_config) is not None
+        has_own = reference is not None and is_hf_dir(Path(reference)) and not is_quantised
         return collect_adapters(
             self.pushed_chunks,
             self.hf_config,
