@@ -24,19 +24,19 @@ FILES = read_package(ROOT / "slime")
 #: more raises its number and says what for.
 BUDGETS = {
     "agents": 1_550,
-    "algorithms": 550,
+    "algorithms": 590,
     "checkpoints": 4_300,
     "cli": 2_350,
     "cluster": 4_450,
     "compat": 1_400,
     "config": 4_600,
     "diagnosis": 4_200,
-    "embedded": 5_000,
-    "engines": 4_100,
+    "embedded": 5_010,
+    "engines": 4_115,
     "environments": 450,
     ".": 1_450,
     "memory": 1_600,
-    "models": 2_850,
+    "models": 2_900,
     "observe": 3_050,
     "page": 1_600,
     "processes": 1_040,  # the preloaded process
@@ -45,7 +45,7 @@ BUDGETS = {
     "run": 2_050,
     "samples": 1_700,
     "sandbox": 950,
-    "trainer": 6_300,
+    "trainer": 6_420,
     "user_code": 1_000,
     "weights": 2_850,
 }
