@@ -219,7 +219,14 @@ def _targets(flags: LoraConfig, family: ModelFamily, spec: ModelSpec) -> frozens
             if name not in known:
                 raise _unknown_target(option, name, known, family)
     everything = not flags.lora_target_modules or EVERYTHING in flags.lora_target_modules
-    targets = frozenset([*(linear if everything else ()), *chosen]) - frozenset(excluded)
+    targets = frozenset([*(linear if everything else ()), *chosen])
+    if unused := sorted(set(excluded) - targets - set(linear)):
+        raise UserError(
+            f"--lora-exclude-modules {' '.join(unused)} has no effect",
+            why="they get an adapter only if --lora-target-modules names them",
+            fix="leave it out",
+        )
+    targets -= frozenset(excluded)
     if not targets:
         raise UserError(
             "no layer is left to adapt",
@@ -317,10 +324,6 @@ class AdaptedLayer:
     @property
     def is_row_parallel(self) -> bool:
         return self.base.layout is ROW
-
-    @property
-    def is_embedding(self) -> bool:
-        return self.base.is_embedding
 
 
 def adapted_layers(

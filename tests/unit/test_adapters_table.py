@@ -196,6 +196,7 @@ def test_a_part_that_is_no_target_is_in_no_file() -> None:
         ("Qwen/Qwen3-0.6B", {"lora_exclude_modules": ("kv_b_proj",)}, "has no such layer"),
         ("Qwen/Qwen3-0.6B", {"lora_target_modules": ("embed_tokens",)}, "cannot be adapted"),
         ("Qwen/Qwen3-0.6B", {"lora_target_modules": ("lm_head",)}, "are one weight"),
+        ("Qwen/Qwen3-30B-A3B", {"lora_exclude_modules": ("lm_head",)}, "has no effect"),
         ("Qwen/Qwen3-30B-A3B", {"lora_target_modules": ("gate",)}, "router"),
         ("Qwen/Qwen3-30B-A3B", {"lora_target_modules": ("gate_proj", "up_proj")}, "down_proj is"),
         ("Qwen/Qwen3-30B-A3B", {"lora_exclude_modules": ("gate_proj", "up_proj")}, "up_proj is"),
