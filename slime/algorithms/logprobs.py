@@ -15,6 +15,7 @@ is faster than the whole product besides.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,21 @@ class VocabShard:
     group: dist.ProcessGroup | None = None
 
 
+@dataclass(frozen=True)
+class LowRankLogits:
+    """A product that is added to the logits: the output layer's adapter (LoRA).
+
+    Attributes:
+        hidden: scaled A·x of each row, [N, rank].
+        up: B, [V, rank], this rank's rows of it as of the output layer.
+        give: takes the gradient of ``up`` in float32; what it returns is autograd's.
+    """
+
+    hidden: Tensor
+    up: Tensor
+    give: Callable[[Tensor], Tensor]
+
+
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -56,6 +72,7 @@ def linear_log_probs(
     shard: VocabShard | None = None,
     chunk_size: int = -1,
     grad_accumulator: Tensor | None = None,
+    low_rank: LowRankLogits | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(hidden @ weight.T / temperature)[target] of each row, and the entropy of each
     row's distribution.
@@ -76,6 +93,7 @@ def linear_log_probs(
         grad_accumulator: [V, H], any float dtype. When given, the gradient of ``weight`` is added
             to it and not returned to autograd: Megatron's ``main_grad``, which saves a copy of the
             largest matrix of the model.
+        low_rank: is added to the logits; differentiable as ``hidden`` and ``weight`` are.
     Returns:
         (log_probs [N] float32, entropy [N] float32 or None).
     Source: the running softmax is Milakov & Gimelshein (arXiv:1805.02867); computing it blockwise
@@ -96,8 +114,10 @@ def linear_log_probs(
         shard,
         _rows_per_block(hidden, chunk_size),
         grad_accumulator,
+        None if low_rank is None else low_rank.give,
     )
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, targets, options)
+    factors = (None, None) if low_rank is None else (low_rank.hidden, low_rank.up)
+    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, targets, options, *factors)
     return log_probs, entropy if with_entropy else None
 
 
@@ -108,6 +128,7 @@ class _Options:
     shard: VocabShard
     rows: int
     grad_accumulator: Tensor | None
+    give_up: Callable[[Tensor], Tensor] | None
 
     def columns(self, device: torch.device, rows: int) -> int:
         """Vocabulary rows per block, so that a block of logits has the size that suits the
@@ -127,7 +148,13 @@ def _softmax_dtype(hidden: Tensor) -> torch.dtype:
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        options: _Options,
+        low: Tensor | None,
+        up: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = _softmax_dtype(hidden)
         n = hidden.size(0)
@@ -135,11 +162,12 @@ class _LinearLogProbs(torch.autograd.Function):
         stats = torch.zeros(4, n, dtype=dtype, device=hidden.device)
         for lo in range(0, n, options.rows):
             rows = slice(lo, min(lo + options.rows, n))
-            stats[:, rows] = _running_softmax(hidden[rows], weight, targets[rows], options)
+            inputs = _LogitInputs(hidden[rows], weight, None if low is None else low[rows], up)
+            stats[:, rows] = _running_softmax(inputs, targets[rows], options)
         log_sum, target, mean = _combine(stats, options.shard.group)
         log_probs = target - log_sum
         entropy = log_sum - mean
-        ctx.save_for_backward(hidden, weight, targets, log_sum, entropy)
+        ctx.save_for_backward(hidden, weight, targets, log_sum, entropy, low, up)
         # an entropy that is only logged costs nothing on the way back
         ctx.set_materialize_grads(False)
         ctx.options = options
@@ -148,8 +176,8 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden, weight, targets, log_sum, entropy = ctx.saved_tensors
+    ) -> tuple[Tensor | None, Tensor | None, None, None, Tensor | None, Tensor | None]:
+        hidden, weight, targets, log_sum, entropy, low, up = ctx.saved_tensors
         options: _Options = ctx.options
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         if grad_log_probs is None:
@@ -158,29 +186,56 @@ class _LinearLogProbs(torch.autograd.Function):
         if need_weight and sink is None:
             sink = torch.zeros_like(weight)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_low = grad_up = None
+        if low is not None:
+            grad_low = torch.empty_like(low)
+            grad_up = torch.zeros_like(up, dtype=_softmax_dtype(hidden))
         for lo in range(0, hidden.size(0), options.rows):
             rows = slice(lo, min(lo + options.rows, hidden.size(0)))
             entropy_part = None if grad_entropy is None else (grad_entropy[rows], entropy[rows])
-            block = _backward_rows(
-                hidden[rows],
-                weight,
+            inputs = _LogitInputs(hidden[rows], weight, None if low is None else low[rows], up)
+            block, low_block = _backward_rows(
+                inputs,
                 targets[rows],
                 log_sum[rows],
                 grad_log_probs[rows],
                 entropy_part,
                 sink if need_weight else None,
+                grad_up,
                 need_hidden,
                 options,
             )
             if grad_hidden is not None and block is not None:
                 grad_hidden[rows] = block.to(hidden.dtype)
+            if grad_low is not None and low_block is not None:
+                grad_low[rows] = low_block.to(grad_low.dtype)
         returned = sink if need_weight and options.grad_accumulator is None else None
-        return grad_hidden, returned, None, None
+        if grad_up is not None and options.give_up is not None:
+            grad_up = options.give_up(grad_up)
+        return grad_hidden, returned, None, None, grad_low, grad_up
 
 
-def _running_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options) -> Tensor:
+@dataclass(frozen=True)
+class _LogitInputs:
+    """What a block of rows makes its logits of."""
+
+    hidden: Tensor
+    weight: Tensor
+    low: Tensor | None
+    up: Tensor | None
+
+    def logits(self, lo: int, hi: int) -> Tensor:
+        """[rows, hi - lo], of these rows of the vocabulary."""
+        logits = self.hidden @ self.weight[lo:hi].t()
+        if self.low is not None and self.up is not None:
+            logits.addmm_(self.low, self.up[lo:hi].t())
+        return logits
+
+
+def _running_softmax(inputs: _LogitInputs, targets: Tensor, options: _Options) -> Tensor:
     """max, Σ exp(x - max), target logit (0 if another rank holds it) and Σ exp(x - max)·(x - max):
     [4, rows]."""
+    hidden = inputs.hidden
     n = hidden.size(0)
     shard = options.shard
     stats = torch.zeros(4, n, dtype=_softmax_dtype(hidden), device=hidden.device)
@@ -192,7 +247,7 @@ def _running_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, options: _
     with_entropy = options.with_entropy or hidden.is_cuda
     for lo in range(0, shard.size, step):
         hi = min(lo + step, shard.size)
-        stats = _absorb(hidden @ weight[lo:hi].t(), local - lo, stats, options.scale, with_entropy)
+        stats = _absorb(inputs.logits(lo, hi), local - lo, stats, options.scale, with_entropy)
     return stats
 
 
@@ -237,25 +292,29 @@ def _combine(stats: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Te
 
 
 def _backward_rows(
-    hidden: Tensor,
-    weight: Tensor,
+    inputs: _LogitInputs,
     targets: Tensor,
     log_sum: Tensor,
     grad_log_probs: Tensor,
     entropy_part: tuple[Tensor, Tensor] | None,
     weight_sink: Tensor | None,
+    up_sink: Tensor | None,
     need_hidden: bool,
     options: _Options,
-) -> Tensor | None:
-    """Gradient of these rows of ``hidden`` (float32); the gradient of ``weight`` is added to
-    ``weight_sink``.
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of these rows of ``hidden`` and ``low`` (float32); those of ``weight`` and ``up``
+    are added to their sinks.
 
     With p = softmax: d log_prob / d x_j = 1[j = target] - p_j and d entropy / d x_j = -p_j (log p_j
     + entropy).
     """
+    hidden = inputs.hidden
+    weight = inputs.weight
     n = hidden.size(0)
     shard = options.shard
     dtype = _softmax_dtype(hidden)
+    low = inputs.low
+    grad_low = None if low is None else low.new_zeros(low.shape, dtype=dtype)
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=dtype) if need_hidden else None
     grad_log_probs = grad_log_probs.to(dtype)[:, None]
     per_row = [
@@ -267,7 +326,7 @@ def _backward_rows(
     step = options.columns(hidden.device, n)
     for lo in range(0, shard.size, step):
         hi = min(lo + step, shard.size)
-        logits = hidden @ weight[lo:hi].t()
+        logits = inputs.logits(lo, hi)
         here = ((local >= lo) & (local < hi))[:, None]
         # one per row: nothing to accumulate, nothing to sort
         column = (local - lo).clamp(0, hi - lo - 1)[:, None]
@@ -280,7 +339,13 @@ def _backward_rows(
             add_product(weight_sink[lo:hi], grad.t(), hidden)
         if grad_hidden is not None:
             add_product(grad_hidden, grad, weight[lo:hi])
-    return grad_hidden
+        if up_sink is not None and inputs.up is not None:
+            assert low is not None and grad_low is not None
+            # on a CPU the product of 16-bit numbers would be rounded to 16 bits
+            wide = grad if grad.is_cuda else grad.to(up_sink.dtype)
+            add_product(up_sink[lo:hi], wide.t(), low.to(wide.dtype))
+            add_product(grad_low, grad, inputs.up[lo:hi])
+    return grad_hidden, grad_low
 
 
 @fused

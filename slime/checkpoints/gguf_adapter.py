@@ -25,7 +25,7 @@ from slime.checkpoints.peft_files import PeftAdapter, module_of
 from slime.errors import UserError
 from slime.files import replacing
 from slime.models import ModelSpec, family_of
-from slime.models.adapters import Side, peft_name
+from slime.models.adapters import Side, is_embedding, peft_name
 
 if TYPE_CHECKING:
     import torch
@@ -64,9 +64,7 @@ def adapter_to_gguf(
     known = dict(family.hf_tensors(spec))
     modules = list(dict.fromkeys(map(module_of, adapter.tensors)))
     stray = [
-        module
-        for module in modules
-        if f"{module}.weight" not in known or peft_name(module, "A") not in adapter.tensors
+        module for module in modules if f"{module}.weight" not in known or is_embedding(module)
     ]
     if stray:
         raise UserError(

@@ -29,6 +29,7 @@ from slime.checkpoints.directory import (
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.files import read_plain
+from slime.models.peft_config import is_adapter_dir
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,34 @@ def resolve_reference(config: Config) -> LoadPlan:
     return _reference_weights(config, "reference model from")
 
 
+def reference_adapter(config: Config) -> Path | None:
+    """Return the PEFT adapter at --ref-load: the reference model is --hf-checkpoint with it. None
+    for any other reference model.
+
+    Raises:
+        UserError: the run trains no adapters, compares with no reference model, or --ref-ckpt-step
+            is given.
+    """
+    given = _own_reference(config)
+    if given is None or not is_adapter_dir(given):
+        return None
+    path = Path(given)
+    if not config.lora.lora_rank:
+        raise UserError(
+            f"--ref-load {path} is an adapter, and this run trains a whole model",
+            why="only a policy with adapters (--lora-rank) can compute with another adapter",
+            fix="merge it (slime export --merge), and pass the merged model",
+        )
+    if not config.algorithm.needs_reference:
+        raise UserError(
+            f"--ref-load {path} has no effect",
+            why="it is an adapter of the reference model, and no KL term compares with that",
+            fix="leave it out, or add --use-kl-loss; --lora-adapter-path starts from an adapter",
+        )
+    _refuse_step(path, config.checkpoint.ref_ckpt_step, "--ref-ckpt-step", "a PEFT adapter")
+    return path
+
+
 def is_hf_dir(path: Path) -> bool:
     """Does the directory hold a Hugging Face model: a config.json with a model_type or
     architectures?"""
@@ -193,10 +222,15 @@ def _fresh(config: Config, reason: str) -> LoadPlan:
 def _without_a_past(config: Config) -> tuple[str, str] | None:
     """The flag that names the weights of the reference model, which a fresh start begins with too,
     and its value."""
-    flags = config.checkpoint
-    own = None if config.origins["ref_load"].startswith("derived") else flags.ref_load
-    given = {"--ref-load": own, "--hf-checkpoint": flags.hf_checkpoint}
+    own = None if reference_adapter(config) else _own_reference(config)
+    given = {"--ref-load": own, "--hf-checkpoint": config.checkpoint.hf_checkpoint}
     return next(((flag, path) for flag, path in given.items() if path), None)
+
+
+def _own_reference(config: Config) -> str | None:
+    """The value of --ref-load, if the user gave one."""
+    derived = config.origins["ref_load"].startswith("derived")
+    return None if derived else config.checkpoint.ref_load
 
 
 def _reference_weights(config: Config, note: str, start: int | None = None) -> LoadPlan:
@@ -216,11 +250,13 @@ def _reference_weights(config: Config, note: str, start: int | None = None) -> L
     raise _nothing_there(root, flag)
 
 
-def _refuse_step(root: Path, step: int | None, flag: str) -> None:
-    """A Hugging Face directory holds one state of the weights; another one may be wanted."""
+def _refuse_step(
+    root: Path, step: int | None, flag: str, kind: str = "a Hugging Face directory"
+) -> None:
+    """Such a directory holds one state of the weights; another one may be wanted."""
     if step is not None:
         raise UserError(
-            f"{flag} {step} cannot be found: {root} is a Hugging Face directory",
+            f"{flag} {step} cannot be found: {root} is {kind}",
             why="it holds no iterations of a Megatron checkpoint (iter_…)",
             fix=f"leave {flag} out, or pass the --save directory of the run that is meant",
         )
@@ -362,7 +398,8 @@ _FIXES = {
     ),
     "--ref-load": (
         "pass --ref-load with a Megatron checkpoint directory (--ref-ckpt-step picks an iteration) "
-        "or a Hugging Face directory; without it the reference model is that of --hf-checkpoint"
+        "or a Hugging Face directory, or with --lora-rank a PEFT adapter; without it the reference "
+        "model is that of --hf-checkpoint"
     ),
     "--load": (
         "pass --load with a Megatron checkpoint directory (--ckpt-step picks an iteration) or a "

@@ -15,7 +15,7 @@ from slime.checkpoints.hf_files import HfReader, HfWriter
 from slime.checkpoints.peft_files import PeftAdapter, module_of
 from slime.errors import UserError
 from slime.models import family_of
-from slime.models.adapters import peft_name
+from slime.models.adapters import is_embedding, peft_name
 from slime.models.quantised import format_of
 from slime.models.spec import read_hf_config
 
@@ -110,8 +110,6 @@ def with_adapter(weight: torch.Tensor, module: str, adapter: PeftAdapter) -> tor
 def _factors(module: str, adapter: PeftAdapter) -> tuple[torch.Tensor, torch.Tensor]:
     """A and B so that B·A has the shape of the weight; those of an embedding [vocabulary, hidden]
     are the other way round."""
-    name = peft_name(module, "A")
-    if name in adapter.tensors:
-        return adapter[name][:], adapter[peft_name(module, "B")][:]
-    of_embedding = name.replace("lora_A.weight", "lora_embedding_{}")
-    return adapter[of_embedding.format("B")][:].T, adapter[of_embedding.format("A")][:].T
+    down = adapter[peft_name(module, "A")][:]
+    up = adapter[peft_name(module, "B")][:]
+    return (up.T, down.T) if is_embedding(module) else (down, up)

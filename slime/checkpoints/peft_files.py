@@ -46,16 +46,22 @@ from slime.models.adapters import (
     adapter_family,
     by_expert,
     peft_name,
+    split_peft_name,
 )
 from slime.models.layouts import TensorSource
-from slime.models.peft_config import moves_base, plain_config
+from slime.models.peft_config import (
+    CONFIG,
+    is_adapter_dir,
+    is_frozen_copy,
+    moves_base,
+    plain_config,
+)
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily
 
 if TYPE_CHECKING:
     import torch
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 ExpertLayout = Literal["per-expert", "peft-3d"]
@@ -67,8 +73,6 @@ _KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+?)\.(?P<side>lora_[AB](?=\.)|lora_embedding_[AB])"
     r"(?:\.default)?(?:\.weight)?"
 )
-#: The whole matrices that PEFT saves along with adapters of the embeddings.
-_FROZEN_COPY = re.compile(r".*\.(embed_tokens|lm_head)\.base_layer\.weight")
 _STACKED = re.compile(r"(?P<experts>.+\.experts)(?P<inner>\.base_layer)?")
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<leaf>\w+)")
 _GATE_UP = "gate_up_proj"
@@ -113,10 +117,6 @@ class PeftAdapter:
         return ((name, source[:]) for name, source in self.tensors.items())
 
 
-def is_adapter_dir(path: str | Path) -> bool:
-    return (Path(path) / CONFIG).is_file()
-
-
 def module_of(name: str) -> str:
     """Return the module that an adapter's tensor belongs to.
 
@@ -128,6 +128,12 @@ def module_of(name: str) -> str:
     if found is None:
         raise ValueError(f"{name} is no name of an adapter's tensor")
     return found["module"]
+
+
+def _side(name: str) -> Side:
+    split = split_peft_name(name)
+    assert split is not None, name
+    return split[1]
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -173,7 +179,7 @@ def read_adapter(directory: str | Path) -> PeftAdapter:
     content = open_safetensors(path / WEIGHTS)
     found: dict[str, dict[str, str]] = {}
     for key in content.keys():  # noqa: SIM118  ``content`` is no dict
-        if _FROZEN_COPY.fullmatch(key):
+        if is_frozen_copy(key):
             continue
         parts = _KEY.fullmatch(key)
         if parts is None:
@@ -505,13 +511,20 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 def fitted(
-    adapter: PeftAdapter, adapters: AdapterConfig, family: ModelFamily, spec: ModelSpec
+    adapter: PeftAdapter,
+    adapters: AdapterConfig,
+    family: ModelFamily,
+    spec: ModelSpec,
+    *,
+    flag: str = "--lora-adapter-path",
 ) -> dict[str, TensorSource]:
     """Return the tensors that the table of ``adapters`` wants, by its names.
 
     Experts get back the lower rank that a file pads, sides that experts share are taken from the
     first one, and another alpha is folded into B.
 
+    Args:
+        flag: that named the adapter, for messages.
     Raises:
         UserError: the adapter has another rank, or adapts other layers; the experts' sides that are
             to be one differ.
@@ -525,7 +538,7 @@ def fitted(
             f"the adapter {adapter.directory} has rank {adapter.rank}, --lora-rank is "
             f"{adapters.rank}",
             why="its matrices have other shapes than those that are trained",
-            fix=f"pass --lora-rank {adapter.rank}, or leave --lora-adapter-path out",
+            fix=f"pass --lora-rank {adapter.rank}, or leave {flag} out",
         )
     tensors: dict[str, TensorSource] = {}
     for name, shape in wanted.items():
@@ -564,7 +577,7 @@ def _fit(
 ) -> TensorSource:
     """One tensor of the table from those of the file, which are alike if they are several."""
     source = adapter[names[0]]
-    is_up = ".lora_B." in names[0]
+    is_up = _side(names[0]) == "B"
     axis = 1 if is_up else 0
     rank = shape[axis]
     rest = (source.shape[1 - axis], shape[1 - axis])
@@ -640,7 +653,7 @@ def write_adapter(
     given = {name: tensor.detach().to("cpu") for name, tensor in given.items()}
     whole = {one: given[name] for name in given for one in by_expert(name, spec.num_experts)}
     whole |= _zeros(whole, spec)
-    rank = max(tensor.shape[0] for name, tensor in whole.items() if ".lora_A." in name)
+    rank = max(tensor.shape[0] for name, tensor in whole.items() if _side(name) == "A")
     config = _config(whole, rank, adapters.alpha, adapters.dropout, base)
     if layout == "peft-3d":
         config |= _stacked_config(map(module_of, whole), adapters.expert_rank, adapters.alpha, rank)
@@ -794,7 +807,7 @@ def _padded(
 
     outputs = {}
     for name, tensor in tensors.items():
-        is_up = ".lora_B." in name
+        is_up = _side(name) == "B"
         missing = rank - tensor.shape[1 if is_up else 0]
         padding = (0, missing) if is_up else (0, 0, 0, missing)
         shape = (tensor.shape[0], rank) if is_up else (rank, tensor.shape[1])

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from slime.checkpoints.directory import ADAPTER, newest_whole
 from slime.checkpoints.load_plan import is_hf_dir
-from slime.checkpoints.peft_files import is_adapter_dir
 from slime.data_path import split_slice
 from slime.errors import UserError
 from slime.files import entries_of, read_object
+from slime.models.peft_config import is_adapter_dir
 from slime.observe.run_folder import config_files
 from slime.paths import fixed_folder, found
 

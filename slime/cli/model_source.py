@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime import deadlines
-from slime.checkpoints.peft_files import is_adapter_dir, read_config
+from slime.checkpoints.peft_files import read_config
 from slime.checkpoints.run_models import (
     RunModel,
     checkpoint_model,
@@ -29,6 +29,7 @@ from slime.cli.arguments import Arguments
 from slime.errors import UserError
 from slime.files import entries_of, left_behind
 from slime.hub import fetch_model, is_hub_name
+from slime.models.peft_config import is_adapter_dir
 from slime.processes.host import python_module
 
 #: Where a Megatron checkpoint keeps what it was converted to: it goes with the checkpoint.

@@ -203,7 +203,7 @@ def _lora(draft: Draft) -> None:
     if draft["ref_update_interval"]:
         raise UserError(
             "--ref-update-interval and --lora-rank exclude each other",
-            why="the reference model is the base without adapters",
+            why="the reference model is the base without adapters, or with that at --ref-load",
             fix="leave --ref-update-interval out",
         )
     if draft.values.get("moe_router_bias_update_rate"):

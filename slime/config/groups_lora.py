@@ -23,17 +23,18 @@ class LoraConfig:
     lora_alpha: float = flag(32.0, range=POSITIVE, needs=_LORA)
     """Adapters are scaled by alpha / rank, so that the best learning rate hardly depends on the
     rank."""
-    lora_target_modules: tuple[str, ...] = flag((), needs=_LORA)
+    lora_target_modules: tuple[str, ...] = flag((), needs=_LORA, read_by=("trainer", "engine"))
     """Layers that get an adapter, by the last part of their Hugging Face names (q_proj down_proj);
     default: every Linear layer of attention, MLPs, shared and routed experts, which all-linear
-    says too. Routers, embeddings and output layer cannot be adapted."""
+    says too. Embedding and output layer (embed_tokens, lm_head) get one only if they are named, and
+    none if they are one weight. Routers cannot be adapted."""
     lora_exclude_modules: tuple[str, ...] = flag((), needs=_LORA)
     """Layers among these that get none."""
     lora_dropout: float = flag(
         0.0, range=Interval(0, 1, below=True, what="a fraction"), needs=_LORA
     )
-    """Share of an adapter's inputs that is dropped in training passes. Routed experts have no
-    dropout. Leave it at 0 for reinforcement learning."""
+    """Share of an adapter's inputs that is dropped in training passes. Embedding and routed experts
+    have no dropout. Leave it at 0 for reinforcement learning."""
     lora_adapter_path: str | None = flag(None, needs=_LORA)
     """Start from this PEFT adapter (a directory with adapter_config.json and
     adapter_model.safetensors) instead of one that changes nothing; rank and layers must be those of

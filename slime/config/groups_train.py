@@ -211,7 +211,9 @@ class CheckpointConfig:
     finetune: bool = flag(False, needs=on("load"))
     """Load the weights only and start at rollout 0."""
     ref_load: str | None = derived("hf_checkpoint, when a reference model is needed")
-    """Checkpoint of the reference model."""
+    """Checkpoint of the reference model. With --lora-rank it may be a PEFT adapter of the policy's
+    rank and layers: the reference model is --hf-checkpoint with it, and without --ref-load
+    --hf-checkpoint alone."""
     ref_ckpt_step: int | None = flag(None, range=NONE_OR_SOME, needs=on("ref_load"))
     """Iteration of --ref-load."""
     ref_update_interval: int | None = flag(

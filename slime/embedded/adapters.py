@@ -29,7 +29,7 @@ from weakref import WeakSet
 import torch
 from safetensors import SafetensorError, safe_open
 
-from slime.embedded.layers import Linear
+from slime.embedded.layers import Linear, TokenEmbedding
 from slime.embedded.low_rank import LowRank
 from slime.embedded.weights import WeightError, WeightStore
 from slime.engines.request_fields import BadRequest, asks_for_nothing
@@ -38,17 +38,17 @@ from slime.models.adapters import (
     AdapterConfig,
     Side,
     adaptable,
+    adaptable_by_name,
     adapter_family,
     peft_name,
     split_peft_name,
 )
-from slime.models.peft_config import moves_base
+from slime.models.peft_config import CONFIG, is_frozen_copy, moves_base
 
 Tensors = Mapping[str, torch.Tensor]
 
 #: Path that SGLang reports for an adapter that came as tensors.
 FROM_TENSORS = "__tensor__"
-_CONFIG_FILE = "adapter_config.json"
 _TENSORS_FILE = "adapter_model.safetensors"
 _keys = itertools.count(1)
 
@@ -176,7 +176,7 @@ class _Piece:
 
 @dataclass
 class _Part:
-    """The adapter of some rows of a `Linear`."""
+    """The adapter of some outputs of a layer."""
 
     rows: slice
     down: _Piece
@@ -191,7 +191,7 @@ class Adapter:
         key: differs from that of any other load; 0 is the base.
         path: of its directory, or `FROM_TENSORS`.
         version: weight version that its requests report; None: that of the base.
-        products: by `Linear`.
+        products: by layer.
         names: of its tensors, as they came.
     """
 
@@ -200,7 +200,7 @@ class Adapter:
     form: AdapterForm
     pinned: bool
     version: str | None
-    parts: dict[Linear, list[_Part]]
+    parts: dict[Linear | TokenEmbedding, list[_Part]]
     names: tuple[str, ...]
     key: int = field(default_factory=lambda: next(_keys))
     products: dict[object, LowRank] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class Adapter:
             columns = [slice(start * rank, (start + 1) * rank) for start in range(len(parts))]
             source = _source([part.up for part in parts], tensors)
             if source not in made:
-                shape = (linear.weight.shape[0], len(parts) * rank)
+                shape = (linear.out_features, len(parts) * rank)
                 wide = made[source] = torch.zeros(shape, dtype=dtype, device=device)
                 for part, own in zip(parts, columns):
                     wide[part.rows, own] = part.up.of(tensors).to(device, dtype)
@@ -290,7 +290,9 @@ def _index(piece: _Piece, tensors: Tensors) -> int | None:
 # -- checks of names and shapes --------------------------------------------------------------------
 
 
-def place(store: WeightStore, form: AdapterForm, tensors: Tensors) -> dict[Linear, list[_Part]]:
+def place(
+    store: WeightStore, form: AdapterForm, tensors: Tensors
+) -> dict[Linear | TokenEmbedding, list[_Part]]:
     """Find the layer of every tensor of an adapter.
 
     Raises:
@@ -298,26 +300,32 @@ def place(store: WeightStore, form: AdapterForm, tensors: Tensors) -> dict[Linea
             has numbers that are not finite; names it.
     """
     arch = store.arch
-    every = AdapterConfig(form.rank, 1.0, frozenset(adaptable(arch.family, arch.spec)))
+    linear = adaptable(arch.family, arch.spec)
+    every = AdapterConfig(form.rank, 1.0, frozenset(adaptable_by_name(arch.family, arch.spec)))
     table = dict(adapter_family(arch.family, arch.spec, every).hf_tensors(arch.spec))
     modules = {split[0]: None for name in table if (split := split_peft_name(name)) is not None}
-    targets = [module for module in modules if form.names(module)]
+    targets = [
+        module
+        for module in modules
+        if form.names(module)
+        and (form.targets != "all-linear" or module.rpartition(".")[2] in linear)
+    ]
     _check_targets(form, list(modules))
     experts = arch.spec.num_experts
-    parts: dict[Linear, list[_Part]] = {}
+    parts: dict[Linear | TokenEmbedding, list[_Part]] = {}
     used: set[str] = set()
     for module in targets:
-        linear, rows = store.parts[f"{module}.weight"]
+        layer, rows = store.parts[f"{module}.weight"]
         down, merged = _find(module, "A", tensors, table, experts)
         up, merged_up = _find(module, "B", tensors, table, experts)
         if merged != merged_up:
             raise WeightError(f"{down.name} and {up.name} are not of the same layers")
         used |= {down.name, up.name}
-        own = parts.setdefault(linear, [])
+        own = parts.setdefault(layer, [])
         if not merged:
             own.append(_Part(rows, down, up))
         elif not own:  # one A for all rows
-            own.append(_Part(slice(0, linear.weight.shape[0]), down, up))
+            own.append(_Part(slice(0, layer.out_features), down, up))
     for name, tensor in tensors.items():
         if name not in used:
             raise WeightError(_not_used(name, modules))
@@ -582,7 +590,7 @@ def read_directory(path: Path, vocab_size: int) -> tuple[dict[str, Any], dict[st
     Raises:
         WeightError: a file is missing or cannot be read, or adds tokens.
     """
-    config = _read_json(path / _CONFIG_FILE)
+    config = _read_json(path / CONFIG)
     added = path / "added_tokens.json"
     if added.is_file():
         check_added_tokens(_read_json(added), vocab_size)
@@ -591,7 +599,7 @@ def read_directory(path: Path, vocab_size: int) -> tuple[dict[str, Any], dict[st
         raise WeightError(f"{file} does not exist; save the adapter with safe_serialization=True")
     try:
         with safe_open(file, framework="pt") as content:
-            names = list(content.keys())
+            names = [name for name in content.keys() if not is_frozen_copy(name)]  # noqa: SIM118
             return config, {name: content.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise WeightError(f"{file} is not a readable safetensors file: {error}") from error

@@ -40,6 +40,10 @@ class Linear:
         self._packed: torch.Tensor | None = None
         self.packs = can_pack(weight)
 
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
     def invalidate(self) -> None:
         """The weight was written to."""
         self._packed = None
@@ -77,6 +81,25 @@ class Linear:
         blocks = [self._multiply(block, None) for block in padded(x).split(FIXED_ROWS)]
         y = (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[:rows]
         return y if residual is None else residual + y
+
+
+class TokenEmbedding:
+    """Rows of ``weight`` [vocabulary, hidden] by token; ``fixed_rows`` as of `Linear`."""
+
+    def __init__(self, weight: torch.Tensor, fixed_rows: bool = False) -> None:
+        self.weight = weight
+        self.fixed_rows = fixed_rows
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[1]
+
+    def __call__(self, token_ids: torch.Tensor, adapted: AdaptedRows | None = None) -> torch.Tensor:
+        """int64 [tokens] → [tokens, hidden]; with what the tokens' adapters add."""
+        y = F.embedding(token_ids, self.weight)
+        if adapted is not None:
+            adapted.add_looked_up(y, token_ids, self, self.fixed_rows)
+        return y
 
 
 @dataclass

@@ -17,10 +17,11 @@ FIXED_ROWS = 32
 
 @dataclass
 class LowRank:
-    """``scale · B A x``, an adapter's part of one `Linear`.
+    """``scale · B A x``, an adapter's part of one `Linear`, or of the `TokenEmbedding`.
 
     Attributes:
-        down: [k, in_features]: A, or those of the parts of a fused layer below each other.
+        down: [k, in_features]: A, or those of the parts of a fused layer below each other. Of the
+            embedding it has a column for each token.
         up: [out_features, k]: B, zero outside of its own part's rows and columns.
     """
 
@@ -46,6 +47,14 @@ class LowRank:
             else F.linear(F.linear(chosen, self.down), self.up)
         )
         y.index_add_(0, rows, delta, alpha=self.scale)
+
+    def looked_up(self, token_ids: torch.Tensor, fixed_rows: bool) -> torch.Tensor:
+        """Return, for the embedding, B A of tokens int64 [rows]: [rows, out_features]."""
+        chosen = self.down.index_select(1, token_ids).t()
+        if not fixed_rows:
+            return F.linear(chosen, self.up)
+        blocks = [F.linear(block, self.up) for block in padded(chosen).split(FIXED_ROWS)]
+        return torch.cat(blocks)[: token_ids.shape[0]]
 
     def _in_fixed_blocks(self, x: torch.Tensor) -> torch.Tensor:
         blocks = [
@@ -113,6 +122,20 @@ class AdaptedRows:
                 product.add_to(y[rows], x[rows], fixed_rows)
             else:
                 product.add_to_rows(y, x, rows, fixed_rows)
+
+    def add_looked_up(
+        self, y: torch.Tensor, token_ids: torch.Tensor, embedding: object, fixed_rows: bool
+    ) -> None:
+        """Likewise of the embedding, whose rows are tokens, int64 [rows]."""
+        for products, rows in self._groups:
+            product = products.get(embedding)
+            if product is None:
+                continue
+            added = product.looked_up(token_ids[rows], fixed_rows)
+            if isinstance(rows, slice):
+                y[rows].add_(added, alpha=product.scale)
+            else:
+                y.index_add_(0, rows, added, alpha=product.scale)
 
     def chosen(self, rows: torch.Tensor) -> AdaptedRows | None:
         """The same for a batch of these rows, int64 [rows]; None if all are the base's."""

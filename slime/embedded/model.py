@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from slime.embedded.architecture import Architecture
-from slime.embedded.layers import ExpertMLP, Linear, Mlp
+from slime.embedded.layers import ExpertMLP, Linear, Mlp, TokenEmbedding
 from slime.embedded.low_rank import AdaptedRows
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -71,7 +71,7 @@ class Decoder:
     is given.
 
     Args:
-        embedding: [vocab, hidden].
+        embedding: by token.
         head: the output layer; shares the embedding's weight when tied.
         num_positions: longest sequence, for the rotary tables.
     """
@@ -79,7 +79,7 @@ class Decoder:
     def __init__(
         self,
         arch: Architecture,
-        embedding: torch.Tensor,
+        embedding: TokenEmbedding,
         layers: list[DecoderLayer],
         norm: torch.Tensor,
         head: Linear,
@@ -90,8 +90,9 @@ class Decoder:
         self.layers = layers
         self.norm = norm
         self.head = head
-        cos, sin = arch.rope.tables(num_positions, embedding.dtype)
-        self.angles = cos.to(embedding.device), sin.to(embedding.device)
+        weight = embedding.weight
+        cos, sin = arch.rope.tables(num_positions, weight.dtype)
+        self.angles = cos.to(weight.device), sin.to(weight.device)
 
     def forward(
         self,
@@ -112,7 +113,7 @@ class Decoder:
         """
         cos = self.angles[0][positions]
         sin = self.angles[1][positions]
-        hidden = F.embedding(token_ids, self.embedding)
+        hidden = self.embedding(token_ids, adapted)
         if observer is not None:
             observer.saw("embedding", hidden)
         for number, layer in enumerate(self.layers):
@@ -152,9 +153,9 @@ class Decoder:
             observer.saw("norm", normed)
         return normed
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, adapted: AdaptedRows | None = None) -> torch.Tensor:
         """[rows, vocab] in the weights' dtype."""
-        return self.head(hidden)
+        return self.head(hidden, adapted=adapted)
 
     def _normalised(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (self.arch.hidden_size,), weight, self.arch.rms_norm_eps)

@@ -313,11 +313,7 @@ class Scheduler:
     ) -> torch.Tensor:
         """Hidden states; ``places`` says of which sequence and positions (first, count) the tokens
         are."""
-        adapted = AdaptedRows.of(
-            [None if s.adapter is None else s.adapter.products for s, _, _ in places],
-            [count for _, _, count in places],
-            self.cache.device,
-        )
+        adapted = self._adapted([(sequence, count) for sequence, _, count in places])
         if self._recorded is None:
             return self.store.model.forward(ids, positions, attend, adapted=adapted)
         chosen: list[torch.Tensor] = []
@@ -330,8 +326,17 @@ class Scheduler:
             offset += count
         return hidden
 
+    def _adapted(self, places: list[tuple[Sequence, int]]) -> AdaptedRows | None:
+        """The adapters of rows, of which each sequence has a number."""
+        return AdaptedRows.of(
+            [None if s.adapter is None else s.adapter.products for s, _ in places],
+            [count for _, count in places],
+            self.cache.device,
+        )
+
     def _sample(self, sequences: list[Sequence], hidden: torch.Tensor) -> None:
-        sampled = sample(self.store.model.logits(hidden), sequences)
+        adapted = self._adapted([(sequence, 1) for sequence in sequences])
+        sampled = sample(self.store.model.logits(hidden, adapted), sequences)
         base_version = self.store.version
         for sequence, token, logprob, finite in zip(
             sequences, sampled.tokens, sampled.logprobs, sampled.finite
@@ -360,7 +365,9 @@ class Scheduler:
         for begin in range(first, last, _LOGIT_ROWS):
             end = min(begin + _LOGIT_ROWS, last)
             offset = span.offset - span.start
-            logits = self.store.model.logits(hidden[begin + offset : end + offset])
+            logits = self.store.model.logits(
+                hidden[begin + offset : end + offset], self._adapted([(sequence, end - begin)])
+            )
             targets = torch.from_numpy(sequence.prompt[begin + 1 : end + 1]).to(logits.device)
             values, tops = token_logprobs(logits, targets, sequence.num_top_logprobs)
             sequence.input_logprobs += values

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slime.embedded.architecture import Architecture, ExpertLayers
-from slime.embedded.layers import ExpertMLP, Linear, Mlp
+from slime.embedded.layers import ExpertMLP, Linear, Mlp, TokenEmbedding
 from slime.embedded.model import Decoder, DecoderLayer
 from slime.embedded.quantised_weights import StoredForm
 from slime.engines.wire.buckets import dtype_in, dtype_name, fingerprint
@@ -43,8 +43,8 @@ class WeightStore:
             one prefix.
         pushed: names updated under the current version.
         linears: all weights that multiply.
-        parts: Hugging Face name of each weight that multiplies → its layer and its rows in that
-            layer's weight.
+        parts: Hugging Face name of each weight that can have an adapter → its layer and its places
+            among the layer's outputs.
         broken: why the weights are not one consistent version, or ""; mended by an update that
             brings all of them.
     """
@@ -64,7 +64,7 @@ class WeightStore:
         self.named: dict[str, torch.Tensor] = {}
         self._linear_of: dict[str, list[Linear]] = {}
         self.linears: list[Linear] = []
-        self.parts: dict[str, tuple[Linear, slice]] = {}
+        self.parts: dict[str, tuple[Linear | TokenEmbedding, slice]] = {}
         self._fixed_rows = fixed_rows
         self._snapshot: dict[str, torch.Tensor] | None = None
         self._shapes = ModelParameters(arch.family, arch.spec).stored
@@ -302,7 +302,10 @@ class WeightStore:
         else:
             head = self.linear("output_layer")
         self._bind()
-        return Decoder(arch, embedding, layers, norm, head, num_positions)
+        lookup = TokenEmbedding(embedding, self._fixed_rows)
+        if not arch.tie_word_embeddings:
+            self.parts["model.embed_tokens.weight"] = (lookup, slice(0, lookup.out_features))
+        return Decoder(arch, lookup, layers, norm, head, num_positions)
 
     def _build_layer(self, prefix: str, number: int) -> DecoderLayer:
         attention = f"{prefix}self_attention."

@@ -138,7 +138,7 @@ def _adapter_products(
     """Bytes per token of A·x: of layers that see each token, and of routed experts."""
     widths = {True: 0, False: 0}
     for one in adapted_layers(table_of(spec), spec, adapters):
-        if one.base.applies(spec, layer):
+        if one.base.is_of_layer and one.base.applies(spec, layer):
             widths[one.base.is_expert] += sum(one.present) * one.rank
     rows = rows_per_token(spec, layout) if widths[True] else 0.0
     return widths[False] * kernels.element, widths[True] * rows * kernels.element

@@ -118,8 +118,9 @@ class EngineSettings(EngineFootprint):
         table = adapter_family(table_of(spec), spec, self.adapters)
         size = -(-spec.num_layers // self.pipeline)
         held = 0.0
-        for parameter in table.parameters(spec, range(size), first=False, last=False):
-            is_cut = parameter.rule.layout.tp_axis is not None
+        for parameter in table.parameters(spec, range(size)):
+            # of the embedding's adapter each rank has all
+            is_cut = parameter.rule.layout.tp_axis is not None and not parameter.is_embedding
             held += parameter.numel / (self.tensor if is_cut else 1)
         return self.adapters_at_once * held * self.element
 

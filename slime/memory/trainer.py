@@ -225,7 +225,8 @@ def rank_adapters(
     table = adapter_family(table_of(spec), spec, adapters)
     layers = layout.layers_of(stage, spec.num_layers)
     found = []
-    for parameter in table.parameters(spec, layers, first=False, last=False):
+    last = stage == layout.pipeline - 1
+    for parameter in table.parameters(spec, layers, first=stage == 0, last=last):
         rule = parameter.rule
         numel = parameter.numel
         if isinstance(rule.layout, SomeParts):  # rows without an adapter are zeros

@@ -17,6 +17,12 @@ gate and up), each of which has its own A and B, as in PEFT:
 So each row of ``up`` belongs to one part. Parts without an adapter have rows of zeros
 there, and no rows in ``down``.
 
+The output layer is column-parallel over the vocabulary. The embedding looks its tokens up in A, so
+that A is cut as the embedding is, and B begins with random numbers instead of A:
+
+    embedding.word_embeddings.adapter.down    Aᵀ    [vocabulary / ranks, rank]
+    embedding.word_embeddings.adapter.up      B     [hidden, rank] on every rank
+
 Routed experts have the same for each expert, ``<layer>.adapter.down{expert}``. With
 ``shared-outer`` the outer sides, ``down`` of gate and up and ``up`` of the way back, are one
 parameter for all experts of a layer, and their names have no expert's number, neither in Megatron
@@ -42,7 +48,7 @@ from slime.config.config import Config
 from slime.config.groups_lora import LoraConfig
 from slime.errors import UserError
 from slime.models import family_of
-from slime.models.layouts import REPLICATED, ROW, SomeParts, StackedRows
+from slime.models.layouts import REPLICATED, ROW, TRANSPOSED_VOCAB, SomeParts, StackedRows
 from slime.models.rules import Rule
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily, width
@@ -50,9 +56,13 @@ from slime.models.table import ModelFamily, width
 PEFT_PREFIX = "base_model.model."
 """What PEFT puts in front of the names of a model's modules."""
 EVERYTHING = "all-linear"
-"""The target that means every Linear layer; PEFT's word for it."""
+"""The target that means every Linear layer but the output layer; PEFT's word for it."""
 _MEGATRON_PART = ".adapter."
-_PEFT_NAME = re.compile(re.escape(PEFT_PREFIX) + r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_PEFT_NAME = re.compile(
+    re.escape(PEFT_PREFIX)
+    + r"(?P<module>.+)\.lora_(?:(?P<side>[AB])\.weight|embedding_(?P<embedding_side>[AB]))"
+)
+_EMBEDDING = "embed_tokens"
 
 Side = Literal["A", "B"]
 
@@ -158,9 +168,22 @@ def leaves(rule: Rule) -> tuple[str, ...]:
 
 
 def adaptable(family: ModelFamily, spec: ModelSpec) -> list[str]:
-    """Return the last parts of the names of all Linear layers of a model, in the table's order."""
+    """Return the last parts of the names of all Linear layers of a model, in the table's order,
+    without the output layer."""
     rules = [rule for rule in family.rules if _is_layer(rule)]
     return list(dict.fromkeys(leaf for rule in _in_model(rules, spec) for leaf in leaves(rule)))
+
+
+def adaptable_by_name(family: ModelFamily, spec: ModelSpec) -> list[str]:
+    """Return the same, and embedding and output layer, which get an adapter only if they are named;
+    none of these if they are one weight."""
+    return adaptable(family, spec) + [
+        leaf for rule in family.rules if _of_vocabulary(rule, spec) for leaf in leaves(rule)
+    ]
+
+
+def _of_vocabulary(rule: Rule, spec: ModelSpec) -> bool:
+    return (rule.is_embedding or rule.is_output) and not spec.tie_embeddings
 
 
 def _is_layer(rule: Rule) -> bool:
@@ -171,16 +194,21 @@ def _in_model(rules: Sequence[Rule], spec: ModelSpec) -> list[Rule]:
     return [rule for rule in rules if any(rule.applies(spec, n) for n in range(spec.num_layers))]
 
 
+_TIED = (
+    "this model's embedding and output layer are one weight: a merged model has no place for an "
+    "adapter of one of them, nor for two different ones"
+)
 #: Modules with weights of two axes that get no adapter, and why.
 _NOT_ADAPTED = {
-    "embed_tokens": "adapters of embeddings are not in this version",
-    "lm_head": "adapters of the output layer are not in this version",
+    "embed_tokens": _TIED,
+    "lm_head": _TIED,
     "gate": "it is a router, whose choices trainer and engines must agree on",
 }
 
 
 def _targets(flags: LoraConfig, family: ModelFamily, spec: ModelSpec) -> frozenset[str]:
-    known = adaptable(family, spec)
+    linear = adaptable(family, spec)
+    known = adaptable_by_name(family, spec)
     chosen = [name for name in flags.lora_target_modules if name != EVERYTHING]
     excluded = flags.lora_exclude_modules
     for option, names in (
@@ -191,7 +219,14 @@ def _targets(flags: LoraConfig, family: ModelFamily, spec: ModelSpec) -> frozens
             if name not in known:
                 raise _unknown_target(option, name, known, family)
     everything = not flags.lora_target_modules or EVERYTHING in flags.lora_target_modules
-    targets = frozenset(known if everything else chosen) - frozenset(excluded)
+    targets = frozenset([*(linear if everything else ()), *chosen])
+    if unused := sorted(set(excluded) - targets - set(linear)):
+        raise UserError(
+            f"--lora-exclude-modules {' '.join(unused)} has no effect",
+            why="they get an adapter only if --lora-target-modules names them",
+            fix="leave it out",
+        )
+    targets -= frozenset(excluded)
     if not targets:
         raise UserError(
             "no layer is left to adapt",
@@ -295,7 +330,8 @@ def adapted_layers(
     family: ModelFamily, spec: ModelSpec, adapters: AdapterConfig
 ) -> list[AdaptedLayer]:
     """Return the rules of the layers with adapters, in the order of the base's table."""
-    rules = _in_model([rule for rule in family.rules if _is_layer(rule)], spec)
+    adapted = [rule for rule in family.rules if _is_layer(rule) or _of_vocabulary(rule, spec)]
+    rules = _in_model(adapted, spec)
     return [
         _adapted(rule, spec, adapters) for rule in rules if adapters.targets & set(leaves(rule))
     ]
@@ -321,6 +357,8 @@ def _adapted(rule: Rule, spec: ModelSpec, adapters: AdapterConfig) -> AdaptedLay
     rank = adapters.rank_of(rule)
     rows = rule.rows if isinstance(rule.rows, tuple) else (rule.rows,) * len(names)
     chosen = [hf for hf, is_there in zip(rule.hf_names, present) if is_there]
+    if rule.is_embedding:
+        return _adapted_embedding(rule, rank, adapters)
     is_row = rule.layout is ROW
     shares = rule.is_expert and adapters.experts == "shared-outer"
     down_layout = ROW if is_row else StackedRows(len(chosen))
@@ -346,6 +384,27 @@ def _adapted(rule: Rule, spec: ModelSpec, adapters: AdapterConfig) -> AdaptedLay
     return AdaptedLayer(rule, down, up, present, rank, adapters.scaling_of(rule))
 
 
+def _adapted_embedding(rule: Rule, rank: int, adapters: AdapterConfig) -> AdaptedLayer:
+    """The embedding maps tokens to hidden states: A is [rank, vocabulary], B [hidden, rank]."""
+    (hf,) = rule.hf_names
+    assert not isinstance(rule.rows, tuple) and rule.columns is not None
+    down = Rule(
+        _megatron_name(rule, "down", shared=False),
+        _peft_name_of(hf, "A", shared=False),
+        TRANSPOSED_VOCAB,
+        rank,
+        rule.rows,
+    )
+    up = Rule(
+        _megatron_name(rule, "up", shared=False),
+        _peft_name_of(hf, "B", shared=False),
+        REPLICATED,
+        rule.columns,
+        rank,
+    )
+    return AdaptedLayer(rule, down, up, (True,), rank, adapters.scaling_of(rule))
+
+
 def _megatron_name(rule: Rule, side: Literal["down", "up"], *, shared: bool) -> str:
     layer, _, number = rule.megatron_names[0].rpartition("weight")
     return f"{layer}adapter.{side}{'' if shared else number}"
@@ -365,8 +424,17 @@ def peft_name(module: str, side: Side) -> str:
     Example:
         >>> peft_name("model.layers.0.self_attn.q_proj", "A")
         'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
+        >>> peft_name("model.embed_tokens", "A")
+        'base_model.model.model.embed_tokens.lora_embedding_A'
     """
+    if is_embedding(module):
+        return f"{PEFT_PREFIX}{module}.lora_embedding_{side}"
     return f"{PEFT_PREFIX}{module}.lora_{side}.weight"
+
+
+def is_embedding(module: str) -> bool:
+    """Tell whether a module is the embedding, by its Hugging Face path."""
+    return module.rpartition(".")[2] == _EMBEDDING
 
 
 def split_peft_name(name: str) -> tuple[str, Side] | None:
@@ -374,7 +442,15 @@ def split_peft_name(name: str) -> tuple[str, Side] | None:
     found = _PEFT_NAME.fullmatch(name)
     if found is None:
         return None
-    return found["module"], "A" if found["side"] == "A" else "B"
+    side = found["side"] or found["embedding_side"]
+    return found["module"], "A" if side == "A" else "B"
+
+
+def begins_with_zeros(name: str) -> bool:
+    """Tell whether a tensor, by its name in a PEFT file, is zero in a new adapter: B, of the
+    embedding A. The other side is random."""
+    split = split_peft_name(name)
+    return split is not None and split[1] == ("A" if is_embedding(split[0]) else "B")
 
 
 def is_adapter_parameter(name: str) -> bool:

@@ -199,6 +199,17 @@ class VocabParallel(ParamMapping):
         return [_joined(pieces, 0)[: spec.vocab_size]]
 
 
+class TransposedVocabParallel(VocabParallel):
+    """A matrix [rank, vocabulary] outside whose transpose the trainer cuts as `VocabParallel`: a
+    row for each token."""
+
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+        return super().load([sources[0][:].t()], shard, spec)
+
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
+        return [super().export(pieces, spec)[0].t().contiguous()]
+
+
 class FusedQKV(ParamMapping):
     """Query, key and value in one parameter, interleaved by query group as Megatron's attention
     unpacks it.
@@ -341,6 +352,7 @@ COLUMN = ColumnParallel()
 LATENT = LatentProjection()
 ROW = RowParallel()
 VOCAB = VocabParallel()
+TRANSPOSED_VOCAB = TransposedVocabParallel()
 QKV = FusedQKV()
 GATE_UP = GateUp()
 STACKED_GATE_UP = StackedGateUp()

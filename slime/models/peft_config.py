@@ -3,11 +3,20 @@ another base."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+CONFIG = "adapter_config.json"
 
 #: Initialisations that change the base, so that the adapter belongs to weights that no file has.
 _MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_FROZEN_COPY = re.compile(r".*\.(embed_tokens|lm_head)\.base_layer\.weight")
+
+
+def is_adapter_dir(path: str | Path) -> bool:
+    return (Path(path) / CONFIG).is_file()
 
 
 def plain_config(
@@ -43,3 +52,9 @@ def moves_base(config: Mapping[str, Any]) -> bool:
     """Tell whether the adapter was initialised in a way that changed the base's weights."""
     initial = config.get("init_lora_weights")
     return isinstance(initial, str) and initial.lower().startswith(_MOVES_BASE)
+
+
+def is_frozen_copy(name: str) -> bool:
+    """Tell whether a tensor is one of the base's whole matrices, which PEFT saves along with
+    adapters of embedding and output layer."""
+    return _FROZEN_COPY.fullmatch(name) is not None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from slime.models.layouts import ParamMapping, VocabParallel
+from slime.models.layouts import ParamMapping
 from slime.models.spec import ModelSpec
 
 MEGATRON_LAYER = "decoder.layers.{layer}."
@@ -78,7 +78,13 @@ class Rule:
 
     @property
     def is_embedding(self) -> bool:
-        return isinstance(self.layout, VocabParallel) and self.tied_to is None
+        """Tell whether it is the embedding's, or its adapter's."""
+        return self.megatron_names[0].startswith("embedding.")
+
+    @property
+    def is_output(self) -> bool:
+        """Tell whether it is the output layer's, or its adapter's."""
+        return self.megatron_names[0].startswith("output_layer.")
 
     @property
     def is_linear(self) -> bool:

@@ -123,7 +123,7 @@ class Parameter:
     @property
     def is_output(self) -> bool:
         """The output layer, which is the embedding where these are tied."""
-        return self.rule.tied_to is not None
+        return self.rule.is_output
 
     @property
     def is_embedding(self) -> bool:
@@ -214,17 +214,18 @@ class ModelFamily:
             first: the stage has the embedding.
             last: it has the final norm and the output layer.
         """
-        padding = (spec.padded_vocab_size - spec.vocab_size) * spec.hidden_size
         rules = [rule for rule in self.rules if not rule.is_buffer]
         places = [(rule, -1) for rule in rules if not rule.is_of_layer]
         places += [(rule, layer) for layer in layers for rule in rules if rule.is_of_layer]
         for rule, layer in places:
             name = rule.megatron_names[0].format(layer=layer, expert="")
             count = spec.num_experts if rule.is_expert else 1
-            of_vocabulary = isinstance(rule.layout, VocabParallel)
-            found = Parameter(
-                rule, name, shapes_of(rule, spec), count, padding if of_vocabulary else 0
-            )
+            shapes = shapes_of(rule, spec)
+            padding = 0
+            if isinstance(rule.layout, VocabParallel):
+                per_token = prod(shapes[0]) // spec.vocab_size
+                padding = (spec.padded_vocab_size - spec.vocab_size) * per_token
+            found = Parameter(rule, name, shapes, count, padding)
             if found.is_embedding:
                 here = first
             elif found.is_output:

@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime import deadlines
-from slime.checkpoints.load_plan import LoadPlan, check_length, resolve_reference
+from slime.checkpoints.load_plan import (
+    LoadPlan,
+    check_length,
+    reference_adapter,
+    resolve_reference,
+)
 from slime.cluster.engine_fit import check_fit, external_urls, fetch_engine_info
 from slime.compat.plugin_imports import check_plugin_imports
 from slime.config.config import Config
@@ -195,8 +200,9 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
             verify_quantised(folder, family, own, quantisation)
         else:
             HfReader(folder, names_only=True).verify(family, own)
-    if config.lora.lora_adapter_path:
-        check_adapter(config.lora.lora_adapter_path)
+    for adapter in (config.lora.lora_adapter_path, reference_adapter(config)):
+        if adapter:
+            check_adapter(adapter)
 
 
 def check_engine_flags(config: Config) -> None:

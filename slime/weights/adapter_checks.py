@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from slime.engines.adapters import FUSED_SETS
 from slime.engines.wire.abilities import Abilities
 from slime.errors import UserError
-from slime.models.adapters import Side, peft_name, split_peft_name
+from slime.models.adapters import Side, begins_with_zeros, peft_name, split_peft_name
 from slime.models.parameters import Shape
 from slime.weights.adapter_layout import AdapterLayout
 
@@ -202,17 +202,17 @@ def check_values(
             why="training has diverged; engines would answer with one token for ever",
             fix="load the last checkpoint before it; lower --lr or --clip-grad",
         )
-    lost = [name for name, value in largest.items() if ".lora_A." in name and value == 0]
+    lost = [name for name, value in largest.items() if not begins_with_zeros(name) and value == 0]
     if lost:
         raise UserError(
             f"the adapter has an A of zeros alone: {', '.join(lost[:3])}",
-            why="A begins with random numbers, and with zeros it can never learn: the tensor was "
-            "lost, or gathered from a rank that does not hold it",
+            why="A (B of the embedding) begins with random numbers, and with zeros it can never "
+            "learn: the tensor was lost, or gathered from a rank that does not hold it",
             fix=_OURS,
         )
     if not has_learned:
         return
-    if not any(value for name, value in largest.items() if ".lora_B." in name):
+    if not any(value for name, value in largest.items() if begins_with_zeros(name)):
         raise UserError(
             "the adapter is zero: every B is, although the trainer has made steps",
             why="engines would go on with the base, which no step has changed",

@@ -172,10 +172,15 @@ def _modules(parameters: ModelParameters, adapters: AdapterConfig) -> Iterator[t
     shapes: dict[str, _Module] = {}
     for name, shape in parameters.stored.items():
         found = parameters.family.match_hf(name)
-        if found is None or not (found[0].is_linear and found[0].is_of_layer):
+        if found is None:
             continue
         rule, numbers = found
         path = name.removesuffix(".weight")
+        if rule.is_embedding:  # a function of tokens
+            shapes[path] = _Module(path, (shape[1], shape[0]), 0)
+            continue
+        if not (rule.is_linear and (rule.is_of_layer or rule.is_output)):
+            continue
         if not rule.is_expert:
             shapes[path] = _Module(path, shape, 0)
             continue

@@ -7,9 +7,10 @@
     first push after connect:  compare every weight of the base with the engines'
     push():  gather ─► check ─► load as policy-<version> ─► compare ─► update_weight_version
 
-Engines go on with the adapters that they have, and no request is aborted; SGLang is paused while
-the comparison lasts, with its requests in place. Who asks for which version is the rollout client's
-business (`slime.engines.client`), and who unloads old ones is `slime.cluster.adapter_versions`.
+Engines go on with the adapters that they have, and no request is aborted; SGLang is paused while it
+is asked what it holds, in `connect` and in pushes, with its requests in place. Who asks for which
+version is the rollout client's business (`slime.engines.client`), and who unloads old ones is
+`slime.cluster.adapter_versions`.
 
 All calls are collective over the trainer ranks: each takes part in gathering, rank 0 sends to all
 engines, and every rank gets the same receipt or raises the same error.
@@ -200,7 +201,8 @@ class AdapterSync:
                 for name, (dtype, shape) in parameters.served.items()
                 if name in plain and not dtype  # the others are parts of quantised weights
             }
-            self._base_check = SliceCheck(fleet, self._engines, address, shapes)
+            with self._paused():
+                self._base_check = SliceCheck(fleet, self._engines, address, shapes)
         else:
             self._check = WholeAdapterCheck(fleet)
             self._base_check = WholeTensorCheck(fleet)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.checkpoints.hf_files import HfReader
 from slime.checkpoints.merging import with_adapter
-from slime.checkpoints.peft_files import CONFIG, is_loadable, module_of, read_adapter, write_adapter
+from slime.checkpoints.peft_files import is_loadable, module_of, read_adapter, write_adapter
 from slime.checkpoints.run_models import newest_model
 from slime.cli import chat, export
 from slime.cli.model_source import (
@@ -33,6 +33,7 @@ from slime.engines.keys import header_of, key_of
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.adapters import AdapterConfig, adapter_family
+from slime.models.peft_config import CONFIG
 from tests.support.bpe_tokenizers import save_model_with_words
 from tests.support.embedded_models import save_tiny_model
 

@@ -189,6 +189,31 @@ def test_sets_that_engines_fuse_are_complete(
     assert all(torch.equal(own[name], tensor) for name, tensor in model.trained.items())
 
 
+def test_embedding_and_output_layer_are_sent() -> None:
+    model = Model("mistral", lora_target_modules=("embed_tokens", "lm_head"))
+    head = "base_model.model.lm_head.lora_{}.weight"
+    embedding = "base_model.model.model.embed_tokens.lora_embedding_{}"
+    vocab, hidden = model.spec.vocab_size, model.spec.hidden_size
+    assert model.layout.sent == {
+        embedding.format("A"): (4, vocab), embedding.format("B"): (hidden, 4),
+        head.format("A"): (4, hidden), head.format("B"): (vocab, 4),
+    }  # fmt: skip
+    for name in (embedding.format("A"), head.format("B")):
+        model.trained[name].zero_()
+    with FakeAdapterEngine(model.base) as engine:
+        sync = connected([engine], model)
+        sync.push()
+        assert engine.configs["policy-1"]["target_modules"] == ["embed_tokens", "lm_head"]
+        for name, tensor in engine.adapters["policy-1"].items():
+            assert torch.equal(tensor, model.trained[name])
+        for name, parameter in sync._source._local.items():
+            if name == "embedding.word_embeddings.adapter.up":
+                parameter.data.zero_()
+        with pytest.raises(UserError, match=r"of zeros alone.*lora_embedding_B"):
+            sync.push()
+        sync.close()
+
+
 def laid_out(model: Model) -> dict[str, torch.Tensor]:
     buffer = AdapterBuffer(model.layout.entries(torch.float32), is_shared=False)
     buffer.buffer.zero_()
@@ -421,7 +446,8 @@ def test_queries_that_sglang_cannot_load() -> None:
 
 
 def test_nothing_is_asked_of_the_first_push() -> None:
-    check_values({"x.lora_A.w": 1.0, "x.lora_B.w": 0.0}, {"x": "1"}, {"x": "1"}, has_learned=False)
+    largest = {Q.format("A"): 1.0, Q.format("B"): 0.0}
+    check_values(largest, {"x": "1"}, {"x": "1"}, has_learned=False)
 
 
 @pytest.mark.parametrize(

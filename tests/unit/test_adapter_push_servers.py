@@ -20,7 +20,7 @@ from slime.engines.fleet import EngineFleet
 from slime.engines.launch import ONE_GPU, EnginePlace
 from slime.errors import UserError
 from slime.models import family_of
-from slime.models.adapters import AdapterConfig, adapter_family
+from slime.models.adapters import AdapterConfig, adapter_family, begins_with_zeros
 from slime.processes.host import free_port
 from slime.weights import adapter_sync
 from slime.weights.adapter_sync import AdapterSync
@@ -86,11 +86,13 @@ def pushed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pushed]:
     folder = tmp_path_factory.mktemp(request.param)
-    model = save_tiny_model(folder / "model", "qwen3")
+    model = save_tiny_model(folder / "model", "qwen3", tie_word_embeddings=False)
     config = make_config(
         rollout_engine=request.param, hf_checkpoint=str(model), fp32=True, lora_rank=4,
-        lora_target_modules=("q_proj", "v_proj", "o_proj", "down_proj"), rollout_batch_size=4,
-        num_rollout=1, lr=1e-4,
+        lora_target_modules=(
+            "q_proj", "v_proj", "o_proj", "down_proj", "embed_tokens", "lm_head"
+        ),
+        rollout_batch_size=4, num_rollout=1, lr=1e-4,
     )  # fmt: skip
     hf_config = json.loads((model / "config.json").read_text())
     family = family_of(hf_config)
@@ -100,7 +102,7 @@ def pushed(
     table = adapter_family(family, spec, adapters)
     stub = MegatronStub(family, spec, load_file(model / "model.safetensors"))
     trained = {
-        name: torch.zeros_like(tensor) if ".lora_B." in name else tensor * 0.1
+        name: torch.zeros_like(tensor) if begins_with_zeros(name) else tensor * 0.1
         for name, tensor in random_hf(table, spec, seed=3).items()
     }
     for name, parameter in MegatronStub(table, spec, trained).named_parameters():
@@ -148,9 +150,7 @@ def test_versions_come_and_go_beside_the_base(pushed: Pushed) -> None:
     sync.close()
 
 
-def test_a_push_waits_for_no_request(pushed: Pushed) -> None:
-    sync = pushed.connected()
-    sync.push()
+def test_neither_an_engine_that_joins_nor_a_push_waits_for_requests(pushed: Pushed) -> None:
     fleet = EngineFleet([pushed.url])
     sampling = {"max_new_tokens": 30_000, "ignore_eos": True}
     body = {"input_ids": TOKENS, "sampling_params": sampling}
@@ -161,6 +161,9 @@ def test_a_push_waits_for_no_request(pushed: Pushed) -> None:
         return bool(load["loads"][0]["num_running_reqs"])
 
     wait_until(is_running)
+    sync = pushed.connected()
+    sync.push()
+    assert is_running()
     pushed.learn()
     sync.push(has_learned=True)
     fleet.post("/abort_request", {"abort_all": True}, 30)

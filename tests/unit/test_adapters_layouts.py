@@ -46,6 +46,8 @@ SHARED = {"lora_experts": "shared-outer", "lora_rank_by_topk": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "some targets": ("qwen3", SOME),
+    "vocabulary": ("mistral", {"lora_target_modules": ("down_proj", "embed_tokens", "lm_head")}),
+    "head": ("mistral", {"lora_target_modules": ("lm_head",)}),
     "glm4": ("glm4", {}),
     "deepseek_v3": ("deepseek_v3", {}),
     "qwen3_moe": ("qwen3_moe", {}),
@@ -54,13 +56,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 EXPERTS = ("deepseek_v3", "qwen3_moe", "shared outer sides")
 
 
+ALWAYS = (
+    ("qwen3", "recompute"),
+    ("qwen3_moe", "EP2"),
+    ("vocabulary", "TP2"),
+    ("vocabulary", "TP2+SP x PP2"),
+    ("head", "PP2 virtual"),
+)
+
+
 def cases() -> Iterator[Any]:
     for model in MODELS:
         for layout in LAYOUTS:
             if "EP2" in layout and model not in EXPERTS:
                 continue
             always = layout == "TP2+SP" or model == "shared outer sides"
-            always = always or (model, layout) in (("qwen3", "recompute"), ("qwen3_moe", "EP2"))
+            always = always or (model, layout) in ALWAYS
             yield pytest.param(model, layout, marks=[] if always else [pytest.mark.full])
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.checkpoints.peft_files import CONFIG, WEIGHTS, check_adapter
+from slime.checkpoints.peft_files import WEIGHTS, check_adapter
 from slime.config import make_config
 from slime.config.groups_lora import LoraConfig
 from slime.errors import UserError
@@ -29,6 +29,7 @@ from slime.models.adapters import (
 )
 from slime.models.layouts import GATE_UP, QKV, Shard, SomeParts
 from slime.models.parameters import ModelParameters
+from slime.models.peft_config import CONFIG
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily
 from tests.support.hf_configs import ARCHITECTURES, PUBLISHED, config_of
@@ -61,6 +62,12 @@ MLP = ("gate_proj", "up_proj", "down_proj")
         ("Qwen/Qwen3-4B", {"lora_exclude_modules": ATTENTION}, 1_327_104),
         ("Qwen/Qwen3-30B-A3B", {"lora_target_modules": ATTENTION}, 835_584),
         ("Qwen/Qwen3-30B-A3B", {"lora_target_modules": MLP}, 51_904_512),
+        # Σ (in + out) as of any other layer
+        (
+            "Qwen/Qwen3-30B-A3B",
+            {"lora_target_modules": ("embed_tokens", "lm_head")},
+            2 * (151_936 + 2048),
+        ),
         (
             "Qwen/Qwen3-30B-A3B",
             {"lora_target_modules": MLP, "lora_experts": "shared-outer"},
@@ -188,6 +195,8 @@ def test_a_part_that_is_no_target_is_in_no_file() -> None:
         ("Qwen/Qwen3-0.6B", {"lora_target_modules": ("q_prj",)}, "nearest: q_proj"),
         ("Qwen/Qwen3-0.6B", {"lora_exclude_modules": ("kv_b_proj",)}, "has no such layer"),
         ("Qwen/Qwen3-0.6B", {"lora_target_modules": ("embed_tokens",)}, "cannot be adapted"),
+        ("Qwen/Qwen3-0.6B", {"lora_target_modules": ("lm_head",)}, "are one weight"),
+        ("Qwen/Qwen3-30B-A3B", {"lora_exclude_modules": ("lm_head",)}, "has no effect"),
         ("Qwen/Qwen3-30B-A3B", {"lora_target_modules": ("gate",)}, "router"),
         ("Qwen/Qwen3-30B-A3B", {"lora_target_modules": ("gate_proj", "up_proj")}, "down_proj is"),
         ("Qwen/Qwen3-30B-A3B", {"lora_exclude_modules": ("gate_proj", "up_proj")}, "up_proj is"),

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from slime.checkpoints.peft_files import read_adapter
 from slime.errors import UserError
-from slime.models.adapters import is_adapter_parameter, peft_name
-from slime.trainer.megatron import adapters as low_rank
+from slime.models.adapters import begins_with_zeros, is_adapter_parameter, peft_name
 from slime.trainer.megatron import forward
 from slime.trainer.megatron.backend import MegatronBackend
 from slime.trainer.megatron.offload import Offloader, torch_optimizers
@@ -23,10 +22,11 @@ from tests.support.parity import EP2, PP2, SP, TP2, worst
 from tests.support.peft_directories import adapters_for, random_adapter
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, make_batch, shard, trainer_config
-from tests.support.trainers import LOSS, trainer
+from tests.support.trainers import LOSS, gradients, trainer
 
 LORA: dict[str, Any] = {"lora_rank": 3, "lora_alpha": 6.0}
 TOLERANCE = 1e-5
+VOCABULARY = ("embed_tokens", "lm_head")
 
 
 def tensors_of(backend: Any) -> dict[str, Tensor]:
@@ -85,8 +85,17 @@ def their_loss(model: Any, **call: Any) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("targets", [(), ("v_proj", "gate_proj")], ids=["all", "some"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        pytest.param("llama", (), id="llama-all"),
+        pytest.param("llama", ("v_proj", "gate_proj"), id="llama-some"),
+        pytest.param("mistral", ("all-linear", *VOCABULARY), id="vocabulary"),
+        pytest.param("mistral", ("lm_head",), id="head"),
+        pytest.param("qwen3", (), id="qwen3-all"),
+        pytest.param("qwen3", ("v_proj", "gate_proj"), id="qwen3-some"),
+    ],
+)
 def test_loss_and_gradients_are_those_of_peft(
     family: str, targets: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -175,25 +184,44 @@ def test_loss_and_gradients_are_those_of_the_definition(
         assert expected is not None and worst(gradient, expected) <= 2 * TOLERANCE, name
 
 
+def test_gradients_of_micro_batches_are_not_rounded(tmp_path: Path) -> None:
+    """With bfloat16 weights: 16 micro-batches give what one of 16 samples gives, to float32."""
+    save_tiny("mistral", tmp_path)
+    lora = LORA | {"lora_target_modules": ("all-linear", *VOCABULARY)}
+    random_adapter(tmp_path, tmp_path / "adapter", **lora)
+    flags = {"hf_checkpoint": str(tmp_path), "lora_adapter_path": str(tmp_path / "adapter"), **lora}
+    found = []
+    for micro_batches in ([[i] for i in range(16)], [list(range(16))]):
+        backend = trainer(bf16=True, fp32=False, rollout_batch_size=16, **flags)
+        try:
+            batch = make_batch(micro_batches, num_samples=16)
+            found.append(gradients(backend, batch))
+        finally:
+            backend.close()
+    for name, gradient in found[0].items():
+        assert gradient.dtype == torch.float32
+        assert worst(gradient, found[1][name]) <= 1e-5, name
+
+
 # -- the start -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "mistral"])
 @pytest.mark.parametrize("dtype", [{"fp32": True}, {"fp32": False, "bf16": True}])
 def test_at_first_the_policy_is_its_base_to_the_bit(
     family: str, dtype: dict[str, bool], tmp_path: Path
 ) -> None:
     save_tiny(family, tmp_path)
     found = []
-    for lora in ({}, LORA):
+    adapted = LORA | ({"lora_target_modules": VOCABULARY} if family == "mistral" else {})
+    for lora in ({}, adapted):
         backend = trainer(hf_checkpoint=str(tmp_path), **LOSS, **dtype, **lora)
         try:
             found.append(log_probs_of(backend))
             if lora:
                 assert backend.reference_is_policy
-                assert all(
-                    bool(one.down.any()) for one in low_rank.adapters_of(backend.model_chunks)
-                )
+                for name, tensor in tensors_of(backend).items():
+                    assert bool(tensor.any()) != begins_with_zeros(name), name
                 found.append(log_probs_of(backend, "reference"))
         finally:
             backend.close()
@@ -208,6 +236,27 @@ def first_values_job(info: Any, flags: dict[str, Any]) -> dict[str, Tensor]:
     )
     backend.setup()
     return tensors_of(backend)
+
+
+def test_first_values_of_the_vocabulary_are_pefts(tmp_path: Path, ranks: Pools) -> None:
+    import peft
+
+    model = save_tiny("mistral", tmp_path)
+    flags = {
+        "hf_checkpoint": str(tmp_path), "lora_rank": 64, "lora_target_modules": VOCABULARY,
+    }  # fmt: skip
+    (one,) = ranks.run(1, first_values_job, flags)
+    settings = peft.LoraConfig(r=64, target_modules=list(VOCABULARY))
+    theirs = {
+        name.replace(".default", ""): parameter
+        for name, parameter in peft.get_peft_model(model, settings).named_parameters()
+    }
+    for name, tensor in one.items():
+        assert tensor.shape == theirs[name].shape
+        assert tensor.std().item() == pytest.approx(theirs[name].std().item(), rel=0.1), name
+        assert bool(tensor.any()) == bool(theirs[name].any())
+    for other in ranks.run(4, first_values_job, {**flags, **TP2, **SP, **PP2}):
+        assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
 
 
 def test_first_values_depend_on_no_layout(tmp_path: Path, ranks: Pools) -> None:
@@ -360,14 +409,22 @@ def save_job(info: Any, flags: dict[str, Any], members: list[Any], batch: Any) -
     return tensors_of(backend)
 
 
-@pytest.mark.parametrize("experts", ["per-expert", "shared-outer"])
+@pytest.mark.parametrize(
+    ("family", "adapted"),
+    [
+        pytest.param("qwen3_moe", {"lora_experts": "per-expert"}, id="per-expert"),
+        pytest.param("qwen3_moe", {"lora_experts": "shared-outer"}, id="shared-outer"),
+        # 97 tokens, which two ranks fill up to 98
+        pytest.param("mistral", {"lora_target_modules": VOCABULARY}, id="vocabulary"),
+    ],
+)
 def test_a_checkpoint_of_adapters_loads_at_any_layout(
-    experts: str, tmp_path: Path, ranks: Pools
+    family: str, adapted: dict[str, Any], tmp_path: Path, ranks: Pools
 ) -> None:
-    save_tiny("qwen3_moe", tmp_path / "hf")
+    save_tiny(family, tmp_path / "hf")
     flags = {
         "hf_checkpoint": str(tmp_path / "hf"), "adam_eps": 1e-3, "rollout_batch_size": 12,
-        "lora_experts": experts, **LORA,
+        **adapted, **LORA,
     }  # fmt: skip
     batch = make_batch()
     one: list[Any] = [range(6)]
@@ -379,6 +436,8 @@ def test_a_checkpoint_of_adapters_loads_at_any_layout(
         (4, {**TP2, "expert_model_parallel_size": 2}, two),
         (1, {}, one),
     ]
+    if family == "mistral":
+        layouts = [(1, {}, one), (4, {**TP2, **SP, **PP2}, one), (1, {}, one)]
 
     def run(name: str, *steps: tuple[int, dict[str, Any], list[Any]]) -> list[dict[str, Tensor]]:
         run_flags = {**flags, "load": str(tmp_path / name), "save": str(tmp_path / name)}

@@ -18,10 +18,12 @@ from slime.embedded.sequence import Sequence
 from slime.embedded.weights import WeightError
 from slime.engines.request_fields import BadRequest
 from slime.engines.wire.buckets import fingerprint
+from slime.models.adapters import peft_name
 from tests.support.adapters import (
     Tensors,
     is_outer_side,
     merge_adapter,
+    peft_config,
     random_adapter,
     save_adapter,
     stacked_experts,
@@ -85,6 +87,7 @@ def assert_same(one: torch.Tensor, other: torch.Tensor, atol: float = 5e-6) -> N
 TARGETS = {
     "llama_scaled": "all",
     "qwen3": ["q_proj", "v_proj", "down_proj"],
+    "mistral": ["embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj"],
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
     "glm4": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],
 }
@@ -124,6 +127,35 @@ def test_log_probs_equal_those_of_merged_weights(
     sequence = sequence_with(table_of(scheduler).load("a", config, tensors))
     run(scheduler, [sequence])
     assert_same(given(sequence), wanted(merged, sequence), atol=2e-5)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_embedding_and_output_layer_have_adapters(
+    directories: dict[str, Path], deterministic: bool
+) -> None:
+    base = directories["mistral"]
+    config, tensors = random_adapter(base, targets=["embed_tokens", "lm_head"])
+    scheduler = make_scheduler(base, deterministic=deterministic)
+    table = table_of(scheduler)
+    own = sequence_with(table.load("a", config, tensors))
+    run(scheduler, [own, sequence_with(None)])
+    scheduler = make_scheduler(base)
+    weights = scheduler.store.named
+    for module, transposed in (("model.embed_tokens", True), ("lm_head", False)):
+        up, down = (tensors[peft_name(module, side)] for side in ("B", "A"))
+        delta = 2.0 * up @ down
+        weights[f"{module}.weight"].add_(delta.t() if transposed else delta)
+    merged = sequence_with(None)
+    run(scheduler, [merged])
+    assert own.output_ids == merged.output_ids
+    assert_same(given(own), given(merged), atol=2e-5)
+
+
+def test_vocabularies_that_are_one_weight_have_none(base: Path) -> None:
+    scheduler = make_scheduler(base)
+    config = peft_config(4, 8.0, ["lm_head"])
+    with pytest.raises(WeightError, match="names lm_head, the model has no such layer"):
+        table_of(scheduler).load("a", config, {})
 
 
 FORMS: dict[str, Callable[[Tensors], Tensors]] = {

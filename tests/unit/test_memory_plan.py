@@ -238,6 +238,25 @@ def test_adapters_of_experts_are_divided_with_them(folders: dict[str, Path], exp
     assert sizes[1] == (sizes[0] - shared) / 4 + shared
 
 
+def test_adapters_of_embedding_and_output_layer_are_cut_over_the_vocabulary(
+    folders: dict[str, Path],
+) -> None:
+    vocab, hidden = 151_936, 2048
+    flags: dict[str, Any] = {
+        "lora_rank": 8,
+        "lora_target_modules": ("embed_tokens", "lm_head"),
+        "actor_num_gpus_per_node": 2,
+        "tensor_model_parallel_size": 2,
+        "rollout_num_gpus_per_engine": 2,
+        "colocate": True,
+    }
+    found = phases(plan_of(folders[MOE], 400, **flags))["GPU 0-1", "train"]
+    assert owned(found, "trainer")["adapters"] == 2 * 8 * (vocab + 2 * hidden)
+    # SGLang has all of the embedding's A on each rank
+    pool = 3 * 2 * 8 * (vocab + vocab // 2 + 2 * hidden)
+    assert owned(found, "engine")["pool of 3 adapters"] == pool
+
+
 def test_frozen_matrices_need_no_inputs(folders: dict[str, Path]) -> None:
     def activations(**flags: Any) -> float:
         plan = plan_of(folders[DENSE], 400, loss_type="sft_loss", **flags)

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from slime.checkpoints.hf_files import HfReader
 from slime.checkpoints.merging import merge_adapter, merged
 from slime.checkpoints.peft_files import (
-    CONFIG,
     WEIGHTS,
     ExpertLayout,
     fitted,
@@ -29,6 +28,7 @@ from slime.config.groups_lora import LoraConfig
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.adapters import AdapterConfig, adapter_family, peft_name
+from slime.models.peft_config import CONFIG
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily
 from tests.support.embedded_models import save_tiny_model
@@ -91,6 +91,7 @@ def loaded_by_peft(base: Path, directory: Path) -> Any:
     ("shape", "flags"),
     [
         ("llama", {}),
+        ("mistral", {"lora_target_modules": ("embed_tokens", "lm_head", "down_proj")}),
         ("qwen3", {"lora_target_modules": ("q_proj", "up_proj")}),
         ("glm4", {}),
         ("qwen3_moe", {}),
@@ -227,6 +228,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
             },
         ),
         ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+        ("mistral", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
         ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
         ("qwen3_moe", {"target_modules": [], "target_parameters": EXPERTS[:1]}),
         ("qwen3_moe", {"target_modules": [], "target_parameters": EXPERTS[1:]}),
@@ -253,9 +255,15 @@ def test_what_peft_saves_is_read(
     torch.testing.assert_close(logits(ours), seen, rtol=1e-5, atol=1e-4)
 
 
-def test_a_merge_has_the_bits_of_merge_and_unload(bases: Any, tmp_path: Path) -> None:
-    base = bases("llama")
-    model = saved_by_peft(base, tmp_path / "a", target_modules="all-linear")
+@pytest.mark.parametrize(
+    ("shape", "targets"),
+    [("llama", "all-linear"), ("mistral", ["embed_tokens", "lm_head", "down_proj"])],
+)
+def test_a_merge_has_the_bits_of_merge_and_unload(
+    bases: Any, tmp_path: Path, shape: str, targets: Any
+) -> None:
+    base = bases(shape)
+    model = saved_by_peft(base, tmp_path / "a", target_modules=targets)
     theirs = model.merge_and_unload().state_dict()
     reader = HfReader(base)
     ours = dict(merged(reader, sorted(reader.names()), read_adapter(tmp_path / "a")))

@@ -482,6 +482,9 @@ def test_a_flag_of_another_version_names_that_version(monkeypatch: pytest.Monkey
 # -- adapters --------------------------------------------------------------------------------------
 
 
+HEAD = {"lora_target_modules": ("lm_head",)}
+
+
 def lora(tmp_path: Path, model: str = "qwen3", **flags: Any) -> dict[str, Any]:
     (tmp_path / "config.json").write_text(json.dumps(hf_config_of(model)))
     return {"hf_checkpoint": str(tmp_path), "lora_rank": 8, **flags}
@@ -519,10 +522,19 @@ def test_the_base_is_kept_while_engines_sleep_as_no_push_brings_it(tmp_path: Pat
         ({"sglang_dp_size": 2, "sglang_enable_dp_attention": True}, "one replica only"),
         ({"sglang_max_loaded_loras": 3}, "--sglang-max-loaded-loras 3 does not go"),
         ({"sglang_max_loras_per_batch": 1}, "counts the base as one"),
+        ({**HEAD, "sglang_lora_backend": "torch_native"}, "pass csgmv or triton"),
+        ({**HEAD, "sglang_enable_fp32_lm_head": True}, "passes it by"),
+        (
+            {
+                "lora_target_modules": ("embed_tokens",),
+                "sglang_enable_attn_tp_input_scattered": True,
+            },
+            "adapters of embed_tokens for inputs that are whole",
+        ),
     ],
 )
 def test_what_adapters_cannot_have_is_refused(
     tmp_path: Path, flags: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(UserError, match=expected):
-        sglang_command(config_of(**lora(tmp_path), **flags), "m", "h", 1)
+        sglang_command(config_of(**lora(tmp_path, **flags)), "m", "h", 1)

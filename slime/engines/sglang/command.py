@@ -57,6 +57,8 @@ _KV_BYTES = {"fp8_e5m2": 1, "fp8_e4m3": 1, "fp4_e2m1": 0.5}
 
 #: SGLang's kernels for experts that compute adapters of them, too.
 _RUNNERS_WITH_ADAPTERS = ("triton", "marlin")
+#: Kernels that know that a prefill asks for few rows of the output layer only.
+_BACKENDS_OF_HEAD = ("csgmv", "triton")
 
 #: Algorithms whose drafts come from no trained weights, so that a push leaves nothing behind.
 _DRAFTS_WITHOUT_WEIGHTS = ("NGRAM",)
@@ -147,6 +149,21 @@ def check_adapters(config: Config, options: Mapping[str, Any], where: str = "") 
         )
     if options.get("enable_lora") is False:
         refuse("enable_lora", "requests are answered with the adapter that is trained")
+    vocabulary = {"embed_tokens", "lm_head"} & set(config.lora.lora_target_modules)
+    if vocabulary and options.get("enable_attn_tp_input_scattered"):
+        refuse(
+            "enable_attn_tp_input_scattered",
+            f"SGLang computes adapters of {' and '.join(sorted(vocabulary))} for inputs that are "
+            "whole on each rank",
+        )
+    if "lm_head" in vocabulary and options.get("lora_backend") not in (None, *_BACKENDS_OF_HEAD):
+        refuse(
+            "lora_backend",
+            "in a prefill it applies adapters of lm_head to the wrong rows",
+            f"pass {' or '.join(_BACKENDS_OF_HEAD)}",
+        )
+    if "lm_head" in vocabulary and options.get("enable_fp32_lm_head"):
+        refuse("enable_fp32_lm_head", "SGLang passes it by where lm_head has an adapter")
     if 0 < int(options.get("max_loras_per_batch") or 3) < 2:
         refuse(
             "max_loras_per_batch",

@@ -3,6 +3,8 @@
     column-parallel   x ─ A ─► [T, parts · rank] ─ copied / gathered ─► spread B ─► + output
     row-parallel      x ─ A ─► [T, rank] ─ summed / scattered ─► B ─► + output
     routed experts    rows ─ A of the expert ─► B of the expert ─► + output
+    embedding         tokens ─ rows of Aᵀ ─► [T, rank] ─ summed / scattered ─► B ─► + output
+    output layer      x ─ A ─► [T, rank] ─ copied / gathered ─► B, within the log-probs' product
 
 The collectives of an adapter move rank-sized rows, one in each direction. They leave the gradient
 of a side that every tensor-parallel rank holds either complete on each rank or, under sequence
@@ -14,6 +16,9 @@ hold get partial gradients there, which `finish_gradients` adds up once per step
     A of gate and up, B of the way back     over the expert-tensor-parallel ranks
     the same, shared by all experts         over the tensor-parallel ranks; data parallelism, whose
                                             ranks hold all experts, does the rest
+
+Gradients of all but routed experts are computed in float32 and added to Megatron's buffer by the
+backward pass itself: autograd would round them to the parameters' 16 bits in each micro-batch.
 
 Parameters and names are those of `slime.models.adapters`. Layers stay what they were: `attach`
 gives each a subclass of its class, so that local layers and Transformer Engine's work alike.
@@ -39,7 +44,10 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -57,7 +65,7 @@ from slime.models.adapters import (
     AdapterConfig,
     adapted_layers,
     adapter_family,
-    split_peft_name,
+    begins_with_zeros,
 )
 from slime.models.layouts import GATE_UP, STACKED_GATE_UP, Shard, SomeParts
 from slime.models.spec import ModelSpec
@@ -74,8 +82,7 @@ class LowRankAdapter(nn.Module):
     Args:
         layer: the rules of the adapted layer and of its adapter.
         spread: [rows of ``up``, parts]: 1 where a row belongs to a part that has an adapter.
-        rows, columns: of this rank's piece of the frozen weight.
-        experts: shape in front of both sides; empty where they are matrices.
+        down, up: shapes of this rank's piece of both sides.
     Attributes:
         is_on: False computes the base alone.
         dropout: share of the inputs that is dropped just now.
@@ -85,12 +92,9 @@ class LowRankAdapter(nn.Module):
         self,
         layer: AdaptedLayer,
         spread: Tensor,
-        rows: int,
-        columns: int,
+        down: tuple[int, ...],
+        up: tuple[int, ...],
         config: TransformerConfig,
-        *,
-        down_experts: tuple[int, ...] = (),
-        up_experts: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         parts = sum(layer.present)
@@ -99,21 +103,42 @@ class LowRankAdapter(nn.Module):
         self.dropout = 0.0
         self.halves = 2 if _is_gated(layer) else 1
         like = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        down = torch.zeros(*down_experts, parts * layer.rank, columns, **like)
-        up = torch.zeros(*up_experts, rows, layer.rank, **like)
-        self.down = nn.Parameter(down)
-        self.up = nn.Parameter(up)
+        self.down = nn.Parameter(torch.zeros(down, **like))
+        self.up = nn.Parameter(torch.zeros(up, **like))
         is_plain = parts == 1 and all(layer.present)
         self.spread: Tensor | None
         self.register_buffer("spread", None, persistent=False)
         if not is_plain:
             self.spread = spread[:, :, None].to(config.params_dtype).to(self.up.device)
 
-    def wide_up(self) -> Tensor:
-        """[…, rows, parts · rank]: each row of ``up`` in the columns of its part, else zeros."""
-        if self.spread is None:
-            return self.up
-        return (self.up.unsqueeze(-2) * self.spread).flatten(-2)
+    @property
+    def begins_with_zeros(self) -> Tensor:
+        """The side that is zero in an adapter that changes nothing."""
+        return self.up
+
+
+def _wide(up: Tensor, spread: Tensor | None) -> Tensor:
+    """[…, rows, parts · rank]: each row of ``up`` in the columns of its part, else zeros."""
+    return up if spread is None else (up.unsqueeze(-2) * spread).flatten(-2)
+
+
+def give_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Add a gradient to a parameter's buffer in the buffer's dtype, and return what the backward
+    pass gives to autograd: a tensor without meaning, as of Megatron's own layers, or the gradient
+    if there is no buffer."""
+    buffer = getattr(parameter, "main_grad", None)
+    if buffer is None:
+        return gradient.to(parameter.dtype)
+    buffer.add_(gradient)
+    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(parameter)
+
+
+def _float_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32, whatever the factors' dtype."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.ops.aten.mm.dtype(a, b, torch.float32)
+    return a.float() @ b.float()
 
 
 def _is_gated(layer: AdaptedLayer) -> bool:
@@ -122,7 +147,7 @@ def _is_gated(layer: AdaptedLayer) -> bool:
 
 
 class LinearAdapter(LowRankAdapter):
-    """The adapter of a column- or row-parallel layer."""
+    """The adapter of a column- or row-parallel layer, the output layer among them."""
 
     def __init__(
         self,
@@ -131,7 +156,10 @@ class LinearAdapter(LowRankAdapter):
         weight: Tensor,
         config: TransformerConfig,
     ) -> None:
-        super().__init__(layer, spread, weight.size(0), weight.size(1), config)
+        rows, columns = weight.shape
+        ranks = sum(layer.present) * layer.rank
+        super().__init__(layer, spread, (ranks, columns), (rows, layer.rank), config)
+        self.of_vocabulary = layer.base.is_output
         self.is_row_parallel = layer.is_row_parallel
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.sequence_parallel = config.sequence_parallel and self.group.size() > 1
@@ -154,29 +182,27 @@ class LinearAdapter(LowRankAdapter):
         """
         if not self.is_on:
             return compute_base(x)
+        x, hidden = self.low_rank(x)
+        output, bias = compute_base(x)
+        return _added(output, hidden, self), bias
+
+    def low_rank(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs of the layer [T, 1, in] on this rank → them again, for the frozen layer alone, and
+        A·x [T, 1, rank] of the tokens that this rank has outputs of."""
         if self.dropout:
-            hidden = F.linear(F.dropout(x, self.dropout), self.down)
+            _, hidden = _Down.apply(F.dropout(x, self.dropout), self.down)
         else:
             x, hidden = _Down.apply(x, self.down)
-        hidden = self._exchanged(hidden)
-        output, bias = compute_base(x)
-        if output._is_view():  # of Megatron's reduction, which returns what it was given
-            output = output.clone()
-        return _AddProduct.apply(output, hidden, self.wide_up(), self.scaling), bias
-
-    def _exchanged(self, hidden: Tensor) -> Tensor:
         group = self.group
         if group.size() == 1:
-            return hidden
+            return x, hidden
         if self.is_row_parallel:
-            if self.sequence_parallel:
-                return reduce_scatter_to_sequence_parallel_region(hidden, group=group)
-            return reduce_from_tensor_model_parallel_region(hidden, group=group)
+            return x, _summed(hidden, group, self.sequence_parallel)
         if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(
+            return x, gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=group
             )
-        return copy_to_tensor_model_parallel_region(hidden, group=group)
+        return x, copy_to_tensor_model_parallel_region(hidden, group=group)
 
     def sharded_state_dict(
         self,
@@ -200,8 +226,101 @@ class LinearAdapter(LowRankAdapter):
         place = (0, rank, size)
         return {
             **_sharded(f"{prefix}down", self.down, offsets, (), None, whole),
-            **_sharded(f"{prefix}up", self.up, offsets, (), place, cut, self.halves),
+            **_sharded(
+                f"{prefix}up",
+                self.up,
+                offsets,
+                (),
+                place,
+                cut,
+                self.halves,
+                is_padded=self.of_vocabulary,
+            ),
         }
+
+
+class EmbeddingAdapter(LowRankAdapter):
+    """The adapter of the vocabulary-parallel embedding. As in PEFT it has no dropout."""
+
+    def __init__(
+        self, layer: AdaptedLayer, base: VocabParallelEmbedding, config: TransformerConfig
+    ) -> None:
+        tokens, width = base.weight.shape
+        no_parts = torch.ones(1, 1)
+        super().__init__(layer, no_parts, (tokens, layer.rank), (width, layer.rank), config)
+        self.first_token = base.vocab_start_index
+        self.group = base.tp_group
+        self.sequence_parallel = base.reduce_scatter_embeddings
+        set_tensor_model_parallel_attributes(self.down, True, 0, 1)
+        # each rank has the outputs of some tokens
+        self.up.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    @property
+    def begins_with_zeros(self) -> Tensor:
+        return self.down
+
+    def forward(self, tokens: Tensor, compute_base: Callable[[Tensor], Tensor]) -> Tensor:
+        """Token ids int64 [1, T] → what ``compute_base`` makes of them, [1, T, hidden], or under
+        sequence parallelism [T / ranks, 1, hidden], with the adapter's part added."""
+        output = compute_base(tokens)
+        if not self.is_on:
+            return output
+        local = tokens - self.first_token
+        is_here = (local >= 0) & (local < self.down.size(0))
+        hidden = _LookedUp.apply(local.where(is_here, 0), is_here, self.down)
+        if self.sequence_parallel:
+            hidden = hidden.transpose(0, 1).contiguous()
+        if self.group.size() > 1:
+            hidden = _summed(hidden, self.group, self.sequence_parallel)
+        return _added(output, hidden, self)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Both sides as any layout loads them."""
+        assert metadata is not None
+        rank = self.group.rank()
+        replica = metadata["dp_cp_group"].rank()
+        place = (0, rank, self.group.size())
+        cut = (0, 0, replica)
+        whole = (0, rank, replica)
+        return {
+            **_sharded(f"{prefix}down", self.down, sharded_offsets, (), place, cut, is_padded=True),
+            **_sharded(f"{prefix}up", self.up, sharded_offsets, (), None, whole),
+        }
+
+
+def _summed(hidden: Tensor, group: Any, is_scattered: bool) -> Tensor:
+    """Add up the ranks' parts of A·x; with ``is_scattered`` a rank gets the sum of its tokens."""
+    if is_scattered:
+        return reduce_scatter_to_sequence_parallel_region(hidden, group=group)
+    return reduce_from_tensor_model_parallel_region(hidden, group=group)
+
+
+def _added(output: Tensor, hidden: Tensor, adapter: LowRankAdapter) -> Tensor:
+    if output._is_view():  # of Megatron's reduction, which returns what it was given
+        output = output.clone()
+    return _AddProduct.apply(output, hidden, adapter.up, adapter.spread, adapter.scaling)
+
+
+class _LookedUp(torch.autograd.Function):
+    """Rows of ``down`` [tokens, r] by index [1, T] → [1, T, r]; zeros where ``is_here`` is not."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, is_here: Tensor, down: Tensor) -> Tensor:
+        ctx.save_for_backward(local, is_here)
+        ctx.down = down
+        return F.embedding(local, down) * is_here[..., None]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        local, is_here = ctx.saved_tensors
+        rows = (grad.float() * is_here[..., None]).flatten(0, -2)
+        gradient = rows.new_zeros(ctx.down.shape).index_add_(0, local.flatten(), rows)
+        return None, None, give_gradient(ctx.down, gradient)
 
 
 class _Down(torch.autograd.Function):
@@ -213,14 +332,16 @@ class _Down(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, down)
+        ctx.save_for_backward(x)
+        ctx.down = down
         return x.view_as(x), F.linear(x, down)
 
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor, grad_hidden: Tensor) -> tuple[Tensor | None, Tensor]:
-        x, down = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
+        down = ctx.down
         rows = grad_hidden.flatten(0, -2)
-        grad_down = rows.t() @ x.flatten(0, -2)
+        grad_down = give_gradient(down, _float_product(rows.t(), x.flatten(0, -2)))
         if not ctx.needs_input_grad[0]:
             return None, grad_down
         grad_x.view(-1, grad_x.size(-1)).addmm_(rows, down)
@@ -228,24 +349,31 @@ class _Down(torch.autograd.Function):
 
 
 class _AddProduct(torch.autograd.Function):
-    """output [T, 1, out] += scaling · hidden [T, 1, r] · upᵀ [r, out], in place: a frozen layer
-    keeps no outputs."""
+    """output [T, 1, out] += scaling · hidden [T, 1, parts · r] · wideᵀ, in place: a frozen layer
+    keeps no outputs. ``wide`` is ``up`` [out, r] spread over the parts."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, hidden: Tensor, up: Tensor, scaling: float) -> Tensor:
-        ctx.save_for_backward(hidden, up)
+    def forward(
+        ctx: Any, output: Tensor, hidden: Tensor, up: Tensor, spread: Tensor | None, scaling: float
+    ) -> Tensor:
+        wide = _wide(up, spread)
+        ctx.save_for_backward(hidden, wide, spread)
+        ctx.up = up
         ctx.scaling = scaling
         ctx.mark_dirty(output)
-        output.view(-1, up.size(0)).addmm_(hidden.flatten(0, -2), up.t(), alpha=scaling)
+        output.view(-1, wide.size(0)).addmm_(hidden.flatten(0, -2), wide.t(), alpha=scaling)
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        hidden, up = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        hidden, wide, spread = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        grad_hidden = (rows @ up).mul_(ctx.scaling)
-        grad_up = (rows.t() @ hidden.flatten(0, -2)).mul_(ctx.scaling)
-        return grad, grad_hidden.view(hidden.shape), grad_up, None
+        grad_hidden = (rows @ wide).mul_(ctx.scaling)
+        grad_up = _float_product(rows.t(), hidden.flatten(0, -2)).mul_(ctx.scaling)
+        if spread is not None:
+            grad_up = (grad_up.unflatten(-1, (spread.size(1), -1)) * spread).sum(1)
+        given = give_gradient(ctx.up, grad_up)
+        return grad, grad_hidden.view(hidden.shape), given, None, None
 
 
 class ExpertAdapter(LowRankAdapter):
@@ -259,14 +387,14 @@ class ExpertAdapter(LowRankAdapter):
         config: TransformerConfig,
     ) -> None:
         experts, rows, columns = base.weight.shape
+        down = (sum(layer.present) * layer.rank, columns)
+        up = (rows, layer.rank)
         super().__init__(
             layer,
             spread,
-            rows,
-            columns,
+            (experts, *down) if layer.down.is_expert else down,
+            (experts, *up) if layer.up.is_expert else up,
             config,
-            down_experts=(experts,) if layer.down.is_expert else (),
-            up_experts=(experts,) if layer.up.is_expert else (),
         )
         self.is_row_parallel = layer.is_row_parallel
         self.shard = base.shard
@@ -292,7 +420,7 @@ class ExpertAdapter(LowRankAdapter):
         if not self.is_on:
             return output
         down: Tensor = self.down
-        up = self.wide_up()
+        up = _wide(self.up, self.spread)
         missing = -down.size(-2) % _ALIGNMENT
         if missing:
             down = F.pad(down, (0, 0, 0, missing))
@@ -343,12 +471,15 @@ def _sharded(
     place: tuple[int, int, int] | None,
     replica_id: ReplicaId,
     halves: int = 1,
+    *,
+    is_padded: bool = False,
 ) -> ShardedStateDict:
     """One side of an adapter in a checkpoint.
 
     Args:
         place: (axis, piece, pieces) of what ranks divide.
         halves: 2 where each piece has its part of gate and of up, which lie apart in the whole.
+        is_padded: the whole has rows beyond the vocabulary, how many depends on the layout.
     """
     before = len(offsets)
 
@@ -372,6 +503,7 @@ def _sharded(
                     *cut,
                     replica_id=replica_id,
                     prepend_axis_num=before,
+                    allow_shape_mismatch=is_padded,
                 )
             )
         return found
@@ -448,6 +580,8 @@ def attach(chunks: Sequence[nn.Module], spec: ModelSpec, adapters: AdapterConfig
             if isinstance(module, StackedLinear):
                 spread = _spread(layer, spec, Shard(module.shard, module.shards))
                 module.adapter = ExpertAdapter(layer, spread, module, config)
+            elif isinstance(module, VocabParallelEmbedding):
+                module.adapter = EmbeddingAdapter(layer, module, config)
             else:
                 group = parallel_state.get_tensor_model_parallel_group()
                 spread = _spread(layer, spec, Shard(group.rank(), group.size()))
@@ -458,7 +592,7 @@ def attach(chunks: Sequence[nn.Module], spec: ModelSpec, adapters: AdapterConfig
 
 def _spread(layer: AdaptedLayer, spec: ModelSpec, shard: Shard) -> Tensor:
     """[rows of this rank's piece, parts with an adapter]: which row belongs to which part."""
-    if layer.is_row_parallel:
+    if len(layer.present) == 1:
         return torch.ones(1, 1)
     sizes = [shape[0] for shape in shapes_of(layer.base, spec)]
     numbers = iter(range(len(layer.present)))
@@ -470,10 +604,13 @@ def _spread(layer: AdaptedLayer, spec: ModelSpec, shard: Shard) -> Tensor:
 
 class _FirstValues(Mapping[str, Tensor]):
     """The first values of every A, drawn whole from the seed and the tensor's name, so that they
-    depend on no layout: uniform within ±1/√in, PEFT's default."""
+    depend on no layout: uniform within ±1/√in, PEFT's default. Of the embedding those of B, normal
+    as there."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
-        self._shapes = {name: shape for name, shape in shapes.items() if _is_down(name)}
+        self._shapes = {
+            name: shape for name, shape in shapes.items() if not begins_with_zeros(name)
+        }
         self._seed = seed
 
     def __getitem__(self, name: str) -> Tensor:
@@ -481,6 +618,8 @@ class _FirstValues(Mapping[str, Tensor]):
         generator = torch.Generator().manual_seed(
             xxhash.xxh3_64_intdigest(f"{self._seed} {name}".encode()) >> 1
         )
+        if "lora_embedding" in name:
+            return torch.empty(shape).normal_(generator=generator)
         bound = 1 / math.sqrt(shape[1])
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
@@ -494,15 +633,11 @@ class _FirstValues(Mapping[str, Tensor]):
         return name in self._shapes
 
 
-def _is_down(name: str) -> bool:
-    found = split_peft_name(name)
-    return found is not None and found[1] == "A"
-
-
 def draw_first_values(
     chunks: Sequence[nn.Module], spec: ModelSpec, adapters: AdapterConfig, seed: int
 ) -> None:
-    """Fill every A with random numbers, the same at every layout; every B stays zero."""
+    """Fill every A with random numbers, the same at every layout; every B stays zero. Of the
+    embedding it is B that is filled."""
     table = adapter_family(table_of(spec), spec, adapters)
     fill_adapters(chunks, table, spec, _FirstValues(dict(table.hf_tensors(spec)), seed))
 
@@ -514,6 +649,11 @@ def adapters_of(chunks: Sequence[nn.Module]) -> Iterator[LowRankAdapter]:
     """Iterate over all adapters of this rank."""
     for chunk in chunks:
         yield from (module for module in chunk.modules() if isinstance(module, LowRankAdapter))
+
+
+def adapter_tensors(chunks: Sequence[nn.Module]) -> list[Tensor]:
+    """Return both sides of all adapters of this rank."""
+    return [side for adapter in adapters_of(chunks) for side in (adapter.down, adapter.up)]
 
 
 @contextmanager
@@ -544,8 +684,8 @@ def dropping_inputs(chunks: Sequence[nn.Module], dropout: float) -> Iterator[Non
 
 @torch.no_grad()
 def changes_nothing(chunks: Sequence[nn.Module]) -> bool:
-    """Tell whether every B of this rank is zero."""
-    return not any(bool(adapter.up.any()) for adapter in adapters_of(chunks))
+    """Tell whether every B of this rank is zero, or A of the embedding."""
+    return not any(bool(one.begins_with_zeros.any()) for one in adapters_of(chunks))
 
 
 def finish_gradients(chunks: list[Any], *args: Any, **kwargs: Any) -> None:

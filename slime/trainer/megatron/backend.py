@@ -29,7 +29,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.checkpoints.directory import ADAPTER
 from slime.checkpoints.hf_io import fill_adapters, load_hf
-from slime.checkpoints.load_plan import LoadPlan, is_hf_dir, resolve_reference
+from slime.checkpoints.load_plan import (
+    LoadPlan,
+    is_hf_dir,
+    reference_adapter,
+    resolve_reference,
+)
 from slime.checkpoints.loading import holds_adapters, saved_reference
 from slime.checkpoints.loading import load as load_checkpoint
 from slime.checkpoints.peft_files import fitted, read_adapter
@@ -160,11 +165,11 @@ class MegatronBackend:
             for role in self._copied_roles():
                 self.copies[role.name] = WeightsCopy(self.model_chunks)
         self.next_rollout_id = 0 if initialise else self._load()
-        if self.adapters is not None:
-            differs = not adapters.changes_nothing(self.model_chunks)
-            self.reference_is_policy = not self.ranks.any_of_all(differs)
-        elif REFERENCE in self.copies:
+        if REFERENCE in self.copies:
             differs = not self.copies[REFERENCE].equals(self.model_chunks)
+            self.reference_is_policy = not self.ranks.any_of_all(differs)
+        elif self.adapters is not None:
+            differs = not adapters.changes_nothing(self.model_chunks)
             self.reference_is_policy = not self.ranks.any_of_all(differs)
 
     def _read_model(self) -> tuple[ModelSpec, dict[str, Any]]:
@@ -223,17 +228,29 @@ class MegatronBackend:
             )
         self._load_weights(base, self._quantised_reader(base))
         logger.info("%s", plan.note if goes_on else base.note)
+        reference = reference_adapter(self.config)
+        if reference is not None:
+            copy = WeightsCopy(self.model_chunks, tensors_of=adapters.adapter_tensors)
+            with copy.swapped_in(self.model_chunks):
+                self._fill_adapters(reference, own, "--ref-load")
+                copy.take(self.model_chunks)
+            self.copies[REFERENCE] = copy
+            logger.info("the reference model is the base with the adapter %s", reference)
         start_from = self.config.lora.lora_adapter_path
         if start_from is not None and not goes_on:
-            family = table_of(self.spec)
-            tensors = fitted(read_adapter(start_from), own, family, self.spec)
-            table = adapter_family(family, self.spec, own)
-            fill_adapters(self.model_chunks, table, self.spec, tensors)
+            self._fill_adapters(start_from, own, "--lora-adapter-path")
             logger.info("adapters start from %s", start_from)
         self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, self.config)
         if goes_on:
             self._load_state(plan)
         return plan.start_rollout_id
+
+    def _fill_adapters(self, directory: str | Path, own: AdapterConfig, flag: str) -> None:
+        """Read a PEFT adapter of the policy's rank and layers, which ``flag`` names, into the
+        model."""
+        family = table_of(self.spec)
+        tensors = fitted(read_adapter(directory), own, family, self.spec, flag=flag)
+        fill_adapters(self.model_chunks, adapter_family(family, self.spec, own), self.spec, tensors)
 
     def _load_state(self, plan: LoadPlan) -> None:
         """Load what training goes on with from a checkpoint."""
@@ -440,8 +457,8 @@ class MegatronBackend:
         return self.model_chunks
 
     def _copied_roles(self) -> list[Role]:
-        """Return the models that do not learn and are copies of weights. With adapters the
-        reference model is the policy without them."""
+        """Return the models that do not learn and are copies of whole weights. With adapters the
+        reference model is the policy without them, or with those of --ref-load."""
         frozen = [role for role in self.roles.values() if not role.learns]
         return [role for role in frozen if self.adapters is None or role.name != REFERENCE]
 
@@ -493,7 +510,7 @@ class MegatronBackend:
             self.routing.prepare(batch, packed, "reference" if routes_itself else "score")
         copy = self.copies.get(role)
         other = copy.swapped_in(self.model_chunks) if copy else nullcontext()
-        if self.adapters is not None and role == REFERENCE:
+        if self.adapters is not None and role == REFERENCE and copy is None:
             other = adapters.without_adapters(self.model_chunks)
         with other, self._computing(as_engines=as_engines):
             scores = forward.score(self.model_chunks, packed, **self._score_options(False))

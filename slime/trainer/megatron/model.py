@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import pkgutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime.algorithms.logprobs import VocabShard, linear_log_probs
+from slime.algorithms.logprobs import LowRankLogits, VocabShard, linear_log_probs
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.models.layout_rules import virtual_stages
@@ -42,6 +43,7 @@ from slime.models.model_flags import merge_transformer
 from slime.models.rotary import inverse_frequencies
 from slime.models.spec import ModelSpec
 from slime.trainer.megatron import te_layers
+from slime.trainer.megatron.adapters import give_gradient
 from slime.trainer.megatron.attention import PackedAttention, PackedSelfAttention
 from slime.trainer.megatron.layers import (
     Embedding,
@@ -106,11 +108,16 @@ class PolicyModel(GPTModel):
         hidden = self.hidden_states(batch)
         if not self.post_process:
             return hidden
+        hidden, low_rank = self._low_rank_head(hidden, batch)
         rows = self.predicting_rows(hidden, batch)
         weight = self.output_weight()
         logits = None
         if with_logits:
-            logits = (rows @ weight[: self.vocab_shard().size].t()).float() / temperature
+            size = self.vocab_shard().size
+            logits = rows @ weight[:size].t()
+            if low_rank is not None:
+                logits = logits + low_rank.hidden @ low_rank.up[:size].t()
+            logits = logits.float() / temperature
         log_probs, entropy = linear_log_probs(
             rows,
             weight,
@@ -120,6 +127,7 @@ class PolicyModel(GPTModel):
             shard=self.vocab_shard(),
             chunk_size=chunk_size,
             grad_accumulator=self._direct_grad(),
+            low_rank=low_rank,
         )
         context = batch.sequences.context
         if context is not None:
@@ -158,6 +166,18 @@ class PolicyModel(GPTModel):
         rows = hidden[:, 0].index_select(0, batch.rows)
         return tensor_parallel.copy_to_tensor_model_parallel_region(rows, group=group)
 
+    def _low_rank_head(
+        self, hidden: Tensor, batch: PackedMicroBatch
+    ) -> tuple[Tensor, LowRankLogits | None]:
+        """What the output layer's adapter, if there is one, adds to the logits of the rows that
+        predict response tokens, and the hidden states for the frozen layer."""
+        adapter = getattr(self.output_layer, "adapter", None)
+        if adapter is None or not adapter.is_on:
+            return hidden, None
+        hidden, low_rank = adapter.low_rank(hidden)
+        rows = low_rank[:, 0].index_select(0, batch.rows) * adapter.scaling
+        return hidden, LowRankLogits(rows, adapter.up, partial(give_gradient, adapter.up))
+
     def output_weight(self) -> Tensor:
         """[V / tp, H]: the output layer's rows on this rank, the embedding's if they are tied."""
         if self.share_embeddings_and_output_weights:
@@ -186,7 +206,7 @@ class PolicyModel(GPTModel):
         wait = wrapper._make_forward_pre_hook()
         if self.post_process:
             self.decoder.final_layernorm.register_forward_pre_hook(
-                lambda norm, _: wait(self.output_layer)
+                lambda norm, _: _wait_for_all(self.output_layer, wait)
             )
         for module in self.modules():
             if isinstance(module, PackedSelfAttention):
@@ -199,6 +219,11 @@ class PolicyModel(GPTModel):
         if not self._direct or not torch.is_grad_enabled() or not weight.requires_grad:
             return None
         return weight.main_grad  # type: ignore[attr-defined]
+
+
+def _wait_for_all(layer: torch.nn.Module, wait: Callable[[torch.nn.Module], Any]) -> None:
+    for module in layer.modules():  # its adapter is one
+        wait(module)
 
 
 def _wait_for_norms(attention: PackedSelfAttention, wait: Callable[[torch.nn.Module], Any]) -> None:

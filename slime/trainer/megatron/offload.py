@@ -195,25 +195,35 @@ def megatron_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]
 
 
 class WeightsCopy:
-    """Weights of a model that does not learn: parameters and persistent buffers (`stored_tensors`).
+    """Weights of a model that does not learn: parameters and persistent buffers (`stored_tensors`),
+    or some of these.
 
     On a GPU the copy lies in pinned host memory. Swapping in does not move the policy's own
     weights: each parameter points elsewhere for a while, and back afterwards.
 
+    Args:
+        tensors_of: those of the model that are copied.
     Attributes:
         iteration: the rollout after which these were the policy's weights; None if the run was
             started with them.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], iteration: int | None = None) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        iteration: int | None = None,
+        *,
+        tensors_of: Callable[[Sequence[nn.Module]], list[Tensor]] = stored_tensors,
+    ) -> None:
         self.tensors: list[Tensor] = []
+        self._tensors_of = tensors_of
         self.take(chunks, iteration)
 
     @torch.no_grad()
     def take(self, chunks: Sequence[nn.Module], iteration: int | None = None) -> None:
         """Copy the weights as they are now."""
         self.iteration = iteration
-        parameters = stored_tensors(chunks)
+        parameters = self._tensors_of(chunks)
         if not self.tensors:
             pin = device.has_gpu()
             flat = [host_buffer(p.numel() * p.element_size(), pin=pin) for p in parameters]
@@ -227,7 +237,7 @@ class WeightsCopy:
     @contextmanager
     def swapped_in(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
         """Within the block the model computes with these weights."""
-        parameters = stored_tensors(chunks)
+        parameters = self._tensors_of(chunks)
         own = [parameter.data for parameter in parameters]
         try:
             for parameter, copy in zip(parameters, self.tensors):
@@ -240,7 +250,7 @@ class WeightsCopy:
     @torch.no_grad()
     def equals(self, chunks: Sequence[nn.Module]) -> bool:
         """Tell whether the model's weights are the same bits as the copy."""
-        parameters = stored_tensors(chunks)
+        parameters = self._tensors_of(chunks)
         return all(torch.equal(copy, p.detach().cpu()) for copy, p in zip(self.tensors, parameters))
 
 

@@ -28,7 +28,7 @@ from sglang.scheduler import die
 from slime.embedded.adapters import AdapterForm, place
 from slime.embedded.generate_routes import json_response, state_of
 from slime.embedded.weights import WeightError
-from slime.models.adapters import adaptable, split_peft_name
+from slime.models.adapters import adaptable_by_name, peft_name, split_peft_name
 
 Tensors = dict[str, torch.Tensor]
 
@@ -123,17 +123,20 @@ class LoRAManager:
         self._validate(name, config, pinned)
         store = engine.store
         layers = [Layer() for _ in range(store.arch.num_layers)]
+        outside: Tensors = {}
         for one, tensor in tensors.items():
             number = _layer_of(one)
             if number is not None:
                 layers[number].weights[one] = tensor
+            else:
+                outside[one] = tensor
         for layer in layers:
             _fuse(layer.weights)
         effective, problem = _applied(store, config, tensors)
         key = uuid.uuid4().hex
         engine.adapters.load(name, effective[0], effective[1], path, pinned=pinned)
         self.lora_refs[key] = Ref(name, path, pinned)
-        self.loras[key] = Loaded(layers)
+        self.loras[key] = Loaded(layers, outside)
         if problem:
             self.deadly[name] = problem
 
@@ -228,7 +231,7 @@ def _applied(
     store: Any, config: Mapping[str, Any], tensors: Tensors
 ) -> tuple[tuple[dict[str, Any], Tensors], str]:
     """What SGLang computes with, as the embedded engine takes it, and what it will die of or ""."""
-    leaves = {*adaptable(store.arch.family, store.arch.spec), "gate_up_proj"}
+    leaves = {*adaptable_by_name(store.arch.family, store.arch.spec), "gate_up_proj"}
     sides: dict[str, set[str]] = {}
     problem = ""
     for name in tensors:
@@ -246,7 +249,7 @@ def _applied(
     used: Tensors = {}
     kept: list[str] = []
     for module in modules:
-        names = [f"base_model.model.{module}.lora_{side}.weight" for side in "AB"]
+        names = [peft_name(module, side) for side in ("A", "B")]
         pair = {one: tensors[one] for one in names}
         try:
             _place(store, {**plain, "target_modules": [module]}, pair)
