@@ -75,9 +75,34 @@ class DecodeAttention:
 
     def __init__(self, cache: KVCache, lengths: list[int], fixed_shapes: bool) -> None:
         self._cache = cache
+        self._lengths = lengths
+        self._fixed_shapes = fixed_shapes
+        self._plan = cache.plan_write(np.arange(len(lengths)), np.asarray(lengths) - 1)
+        self._by_window: dict[int | None, _DecodeRows] = {}
+
+    def __call__(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim] → [rows,
+        heads * head_dim]."""
+        self._plan.write(layer, keys, values)
+        window = self._cache.arch.spec.window(layer)
+        if window not in self._by_window:
+            self._by_window[window] = _DecodeRows(
+                self._cache, self._lengths, self._fixed_shapes, window
+            )
+        return self._by_window[window].attend(layer, queries, keys.shape[1])
+
+
+class _DecodeRows:
+    """What the layers with one length of window read for a decode step."""
+
+    def __init__(
+        self, cache: KVCache, lengths: list[int], fixed_shapes: bool, window: int | None
+    ) -> None:
         as_array = np.asarray(lengths)
         longest = max(lengths)
-        self._plan = cache.plan_write(np.arange(len(lengths)), as_array - 1)
+        first = np.zeros_like(as_array) if window is None else np.maximum(as_array - window, 0)
         self._reads = [
             Read(
                 block,
@@ -85,10 +110,11 @@ class DecodeAttention:
                 count=block.size if fixed_shapes else _worth_reading(block, longest),
             )
             for block in cache.blocks
-            if block.start < longest
+            if block.start < longest and (fixed_shapes or block.start + block.size > first.min())
         ]
         num_keys = self._reads[-1].end
-        hidden = torch.from_numpy(np.arange(num_keys) >= as_array[:, None])
+        places = np.arange(num_keys)
+        hidden = torch.from_numpy((places >= as_array[:, None]) | (places < first[:, None]))
         self._mask = (
             torch.zeros(hidden.shape)
             .masked_fill_(hidden, -math.inf)[:, None, None]
@@ -102,14 +128,8 @@ class DecodeAttention:
         )
         self._scores: torch.Tensor | None = None
 
-    def __call__(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim] → [rows,
-        heads * head_dim]."""
-        self._plan.write(layer, keys, values)
+    def attend(self, layer: int, queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
         rows, heads, head_dim = queries.shape
-        kv_heads = keys.shape[1]
         grouped = queries.reshape(rows * kv_heads, heads // kv_heads, head_dim)
         weights = self._softmax(self._masked_scores(layer, grouped, kv_heads))
         output: torch.Tensor | None = None
@@ -192,10 +212,7 @@ class PrefillAttention:
             [np.arange(span.start, span.start + span.count) for span in spans]
         )
         self._plan = cache.plan_write(slots, positions)
-        self._masks = [
-            None if span.start == 0 or fixed_shapes else _causal_mask(span, cache.device)
-            for span in spans
-        ]
+        self._masks: dict[int | None, list[torch.Tensor | None]] = {}
 
     def __call__(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -203,15 +220,20 @@ class PrefillAttention:
         """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]; like
         queries, flat."""
         self._plan.write(layer, keys, values)
+        window = self._cache.arch.spec.window(layer)
+        if window not in self._masks:
+            self._masks[window] = [self._mask_of(span, window) for span in self._spans]
         output = torch.empty_like(queries)
-        for span, mask in zip(self._spans, self._masks):
+        for span, mask in zip(self._spans, self._masks[window]):
             rows = slice(span.offset, span.offset + span.count)
             if self._fixed_shapes:
-                output[rows] = self._in_fixed_blocks(layer, span, queries[rows], keys.shape[1])
+                output[rows] = self._in_fixed_blocks(
+                    layer, span, queries[rows], keys.shape[1], window
+                )
             elif span.start == 0:
                 new_keys = keys[rows].transpose(0, 1)
                 new_values = values[rows].transpose(0, 1)
-                output[rows] = _sdpa(queries[rows], new_keys, new_values, None)
+                output[rows] = _sdpa(queries[rows], new_keys, new_values, mask)
             else:
                 output[rows] = _sdpa(
                     queries[rows],
@@ -220,8 +242,20 @@ class PrefillAttention:
                 )
         return output.view(queries.shape[0], -1)
 
+    def _mask_of(self, span: PrefillChunk, window: int | None) -> torch.Tensor | None:
+        """None where the kernel's own causal mask does."""
+        hides = window is not None and span.start + span.count > window
+        if self._fixed_shapes or (span.start == 0 and not hides):
+            return None
+        return _causal_mask(span, window, self._cache.device)
+
     def _in_fixed_blocks(
-        self, layer: int, span: PrefillChunk, queries: torch.Tensor, kv_heads: int
+        self,
+        layer: int,
+        span: PrefillChunk,
+        queries: torch.Tensor,
+        kv_heads: int,
+        window: int | None,
     ) -> torch.Tensor:
         heads, head_dim = queries.shape[1:]
         group = heads // kv_heads
@@ -239,9 +273,9 @@ class PrefillAttention:
             )
             keys, values = self._cache.read(layer, span.slot, start + BLOCK)
             scores = exact_scores(q, keys.contiguous()) * head_dim**-0.5
-            weights = torch.softmax(scores + _block_mask(start, group, q.device), dim=-1).to(
-                values.dtype
-            )
+            weights = torch.softmax(
+                scores + _block_mask(start, group, window, q.device), dim=-1
+            ).to(values.dtype)
             out = torch.bmm(weights, values.contiguous())
             out = out.view(kv_heads, BLOCK, group, head_dim).transpose(0, 1)
             pieces.append(out[first - start : last - start].reshape(last - first, heads, head_dim))
@@ -264,16 +298,26 @@ def _sdpa(
     return result.permute(2, 0, 1, 3).reshape(count, heads, head_dim)
 
 
-def _causal_mask(span: PrefillChunk, device: torch.device) -> torch.Tensor:
+def sees(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    """bool [queries, keys]: whether a token at a position sees that at another; int64 positions.
+
+    Args:
+        window: how many positions it sees, its own included; None: all before it.
+    """
+    distance = queries[:, None] - keys
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _causal_mask(span: PrefillChunk, window: int | None, device: torch.device) -> torch.Tensor:
     """bool [count, start + count]: which keys each new token sees."""
-    positions = torch.arange(span.start, span.start + span.count, device=device)
-    return torch.arange(span.start + span.count, device=device) <= positions[:, None]
+    keys = torch.arange(span.start + span.count, device=device)
+    return sees(keys[span.start :], keys, window)
 
 
-def _block_mask(start: int, group: int, device: torch.device) -> torch.Tensor:
+def _block_mask(start: int, group: int, window: int | None, device: torch.device) -> torch.Tensor:
     """float32 [BLOCK * group, start + BLOCK] for queries ordered by position, then group."""
     positions = torch.arange(start, start + BLOCK, device=device).repeat_interleave(group)
-    hidden = torch.arange(start + BLOCK, device=device) > positions[:, None]
+    hidden = ~sees(positions, torch.arange(start + BLOCK, device=device), window)
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
 
 

@@ -9,6 +9,7 @@ again before its next use.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -79,12 +80,22 @@ class Linear:
         return y if residual is None else residual + y
 
 
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
+) -> torch.Tensor:
+    """The norm over the last axis; ``zero_centred``: times 1 + weight, in float32."""
+    if zero_centred:
+        return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
 @dataclass
 class Mlp:
-    """``down(silu(gate x) · up x)``; gate and up in one matrix."""
+    """``down(activation(gate x) · up x)``; gate and up in one matrix."""
 
     gate_up: Linear
     down: Linear
+    activation: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(
         self,
@@ -93,7 +104,7 @@ class Mlp:
         adapted: AdaptedRows | None = None,
     ) -> torch.Tensor:
         gate, up = self.gate_up(x, adapted=adapted).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up), residual, adapted)
+        return self.down(self.activation(gate).mul_(up), residual, adapted)
 
 
 def can_pack(weight: torch.Tensor) -> bool:

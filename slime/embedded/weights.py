@@ -22,6 +22,7 @@ from slime.embedded.quantised_weights import StoredForm
 from slime.engines.wire.buckets import dtype_in, dtype_name, fingerprint
 from slime.errors import UserError
 from slime.models import read_hf_config
+from slime.models.activations import ACTIVATIONS
 from slime.models.mixers import mixer_of
 from slime.models.parameters import ModelParameters
 from slime.models.quantised import Quantisation
@@ -310,11 +311,11 @@ class WeightStore:
         experts = self.arch.experts
         mixer = pkgutil.resolve_name(mixer_of(self.arch.spec.transformer, number).embedded)
         return DecoderLayer(
-            input_norm=self.tensor(f"{prefix}input_layernorm.weight"),
+            input_norm=self.tensor_if_there(f"{prefix}input_layernorm.weight"),
             attention=mixer.build(self, attention),
             output=self.linear(f"{attention}linear_proj"),
             post_attention_norm=self.tensor_if_there(f"{prefix}post_self_attn_layernorm.weight"),
-            mlp_norm=self.tensor(f"{prefix}pre_mlp_layernorm.weight"),
+            mlp_norm=self.tensor_if_there(f"{prefix}pre_mlp_layernorm.weight"),
             mlp=self._experts(mlp, experts)
             if experts and experts.in_layer[number]
             else self._mlp(mlp),
@@ -323,7 +324,9 @@ class WeightStore:
 
     def _mlp(self, prefix: str, expert: str = "") -> Mlp:
         return Mlp(
-            self.linear(f"{prefix}linear_fc1", expert), self.linear(f"{prefix}linear_fc2", expert)
+            self.linear(f"{prefix}linear_fc1", expert),
+            self.linear(f"{prefix}linear_fc2", expert),
+            ACTIVATIONS[self.arch.spec.activation],
         )
 
     def _experts(self, prefix: str, facts: ExpertLayers) -> ExpertMLP:

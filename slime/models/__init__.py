@@ -13,14 +13,24 @@ from typing import Any
 from slime.errors import UserError
 from slime.models.decoder import EXPERT_COUNTS
 from slime.models.deepseek_v3 import DEEPSEEK_V3
+from slime.models.exaone4 import EXAONE4
+from slime.models.gemma3_text import GEMMA3_TEXT
+from slime.models.glm import GLM
 from slime.models.glm4 import GLM4
 from slime.models.glm4_moe import GLM4_MOE
 from slime.models.glm4_moe_lite import GLM4_MOE_LITE
+from slime.models.granite import GRANITE
 from slime.models.llama import LLAMA
+from slime.models.mimo import MIMO
 from slime.models.mistral import MISTRAL
+from slime.models.olmo2 import OLMO2
+from slime.models.olmo3 import OLMO3
+from slime.models.phi3 import PHI3
 from slime.models.qwen2 import QWEN2
 from slime.models.qwen3 import QWEN3
 from slime.models.qwen3_moe import QWEN3_MOE
+from slime.models.seed_oss import SEED_OSS
+from slime.models.smollm3 import SMOLLM3
 from slime.models.spec import HfConfig, ModelSpec, read_hf_config
 from slime.models.table import Match, ModelFamily, Rule
 
@@ -34,6 +44,16 @@ FAMILIES: tuple[ModelFamily, ...] = (
     GLM4_MOE,
     GLM4_MOE_LITE,
     DEEPSEEK_V3,
+    GEMMA3_TEXT,
+    OLMO2,
+    OLMO3,
+    SMOLLM3,
+    PHI3,
+    SEED_OSS,
+    GRANITE,
+    EXAONE4,
+    GLM,
+    MIMO,
 )
 
 __all__ = [

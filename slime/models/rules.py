@@ -22,8 +22,9 @@ LayerCondition = Callable[[ModelSpec, int], bool]
 layers."""
 
 Width = Literal[
-    "vocab", "hidden", "inner", "gate and up", "head", "query", "key", "attended", "query rank",
-    "key rank", "key rank, position", "keys, values", "experts", "expert inner", "shared inner",
+    "vocab", "hidden", "inner", "gate and up", "head", "query", "key", "query, key, value",
+    "attended", "query rank", "key rank", "key rank, position", "keys, values", "experts",
+    "expert inner", "shared inner",
 ]  # fmt: skip
 """Name of an axis of a parameter; `slime.models.table.width` gives its size.
 
