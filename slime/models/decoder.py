@@ -352,8 +352,8 @@ def windows(config: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
     window = config.get("sliding_window", _DEFAULT_WINDOW)
     if window is None:
         raise UserError(
-            f"the model's config.json sets layer_types to {kinds}, and no sliding_window",
-            why=f"{kinds.count(SLIDING)} of {len(kinds)} layers see a window of unknown length",
+            "the model's config.json sets no sliding_window",
+            why=f"{kinds.count(SLIDING)} of {len(kinds)} layers (layer_types) have one",
             fix="use the config.json that belongs to the weights",
         )
     if int(window) >= int(config.get("max_position_embeddings", 2048)):

@@ -21,7 +21,7 @@ def olmo_spec(config: dict[str, Any], family: str, **extra: Any) -> ModelSpec:
     """The spec of a family with this placement of norms; ``config`` has its defaults filled in."""
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
-        {**config, "head_dim": None},
+        config,
         family,
         add_qkv_bias=bias,
         output_bias=bias,

@@ -24,8 +24,6 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
     has_window = [window is not None and not here for here in rotated]
     kinds = layer_kinds(config, [SLIDING if here else FULL for here in has_window])
-    if not config.get("use_sliding_window"):
-        kinds = [FULL] * len(kinds)
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
         config,

@@ -60,13 +60,14 @@ def test_log_probs_equal_those_of_transformers(
     torch.testing.assert_close(torch.tensor(sequence.input_logprobs), prompt, atol=1e-4, rtol=0)
 
 
-def test_prefill_in_chunks_gives_the_same_numbers(directories: dict[str, Path]) -> None:
+@pytest.mark.parametrize("shape", ["qwen3", "gemma3_text"])
+def test_prefill_in_chunks_gives_the_same_numbers(directories: dict[str, Path], shape: str) -> None:
     prompt = [i % 250 for i in range(90)]
     whole, chunked = (
         make_sequence(prompt, max_new_tokens=5, temperature=0, logprob_start=0) for _ in range(2)
     )
-    run(make_scheduler(directories["qwen3"]), [whole])
-    run(make_scheduler(directories["qwen3"], prefill_tokens=17), [chunked])
+    run(make_scheduler(directories[shape]), [whole])
+    run(make_scheduler(directories[shape], prefill_tokens=17), [chunked])
     assert whole.output_ids == chunked.output_ids
     torch.testing.assert_close(
         torch.tensor(whole.input_logprobs), torch.tensor(chunked.input_logprobs), atol=1e-4, rtol=0

@@ -209,8 +209,6 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
 @pytest.mark.parametrize(
     ("family", "setting"),
     [
-        ("mistral", {"sliding_window": 4096}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}),
         ("deepseek_v3", {"attention_bias": True}),
         ("deepseek_v3", {"rope_interleave": False}),
         ("deepseek_v3", {"scoring_func": "softmax"}),
