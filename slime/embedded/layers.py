@@ -123,6 +123,7 @@ class ExpertMLP:
     Attributes:
         gate: [experts, hidden].
         bias: [experts], added to the scores for the choice only; None without.
+        shared_gate: [1, hidden], which weighs the shared experts' output; None without.
     """
 
     facts: ExpertLayers
@@ -130,6 +131,7 @@ class ExpertMLP:
     bias: torch.Tensor | None
     experts: list[Mlp]
     shared: Mlp | None
+    shared_gate: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -153,7 +155,10 @@ class ExpertMLP:
             chosen.append(choices)
         output = torch.zeros_like(x) if residual is None else residual.clone()
         if self.shared is not None:
-            output += self.shared(x, adapted=adapted)
+            added = self.shared(x, adapted=adapted)
+            if self.shared_gate is not None:
+                added *= F.linear(x, self.shared_gate).sigmoid()
+            output += added
         routed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         # by the experts' numbers: a token's sum has one order, whatever is batched with it
         for number in choices.unique().tolist():

@@ -337,6 +337,7 @@ class WeightStore:
             bias=self.tensor_if_there(f"{prefix}router.expert_bias"),
             experts=[self._mlp(f"{prefix}experts.", str(number)) for number in range(facts.count)],
             shared=self._mlp(f"{prefix}shared_experts.") if has_shared else None,
+            shared_gate=self.tensor_if_there(f"{prefix}shared_experts.gate_weight"),
         )
 
     def _made_of(self, name: str) -> tuple[str, ...] | None:

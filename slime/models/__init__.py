@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.errors import UserError
 from slime.models.decoder import EXPERT_COUNTS
+from slime.models.deepseek_v2 import DEEPSEEK_V2
 from slime.models.deepseek_v3 import DEEPSEEK_V3
 from slime.models.exaone4 import EXAONE4
 from slime.models.gemma3_text import GEMMA3_TEXT
@@ -23,10 +24,12 @@ from slime.models.granite import GRANITE
 from slime.models.llama import LLAMA
 from slime.models.mimo import MIMO
 from slime.models.mistral import MISTRAL
+from slime.models.mixtral import MIXTRAL
 from slime.models.olmo2 import OLMO2
 from slime.models.olmo3 import OLMO3
 from slime.models.phi3 import PHI3
 from slime.models.qwen2 import QWEN2
+from slime.models.qwen2_moe import QWEN2_MOE
 from slime.models.qwen3 import QWEN3
 from slime.models.qwen3_moe import QWEN3_MOE
 from slime.models.seed_oss import SEED_OSS
@@ -54,6 +57,9 @@ FAMILIES: tuple[ModelFamily, ...] = (
     EXAONE4,
     GLM,
     MIMO,
+    MIXTRAL,
+    QWEN2_MOE,
+    DEEPSEEK_V2,
 )
 
 __all__ = [

@@ -200,16 +200,14 @@ def mtp_layers(config: dict[str, Any]) -> int:
     return 1
 
 
-def num_experts(config: dict[str, Any], name: str) -> int:
-    """Read the number of routed experts per layer, under the family's name for it or transformers'
-    common one.
+def num_experts(config: dict[str, Any], name: str, alias: str = "num_local_experts") -> int:
+    """Read the number of routed experts per layer, under the family's name for it or another that
+    transformers takes for it.
 
     Raises:
         UserError: neither name is there, or they contradict each other.
     """
-    found = {
-        key: int(config[key]) for key in (name, "num_local_experts") if config.get(key) is not None
-    }
+    found = {key: int(config[key]) for key in (name, alias) if config.get(key) is not None}
     if len(set(found.values())) > 1:
         raise UserError(
             "the model config contradicts itself on the number of experts",

@@ -202,7 +202,7 @@ class ModelSpec:
 
     @property
     def rotary_kinds(self) -> tuple[RotaryKind, ...]:
-        """Those that some layer has, each once."""
+        """The kinds that some layer has, each once."""
         return tuple(dict.fromkeys(self.layer_rotary)) or ("main",)
 
     def window(self, layer: int) -> int | None:

@@ -261,6 +261,30 @@ OTHER_FAMILIES |= {
         transformers.Exaone4Config,
         {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     ),
+    "mixtral": (
+        transformers.MixtralConfig,
+        {"num_local_experts": 4, "sliding_window": 7, "rope_parameters": DEFAULT},
+    ),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        {
+            **CHOSEN_EXPERTS,
+            "num_experts": 4,
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "deepseek_v2": (
+        transformers.DeepseekV2Config,
+        {
+            **LATENT,
+            "norm_topk_prob": False,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
     "glm": (
         transformers.GlmConfig,
         {"head_dim": 8, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}},

@@ -71,6 +71,14 @@ BASE: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "mixtral": {**SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
+    "qwen2_moe": {
+        **SHAPE,
+        **EXPERTS,
+        "num_experts": 4,
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 40,
+    },
     "olmo2": SHAPE,
     "olmo3": {
         **BY_KIND,
@@ -109,6 +117,16 @@ BASE: dict[str, dict[str, Any]] = {
             "v_head_dim": 6,
             "n_group": 4,
             "topk_group": 2,
+        },
+    },
+    "deepseek_v2": {
+        **{**SHAPE, **SIGMOID, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16},
+        **{
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "norm_topk_prob": False,
+            "topk_method": "greedy",
         },
     },
 }
@@ -222,7 +240,18 @@ SHARED = {
     *("hidden_act", "rms_norm_eps", "vocab_size", "moe_intermediate_size"),
 }
 #: Families of which the full run alone tries every field.
-RARE = ("olmo2", "olmo3", "phi3", "seed_oss", "granite", "exaone4", "glm")
+RARE = (
+    "mixtral",
+    "qwen2_moe",
+    "deepseek_v2",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "seed_oss",
+    "granite",
+    "exaone4",
+    "glm",
+)
 COMPUTE_SHARED = ("llama", "glm4", "deepseek_v3")
 #: What must not be refused.
 SUPPORTED: list[tuple[str, dict[str, Any]]] = [
