@@ -163,16 +163,25 @@ def _named(model_name: str) -> list[ModelFamily]:
     """
     wanted = _letters(model_name)
     found = dict[str, list[ModelFamily]]()
-    for family in FAMILIES:
-        stems = {_letters(name) for name in (family.name, *family.model_types)}
-        for stem in stems | {stem.removesuffix("moe") for stem in stems}:
-            if wanted.startswith(stem) and _REST.fullmatch(wanted, len(stem)):
-                found.setdefault(stem, []).append(family)
+    all_stems = [(stem, family) for family in FAMILIES for stem in _stems(family)]
+    for stem, family in all_stems:
+        # "glm" is a family, and so is "glm4": then a number is a version, not a size
+        versions = any(re.match(rf"{stem}\d", other) for other, _ in all_stems)
+        rest = wanted.removeprefix(stem)
+        if versions and rest[:1].isdigit():
+            continue
+        if wanted.startswith(stem) and _REST.fullmatch(rest):
+            found.setdefault(stem, []).append(family)
     if not found:
         raise UserError(
             f"--model-name {model_name} is not a model family", fix=f"one of: {_supported()}"
         )
     return found[max(found, key=len)]
+
+
+def _stems(family: ModelFamily) -> set[str]:
+    stems = {_letters(name) for name in (family.name, *family.model_types)}
+    return stems | {stem.removesuffix("moe") for stem in stems}
 
 
 def _letters(name: str) -> str:

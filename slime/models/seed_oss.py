@@ -11,6 +11,7 @@ from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 #: transformers' SeedOssConfig, where config.json is silent.
 _DEFAULTS = {
     "attention_bias": True,
+    "attention_dropout": 0.1,
     "head_dim": 128,
     "max_position_embeddings": 524288,
     "num_key_value_heads": 8,
