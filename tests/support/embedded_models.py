@@ -179,7 +179,7 @@ def make_scheduler(
 ) -> Scheduler:
     arch = Architecture.from_dir(directory)
     store = make_store(directory, arch, dtype, torch.device(device), max_length, deterministic)
-    cache = KVCache(arch, store.dtype, store.device, max_slots, kv_bytes)
+    cache = KVCache(arch, store.dtype, store.device, max_slots, kv_bytes, deterministic)
     return Scheduler(store, cache, prefill_tokens, deterministic, record_experts)
 
 
