@@ -14,8 +14,8 @@ import torch
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.mixers import mixer_of
-from slime.models.rotary import inverse_frequencies
-from slime.models.spec import ModelSpec, named_dtype
+from slime.models.rotary import layer_frequencies
+from slime.models.spec import ModelSpec, RotaryKind, named_dtype
 from slime.models.table import ModelFamily
 
 
@@ -24,10 +24,12 @@ class Rope:
     """Rotary position embedding of the first dimensions of each head.
 
     Attributes:
+        kind: which of the model's embeddings.
         interleaved: a pair is two neighbours, not two dimensions half of the rotated part apart.
     """
 
     spec: ModelSpec
+    kind: RotaryKind = "main"
 
     @property
     def interleaved(self) -> bool:
@@ -39,10 +41,7 @@ class Rope:
         Of each pair the first has the negative sine, so that rotating is ``x * cos + (x, pairs
         swapped) * sin``.
         """
-        spec = self.spec
-        inverse, factor = inverse_frequencies(
-            spec.rotary_dim, spec.rotary_base, spec.rotary_scaling, spec.max_position_embeddings
-        )
+        inverse, factor = layer_frequencies(self.spec, self.kind)
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse)
         cos = angles.cos() * factor
         sin = angles.sin() * factor
@@ -107,6 +106,7 @@ class Architecture:
         model_type: as in config.json.
         num_kv_heads, head_dim: heads of keys and of values in the cache, and their width
             (`slime.models.mixers`).
+        rope: the model's rotary embedding; `Decoder` has those of all layers.
         experts: mixture of experts; None: dense layers only.
         dtype: of the weights in the checkpoint.
     """
@@ -127,6 +127,11 @@ class Architecture:
     dtype: str
     eos_token_ids: tuple[int, ...]
     experts: ExpertLayers | None = None
+
+    @property
+    def zero_centred(self) -> bool:
+        """Tell whether norms multiply by 1 + weight."""
+        return bool(self.spec.transformer.get("layernorm_zero_centered_gamma"))
 
     @staticmethod
     def from_dir(model_path: str | Path) -> Architecture:
@@ -153,14 +158,10 @@ class Architecture:
         """The fields of a parsed ``config.json``.
 
         Raises:
-            UserError: a family, activation or attention that this engine does not implement.
+            UserError: a family that there is no table for, or a setting that cannot be honoured.
         """
         family = family_of(config)
         spec = family.describe(config)
-        if spec.activation != "silu":
-            raise UserError(
-                f"the embedded engine implements the activation silu, not '{spec.activation}'"
-            )
         kv_heads, head_dim = mixer_of(spec.transformer, 0).kept_heads(spec)
         return Architecture(
             family=family,

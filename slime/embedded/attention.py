@@ -11,7 +11,9 @@ Both classes first write the new keys and values, then attend.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -75,32 +77,10 @@ class DecodeAttention:
 
     def __init__(self, cache: KVCache, lengths: list[int], fixed_shapes: bool) -> None:
         self._cache = cache
-        as_array = np.asarray(lengths)
-        longest = max(lengths)
-        self._plan = cache.plan_write(np.arange(len(lengths)), as_array - 1)
-        self._reads = [
-            Read(
-                block,
-                rows=int(np.flatnonzero(as_array > block.start)[-1]) + 1,
-                count=block.size if fixed_shapes else _worth_reading(block, longest),
-            )
-            for block in cache.blocks
-            if block.start < longest
-        ]
-        num_keys = self._reads[-1].end
-        hidden = torch.from_numpy(np.arange(num_keys) >= as_array[:, None])
-        self._mask = (
-            torch.zeros(hidden.shape)
-            .masked_fill_(hidden, -math.inf)[:, None, None]
-            .to(cache.device)
-        )
-        ends = [read.end for read in self._reads]
-        self._runs = (
-            _runs(np.searchsorted(ends, as_array), ends)
-            if fixed_shapes
-            else [(0, len(lengths), num_keys)]
-        )
-        self._scores: torch.Tensor | None = None
+        self._lengths = lengths
+        self._fixed_shapes = fixed_shapes
+        self._plan = cache.plan_write(np.arange(len(lengths)), np.asarray(lengths) - 1)
+        self._by_window: dict[int | None, _DecodeRows] = {}
 
     def __call__(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -108,8 +88,58 @@ class DecodeAttention:
         """queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim] → [rows,
         heads * head_dim]."""
         self._plan.write(layer, keys, values)
+        place, window = self._cache.places[layer]
+        if window not in self._by_window:
+            self._by_window[window] = _DecodeRows(
+                self._cache, self._lengths, self._fixed_shapes, window
+            )
+        return self._by_window[window].attend(place, queries, keys.shape[1])
+
+
+class _DecodeRows:
+    """What the layers with one length of window read for a decode step. Of layers in a ring, the
+    place i of a row with L tokens has the last position before L that is i modulo the ring's
+    size."""
+
+    def __init__(
+        self, cache: KVCache, lengths: list[int], fixed_shapes: bool, window: int | None
+    ) -> None:
+        as_array = np.asarray(lengths)
+        longest = max(lengths)
+        blocks = cache.blocks
+        if window is not None:
+            assert cache.ring is not None
+            blocks = [cache.ring]
+        self._reads = [
+            Read(
+                block,
+                rows=int(np.flatnonzero(as_array > block.start)[-1]) + 1,
+                count=block.size if fixed_shapes else _worth_reading(block, longest),
+            )
+            for block in blocks
+            if block.start < longest
+        ]
+        num_keys = self._reads[-1].end
+        distance = as_array[:, None] - 1 - np.arange(num_keys)
+        if window is not None:
+            distance %= blocks[0].size
+        seen = as_array if window is None else np.minimum(as_array, window)
+        hidden = torch.from_numpy((distance < 0) | (distance >= seen[:, None]))
+        self._mask = (
+            torch.zeros(hidden.shape)
+            .masked_fill_(hidden, -math.inf)[:, None, None]
+            .to(cache.device)
+        )
+        ends = [read.end for read in self._reads]
+        self._runs = (
+            _runs(np.searchsorted(ends, np.minimum(as_array, num_keys)), ends)
+            if fixed_shapes
+            else [(0, len(lengths), num_keys)]
+        )
+        self._scores: torch.Tensor | None = None
+
+    def attend(self, layer: int, queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
         rows, heads, head_dim = queries.shape
-        kv_heads = keys.shape[1]
         grouped = queries.reshape(rows * kv_heads, heads // kv_heads, head_dim)
         weights = self._softmax(self._masked_scores(layer, grouped, kv_heads))
         output: torch.Tensor | None = None
@@ -193,7 +223,7 @@ class PrefillAttention:
         )
         self._plan = cache.plan_write(slots, positions)
         self._masks = [
-            None if span.start == 0 or fixed_shapes else _causal_mask(span, cache.device)
+            None if span.start == 0 or fixed_shapes else _causal_mask(span, 0, None, cache.device)
             for span in spans
         ]
 
@@ -202,12 +232,18 @@ class PrefillAttention:
     ) -> torch.Tensor:
         """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]; like
         queries, flat."""
+        window = self._cache.places[layer].window
+        if window is not None:  # the ring may lose what these tokens see
+            output = self._in_window(layer, queries, keys, values, window)
+            self._plan.write(layer, keys, values)
+            return output
         self._plan.write(layer, keys, values)
         output = torch.empty_like(queries)
         for span, mask in zip(self._spans, self._masks):
             rows = slice(span.offset, span.offset + span.count)
             if self._fixed_shapes:
-                output[rows] = self._in_fixed_blocks(layer, span, queries[rows], keys.shape[1])
+                read = partial(self._up_to, layer, span.slot)
+                output[rows] = _in_fixed_blocks(span, queries[rows], keys.shape[1], read)
             elif span.start == 0:
                 new_keys = keys[rows].transpose(0, 1)
                 new_values = values[rows].transpose(0, 1)
@@ -220,32 +256,88 @@ class PrefillAttention:
                 )
         return output.view(queries.shape[0], -1)
 
-    def _in_fixed_blocks(
-        self, layer: int, span: PrefillChunk, queries: torch.Tensor, kv_heads: int
+    def _up_to(self, layer: int, slot: int, start: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return *self._cache.read(layer, slot, start + BLOCK), 0
+
+    def _in_window(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        window: int,
     ) -> torch.Tensor:
-        heads, head_dim = queries.shape[1:]
-        group = heads // kv_heads
-        end = span.start + span.count
-        pieces = []
-        for start in range(span.start - span.start % BLOCK, end, BLOCK):
-            first = max(start, span.start)
-            last = min(start + BLOCK, end)
-            padded = queries.new_zeros(BLOCK, heads, head_dim)
-            padded[first - start : last - start] = queries[first - span.start : last - span.start]
-            q = (
-                padded.view(BLOCK, kv_heads, group, head_dim)
-                .transpose(0, 1)
-                .reshape(kv_heads, BLOCK * group, head_dim)
-            )
-            keys, values = self._cache.read(layer, span.slot, start + BLOCK)
-            scores = exact_scores(q, keys.contiguous()) * head_dim**-0.5
-            weights = torch.softmax(scores + _block_mask(start, group, q.device), dim=-1).to(
-                values.dtype
-            )
-            out = torch.bmm(weights, values.contiguous())
-            out = out.view(kv_heads, BLOCK, group, head_dim).transpose(0, 1)
-            pieces.append(out[first - start : last - start].reshape(last - first, heads, head_dim))
-        return torch.cat(pieces)
+        """Attend to what the ring keeps of earlier tokens, and to the new ones."""
+        output = torch.empty_like(queries)
+        for span in self._spans:
+            rows = slice(span.offset, span.offset + span.count)
+            first = _first_block(span.start - span.start % BLOCK, window)
+            old = self._cache.read_window(layer, span.slot, first, span.start)
+            padding = -(span.start + span.count) % BLOCK if self._fixed_shapes else 0
+            line = [
+                F.pad(torch.cat([before, new[rows].transpose(0, 1)], dim=1), (0, 0, 0, padding))
+                for before, new in zip(old, (keys, values))
+            ]
+            if self._fixed_shapes:
+                read = partial(_part_of, line, first, window)
+                output[rows] = _in_fixed_blocks(span, queries[rows], keys.shape[1], read, window)
+            else:
+                mask = _causal_mask(span, first, window, queries.device)
+                output[rows] = _sdpa(queries[rows], line[0], line[1], mask)
+        return output.view(queries.shape[0], -1)
+
+
+def _first_block(start: int, window: int) -> int:
+    """Return where the block begins that has the first key which a token at ``start`` sees."""
+    first = max(0, start + 1 - window)
+    return first - first % BLOCK
+
+
+def _part_of(
+    line: list[torch.Tensor], first: int, window: int, start: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return the keys and values, of those from position ``first`` on, that the block of queries
+    from ``start`` on sees, and the position of the first."""
+    begin = _first_block(start, window)
+    keys, values = (x[:, begin - first : start + BLOCK - first] for x in line)
+    return keys, values, begin
+
+
+def _in_fixed_blocks(
+    span: PrefillChunk,
+    queries: torch.Tensor,
+    kv_heads: int,
+    read: Callable[[int], tuple[torch.Tensor, torch.Tensor, int]],
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attend in blocks of queries.
+
+    Args:
+        read: where a block of queries begins → keys and values [kv_heads, keys, head_dim] up to its
+            end, and the position of the first.
+    """
+    heads, head_dim = queries.shape[1:]
+    group = heads // kv_heads
+    end = span.start + span.count
+    pieces = []
+    for start in range(span.start - span.start % BLOCK, end, BLOCK):
+        first = max(start, span.start)
+        last = min(start + BLOCK, end)
+        padded = queries.new_zeros(BLOCK, heads, head_dim)
+        padded[first - start : last - start] = queries[first - span.start : last - span.start]
+        q = (
+            padded.view(BLOCK, kv_heads, group, head_dim)
+            .transpose(0, 1)
+            .reshape(kv_heads, BLOCK * group, head_dim)
+        )
+        keys, values, begin = read(start)
+        scores = exact_scores(q, keys.contiguous()) * head_dim**-0.5
+        mask = _block_mask(start, group, begin, window, q.device)
+        weights = torch.softmax(scores + mask, dim=-1).to(values.dtype)
+        out = torch.bmm(weights, values.contiguous())
+        out = out.view(kv_heads, BLOCK, group, head_dim).transpose(0, 1)
+        pieces.append(out[first - start : last - start].reshape(last - first, heads, head_dim))
+    return torch.cat(pieces)
 
 
 def _sdpa(
@@ -264,16 +356,32 @@ def _sdpa(
     return result.permute(2, 0, 1, 3).reshape(count, heads, head_dim)
 
 
-def _causal_mask(span: PrefillChunk, device: torch.device) -> torch.Tensor:
-    """bool [count, start + count]: which keys each new token sees."""
-    positions = torch.arange(span.start, span.start + span.count, device=device)
-    return torch.arange(span.start + span.count, device=device) <= positions[:, None]
+def sees(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    """bool [queries, keys]: whether a token at a position sees that at another; int64 positions.
+
+    Args:
+        window: how many positions it sees, its own included; None: all before it.
+    """
+    distance = queries[:, None] - keys
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
-def _block_mask(start: int, group: int, device: torch.device) -> torch.Tensor:
-    """float32 [BLOCK * group, start + BLOCK] for queries ordered by position, then group."""
+def _causal_mask(
+    span: PrefillChunk, first: int, window: int | None, device: torch.device
+) -> torch.Tensor:
+    """bool [count, start + count - first]: which keys from position ``first`` on each new token
+    sees."""
+    keys = torch.arange(first, span.start + span.count, device=device)
+    return sees(keys[span.start - first :], keys, window)
+
+
+def _block_mask(
+    start: int, group: int, first: int, window: int | None, device: torch.device
+) -> torch.Tensor:
+    """float32 [BLOCK * group, start + BLOCK - first] for queries ordered by position, then group,
+    and keys from position ``first`` on."""
     positions = torch.arange(start, start + BLOCK, device=device).repeat_interleave(group)
-    hidden = torch.arange(start + BLOCK, device=device) > positions[:, None]
+    hidden = ~sees(positions, torch.arange(first, start + BLOCK, device=device), window)
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
 
 

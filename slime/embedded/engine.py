@@ -89,7 +89,14 @@ class Engine:
         self.store = load_store(options, self.arch, self.device, self.max_length)
         self.adapters = load_adapters(options, self.store)
         kv_bytes = _kv_budget(options.kv_cache_gb, self.device)
-        self.cache = KVCache(self.arch, self.store.dtype, self.device, options.max_slots, kv_bytes)
+        self.cache = KVCache(
+            self.arch,
+            self.store.dtype,
+            self.device,
+            options.max_slots,
+            kv_bytes,
+            whole_rings=options.deterministic,
+        )
         self.scheduler = Scheduler(
             self.store,
             self.cache,

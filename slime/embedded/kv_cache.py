@@ -11,11 +11,15 @@ which torch's batched products only do with contiguous operands; and a block is 
 sequences that reach it. So the scheduler keeps running sequences in the first slots and moves one
 when a hole appears. Growing longer adds a block and copies nothing. Storage begins at zero: masked
 positions are multiplied by a weight of 0, which only finite numbers survive.
+
+Layers whose tokens see a window keep the last positions alone, in a ring: position p lies at p
+modulo its size, which is that of the window and `SPARE` more.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +29,9 @@ from slime.embedded.sequence import Sequence
 
 #: Size of the first blocks; every block is a multiple of it.
 BLOCK = 64
+#: Positions that a ring keeps beside a window, at least: so far may a sequence be ahead of a prefix
+#: that others still take from it.
+SPARE = 256
 _FIRST_SLOTS = 8
 #: Storage may grow to this many bytes to retain prefixes; beyond it the oldest retained prefix
 #: makes room.
@@ -36,7 +43,7 @@ _NO_TOKENS = np.empty(0, dtype=np.int64)
 class CacheBlock:
     """Positions ``start`` … ``start + size - 1`` of all slots.
 
-    keys and values are [layers, slots, kv_heads, size, head_dim].
+    keys and values are [layers of its kind, slots, kv_heads, size, head_dim].
     """
 
     start: int
@@ -49,17 +56,31 @@ class CacheBlock:
         return min(self.size, max(0, length - self.start))
 
 
+class Place(NamedTuple):
+    """Where the cache has a layer: its number among those of its kind, and its window."""
+
+    number: int
+    window: int | None
+
+
 @dataclass
 class WritePlan:
-    """Destination of new tokens' keys and values, for all layers: (block, their rows or None for
-    all, flat index)."""
+    """Destination of new tokens' keys and values: (block, their rows or None for all, flat index),
+    for layers that keep all positions and for those that keep a window.
+
+    Attributes:
+        places: of each layer among those of its kind.
+    """
 
     parts: list[tuple[CacheBlock, torch.Tensor | None, torch.Tensor]]
+    of_window: list[tuple[CacheBlock, torch.Tensor | None, torch.Tensor]]
+    places: list[Place]
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """keys and values [tokens, kv_heads, head_dim]."""
+    def write(self, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write those of layer ``number``: keys and values [tokens, kv_heads, head_dim]."""
         head_dim = keys.shape[-1]
-        for block, rows, index in self.parts:
+        layer, window = self.places[number]
+        for block, rows, index in self.parts if window is None else self.of_window:
             new_keys, new_values = (keys, values) if rows is None else (keys[rows], values[rows])
             block.keys[layer].view(-1, head_dim).index_copy_(
                 0, index, new_keys.reshape(-1, head_dim)
@@ -75,6 +96,11 @@ class KVCache:
     Args:
         max_slots: most sequences at once.
         byte_limit: storage beyond it is only taken when a single sequence needs it.
+        whole_rings: rings have their full size from the start, so that shapes do not depend on what
+            other sequences need.
+    Attributes:
+        ring: of the layers with a window, None without such layers or storage; it grows with
+            ``capacity`` up to ``ring_size``.
     """
 
     def __init__(
@@ -84,6 +110,7 @@ class KVCache:
         device: torch.device,
         max_slots: int,
         byte_limit: int,
+        whole_rings: bool = False,
     ) -> None:
         self.arch = arch
         self.dtype = dtype
@@ -92,6 +119,18 @@ class KVCache:
         self.byte_limit = byte_limit
         self.blocks: list[CacheBlock] = []
         self.num_slots = 0
+        self.places: list[Place] = []
+        counts: dict[bool, int] = {True: 0, False: 0}
+        for window in map(arch.spec.window, range(arch.num_layers)):
+            self.places.append(Place(counts[window is None], window))
+            counts[window is None] += 1
+        self._num_whole = counts[True]
+        self._num_windowed = counts[False]
+        window = max((place.window or 0 for place in self.places), default=0)
+        self.ring_size = -(-(window + SPARE) // BLOCK) * BLOCK
+        self.ring: CacheBlock | None = None
+        self._whole_rings = whole_rings
+        self._window = window
 
     @property
     def capacity(self) -> int:
@@ -100,23 +139,42 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return self.num_slots * self.capacity * self.bytes_per_token
+        return self.num_slots * self._slot_bytes(self.capacity)
 
     @property
     def bytes_per_token(self) -> int:
-        arch = self.arch
-        return 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * self.dtype.itemsize
+        """Bytes of a token in all layers."""
+        return self.arch.num_layers * self._layer_bytes
+
+    @property
+    def _layer_bytes(self) -> int:
+        return 2 * self.arch.num_kv_heads * self.arch.head_dim * self.dtype.itemsize
+
+    def _slot_bytes(self, length: int) -> int:
+        """Storage of one slot of this length."""
+        kept = self._num_whole * length + self._num_windowed * self._ring_for(length)
+        return kept * self._layer_bytes
+
+    def _ring_for(self, length: int) -> int:
+        """Size of the ring where slots have so many positions."""
+        return self.ring_size if self._whole_rings else min(length, self.ring_size)
+
+    def keeps(self, length: int, written: int) -> bool:
+        """Tell whether a slot that was written up to position ``written`` has all that a token at
+        position ``length`` sees."""
+        first_seen = max(0, length - self._window + 1)
+        return not self._num_windowed or first_seen >= written - self.ring_size
 
     def fits(self, slots: int, length: int) -> bool:
         """Whether storage for so many slots of this length is within the limit."""
-        return slots * max(self.capacity, length) * self.bytes_per_token <= self.byte_limit
+        return slots * self._slot_bytes(max(self.capacity, length)) <= self.byte_limit
 
     def ensure_slots(self, count: int) -> None:
         """Have at least ``count`` slots (doubling, as far as the limits allow)."""
         assert count <= self.max_slots
         if count > self.num_slots:
             target = min(self.max_slots, max(count, 2 * self.num_slots, _FIRST_SLOTS))
-            affordable = self.byte_limit // (max(self.capacity, BLOCK) * self.bytes_per_token)
+            affordable = self.byte_limit // self._slot_bytes(max(self.capacity, BLOCK))
             self._resize(max(count, min(target, affordable)))
 
     def keep_slots(self, count: int) -> None:
@@ -129,27 +187,54 @@ class KVCache:
         while self.capacity < length:
             start = self.capacity
             size = block_size(self.capacity)
-            self.blocks.append(CacheBlock(start, size, self._allocate(size), self._allocate(size)))
+            self.blocks.append(self._new_block(start, size))
+        self._grow_ring()
 
     def plan_write(self, slots: np.ndarray, positions: np.ndarray) -> WritePlan:
         """Plan a write of tokens at (slot, position), int64 [tokens] each. The cache reaches all
         positions."""
+        of_window = []
+        if self.ring is not None:
+            last = np.full(self.num_slots, -1)
+            np.maximum.at(last, slots, positions)
+            kept = positions > last[slots] - self.ring.size  # of a long prompt the last part
+            rows = np.flatnonzero(kept)
+            of_window = [self._part(self.ring, slots, positions % self.ring.size, rows)]
+        if not self._num_whole:
+            return WritePlan([], of_window, self.places)
         starts = np.array([block.start for block in self.blocks])
         owners = np.searchsorted(starts, positions, side="right") - 1
-        heads = np.arange(self.arch.num_kv_heads)
         parts = []
         for owner in np.unique(owners):
             block = self.blocks[owner]
             rows = np.flatnonzero(owners == owner)
-            within = (positions[rows] - block.start)[:, None]
-            index = (slots[rows, None] * len(heads) + heads) * block.size + within
-            chosen = None if len(rows) == len(positions) else torch.from_numpy(rows).to(self.device)
-            parts.append((block, chosen, torch.from_numpy(index.reshape(-1)).to(self.device)))
-        return WritePlan(parts)
+            parts.append(self._part(block, slots, positions - block.start, rows))
+        return WritePlan(parts, of_window, self.places)
 
-    def read(self, layer: int, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one sequence, [kv_heads, length, head_dim] each (a copy where several
-        blocks hold it)."""
+    def _part(
+        self, block: CacheBlock, slots: np.ndarray, within: np.ndarray, rows: np.ndarray
+    ) -> tuple[CacheBlock, torch.Tensor | None, torch.Tensor]:
+        """Plan the write of some rows of a batch, which go to these places of a block."""
+        heads = np.arange(self.arch.num_kv_heads)
+        index = (slots[rows, None] * len(heads) + heads) * block.size + within[rows][:, None]
+        chosen = None if len(rows) == len(slots) else torch.from_numpy(rows).to(self.device)
+        return block, chosen, torch.from_numpy(index.reshape(-1)).to(self.device)
+
+    def read_window(
+        self, number: int, slot: int, first: int, last: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of positions ``first`` to ``last - 1`` of one sequence in a layer with a
+        window, a copy [kv_heads, last - first, head_dim] each. Positions before those that the ring
+        keeps have the numbers of later ones."""
+        assert self.ring is not None
+        layer = self.places[number].number
+        index = torch.arange(first, last, device=self.device) % self.ring.size
+        return self.ring.keys[layer, slot][:, index], self.ring.values[layer, slot][:, index]
+
+    def read(self, number: int, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one sequence in a layer that keeps all, [kv_heads, length, head_dim]
+        each (a copy where several blocks hold it)."""
+        layer = self.places[number].number
         used = [(block, count) for block in self.blocks if (count := block.used(length))]
         keys = [block.keys[layer, slot, :, :count] for block, count in used]
         values = [block.values[layer, slot, :, :count] for block, count in used]
@@ -161,7 +246,10 @@ class KVCache:
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` positions of one slot to another."""
+        """Copy the first ``length`` positions of one slot to another, and all that rings keep."""
+        if self.ring is not None:
+            for storage in (self.ring.keys, self.ring.values):
+                storage[:, target] = storage[:, source]
         for block in self.blocks:
             if count := block.used(length):
                 for storage in (block.keys, block.values):
@@ -170,6 +258,9 @@ class KVCache:
     @torch.inference_mode()
     def swap(self, a: int, b: int, length_a: int, length_b: int) -> None:
         """Exchange two slots, of which the first ``length_*`` positions matter."""
+        if self.ring is not None:
+            for storage in (self.ring.keys, self.ring.values):
+                storage[:, [a, b]] = storage[:, [b, a]]
         for block in self.blocks:
             if count := max(block.used(length_a), block.used(length_b)):
                 for storage in (block.keys, block.values):
@@ -180,32 +271,47 @@ class KVCache:
     @torch.inference_mode()
     def clear_slot(self, slot: int) -> None:
         """Zero a slot, after numbers that are not finite were written to it."""
-        for block in self.blocks:
+        for block in [*self.blocks, *([self.ring] if self.ring else [])]:
             block.keys[:, slot].zero_()
             block.values[:, slot].zero_()
 
     def release(self) -> None:
         """Give the memory back; it is allocated again as needed."""
         self.blocks = []
+        self.ring = None
         self.num_slots = 0
 
     @torch.inference_mode()
-    def _allocate(self, size: int) -> torch.Tensor:
+    def _new_block(self, start: int, size: int, layers: int | None = None) -> CacheBlock:
         arch = self.arch
-        shape = (arch.num_layers, self.num_slots, arch.num_kv_heads, size, arch.head_dim)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        count = self._num_whole if layers is None else layers
+        shape = (count, self.num_slots, arch.num_kv_heads, size, arch.head_dim)
+        keys, values = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        return CacheBlock(start, size, keys, values)
+
+    @torch.inference_mode()
+    def _grow_ring(self) -> None:
+        """Give the ring the size that the capacity asks for. One that is too small has not come
+        round yet: each position lies where it will lie."""
+        size = self._ring_for(self.capacity)
+        if not self._num_windowed or (self.ring is not None and self.ring.size >= size):
+            return
+        before = self.ring
+        self.ring = self._new_block(0, size, self._num_windowed)
+        if before is not None:
+            self.ring.keys[:, :, :, : before.size] = before.keys
+            self.ring.values[:, :, :, : before.size] = before.values
 
     @torch.inference_mode()
     def _resize(self, slots: int) -> None:
         kept = min(slots, self.num_slots)
         self.num_slots = slots
-        for block in self.blocks:
-            old_keys = block.keys
-            old_values = block.values
-            block.keys = self._allocate(block.size)
-            block.values = self._allocate(block.size)
-            block.keys[:, :kept] = old_keys[:, :kept]
-            block.values[:, :kept] = old_values[:, :kept]
+        for block in [*self.blocks, *([self.ring] if self.ring else [])]:
+            new = self._new_block(block.start, block.size, len(block.keys))
+            new.keys[:, :kept] = block.keys[:, :kept]
+            new.values[:, :kept] = block.values[:, :kept]
+            block.keys = new.keys
+            block.values = new.values
 
 
 def block_size(start: int) -> int:
@@ -232,6 +338,7 @@ class Slot:
         experts: what these tokens were sent to, a row of `RoutedExperts` each; None where that is
             not recorded.
         length: positions that hold something of use (at least ``len(tokens)``).
+        written: positions that were ever written since its first one, so that rings have lost some.
         epoch: of the weights that computed them.
         last_used: larger is later.
         adapter: key of the adapter that computed them with the weights; 0 for the base alone.
@@ -240,6 +347,7 @@ class Slot:
     sequence: Sequence | None = None
     tokens: np.ndarray = field(default_factory=lambda: _NO_TOKENS)
     length: int = 0
+    written: int = 0
     epoch: int = -1
     last_used: int = 0
     experts: np.ndarray | None = None
@@ -301,7 +409,7 @@ class SlotTable:
             if bound <= best_length or slot.epoch != epoch or slot.adapter != adapter:
                 continue
             length = common_prefix(slot.tokens[:bound], tokens[:bound])
-            if length > best_length:
+            if length > best_length and self.cache.keeps(length, slot.written):
                 best = index
                 best_length = length
         return best, best_length
@@ -315,11 +423,13 @@ class SlotTable:
         self._clock += 1
         tokens = _NO_TOKENS
         experts = None
+        written = 0
         if length:
+            written = self._slots[source].written
             tokens = self._slots[source].tokens[:length]
             experts = self._slots[source].experts
         self._slots[target] = Slot(
-            sequence, tokens, length, epoch, self._clock, experts, key_of(sequence)
+            sequence, tokens, length, written, epoch, self._clock, experts, key_of(sequence)
         )
         if sequence.experts is not None and experts is not None:
             sequence.experts.write(0, experts[:length])
@@ -329,6 +439,7 @@ class SlotTable:
         """A prefill computed the first ``num_prefilled`` tokens of a sequence."""
         slot = self._slots[self.slot_of(sequence)]
         slot.length = num_prefilled
+        slot.written = max(slot.written, num_prefilled)
         if slot.epoch == epoch:
             slot.offer(sequence, num_prefilled)
 
@@ -336,6 +447,7 @@ class SlotTable:
         """Record how many positions of slots 0 … hold keys and values now."""
         for slot, length in zip(self._slots, lengths):
             slot.length = length
+            slot.written = max(slot.written, length)
 
     def start_running(self, sequence: Sequence) -> None:
         """Move a sequence whose prefill is complete behind the running ones."""
@@ -348,6 +460,7 @@ class SlotTable:
         slot = self._slots[index]
         slot.sequence = None
         slot.length = sequence.num_computed
+        slot.written = max(slot.written, slot.length)
         if self._reuse_decoded and slot.epoch == epoch:
             slot.offer(sequence, sequence.num_computed)
         self._clock += 1

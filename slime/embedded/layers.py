@@ -9,6 +9,7 @@ again before its next use.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -102,12 +103,22 @@ class TokenEmbedding:
         return y
 
 
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
+) -> torch.Tensor:
+    """The norm over the last axis; ``zero_centred``: times 1 + weight, in float32."""
+    if zero_centred:
+        return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
 @dataclass
 class Mlp:
-    """``down(silu(gate x) · up x)``; gate and up in one matrix."""
+    """``down(activation(gate x) · up x)``; gate and up in one matrix."""
 
     gate_up: Linear
     down: Linear
+    activation: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(
         self,
@@ -116,7 +127,7 @@ class Mlp:
         adapted: AdaptedRows | None = None,
     ) -> torch.Tensor:
         gate, up = self.gate_up(x, adapted=adapted).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up), residual, adapted)
+        return self.down(self.activation(gate).mul_(up), residual, adapted)
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -135,6 +146,7 @@ class ExpertMLP:
     Attributes:
         gate: [experts, hidden].
         bias: [experts], added to the scores for the choice only; None without.
+        shared_gate: [1, hidden], which weighs the shared experts' output; None without.
     """
 
     facts: ExpertLayers
@@ -142,6 +154,7 @@ class ExpertMLP:
     bias: torch.Tensor | None
     experts: list[Mlp]
     shared: Mlp | None
+    shared_gate: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -165,7 +178,10 @@ class ExpertMLP:
             chosen.append(choices)
         output = torch.zeros_like(x) if residual is None else residual.clone()
         if self.shared is not None:
-            output += self.shared(x, adapted=adapted)
+            added = self.shared(x, adapted=adapted)
+            if self.shared_gate is not None:
+                added *= F.linear(x, self.shared_gate).sigmoid()
+            output += added
         routed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         # by the experts' numbers: a token's sum has one order, whatever is batched with it
         for number in choices.unique().tolist():

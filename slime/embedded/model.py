@@ -12,11 +12,11 @@ from functools import partial
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
-from slime.embedded.architecture import Architecture
-from slime.embedded.layers import ExpertMLP, Linear, Mlp, TokenEmbedding
+from slime.embedded.architecture import Architecture, Rope
+from slime.embedded.layers import ExpertMLP, Linear, Mlp, TokenEmbedding, rms_norm
 from slime.embedded.low_rank import AdaptedRows
+from slime.models.spec import RotaryKind
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]), which
@@ -55,13 +55,13 @@ class MixerWeights(Protocol):
 
 @dataclass
 class DecoderLayer:
-    """Weights of one layer. ``post_*_norm``: None where the outputs are added as they are."""
+    """Weights of one layer. A norm is None where the layer has none in that place."""
 
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None
     attention: MixerWeights
     output: Linear
     post_attention_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor
+    mlp_norm: torch.Tensor | None
     mlp: Mlp | ExpertMLP
     post_mlp_norm: torch.Tensor | None
 
@@ -91,8 +91,10 @@ class Decoder:
         self.norm = norm
         self.head = head
         weight = embedding.weight
-        cos, sin = arch.rope.tables(num_positions, weight.dtype)
-        self.angles = cos.to(weight.device), sin.to(weight.device)
+        self.angles: dict[RotaryKind, tuple[torch.Tensor, torch.Tensor]] = {}
+        for kind in arch.spec.rotary_kinds:
+            cos, sin = Rope(arch.spec, kind).tables(num_positions, weight.dtype)
+            self.angles[kind] = cos.to(weight.device), sin.to(weight.device)
 
     def forward(
         self,
@@ -111,22 +113,28 @@ class Decoder:
             observer: is shown each part's output; costs a subtraction per part.
             adapted: which tokens have an adapter; None if none has.
         """
-        cos = self.angles[0][positions]
-        sin = self.angles[1][positions]
+        angles = {
+            kind: (cos[positions], sin[positions]) for kind, (cos, sin) in self.angles.items()
+        }
         hidden = self.embedding(token_ids, adapted)
+        if self.arch.spec.embedding_scale != 1.0:
+            hidden = hidden * torch.tensor(self.arch.spec.embedding_scale, dtype=hidden.dtype)
         if observer is not None:
             observer.saw("embedding", hidden)
         for number, layer in enumerate(self.layers):
             before = hidden
             normed = self._normalised(hidden, layer.input_norm)
             mixed = layer.attention.trimmed(
-                attend(number, *layer.attention.project(normed, cos, sin, adapted))
+                attend(
+                    number,
+                    *layer.attention.project(
+                        normed, *angles[self.arch.spec.rotary_kind(number)], adapted
+                    ),
+                )
             )
-            if layer.post_attention_norm is None:
-                hidden = layer.output(mixed, hidden, adapted)
-            else:
-                added = layer.output(mixed, adapted=adapted)
-                hidden = hidden + self._normalised(added, layer.post_attention_norm)
+            hidden = self._added(
+                partial(layer.output, mixed), hidden, layer.post_attention_norm, adapted
+            )
             given = None
             if observer is not None:
                 observer.saw(f"{number}.attention norm", normed)
@@ -139,11 +147,7 @@ class Decoder:
                 if isinstance(layer.mlp, ExpertMLP)
                 else layer.mlp
             )
-            if layer.post_mlp_norm is None:
-                hidden = mlp(normed, hidden, adapted)
-            else:
-                added = mlp(normed, adapted=adapted)
-                hidden = hidden + self._normalised(added, layer.post_mlp_norm)
+            hidden = self._added(partial(mlp, normed), hidden, layer.post_mlp_norm, adapted)
             if observer is not None:
                 observer.saw(f"{number}.mlp norm", normed)
                 observer.saw(f"{number}.mlp", hidden - before)
@@ -155,7 +159,23 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor, adapted: AdaptedRows | None = None) -> torch.Tensor:
         """[rows, vocab] in the weights' dtype."""
-        return self.head(hidden, adapted=adapted)
+        logits = self.head(hidden, adapted=adapted)
+        scale = self.arch.spec.logits_scale
+        return logits if scale == 1.0 else logits * scale
 
-    def _normalised(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (self.arch.hidden_size,), weight, self.arch.rms_norm_eps)
+    def _added(
+        self,
+        part: Callable[..., torch.Tensor],
+        hidden: torch.Tensor,
+        norm: torch.Tensor | None,
+        adapted: AdaptedRows | None,
+    ) -> torch.Tensor:
+        """``hidden`` and the output of a part, normalised or scaled where the model does so."""
+        scale = self.arch.spec.residual_scale
+        if norm is None and scale == 1.0:
+            return part(hidden, adapted)
+        return hidden + self._normalised(part(adapted=adapted), norm) * scale
+
+    def _normalised(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        arch = self.arch
+        return x if weight is None else rms_norm(x, weight, arch.rms_norm_eps, arch.zero_centred)

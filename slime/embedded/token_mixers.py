@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from slime.embedded.architecture import Architecture
-from slime.embedded.layers import Linear
+from slime.embedded.layers import Linear, rms_norm
 from slime.embedded.low_rank import AdaptedRows
 from slime.embedded.model import Projected
 from slime.embedded.weights import WeightStore
@@ -53,13 +53,24 @@ class GroupedAttention:
         if self.q_norm is not None and self.k_norm is not None:
             rotated = torch.cat(
                 [
-                    F.rms_norm(rotated[:, :heads], (head_dim,), self.q_norm, arch.rms_norm_eps),
-                    F.rms_norm(rotated[:, heads:], (head_dim,), self.k_norm, arch.rms_norm_eps),
+                    self._normalised(rotated[:, :heads], self.q_norm),
+                    self._normalised(rotated[:, heads:], self.k_norm),
                 ],
                 dim=1,
             )
         rotated = arch.rope.rotate(rotated, cos, sin)
-        return rotated[:, :heads], rotated[:, heads:], values
+        queries = rotated[:, :heads]
+        if "softmax_scale" in arch.spec.transformer:
+            # the kernels scale by 1 / sqrt(head_dim)
+            queries = queries * (arch.spec.score_scale * head_dim**0.5)
+        return queries, rotated[:, heads:], values
+
+    def _normalised(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads, head_dim], over each head or, where the weight is that long, over all."""
+        arch = self.arch
+        if arch.spec.wide_qk_norms:
+            return rms_norm(heads.flatten(1), weight, arch.rms_norm_eps).view_as(heads)
+        return rms_norm(heads, weight, arch.rms_norm_eps, arch.zero_centred)
 
     def trimmed(self, mixed: torch.Tensor) -> torch.Tensor:
         return mixed

@@ -22,6 +22,7 @@ from slime.embedded.quantised_weights import StoredForm
 from slime.engines.wire.buckets import dtype_in, dtype_name, fingerprint
 from slime.errors import UserError
 from slime.models import read_hf_config
+from slime.models.activations import ACTIVATIONS
 from slime.models.mixers import mixer_of
 from slime.models.parameters import ModelParameters
 from slime.models.quantised import Quantisation
@@ -313,11 +314,11 @@ class WeightStore:
         experts = self.arch.experts
         mixer = pkgutil.resolve_name(mixer_of(self.arch.spec.transformer, number).embedded)
         return DecoderLayer(
-            input_norm=self.tensor(f"{prefix}input_layernorm.weight"),
+            input_norm=self.tensor_if_there(f"{prefix}input_layernorm.weight"),
             attention=mixer.build(self, attention),
             output=self.linear(f"{attention}linear_proj"),
             post_attention_norm=self.tensor_if_there(f"{prefix}post_self_attn_layernorm.weight"),
-            mlp_norm=self.tensor(f"{prefix}pre_mlp_layernorm.weight"),
+            mlp_norm=self.tensor_if_there(f"{prefix}pre_mlp_layernorm.weight"),
             mlp=self._experts(mlp, experts)
             if experts and experts.in_layer[number]
             else self._mlp(mlp),
@@ -326,7 +327,9 @@ class WeightStore:
 
     def _mlp(self, prefix: str, expert: str = "") -> Mlp:
         return Mlp(
-            self.linear(f"{prefix}linear_fc1", expert), self.linear(f"{prefix}linear_fc2", expert)
+            self.linear(f"{prefix}linear_fc1", expert),
+            self.linear(f"{prefix}linear_fc2", expert),
+            ACTIVATIONS[self.arch.spec.activation],
         )
 
     def _experts(self, prefix: str, facts: ExpertLayers) -> ExpertMLP:
@@ -337,6 +340,7 @@ class WeightStore:
             bias=self.tensor_if_there(f"{prefix}router.expert_bias"),
             experts=[self._mlp(f"{prefix}experts.", str(number)) for number in range(facts.count)],
             shared=self._mlp(f"{prefix}shared_experts.") if has_shared else None,
+            shared_gate=self.tensor_if_there(f"{prefix}shared_experts.gate_weight"),
         )
 
     def _made_of(self, name: str) -> tuple[str, ...] | None:

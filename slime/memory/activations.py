@@ -121,7 +121,9 @@ class _Inputs:
 
     @property
     def of_attention(self) -> bool:
-        return self._any(("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"))
+        return self._any(
+            ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa")
+        )
 
     @property
     def of_gate_and_up(self) -> bool:

@@ -12,15 +12,28 @@ from typing import Any
 
 from slime.errors import UserError
 from slime.models.decoder import EXPERT_COUNTS
+from slime.models.deepseek_v2 import DEEPSEEK_V2
 from slime.models.deepseek_v3 import DEEPSEEK_V3
+from slime.models.exaone4 import EXAONE4
+from slime.models.gemma3_text import GEMMA3_TEXT
+from slime.models.glm import GLM
 from slime.models.glm4 import GLM4
 from slime.models.glm4_moe import GLM4_MOE
 from slime.models.glm4_moe_lite import GLM4_MOE_LITE
+from slime.models.granite import GRANITE
 from slime.models.llama import LLAMA
+from slime.models.mimo import MIMO
 from slime.models.mistral import MISTRAL
+from slime.models.mixtral import MIXTRAL
+from slime.models.olmo2 import OLMO2
+from slime.models.olmo3 import OLMO3
+from slime.models.phi3 import PHI3
 from slime.models.qwen2 import QWEN2
+from slime.models.qwen2_moe import QWEN2_MOE
 from slime.models.qwen3 import QWEN3
 from slime.models.qwen3_moe import QWEN3_MOE
+from slime.models.seed_oss import SEED_OSS
+from slime.models.smollm3 import SMOLLM3
 from slime.models.spec import HfConfig, ModelSpec, read_hf_config
 from slime.models.table import Match, ModelFamily, Rule
 
@@ -34,6 +47,19 @@ FAMILIES: tuple[ModelFamily, ...] = (
     GLM4_MOE,
     GLM4_MOE_LITE,
     DEEPSEEK_V3,
+    GEMMA3_TEXT,
+    OLMO2,
+    OLMO3,
+    SMOLLM3,
+    PHI3,
+    SEED_OSS,
+    GRANITE,
+    EXAONE4,
+    GLM,
+    MIMO,
+    MIXTRAL,
+    QWEN2_MOE,
+    DEEPSEEK_V2,
 )
 
 __all__ = [
@@ -137,16 +163,25 @@ def _named(model_name: str) -> list[ModelFamily]:
     """
     wanted = _letters(model_name)
     found = dict[str, list[ModelFamily]]()
-    for family in FAMILIES:
-        stems = {_letters(name) for name in (family.name, *family.model_types)}
-        for stem in stems | {stem.removesuffix("moe") for stem in stems}:
-            if wanted.startswith(stem) and _REST.fullmatch(wanted, len(stem)):
-                found.setdefault(stem, []).append(family)
+    all_stems = [(stem, family) for family in FAMILIES for stem in _stems(family)]
+    for stem, family in all_stems:
+        # "glm" is a family, and so is "glm4": then a number is a version, not a size
+        versions = any(re.match(rf"{stem}\d", other) for other, _ in all_stems)
+        rest = wanted.removeprefix(stem)
+        if versions and rest[:1].isdigit():
+            continue
+        if wanted.startswith(stem) and _REST.fullmatch(rest):
+            found.setdefault(stem, []).append(family)
     if not found:
         raise UserError(
             f"--model-name {model_name} is not a model family", fix=f"one of: {_supported()}"
         )
     return found[max(found, key=len)]
+
+
+def _stems(family: ModelFamily) -> set[str]:
+    stems = {_letters(name) for name in (family.name, *family.model_types)}
+    return stems | {stem.removesuffix("moe") for stem in stems}
 
 
 def _letters(name: str) -> str:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 from slime.errors import UserError
 from slime.log import get_logger
-from slime.models.spec import ModelSpec, require, rotary_settings
+from slime.models.spec import ModelSpec, Rotary, RotaryKind, require, rotary_settings
 
 logger = get_logger(__name__)
 
 #: Fields of config.json that say how many routed experts a layer has.
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+#: Without the one that Megatron's configuration of latent attention has, too.
+_SPEC_FIELDS = {field.name for field in dataclasses.fields(ModelSpec)} - {"rotary_base"}
 
 
 def decoder_spec(
@@ -21,36 +26,39 @@ def decoder_spec(
     *,
     add_qkv_bias: bool = False,
     qk_layernorm: bool = False,
+    default_rotary_base: float = 10000.0,
     default_rotary_percent: float | None = None,
     rotary_interleaved: bool = False,
-    post_norms: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
-    normalised_scores: bool = True,
-    num_mtp_layers: int = 0,
+    layer_rotary: tuple[RotaryKind, ...] = (),
+    honours: tuple[str, ...] = (),
     **extra: Any,
 ) -> ModelSpec:
     """The spec of a decoder with RMS norms, rotary embedding and gated MLPs.
 
-    Absent fields take the defaults of transformers' config classes; ``extra`` goes into the
-    transformer arguments.
+    Absent fields take the defaults of transformers' config classes; ``extra`` are further fields of
+    the `ModelSpec`, and arguments of Megatron's ``TransformerConfig``.
 
     Args:
+        default_rotary_base: theta where config.json is silent.
         default_rotary_percent: rotated share of a head where config.json is silent; None for
             families whose heads are rotated whole.
+        layer_rotary: as of `ModelSpec`.
+        honours: fields that this family computes with, and others do not know.
     Raises:
         UserError: a setting that neither trainer nor embedded engine can honour.
     """
-    _refuse_other_architectures(config)
+    _refuse_other_architectures(config, honours)
     hidden = int(require(config, "hidden_size"))
     heads = int(require(config, "num_attention_heads"))
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "gelu", "relu"):
+    activation = _ACTIVATIONS.get(config.get("hidden_act", "silu"))
+    if activation is None:
         raise UserError(
-            f"activation {activation!r} of the model is not supported",
-            fix="silu, gelu and relu are",
+            f"activation {config['hidden_act']!r} of the model is not supported",
+            fix=f"{', '.join(_ACTIVATIONS)} are",
         )
-    base, percent, scaling = rotary_settings(config, default_percent=default_rotary_percent or 1.0)
+    base, percent, scaling = rotary_settings(
+        config, default_rotary_base, default_rotary_percent or 1.0
+    )
     if default_rotary_percent is None:
         percent = _whole_heads(percent, scaling)
     transformer: dict[str, Any] = {
@@ -71,7 +79,7 @@ def decoder_spec(
         "multi_latent_attention": False,
         "hidden_dropout": 0.0,
         "attention_dropout": float(config.get("attention_dropout") or 0.0),
-        **extra,
+        **{name: value for name, value in extra.items() if name not in _SPEC_FIELDS},
     }
     return ModelSpec(
         family=family,
@@ -83,13 +91,13 @@ def decoder_spec(
         rotary_scaling=scaling,
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
-        post_norms=post_norms,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
-        normalised_scores=normalised_scores,
-        num_mtp_layers=num_mtp_layers,
+        layer_rotary=() if set(layer_rotary) == {"main"} else layer_rotary,
+        **{name: value for name, value in extra.items() if name in _SPEC_FIELDS},
     )
 
+
+#: transformers' names of activations → those of `slime.models.activations`.
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
 #: Fields by which other architectures change what is computed without any tensor of their own, and
 #: the values that change nothing. transformers' classes for the families here do not read them;
@@ -138,11 +146,11 @@ _OTHER_ARCHITECTURES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _refuse_other_architectures(config: dict[str, Any]) -> None:
+def _refuse_other_architectures(config: dict[str, Any], honours: tuple[str, ...]) -> None:
     """Raise if config.json asks for mathematics that no family here has, under the name other
     architectures use for it."""
     for key, neutral in _OTHER_ARCHITECTURES.items():
-        if config.get(key) is not None and config[key] not in neutral:
+        if key not in honours and config.get(key) is not None and config[key] not in neutral:
             raise UserError(
                 f"the model's config.json sets {key} to {config[key]!r}, which cannot be trained "
                 "faithfully",
@@ -192,16 +200,14 @@ def mtp_layers(config: dict[str, Any]) -> int:
     return 1
 
 
-def num_experts(config: dict[str, Any], name: str) -> int:
-    """Read the number of routed experts per layer, under the family's name for it or transformers'
-    common one.
+def num_experts(config: dict[str, Any], name: str, alias: str = "num_local_experts") -> int:
+    """Read the number of routed experts per layer, under the family's name for it or another that
+    transformers takes for it.
 
     Raises:
         UserError: neither name is there, or they contradict each other.
     """
-    found = {
-        key: int(config[key]) for key in (name, "num_local_experts") if config.get(key) is not None
-    }
+    found = {key: int(config[key]) for key in (name, alias) if config.get(key) is not None}
     if len(set(found.values())) > 1:
         raise UserError(
             "the model config contradicts itself on the number of experts",
@@ -299,50 +305,119 @@ def sigmoid_router(config: dict[str, Any]) -> dict[str, Any]:
 #: transformers' window, where config.json is silent.
 _DEFAULT_WINDOW = 4096
 
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 
-def refuse_windows(
-    config: dict[str, Any], *, switch: str | None = None, by_layer: bool = False
-) -> None:
-    """Raise if some token of a sequence within the model's maximum length does not see all tokens
-    before it.
 
-    A window of ``max_position_embeddings`` or more hides nothing; nor does one that no layer has.
+def layer_kinds(config: dict[str, Any], default: list[str]) -> list[str]:
+    """Return the kind of attention of each layer: ``layer_types``, or ``default`` where
+    config.json is silent.
 
-    Args:
-        switch: the field without which the window is off; None: ``sliding_window`` alone decides.
-        by_layer: layers from ``max_window_layers`` on have the window, or those that
-            ``layer_types`` names.
     Raises:
-        UserError: names the field and both lengths.
+        UserError: a kind that trainer and embedded engine do not compute, or another number of
+            layers than the model has.
     """
-    window = config.get("sliding_window", _DEFAULT_WINDOW)
-    if switch is not None and not config.get(switch):
-        window = None
+    kinds = list(config.get("layer_types") or default)
     layers = int(require(config, "num_hidden_layers"))
-    kinds = ["full_attention" if window is None else "sliding_attention"] * layers
-    if by_layer:
-        full = min(int(config.get("max_window_layers", 28)), layers)
-        kinds = config.get("layer_types") or ["full_attention"] * full + kinds[full:]
-    unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
-    if unknown or len(kinds) != layers:
+    if not set(kinds) <= {FULL, SLIDING} or len(kinds) != layers:
         raise UserError(
             f"the model's config.json sets layer_types to {kinds}, which cannot be trained "
             "faithfully",
-            why=f"the model has {layers} layers; trainer and embedded engine know full_attention "
-            "alone",
+            why=f"the model has {layers} layers; trainer and embedded engine know {FULL} and "
+            f"{SLIDING}",
             fix="use the config.json that belongs to the weights",
         )
-    if "sliding_attention" not in kinds:
-        return
-    positions = int(config.get("max_position_embeddings", 2048))
-    if window is not None and int(window) >= positions:
-        return
-    field = "layer_types" if window is None else switch or "sliding_window"
-    raise UserError(
-        f"the model's config.json sets {field} to {config.get(field, window)!r}, which cannot be "
-        "trained faithfully",
-        why=f"{kinds.count('sliding_attention')} of {layers} layers see {window} tokens of "
-        f"sequences of up to {positions} (max_position_embeddings); trainer and embedded engine "
-        "let every token see the whole sequence before it",
-        fix="choose a model without it",
+    return kinds
+
+
+def every_nth_full(config: dict[str, Any], nth: int) -> list[str]:
+    """Return kinds of which each ``nth``-th is full and the others have a window."""
+    layers = range(int(require(config, "num_hidden_layers")))
+    return [SLIDING if (layer + 1) % nth else FULL for layer in layers]
+
+
+def windows(config: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
+    """Arguments of `decoder_spec` for layers of which some see ``sliding_window`` tokens, the token
+    itself included.
+
+    A window of ``max_position_embeddings`` or more hides nothing, and is none.
+
+    Raises:
+        UserError: layers have a window, and config.json does not say how long it is.
+    """
+    if SLIDING not in kinds:
+        return {}
+    window = config.get("sliding_window", _DEFAULT_WINDOW)
+    if window is None:
+        raise UserError(
+            "the model's config.json sets no sliding_window",
+            why=f"{kinds.count(SLIDING)} of {len(kinds)} layers (layer_types) have one",
+            fix="use the config.json that belongs to the weights",
+        )
+    if int(window) >= int(config.get("max_position_embeddings", 2048)):
+        return {}
+    return {
+        "window_size": (int(window) - 1, 0),
+        "window_attn_skip_freq": [int(kind == SLIDING) for kind in kinds],
+    }
+
+
+def windows_everywhere(config: dict[str, Any], switch: str | None = None) -> dict[str, Any]:
+    """Arguments of `decoder_spec` for a model whose layers all have the window or none has.
+
+    Args:
+        switch: the field without which the window is off; None: ``sliding_window`` alone decides.
+    """
+    is_on = config.get("sliding_window", _DEFAULT_WINDOW) is not None
+    if switch is not None and not config.get(switch):
+        is_on = False
+    return windows(config, [SLIDING if is_on else FULL] * int(require(config, "num_hidden_layers")))
+
+
+def windows_from_layer(config: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `decoder_spec` for Qwen2 and Qwen3: with ``use_sliding_window`` the layers from
+    ``max_window_layers`` on have the window, or those that ``layer_types`` names."""
+    is_on = bool(config.get("use_sliding_window"))
+    window = config.get("sliding_window", _DEFAULT_WINDOW) if is_on else None
+    layers = int(require(config, "num_hidden_layers"))
+    full = min(int(config.get("max_window_layers", 28)), layers) if window is not None else layers
+    kinds = layer_kinds(config, [FULL] * full + [SLIDING] * (layers - full))
+    return windows({**config, "sliding_window": window}, kinds)
+
+
+def rotary_by_kind(
+    config: dict[str, Any], main_base: float, local_base: float
+) -> tuple[dict[str, Any], Rotary]:
+    """Read the rotary embeddings of a model that has one for full attention and one for layers with
+    a window.
+
+    transformers 5 writes ``rope_parameters`` by kind of layer; earlier versions ``rope_theta`` and
+    ``rope_scaling`` for full attention, ``rope_local_base_freq`` for the others, which they never
+    scale.
+
+    Returns:
+        The config with the settings of full attention in the place of all, and the embedding of
+        layers with a window.
+    Raises:
+        UserError: settings that are not by kind of layer, in the spelling that is.
+    """
+    found = config.get("rope_parameters")
+    rest = {key: value for key, value in config.items() if key != "rope_parameters"}
+    if not found:
+        local = config.get("rope_local_base_freq") or local_base
+        return {**rest, "rope_theta": config.get("rope_theta") or main_base}, Rotary(float(local))
+    if config.get("rope_scaling") or not set(found) <= {FULL, SLIDING}:
+        raise UserError(
+            "the model config contradicts itself on its rotary embeddings",
+            why=f"rope_parameters is {found}, rope_scaling is {config.get('rope_scaling')}; layers "
+            f"of this family differ, and rope_parameters has the entries {FULL} and {SLIDING}",
+            fix="use the config.json that belongs to the weights",
+        )
+    for key in ("rope_theta", "rope_local_base_freq"):
+        rest.pop(key, None)
+    main = found.get(FULL) or {}
+    base, _, scaling = rotary_settings({"rope_parameters": found.get(SLIDING)}, local_base)
+    return (
+        {**rest, "rope_parameters": {**main, "rope_theta": main.get("rope_theta") or main_base}},
+        Rotary(base, scaling),
     )

@@ -38,12 +38,12 @@ _DEFAULTS = {
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    return latent_spec({**_DEFAULTS, **config}, "deepseek_v3")
+    config = {**_DEFAULTS, **config}
+    return latent_spec(config, "deepseek_v3", sigmoid_router(config))
 
 
-def latent_spec(config: dict[str, Any], family: str) -> ModelSpec:
-    """The spec of a family with this attention and router; ``config`` has its defaults filled
-    in."""
+def latent_spec(config: dict[str, Any], family: str, router: dict[str, Any]) -> ModelSpec:
+    """The spec of a family with this attention; ``config`` has its defaults filled in."""
     _refuse_other_models(config)
     layers = range(int(require(config, "num_hidden_layers")))
     freq = int(config.get("moe_layer_freq") or 1)
@@ -53,7 +53,7 @@ def latent_spec(config: dict[str, Any], family: str) -> ModelSpec:
         family,
         qk_layernorm=True,
         moe_layer_freq=moe_layer_freq([layer >= first and layer % freq == 0 for layer in layers]),
-        **sigmoid_router(config),
+        **router,
         num_mtp_layers=mtp_layers(config),
         **_latent_attention(config),
     )

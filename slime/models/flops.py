@@ -13,7 +13,12 @@ from slime.models.table import ModelFamily
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """Forward FLOPs of one sequence of L tokens: ``linear`` · L + ``quadratic`` · L².
+    """Forward FLOPs of one sequence of L tokens: ``linear`` · L + ``quadratic`` · L², and what
+    layers with a window compute.
+
+    Attributes:
+        windowed: (W, q) per length of window: its layers compute q · L² up to L = W, and
+            q · (2·W·L − W²) beyond.
 
     Example (attention outweighs the matrix products beyond linear / quadratic tokens):
         >>> cost = SequenceCost(linear=100.0, quadratic=1.0)
@@ -23,9 +28,14 @@ class SequenceCost:
 
     linear: float
     quadratic: float
+    windowed: tuple[tuple[int, float], ...] = ()
 
     def __call__(self, length: int) -> float:
-        return self.linear * length + self.quadratic * length * length
+        total = self.linear * length + self.quadratic * length * length
+        for window, quadratic in self.windowed:
+            seen = min(window, length)
+            total += quadratic * (2 * seen * length - seen * seen)
+        return total
 
     def of(self, lengths: Sequence[int]) -> list[float]:
         return [self(length) for length in lengths]
@@ -49,5 +59,11 @@ def sequence_cost(family: ModelFamily, hf_config: HfConfig) -> SequenceCost:
                 else 1.0
             )
             passed += parameter.numel * share
-    mixers = [mixer_of(spec.transformer, layer) for layer in range(spec.num_layers)]
-    return SequenceCost(2.0 * passed, sum(mixer.flops(spec) for mixer in mixers))
+    by_window: dict[int | None, float] = {}
+    for layer in range(spec.num_layers):
+        window = spec.window(layer)
+        cost = mixer_of(spec.transformer, layer).flops(spec)
+        by_window[window] = by_window.get(window, 0.0) + cost
+    quadratic = by_window.pop(None, 0.0)
+    windowed = tuple((window, cost) for window, cost in by_window.items() if window is not None)
+    return SequenceCost(2.0 * passed, quadratic, windowed)

@@ -7,11 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 from slime.models.decoder import decoder_spec
-from slime.models.layouts import REPLICATED, ROW, STACKED_GATE_UP
+from slime.models.layouts import REPLICATED
 from slime.models.mixers import GROUPED_ATTENTION
-from slime.models.rules import HF_LAYER, HF_MLP, MEGATRON_LAYER, MLP, Rule
+from slime.models.rules import HF_LAYER, MEGATRON_LAYER, Rule
 from slime.models.spec import ModelSpec
-from slime.models.table import COMPUTED_BUFFERS, MLP_NORM, OUTER_RULES, ModelFamily
+from slime.models.table import COMPUTED_BUFFERS, OUTER_RULES, STACKED_MLP_RULES, ModelFamily
 
 #: transformers' Glm4Config, where config.json is silent.
 _DEFAULTS = {
@@ -21,18 +21,6 @@ _DEFAULTS = {
     "num_key_value_heads": 2,
     "rms_norm_eps": 1.5625e-07,
 }
-
-_MLP_RULES = (
-    MLP_NORM,
-    Rule(
-        MLP + "linear_fc1.weight",
-        HF_MLP + "gate_up_proj.weight",
-        STACKED_GATE_UP,
-        "gate and up",
-        "hidden",
-    ),
-    Rule(MLP + "linear_fc2.weight", HF_MLP + "down_proj.weight", ROW, "hidden", "inner"),
-)
 
 _POST_NORM_RULES = tuple(
     Rule(MEGATRON_LAYER + f"{name}.weight", HF_LAYER + f"{name}.weight", REPLICATED)
@@ -56,7 +44,7 @@ GLM4 = ModelFamily(
     name="glm4",
     model_types=("glm4",),
     architectures=("Glm4ForCausalLM",),
-    rules=OUTER_RULES + GROUPED_ATTENTION.rules + _MLP_RULES + _POST_NORM_RULES,
+    rules=OUTER_RULES + GROUPED_ATTENTION.rules + STACKED_MLP_RULES + _POST_NORM_RULES,
     make_spec=_spec,
     ignored=COMPUTED_BUFFERS,
 )

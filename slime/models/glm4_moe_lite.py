@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.errors import UserError
-from slime.models.decoder import moe_layer_freq
+from slime.models.decoder import moe_layer_freq, sigmoid_router
 from slime.models.deepseek_v3 import DEEPSEEK_V3, latent_spec
 from slime.models.spec import ModelSpec, require
 from slime.models.table import ModelFamily
@@ -25,7 +25,7 @@ _DEFAULTS = {
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
-    spec = latent_spec(config, "glm4_moe_lite")
+    spec = latent_spec(config, "glm4_moe_lite", sigmoid_router(config))
     kinds = config.get("mlp_layer_types")
     if kinds is not None:
         sparse = _sparse_layers(kinds, int(require(config, "num_hidden_layers")))

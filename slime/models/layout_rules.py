@@ -94,6 +94,13 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
             fix=f"use a divisor or a multiple of {groups} that divides {spec.num_heads}, the "
             "number of heads",
         )
+    if spec.wide_qk_norms and groups % tensor:
+        raise UserError(
+            f"--tensor-model-parallel-size {tensor} does not fit this model",
+            why=f"the norm of keys is over all of its {groups} heads, which each rank needs whole "
+            "ones of",
+            fix=f"use a divisor of {groups}",
+        )
     if megatron.sequence_parallel and tensor == 1:
         raise UserError(
             "--sequence-parallel needs --tensor-model-parallel-size above 1",

@@ -258,6 +258,29 @@ class FusedQKV(ParamMapping):
         return [part.reshape(-1, *rest) for part in parts]
 
 
+class StackedQKV(ParamMapping):
+    """Query, key and value as in `FusedQKV`, from one Hugging Face tensor that has all queries
+    above all keys above all values (Phi-3)."""
+
+    tp_axis = 0
+
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+        (stacked,) = sources
+        query = spec.num_heads * spec.head_dim
+        key = spec.num_query_groups * spec.head_dim
+        if stacked.shape[0] != query + 2 * key:
+            raise ValueError(
+                f"query, key and value stacked have {stacked.shape[0]} rows, heads and head size "
+                f"make it {query + 2 * key}"
+            )
+        rows = stacked[:]
+        parts = [rows[:query], rows[query : query + key], rows[query + key :]]
+        return QKV.load(parts, shard, spec)
+
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
+        return [_joined(QKV.export(pieces, spec), 0)]
+
+
 class GateUp(ParamMapping):
     """Gate and up projection in one parameter; every rank holds [its gate rows; its up rows]."""
 
@@ -354,5 +377,6 @@ ROW = RowParallel()
 VOCAB = VocabParallel()
 TRANSPOSED_VOCAB = TransposedVocabParallel()
 QKV = FusedQKV()
+STACKED_QKV = StackedQKV()
 GATE_UP = GateUp()
 STACKED_GATE_UP = StackedGateUp()

@@ -1,11 +1,11 @@
-"""Mistral 7B from v0.2 on, Mistral Nemo and what else attends to whole sequences: computed as
-Llama, without biases."""
+"""Mistral 7B, Mistral Nemo, Zephyr, Ministral 8B: computed as Llama, without biases; all layers
+have the window of ``sliding_window``, if any."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from slime.models.decoder import decoder_spec, refuse_windows
+from slime.models.decoder import decoder_spec, windows_everywhere
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 
@@ -15,8 +15,7 @@ _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
-    refuse_windows(config)
-    return decoder_spec(config, "mistral")
+    return decoder_spec(config, "mistral", **windows_everywhere(config))
 
 
 MISTRAL = ModelFamily(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slime.models.layouts import COLUMN, LATENT, QKV, REPLICATED, ROW, Layout
+from slime.models.layouts import COLUMN, LATENT, QKV, REPLICATED, ROW, STACKED_QKV, Layout
 from slime.models.rules import (
     ATTENTION,
     HF_ATTENTION,
@@ -97,7 +97,10 @@ class TokenMixer:
 
 
 _INPUT_NORM = Rule(
-    MEGATRON_LAYER + "input_layernorm.weight", HF_LAYER + "input_layernorm.weight", REPLICATED
+    MEGATRON_LAYER + "input_layernorm.weight",
+    HF_LAYER + "input_layernorm.weight",
+    REPLICATED,
+    when=lambda spec, layer: spec.pre_norms,
 )
 _OUTPUT = Rule(
     ATTENTION + "linear_proj.weight", HF_ATTENTION + "o_proj.weight", ROW, "hidden", "attended"
@@ -110,6 +113,8 @@ def _attention_flops(spec: ModelSpec) -> float:
 
 
 # -- attention: queries, keys and values straight from the hidden states ---------------------------
+
+_WIDE_NORMS: tuple[tuple[str, Width], ...] = (("q", "query"), ("k", "key"))
 
 #: Biases and norms of queries and keys apply where the spec has them.
 _ATTENTION_RULES = (
@@ -148,6 +153,28 @@ _ATTENTION_RULES = (
         )
         for x in "qk"
     ),
+    *(
+        Rule(
+            ATTENTION + f"{x}_layernorm.weight",
+            HF_ATTENTION + f"{x}_norm.weight",
+            COLUMN,
+            rows,
+            when=lambda spec, layer: spec.wide_qk_norms,
+        )
+        for x, rows in _WIDE_NORMS
+    ),
+)
+#: The same, where a checkpoint has queries, keys and values in one tensor.
+STACKED_QKV_RULES = tuple(
+    replace(
+        rule,
+        hf=HF_ATTENTION + "qkv_proj.weight",
+        layout=STACKED_QKV,
+        rows="query, key, value",
+    )
+    if rule.layout is QKV and rule.columns is not None
+    else rule
+    for rule in _ATTENTION_RULES
 )
 
 
@@ -160,10 +187,10 @@ def _attention_saved(
     groups = max(spec.num_query_groups / layout.tensor, 1.0)
     query = heads * width * element
     key_value = 2 * groups * width * element
-    has_norms = bool(spec.transformer.get("qk_layernorm"))
+    has_norms = bool(spec.transformer.get("qk_layernorm")) or spec.wide_qk_norms
     # The kernel reads the mixed product, and keeps it for the norms only. It needs whole groups on
     # a rank.
-    one_pass = kernels.fused and spec.num_query_groups >= layout.tensor
+    one_pass = kernels.fused and spec.num_query_groups >= layout.tensor and not spec.wide_qk_norms
     parts = {"mixed product": query + key_value} if has_norms or not one_pass else {}
     if layout.context > 1:
         exchanged = min(max(groups, float(layout.context)), heads) if kernels.grouped else heads
@@ -197,6 +224,9 @@ GROUPED_ATTENTION = TokenMixer(
         "head": lambda spec: spec.head_dim,
         "query": lambda spec: spec.num_heads * spec.head_dim,
         "key": lambda spec: spec.num_query_groups * spec.head_dim,
+        "query, key, value": lambda spec: (
+            (spec.num_heads + 2 * spec.num_query_groups) * spec.head_dim
+        ),
         "attended": lambda spec: spec.num_heads * spec.value_dim,
     },
     divided_rows=lambda spec: [],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.models.decoder import decoder_spec, refuse_windows
+from slime.models.decoder import decoder_spec, windows_from_layer
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 
@@ -14,8 +14,7 @@ _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
-    refuse_windows(config, switch="use_sliding_window", by_layer=True)
-    return decoder_spec(config, "qwen2", add_qkv_bias=True)
+    return decoder_spec(config, "qwen2", add_qkv_bias=True, **windows_from_layer(config))
 
 
 QWEN2 = ModelFamily(

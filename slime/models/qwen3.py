@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.models.decoder import decoder_spec, refuse_windows
+from slime.models.decoder import decoder_spec, windows_from_layer
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 
@@ -14,9 +14,15 @@ _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
-    refuse_windows(config, switch="use_sliding_window", by_layer=True)
     bias = bool(config.get("attention_bias"))
-    return decoder_spec(config, "qwen3", qk_layernorm=True, add_qkv_bias=bias, output_bias=bias)
+    return decoder_spec(
+        config,
+        "qwen3",
+        qk_layernorm=True,
+        add_qkv_bias=bias,
+        output_bias=bias,
+        **windows_from_layer(config),
+    )
 
 
 QWEN3 = ModelFamily(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.models.decoder import decoder_spec, moe_layer_freq, refuse_windows, softmax_router
+from slime.models.decoder import decoder_spec, moe_layer_freq, softmax_router, windows_everywhere
 from slime.models.spec import ModelSpec, require
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, ModelFamily
 
@@ -15,7 +15,6 @@ _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 4}
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
-    refuse_windows(config, switch="use_sliding_window")
     bias = bool(config.get("attention_bias"))
     step = int(config.get("decoder_sparse_step") or 1)
     dense = set(config.get("mlp_only_layers") or ())
@@ -29,6 +28,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
         output_bias=bias,
         moe_layer_freq=moe_layer_freq(has_experts),
         **softmax_router(config),
+        **windows_everywhere(config, "use_sliding_window"),
     )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.models.spec import ModelSpec, RotaryKind
+
 
 def inverse_frequencies(
     dim: int, base: float, scaling: dict[str, Any] | None, max_position_embeddings: int
@@ -38,6 +40,20 @@ def inverse_frequencies(
         return _llama3(inverse, scaling), 1.0
     assert kind == "yarn", "slime.models.spec.ROPE_TYPES are checked with the config"
     return _yarn(inverse, dim, base, scaling, max_position_embeddings)
+
+
+def layer_frequencies(spec: ModelSpec, kind: RotaryKind) -> tuple[Tensor, float]:
+    """Return what `inverse_frequencies` returns, for the layers of a model that have this rotary
+    embedding. One that turns nothing has frequencies of 0."""
+    if kind == "none":
+        return torch.zeros(spec.rotary_dim // 2), 1.0
+    base = spec.rotary_base
+    scaling = spec.rotary_scaling
+    if kind == "local":
+        assert spec.local_rotary is not None
+        base = spec.local_rotary.base
+        scaling = spec.local_rotary.scaling
+    return inverse_frequencies(spec.rotary_dim, base, scaling, spec.max_position_embeddings)
 
 
 def _llama3(inverse: Tensor, scaling: dict[str, Any]) -> Tensor:

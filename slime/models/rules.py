@@ -22,8 +22,9 @@ LayerCondition = Callable[[ModelSpec, int], bool]
 layers."""
 
 Width = Literal[
-    "vocab", "hidden", "inner", "gate and up", "head", "query", "key", "attended", "query rank",
-    "key rank", "key rank, position", "keys, values", "experts", "expert inner", "shared inner",
+    "vocab", "hidden", "inner", "gate and up", "head", "query", "key", "query, key, value",
+    "attended", "query rank", "key rank", "key rank, position", "keys, values", "experts",
+    "expert inner", "shared inner",
 ]  # fmt: skip
 """Name of an axis of a parameter; `slime.models.table.width` gives its size.
 
@@ -88,9 +89,10 @@ class Rule:
 
     @property
     def is_linear(self) -> bool:
-        """Tell whether its tensors are weights of Linear layers; embeddings and routers, which also
-        have two axes, are not."""
-        return self.columns is not None and not self.is_embedding and self.rows != "experts"
+        """Tell whether its tensors are weights of Linear layers; embeddings, routers and the gates
+        of shared experts, which also have two axes, are not."""
+        no_layer = self.is_embedding or self.rows in ("experts", 1)
+        return self.columns is not None and not no_layer
 
     def applies(self, spec: ModelSpec, layer: int) -> bool:
         return self.when is None or self.when(spec, layer)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from slime.errors import UserError
 
@@ -39,6 +39,24 @@ class _HeadShape(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Rotary:
+    """One rotary embedding.
+
+    Attributes:
+        base: theta.
+        scaling: transformers' scaling dict, always with the key "rope_type" ("linear", "llama3",
+            "yarn", …); None for plain rope.
+    """
+
+    base: float
+    scaling: dict[str, Any] | None = None
+
+
+RotaryKind = Literal["main", "local", "none"]
+"""Which rotary embedding a layer has: the model's, that of layers with a window, or none."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Facts from which the trainer builds the model that a checkpoint describes.
 
@@ -56,10 +74,17 @@ class ModelSpec:
             of those that carry the position).
         rotary_scaling: transformers' scaling dict, always with the key "rope_type" ("linear",
             "llama3", "yarn", …); None for plain rope.
+        layer_rotary: which rotary embedding each layer has; empty: all have the model's.
+        local_rotary: that of the layers marked "local".
         tie_embeddings: the output layer is the embedding.
         max_position_embeddings: longest sequence the model was made for.
+        pre_norms: each layer normalises the inputs of its attention and of its MLP.
         post_norms: each layer normalises the outputs of its attention and of its MLP before they
             are added (GLM-4).
+        wide_qk_norms: the norms of queries and of keys are over all heads together, not over each.
+        embedding_scale: factor on the embeddings, rounded to their dtype.
+        residual_scale: factor on the outputs of attention and MLP before they are added.
+        logits_scale: factor on the logits.
         output_bias, mlp_bias: the projection behind attention, the matrices of dense MLPs have
             biases.
         normalised_scores: a router divides the scores of the experts that it chose by their sum.
@@ -74,9 +99,16 @@ class ModelSpec:
     rotary_base: float
     rotary_percent: float = 1.0
     rotary_scaling: dict[str, Any] | None = None
+    layer_rotary: tuple[RotaryKind, ...] = ()
+    local_rotary: Rotary | None = None
     tie_embeddings: bool = False
     max_position_embeddings: int = 2048
+    pre_norms: bool = True
     post_norms: bool = False
+    wide_qk_norms: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     output_bias: bool = False
     mlp_bias: bool = False
     normalised_scores: bool = True
@@ -101,10 +133,9 @@ class ModelSpec:
     def transformer_kwargs(self) -> dict[str, Any]:
         """All keyword arguments for ``TransformerConfig`` that describe the architecture (imports
         torch)."""
-        import torch.nn.functional as F
+        from slime.models.activations import ACTIVATIONS
 
-        activations = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
-        return {**self.transformer, "activation_func": activations[self.activation]}
+        return {**self.transformer, "activation_func": ACTIVATIONS[self.activation]}
 
     # -- shortcuts ---------------------------------------------------------------------------------
 
@@ -158,6 +189,33 @@ class ModelSpec:
     def value_dim(self) -> int:
         """Dimensions of a value of one head."""
         return self._head.value
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the scores of attention."""
+        given = self.transformer.get("softmax_scale")
+        return self.head_dim**-0.5 if given is None else float(given)
+
+    def rotary_kind(self, layer: int) -> RotaryKind:
+        """Return which rotary embedding a layer (global, from 0) has."""
+        return self.layer_rotary[layer] if self.layer_rotary else "main"
+
+    @property
+    def rotary_kinds(self) -> tuple[RotaryKind, ...]:
+        """The kinds that some layer has, each once."""
+        return tuple(dict.fromkeys(self.layer_rotary)) or ("main",)
+
+    def window(self, layer: int) -> int | None:
+        """Return how many tokens a token of a layer (global, from 0) sees, itself included; None:
+        all before it.
+
+        Megatron's ``window_size`` counts the others, and its ``window_attn_skip_freq`` has a 1 for
+        each layer with the window.
+        """
+        size = self.transformer.get("window_size")
+        if size is None or not self.transformer["window_attn_skip_freq"][layer]:
+            return None
+        return int(size[0]) + 1
 
     @property
     def num_experts(self) -> int:
@@ -217,7 +275,15 @@ def check_same_model(spec: ModelSpec, other: ModelSpec, directory: Path) -> None
         "rotary_base",
         "rotary_percent",
         "rotary_scaling",
+        "layer_rotary",
+        "local_rotary",
         "tie_embeddings",
+        "pre_norms",
+        "post_norms",
+        "wide_qk_norms",
+        "embedding_scale",
+        "residual_scale",
+        "logits_scale",
     )
     pairs = [(name, getattr(spec, name), getattr(other, name)) for name in facts]
     names = sorted((spec.transformer.keys() | other.transformer.keys()) - {*_WITHOUT_EFFECT})

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
 from slime.models.fused_loading import FusedLoad, LoadGroups
-from slime.models.layouts import GATE_UP, REPLICATED, ROW, VOCAB, VocabParallel
+from slime.models.layouts import GATE_UP, REPLICATED, ROW, STACKED_GATE_UP, VOCAB, VocabParallel
 from slime.models.mixers import GROUPED_ATTENTION, mixer_of
 from slime.models.rules import (
     HF_LAYER,
@@ -334,6 +334,7 @@ MLP_NORM = Rule(
     (MEGATRON_LAYER + "pre_mlp_layernorm.weight", MLP + "linear_fc1.layer_norm_weight"),
     HF_LAYER + "post_attention_layernorm.weight",
     REPLICATED,
+    when=lambda spec, layer: spec.pre_norms,
 )
 
 
@@ -355,8 +356,7 @@ def _down(megatron: str | tuple[str, ...], hf: str, columns: Width, when: LayerC
     return Rule(megatron, f"{hf}down_proj.weight", ROW, "hidden", columns, when)
 
 
-MLP_RULES = (
-    MLP_NORM,
+_MLP_MATRICES = (
     _gate_up(MLP + "linear_fc1.weight", HF_MLP, "inner", _is_dense_layer),
     Rule(
         MLP + "linear_fc1.bias",
@@ -367,6 +367,20 @@ MLP_RULES = (
     ),
     _down(MLP + "linear_fc2.weight", HF_MLP, "inner", _is_dense_layer),
     Rule(MLP + "linear_fc2.bias", HF_MLP + "down_proj.bias", REPLICATED, when=_has_mlp_bias),
+)
+MLP_RULES = (MLP_NORM, *_MLP_MATRICES)
+
+#: The same, where a checkpoint has gate and up in one tensor.
+STACKED_MLP_RULES = (
+    MLP_NORM,
+    Rule(
+        MLP + "linear_fc1.weight",
+        HF_MLP + "gate_up_proj.weight",
+        STACKED_GATE_UP,
+        "gate and up",
+        "hidden",
+    ),
+    Rule(MLP + "linear_fc2.weight", HF_MLP + "down_proj.weight", ROW, "hidden", "inner"),
 )
 
 
@@ -427,6 +441,24 @@ MOE_RULES = (
 
 #: Rules of a decoder whose layers are all dense.
 DENSE_RULES = OUTER_RULES + GROUPED_ATTENTION.rules + MLP_RULES
+
+#: The same, with norms behind attention and MLP, and in front of them where the spec says so.
+POST_NORM_RULES = (
+    *OUTER_RULES,
+    *GROUPED_ATTENTION.rules,
+    *_MLP_MATRICES,
+    replace(MLP_NORM, hf=HF_LAYER + "pre_feedforward_layernorm.weight"),
+    Rule(
+        MEGATRON_LAYER + "post_self_attn_layernorm.weight",
+        HF_LAYER + "post_attention_layernorm.weight",
+        REPLICATED,
+    ),
+    Rule(
+        MEGATRON_LAYER + "post_mlp_layernorm.weight",
+        HF_LAYER + "post_feedforward_layernorm.weight",
+        REPLICATED,
+    ),
+)
 
 #: Layers for multi-token prediction, numbered on from the decoder's.
 MTP_LAYERS = (r"model\.layers\.(?P<mtp_layer>\d+)\..*",)

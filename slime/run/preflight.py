@@ -150,6 +150,8 @@ def check_architecture(config: Config) -> None:
     assert flags.hf_checkpoint is not None
     spec = family_of(flags.hf_checkpoint, flags.model_name).model_spec(flags.hf_checkpoint)
     check_model_flags(config.megatron, spec)
+    if needs_engines(config):
+        engine_of(config).check_model(spec)
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
     stop_ids = {

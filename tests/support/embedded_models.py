@@ -64,6 +64,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
     },
     "glm4": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "gemma3_text": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "glm4_moe": {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -171,7 +179,7 @@ def make_scheduler(
 ) -> Scheduler:
     arch = Architecture.from_dir(directory)
     store = make_store(directory, arch, dtype, torch.device(device), max_length, deterministic)
-    cache = KVCache(arch, store.dtype, store.device, max_slots, kv_bytes)
+    cache = KVCache(arch, store.dtype, store.device, max_slots, kv_bytes, deterministic)
     return Scheduler(store, cache, prefill_tokens, deterministic, record_experts)
 
 

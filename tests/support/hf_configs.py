@@ -26,6 +26,12 @@ LATENT = {
 }
 EXTRA: dict[str, dict[str, object]] = {
     "qwen3_moe": {**EXPERTS, "num_experts": 4},
+    "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "mixtral": {"num_local_experts": 4},
+    "deepseek_v2": {**DENSE_FIRST, **LATENT, "norm_topk_prob": False, "q_lora_rank": None},
+    "gemma3_text": {"sliding_window": 8},
+    "olmo3": {"sliding_window": 8},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
     "glm4_moe": {**DENSE_FIRST, "attention_bias": True, "use_qk_norm": True},
     "glm4_moe_lite": {**DENSE_FIRST, **LATENT},
     "deepseek_v3": {**DENSE_FIRST, **LATENT, "n_group": 1, "topk_group": 1},

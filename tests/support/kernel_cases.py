@@ -266,7 +266,7 @@ def family_error(family: str, device: torch.device) -> float:
     with attention_of(family) as (chunk, attention):
         assert isinstance(attention.q_layernorm, RMSNorm) == (family in ("qwen3", "glm4_moe"))
         positions = torch.cat([torch.arange(30, device=device), torch.arange(11, device=device)])
-        angles = chunk.module.angles(positions)
+        angles = chunk.module.angles["main"](positions)
         hidden = torch.randn(41, 1, 32, device=device, requires_grad=True)
         parameters = [p for name, p in attention.named_parameters() if "linear_proj" not in name]
         with torch.no_grad():

@@ -44,7 +44,12 @@ LLAMA_LIKE: dict[str, tuple[type, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}},
     ),
     "mistral": (transformers.MistralConfig, {"head_dim": 12, "sliding_window": None}),
+    "mistral, window": (transformers.MistralConfig, {"head_dim": 12, "sliding_window": 5}),
     "qwen2": (transformers.Qwen2Config, {}),
+    "qwen2, window": (
+        transformers.Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
 }
 
@@ -202,6 +207,87 @@ OTHER_FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
             "tie_word_embeddings": True,
             "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5},
         },
+    ),
+}
+
+
+LAST_FULL = ["sliding_attention"] * 3 + ["full_attention"]
+OTHER_FAMILIES |= {
+    "gemma3_text": (
+        transformers.Gemma3TextConfig,
+        {
+            "head_dim": 16,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 24,
+            "layer_types": LAST_FULL,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "olmo2": (transformers.Olmo2Config, {"rope_parameters": DEFAULT}),
+    "olmo3": (
+        transformers.Olmo3Config,
+        {
+            "sliding_window": 7,
+            "rope_parameters": {
+                "full_attention": {**YARN, "attention_factor": 1.2},
+                "sliding_attention": DEFAULT,
+            },
+        },
+    ),
+    "smollm3": (transformers.SmolLM3Config, {"rope_parameters": DEFAULT}),
+    "phi3": (
+        transformers.Phi3Config,
+        {"sliding_window": 9, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.75}},
+    ),
+    "seed_oss": (transformers.SeedOssConfig, {"head_dim": 12}),
+    "granite": (
+        transformers.GraniteConfig,
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "exaone4": (
+        transformers.Exaone4Config,
+        {"sliding_window": 6, "layer_types": LAST_FULL, "rope_parameters": DEFAULT},
+    ),
+    "exaone4, whole": (
+        transformers.Exaone4Config,
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    ),
+    "mixtral": (
+        transformers.MixtralConfig,
+        {"num_local_experts": 4, "sliding_window": 7, "rope_parameters": DEFAULT},
+    ),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        {
+            **CHOSEN_EXPERTS,
+            "num_experts": 4,
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "deepseek_v2": (
+        transformers.DeepseekV2Config,
+        {
+            **LATENT,
+            "norm_topk_prob": False,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "glm": (
+        transformers.GlmConfig,
+        {"head_dim": 8, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}},
     ),
 }
 

@@ -126,6 +126,8 @@ def test_loss_and_gradients_are_those_of_peft(
     ("family", "shared"),
     [
         ("glm4", False),
+        ("phi3", False),
+        ("gemma3_text", False),
         ("qwen3_moe", False),
         ("qwen3_moe", True),
         ("deepseek_v3", False),

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from slime.embedded import kv_cache
 from slime.embedded.architecture import Architecture
 from slime.embedded.layers import Linear
 from slime.errors import UserError
@@ -60,17 +61,51 @@ def test_log_probs_equal_those_of_transformers(
     torch.testing.assert_close(torch.tensor(sequence.input_logprobs), prompt, atol=1e-4, rtol=0)
 
 
-def test_prefill_in_chunks_gives_the_same_numbers(directories: dict[str, Path]) -> None:
+@pytest.mark.parametrize("shape", ["qwen3", "gemma3_text"])
+def test_prefill_in_chunks_gives_the_same_numbers(directories: dict[str, Path], shape: str) -> None:
     prompt = [i % 250 for i in range(90)]
     whole, chunked = (
         make_sequence(prompt, max_new_tokens=5, temperature=0, logprob_start=0) for _ in range(2)
     )
-    run(make_scheduler(directories["qwen3"]), [whole])
-    run(make_scheduler(directories["qwen3"], prefill_tokens=17), [chunked])
+    run(make_scheduler(directories[shape]), [whole])
+    run(make_scheduler(directories[shape], prefill_tokens=17), [chunked])
     assert whole.output_ids == chunked.output_ids
     torch.testing.assert_close(
         torch.tensor(whole.input_logprobs), torch.tensor(chunked.input_logprobs), atol=1e-4, rtol=0
     )
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("shape", ["gemma3_text", "mistral"])
+def test_layers_with_a_window_keep_a_window(
+    shape: str, deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rings of 64 positions come round: in prompts cut into chunks, in neighbours of other lengths
+    that move when one ends, in prefixes that are still there, and in one that is lost."""
+    monkeypatch.setattr(kv_cache, "SPARE", 16)
+    directory = save_tiny_model(tmp_path, shape, sliding_window=9)
+    scheduler = make_scheduler(
+        directory, deterministic=deterministic, prefill_tokens=40, max_slots=3
+    )
+    long = [i * 7 % 250 for i in range(130)]
+    waves = [
+        [(long, 90), (PROMPT, 20), (long[:100], 60)],
+        [(long[:70], 8), (PROMPT + [4, 8], 70), (long + [3, 1], 5)],
+    ]
+    for start, wave in zip((0, None), waves):  # log-probs of the prompt exclude prefixes
+        sequences = [
+            make_sequence(prompt, rid=str(i), max_new_tokens=count, logprob_start=start)
+            for i, (prompt, count) in enumerate(wave)
+        ]
+        run(scheduler, sequences)
+        for sequence, (prompt, _) in zip(sequences, wave):
+            expected = reference_logprobs(directory, prompt + sequence.output_ids)
+            ours = torch.tensor([*sequence.input_logprobs, *sequence.output_logprobs])
+            torch.testing.assert_close(ours, expected[-len(ours) :], atol=1e-4, rtol=0)
+    cache = scheduler.cache
+    assert cache.ring is not None and cache.ring.size == cache.ring_size == 64
+    assert cache.capacity >= 220
+    assert cache.nbytes < cache.num_slots * cache.capacity * cache.bytes_per_token
 
 
 def test_bfloat16_stays_close_to_float32(directories: dict[str, Path]) -> None:

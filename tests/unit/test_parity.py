@@ -66,7 +66,35 @@ LAYOUTS = {
 }
 DENSE = ["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES = [*DENSE, "qwen3_moe", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3"]
-MOE = {"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3"}
+#: Families made of parts that others have, too.
+OF_KNOWN_PARTS = [
+    "gemma3_text",
+    "olmo2",
+    "smollm3",
+    "phi3",
+    "seed_oss",
+    "exaone4",
+    "glm",
+    "mixtral",
+    "deepseek_v2",
+]
+#: With parts of their own, at the layouts that cut or move these: a gate of shared experts; wide
+#: norms, and a window and a rotary embedding for each kind of layer; factors on embeddings,
+#: residuals and logits.
+OF_NEW_PARTS = {
+    "qwen2_moe": ("TP2+SP",),
+    "olmo3": ("TP2", "TP2+SP", "PP2", "CP2"),
+    "granite": ("TP2+SP", "PP2"),
+}
+MOE = {
+    "mixtral",
+    "qwen2_moe",
+    "deepseek_v2",
+    "qwen3_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v3",
+}
 #: Variants with parameters of their own, at the layouts that cut or sum these.
 VARIANTS = ["llama, biases"]
 
@@ -81,6 +109,11 @@ def _cases() -> Iterator[Any]:
             everything = family == "qwen3_moe" and not LAYOUTS[layout].rare
             always = layout == "TP2+SP" or (layout, family) == ("CP2", "deepseek_v3") or everything
             yield pytest.param(family, layout, marks=[] if always else [pytest.mark.full])
+    for family in [*OF_KNOWN_PARTS, *OF_NEW_PARTS]:
+        for layout in LAYOUTS:
+            if "EP2" not in layout or family in MOE:
+                always = layout in OF_NEW_PARTS.get(family, ())
+                yield pytest.param(family, layout, marks=[] if always else [pytest.mark.full])
     for variant in VARIANTS:
         for layout in ("TP2", "TP2+SP", "PP2"):
             yield pytest.param(variant, layout)
@@ -91,7 +124,7 @@ def checkpoints(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, tuple[Path, torch.nn.Module]]:
     made = {}
-    for family in [*FAMILIES, *VARIANTS]:
+    for family in [*FAMILIES, *OF_KNOWN_PARTS, *OF_NEW_PARTS, *VARIANTS]:
         directory = tmp_path_factory.mktemp("model")
         made[family] = (directory, save_tiny(family, directory))
     return made
@@ -162,7 +195,7 @@ def test_one_process_gives_the_log_probs_of_transformers(
         assert (log_probs - expected).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *OF_NEW_PARTS])
 def test_the_weights_moved(
     family: str, ranks: Pools, checkpoints: dict[str, Any], singles: dict[str, Any]
 ) -> None:
@@ -179,4 +212,5 @@ def test_the_weights_moved(
 def test_the_table_holds_every_family() -> None:
     from slime.models import FAMILIES as TABLES
 
-    assert set(FAMILIES) == {family.name for family in TABLES}
+    known = {*FAMILIES, *OF_KNOWN_PARTS, *OF_NEW_PARTS, "mimo"}  # which is Qwen2
+    assert known == {family.name for family in TABLES}

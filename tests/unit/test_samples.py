@@ -460,6 +460,11 @@ def test_cost_of_a_dense_model_is_two_flops_per_weight_and_quadratic_attention()
     attention, mlp, output = 8 * 8 + 2 * 8 * 4 + 8 * 8, 3 * 8 * 16, 8 * 32
     assert cost.linear == 2 * (3 * (attention + mlp) + output)
     assert cost.quadratic == 2 * 3 * 8
+    windowed = {**config, "model_type": "mistral", "sliding_window": 4}
+    narrow = sequence_cost(family_of(windowed), windowed)
+    pairs = [sum(min(place + 0.5, 4) for place in range(length)) for length in (3, 4, 10)]
+    for length, seen in zip((3, 4, 10), pairs):
+        assert narrow(length) - narrow.linear * length == 2 * cost.quadratic * seen
     sparse = {
         **config,
         "model_type": "qwen3_moe",

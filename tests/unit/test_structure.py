@@ -32,12 +32,12 @@ BUDGETS = {
     "compat": 1_400,
     "config": 4_600,
     "diagnosis": 4_200,
-    "embedded": 5_060,
+    "embedded": 5_260,
     "engines": 4_150,
     "environments": 450,
     ".": 1_450,
     "memory": 1_600,
-    "models": 2_950,
+    "models": 3_700,
     "observe": 3_050,
     "page": 1_600,
     "processes": 1_040,  # the preloaded process
@@ -46,7 +46,7 @@ BUDGETS = {
     "run": 2_050,
     "samples": 1_700,
     "sandbox": 950,
-    "trainer": 6_500,
+    "trainer": 6_600,
     "user_code": 1_000,
     "weights": 2_950,
 }

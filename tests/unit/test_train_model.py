@@ -95,6 +95,16 @@ def test_padded_layout_is_a_bijection(branches: list[list[int]]) -> None:
         assert not block.allowed.triu(1).any() and block.allowed.diagonal(dim1=-2, dim2=-1).all()
 
 
+def test_windows_count_positions_not_cells() -> None:
+    """Two branches behind a prompt of two tokens: both begin at position 2."""
+    [block] = padded_layout([[2, 3, 3]]).blocks
+    seen = block.within(2).allowed[0, 0]
+    assert [row.nonzero()[:, 0].tolist() for row in seen] == [
+        [0], [0, 1], [1, 2], [2, 3], [3, 4], [1, 5], [5, 6], [6, 7]
+    ]  # fmt: skip
+    assert block.within(8) is block
+
+
 CPU = torch.device("cpu")
 
 

@@ -332,8 +332,8 @@ def test_an_engine_that_does_not_answer_the_question(
 
 
 def lose_rotary_tables(engine: EmbeddedEngine) -> None:
-    engine.scheduler.store.model.angles[0].zero_()
-    engine.scheduler.store.model.angles[1].zero_()
+    for table in engine.scheduler.store.model.angles["main"]:
+        table.zero_()
 
 
 def keep_an_old_tensor(engine: EmbeddedEngine) -> None:

@@ -21,7 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from slime.diagnosis.align.evidence import Scored
 from slime.embedded.architecture import Architecture
+from slime.embedded.attention import sees
 from slime.embedded.weights import WeightStore, make_store
+from slime.models.spec import ModelSpec, RotaryKind
 
 Part = Literal[
     "norms",
@@ -245,17 +247,20 @@ class Reference:
         if setting.rotary:
             rope = replace(rope, spec=replace(self.arch.spec, **setting.rotary))
         needed = int(positions.max()) + 1
-        tables = rope.tables(max(needed, 1), torch.float32)
-        if rounding:
-            tables = tables[0].to(setting.dtype).float(), tables[1].to(setting.dtype).float()
+        angles: dict[RotaryKind, tuple[Tensor, Tensor]] = {}
+        for kind in self.arch.spec.rotary_kinds:
+            cos, sin = replace(rope, kind=kind).tables(max(needed, 1), torch.float32)
+            if rounding:
+                cos, sin = cos.to(setting.dtype).float(), sin.to(setting.dtype).float()
+            angles[kind] = cos.to(device), sin.to(device)
         watcher = watcher or Watcher()
         if setting.experts and experts is not None:
             watcher.replayed = _rows_of(experts, count, self.arch, device)
         before = model.angles
-        model.angles = tables[0].to(device), tables[1].to(device)
+        model.angles = angles
         try:
             with _Rounding(setting, self.arch.spec.num_experts):
-                attend = _Attention(setting)
+                attend = _Attention(setting, self.arch.spec)
                 chosen = watcher.chosen
                 return model.forward(
                     tokens[:-1].to(device), positions.to(device), attend, chosen, watcher
@@ -345,8 +350,9 @@ class _Rounding(TorchFunctionMode):
 class _Attention:
     """Causal attention of one sequence, without a cache."""
 
-    def __init__(self, setting: ReferenceSettings) -> None:
+    def __init__(self, setting: ReferenceSettings, spec: ModelSpec) -> None:
         self._setting = setting
+        self._spec = spec
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         setting = self._setting
@@ -355,17 +361,22 @@ class _Attention:
             keys, values = (x.to(setting.cache_dtype).float() for x in (keys, values))
         group = heads // keys.shape[1]
         keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-        blocks = [self._block(queries, keys, values, first) for first in range(0, count, _QUERIES)]
+        window = self._spec.window(layer)
+        blocks = [
+            self._block(queries, keys, values, first, window) for first in range(0, count, _QUERIES)
+        ]
         return self._round("attention", torch.cat(blocks)).flatten(1)
 
-    def _block(self, queries: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+    def _block(
+        self, queries: Tensor, keys: Tensor, values: Tensor, first: int, window: int | None
+    ) -> Tensor:
         """Attend from the queries ``first`` onwards: [block, heads, dim]."""
         block = queries[first : first + _QUERIES]
         last = first + len(block)
         scores = torch.einsum("qhd,khd->hqk", block, keys[:last]) * block.shape[-1] ** -0.5
         scores = self._round("attention scores", scores)
         places = torch.arange(last, device=scores.device)
-        hidden = places > places[first:, None]
+        hidden = ~sees(places[first:], places, window)
         probabilities = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
         probabilities = self._round("attention scores", probabilities)
         return torch.einsum("hqk,khd->qhd", self._round("attention", probabilities), values[:last])

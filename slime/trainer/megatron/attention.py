@@ -20,11 +20,13 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.memory.hardware import FLASH4_MAJORS, FLASH4_WIDEST
+from slime.models.spec import RotaryKind
 from slime.trainer.megatron import device
 from slime.trainer.megatron.layers import RMSNorm
 from slime.trainer.megatron.packed import AttentionBlock, PackedSequences, PaddedLayout
@@ -67,6 +69,7 @@ class PackedAttention(torch.nn.Module):
         own = 1.0 / math.sqrt(config.kv_channels)
         self.scale = own if softmax_scale is None else softmax_scale
         self.torch_only = torch_only
+        self.window = window_of(config, layer_number)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
@@ -84,17 +87,28 @@ class PackedAttention(torch.nn.Module):
         layout = sequences.padded
         if layout is None:
             kernel = torch_varlen if self.torch_only else _flash_packed
-            return kernel(query, key, value, sequences, self.scale)
+            return kernel(query, key, value, sequences, self.scale, self.window)
         padded = [_Pad.apply(x, layout) if not layout.identity else x for x in (query, key, value)]
         outputs = []
         start = 0
         for block in layout.blocks:
             cells = slice(start, start + block.batch * block.length)
             q, k, v = (x[cells].view(block.batch, block.length, *x.shape[1:]) for x in padded)
-            outputs.append(_dense(q, k, v, block, self.scale).reshape(-1, *q.shape[2:]))
+            seen = block.within(self.window)
+            outputs.append(_dense(q, k, v, seen, self.scale).reshape(-1, *q.shape[2:]))
             start = cells.stop
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out if layout.identity else _Unpad.apply(out, layout)
+
+
+def window_of(config: TransformerConfig, layer_number: int) -> int | None:
+    """Return how many tokens a token of a layer (from 1) sees, itself included; None: all before
+    it."""
+    if not is_layer_window_attention(
+        config.window_size, config.window_attn_skip_freq, layer_number
+    ):
+        return None
+    return int(config.window_size[0]) + 1
 
 
 class PackedSelfAttention(SelfAttention):
@@ -103,7 +117,12 @@ class PackedSelfAttention(SelfAttention):
 
     Parameters, names and sharding are Megatron's. What differs: the rotary angles come ready for
     the micro-batch.
+
+    Attributes:
+        rotary_kind: which of the micro-batch's angles are this layer's (`PolicyModel` sets it).
     """
+
+    rotary_kind: RotaryKind = "main"
 
     def forward(
         self,
@@ -114,7 +133,7 @@ class PackedSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         assert packed_seq_params is not None and packed_seq_params.rotary is not None
         heads = self._heads_in_one_pass if self._takes_one_pass(hidden_states) else self._heads
-        query, key, value = heads(hidden_states, *packed_seq_params.rotary)
+        query, key, value = heads(hidden_states, *packed_seq_params.rotary[self.rotary_kind])
         core = functools.partial(self.core_attention, sequences=packed_seq_params)
         out = attend(self, core, query, key, value)
         return self.linear_proj(out.reshape(out.size(0), 1, -1))
@@ -147,7 +166,7 @@ class PackedSelfAttention(SelfAttention):
         weights: tuple[Tensor | None, Tensor | None] = (None, None)
         eps = 0.0
         if isinstance(self.q_layernorm, RMSNorm):
-            weights = (self.q_layernorm.weight, self.k_layernorm.weight)
+            weights = (self.q_layernorm.factor(), self.k_layernorm.factor())
             eps = self.q_layernorm.eps
         per_group = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
         return SplitNormRotate.apply(
@@ -166,15 +185,21 @@ def attend(
 
 
 def _flash_packed(
-    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: PackedSequences,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Attend with the package flash-attn-4, which comes with SGLang and is twice as fast on Hopper,
     or with torch's kernel."""
     fast = None if torch.are_deterministic_algorithms_enabled() else _flash4(query.device)
     if fast is None or max(query.size(-1), value.size(-1)) > FLASH4_WIDEST:
-        return torch_varlen(query, key, value, sequences, scale)
+        return torch_varlen(query, key, value, sequences, scale, window)
     ends = sequences.cu_seqlens_q
     longest = sequences.max_seqlen_q
+    options: dict[str, Any] = {} if window is None else {"window_size": (window - 1, 0)}
     out = fast(
         query,
         key,
@@ -185,6 +210,7 @@ def _flash_packed(
         max_seqlen_k=longest,
         softmax_scale=scale,
         causal=True,
+        **options,
     )
     return out[0] if isinstance(out, tuple) else out
 
@@ -214,15 +240,31 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def torch_varlen(
-    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: PackedSequences,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
-    """torch's flash attention for packed sequences; arguments as of `PackedAttention.forward`."""
+    """torch's flash attention for packed sequences; arguments as of `PackedAttention.forward`.
+
+    Raises:
+        UserError: a window, and torch's kernel knows none.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     accepted = _parameters(varlen_attn)
     options: dict[str, Any] = {"scale": scale}
     if "window_size" in accepted:  # torch >= 2.12
-        options["window_size"] = (-1, 0)
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+    elif window is not None:
+        raise UserError(
+            f"torch {torch.__version__} attends to whole sequences only",
+            why=f"layers of this model see {window} tokens; torch's kernel has windows from 2.12",
+            fix="install torch 2.12 or later, or flash-attn-4, or pass --transformer-impl "
+            "transformer_engine",
+        )
     else:
         options["is_causal"] = True
     if "scale" not in accepted:  # torch 2.11 fixes the scale to 1 / sqrt(dim)
@@ -249,7 +291,7 @@ def _dense(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if q.dtype == torch.bfloat16 and block.length < _EXPLICIT_BELOW:
         return _explicit(q, k, v, block.bias, scale).transpose(1, 2)
-    mask: dict[str, Any] = {"attn_mask": block.allowed} if block.branched else {"is_causal": True}
+    mask: dict[str, Any] = {"attn_mask": block.allowed} if block.masked else {"is_causal": True}
     out = F.scaled_dot_product_attention(
         q, k, v, scale=scale, enable_gqa=k.size(1) != q.size(1), **mask
     )

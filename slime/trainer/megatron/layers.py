@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -17,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from slime.models.spec import ModelSpec
 from slime.trainer.megatron import device
 
 
@@ -31,6 +34,8 @@ class RMSNorm(torch.nn.Module):
     megatron-core's own wrapper of ``torch.nn.RMSNorm`` refuses sequence parallelism. All that is
     needed is the mark on the weight, by which its gradient is summed over the tensor-parallel
     ranks, each of which saw some tokens only.
+
+    With ``layernorm_zero_centered_gamma`` the factor is 1 + weight (Gemma), in float32.
     """
 
     def __init__(
@@ -39,15 +44,73 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.shape = (hidden_size,)
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.zero_centred = config.layernorm_zero_centered_gamma
+        initial = torch.zeros if self.zero_centred else torch.ones
+        self.weight = torch.nn.Parameter(initial(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and device.has_kernels():
             from slime.trainer.kernels.rms_norm import RMSNormFunction
 
-            return RMSNormFunction.apply(x, self.weight, self.eps)
+            return RMSNormFunction.apply(x, self.factor(), self.eps)
+        if self.zero_centred:
+            return F.rms_norm(x.float(), self.shape, self.factor(), self.eps).to(x.dtype)
         return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+    def factor(self) -> Tensor:
+        """What normalised entries are multiplied by."""
+        return 1.0 + self.weight.float() if self.zero_centred else self.weight
+
+
+class WideNorm(torch.nn.Module):
+    """Root-mean-square norm over all heads of queries or of keys together (OLMo-2).
+
+    Tensor parallelism cuts heads, and with them the weight: the ranks add up their sums of squares.
+
+    Args:
+        heads: of all ranks.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.width = heads * hidden_size
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        local = self.width // self.group.size()
+        self.weight = torch.nn.Parameter(torch.ones(local, dtype=config.params_dtype))
+        tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, heads of this rank, dim]."""
+        wide = x.flatten(-2).float()
+        squares = wide.square().sum(dim=-1, keepdim=True)
+        if self.group.size() > 1:
+            squares = _SumOverRanks.apply(squares, self.group)
+        normed = wide * torch.rsqrt(squares / self.width + self.eps)
+        return (self.weight * normed).to(x.dtype).view_as(x)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of all ranks' values, which each rank goes on to use for its own part: so gradients
+    are summed, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x
 
 
 @functools.cache
@@ -140,7 +203,7 @@ class Embedding(VocabParallelEmbedding):
         return EmbeddingLookup.apply(self.weight, self.weight.main_grad, input_)
 
 
-# -- norms of the outputs of attention and MLP, before the residual is added (GLM-4) ---------------
+# -- the outputs of attention and MLP, before they are added to the residual -----------------------
 
 OutputWithBias = tuple[Tensor, Tensor | None]
 AddToResidual = Callable[[OutputWithBias, Tensor, float], Tensor]
@@ -163,29 +226,48 @@ class PostNormTransformerLayer(TransformerLayer):
         self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, eps)
         add_attention: MakeAdd = self.self_attn_bda  # type: ignore[has-type]
         add_mlp: MakeAdd = self.mlp_bda  # type: ignore[has-type]
-        self.self_attn_bda = _normalising(self.post_self_attn_layernorm, add_attention)
-        self.mlp_bda = _normalising(self.post_mlp_layernorm, add_mlp)
+        self.self_attn_bda = _changing(self.post_self_attn_layernorm, add_attention)
+        self.mlp_bda = _changing(self.post_mlp_layernorm, add_mlp)
 
 
-def _normalising(norm: RMSNorm, make_add: MakeAdd) -> MakeAdd:
-    """Put the norm between the bias and the rest."""
+class ScaledTransformerLayer(TransformerLayer):
+    """x + scale · attention(norm(x)), then the same around the MLP (Granite)."""
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, residual_scale: float, **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        add_attention: MakeAdd = self.self_attn_bda  # type: ignore[has-type]
+        add_mlp: MakeAdd = self.mlp_bda  # type: ignore[has-type]
+        self.self_attn_bda = _changing(lambda x: x * residual_scale, add_attention)
+        self.mlp_bda = _changing(lambda x: x * residual_scale, add_mlp)
+
+
+def _changing(change: Callable[[Tensor], Tensor], make_add: MakeAdd) -> MakeAdd:
+    """Put a change of the output between the bias and the rest."""
 
     def make(training: bool, fused: bool) -> AddToResidual:
         add = make_add(training, fused)
 
-        def normalise_and_add(
+        def change_and_add(
             output_with_bias: OutputWithBias, residual: Tensor, dropout: float
         ) -> Tensor:
             output, bias = output_with_bias
-            return add((norm(output if bias is None else output + bias), None), residual, dropout)
+            changed = change(output if bias is None else output + bias)
+            return add((changed, None), residual, dropout)
 
-        return normalise_and_add
+        return change_and_add
 
     return make
 
 
-def add_post_norms(block: TransformerBlockSubmodules) -> None:
-    """Make every layer of the block a `PostNormTransformerLayer`."""
+def change_outputs(block: TransformerBlockSubmodules, spec: ModelSpec) -> None:
+    """Make every layer of the block one that normalises or scales the outputs of its parts, where
+    the model does."""
     for layer in block.layer_specs:
         assert isinstance(layer, ModuleSpec) and issubclass(layer.module, TransformerLayer)
-        layer.module = PostNormTransformerLayer
+        if spec.post_norms:
+            layer.module = PostNormTransformerLayer
+        elif spec.residual_scale != 1.0:
+            layer.module = ScaledTransformerLayer
+            layer.params = {**layer.params, "residual_scale": spec.residual_scale}

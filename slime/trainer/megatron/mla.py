@@ -122,7 +122,7 @@ class PackedMLASelfAttention(MLASelfAttention):
         config = self.config
         heads = self.num_attention_heads_per_partition
         assert sequences.rotary is not None
-        cos, sin = sequences.rotary
+        cos, sin = sequences.rotary["main"]
         up = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
         query = up(query_latent)[0].view(-1, heads, self.q_head_dim)
         query_plain, query_position = query.split(

@@ -25,6 +25,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -40,8 +41,8 @@ from slime.errors import UserError
 from slime.models.layout_rules import virtual_stages
 from slime.models.mixers import mixer_of
 from slime.models.model_flags import merge_transformer
-from slime.models.rotary import inverse_frequencies
-from slime.models.spec import ModelSpec
+from slime.models.rotary import layer_frequencies
+from slime.models.spec import ModelSpec, RotaryKind
 from slime.trainer.megatron import te_layers
 from slime.trainer.megatron.adapters import give_gradient
 from slime.trainer.megatron.attention import PackedAttention, PackedSelfAttention
@@ -49,7 +50,8 @@ from slime.trainer.megatron.layers import (
     Embedding,
     RMSNorm,
     SwiGLUActivation,
-    add_post_norms,
+    WideNorm,
+    change_outputs,
     leave_as_it_is,
     with_bias,
 )
@@ -88,12 +90,14 @@ class PolicyModel(GPTModel):
         if self.pre_process:
             # same parameters; Megatron has no slot for it
             self.embedding.word_embeddings.__class__ = Embedding
-        inverse, factor = inverse_frequencies(
-            spec.rotary_dim, spec.rotary_base, spec.rotary_scaling, spec.max_position_embeddings
-        )
-        self.angles = RotaryAngles(
-            inverse, factor, torch.device(torch.cuda.current_device()), config.params_dtype
-        )
+        place = torch.device(torch.cuda.current_device())
+        self.angles: dict[RotaryKind, RotaryAngles] = {
+            kind: RotaryAngles(*layer_frequencies(spec, kind), place, config.params_dtype)
+            for kind in spec.rotary_kinds
+        }
+        for layer in self.decoder.layers:
+            if isinstance(layer.self_attention, PackedSelfAttention):
+                layer.self_attention.rotary_kind = spec.rotary_kind(layer.layer_number - 1)
 
     def forward(
         self,
@@ -111,6 +115,7 @@ class PolicyModel(GPTModel):
         hidden, low_rank = self._low_rank_head(hidden, batch)
         rows = self.predicting_rows(hidden, batch)
         weight = self.output_weight()
+        temperature = temperature / self.spec.logits_scale
         logits = None
         if with_logits:
             size = self.vocab_shard().size
@@ -142,10 +147,14 @@ class PolicyModel(GPTModel):
         sequences = batch.sequences
         assert sequences.positions is not None
         if sequences.rotary is None:
-            sequences.rotary = self.angles(sequences.positions)
+            positions = sequences.positions
+            sequences.rotary = {kind: angles(positions) for kind, angles in self.angles.items()}
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=batch.tokens, position_ids=None)
+            if self.spec.embedding_scale != 1.0:
+                scale = torch.tensor(self.spec.embedding_scale, dtype=self.config.params_dtype)
+                embedded = embedded * scale.item()
         return self.decoder(
             hidden_states=embedded, attention_mask=None, packed_seq_params=sequences
         )
@@ -351,7 +360,10 @@ def put_in_parts(
         block.layer_norm = RMSNorm
     for layer in {id(layer): layer for layer in block.layer_specs}.values():  # some share one
         parts = layer.submodules
-        _replace_norms(parts, "input_layernorm", "pre_mlp_layernorm")
+        if spec.pre_norms:
+            _replace_norms(parts, "input_layernorm", "pre_mlp_layernorm")
+        else:
+            parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
         attention = parts.self_attention
         if attention.module is SelfAttention:
             attention.module = PackedSelfAttention
@@ -360,6 +372,9 @@ def put_in_parts(
             if spec.output_bias:
                 attention.submodules.linear_proj = with_bias(attention.submodules.linear_proj)
             _replace_norms(attention.submodules, "q_layernorm", "k_layernorm")
+            if spec.wide_qk_norms:
+                attention.submodules.q_layernorm = _wide_norm(spec.num_heads)
+                attention.submodules.k_layernorm = _wide_norm(spec.num_query_groups)
         if attention.module is MLASelfAttention:
             attention.module = PackedMLASelfAttention
         if issubclass(attention.module, PackedMLASelfAttention):
@@ -374,10 +389,13 @@ def put_in_parts(
                 mlp.linear_fc2 = with_bias(mlp.linear_fc2)
         if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MoELayer:
             parts.mlp = expert_layer_spec(config, normalises=spec.normalised_scores)
-    if spec.post_norms:
-        add_post_norms(block)
+    change_outputs(block, spec)
     if config.transformer_impl == "transformer_engine":
         te_layers.replace_parts(block)
+
+
+def _wide_norm(heads: int) -> ModuleSpec:
+    return ModuleSpec(module=WideNorm, params={"heads": heads})
 
 
 def _replace_norms(parts: Any, *names: str) -> None:

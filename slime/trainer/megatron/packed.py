@@ -29,6 +29,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from slime.models.spec import RotaryKind
 from slime.trainer.megatron.context import ContextGroup, ContextSplit
 from slime.trainer.megatron.moe_router import Routing
 
@@ -45,15 +46,28 @@ class AttentionBlock:
         batch, length: its shape.
         allowed: which keys a query sees, bool [batch or 1, 1, length, length].
         bias: the same to be added to scores: 0 or -inf, float32.
-        branched: some sequence branches behind its prompt; otherwise ``allowed`` is the causal
-            mask.
+        positions: int64 [batch or 1, length], 0-based within each sample.
+        masked: some query does not see all before it; otherwise ``allowed`` is the causal mask.
     """
 
     batch: int
     length: int
     allowed: Tensor
     bias: Tensor
-    branched: bool
+    positions: Tensor
+    masked: bool
+    _within: dict[int, AttentionBlock] = field(default_factory=dict, init=False)
+
+    def within(self, window: int | None) -> AttentionBlock:
+        """Return the same block for a layer whose queries see ``window`` positions, their own
+        included."""
+        if window is None or window >= self.length:
+            return self
+        if window not in self._within:
+            distance = self.positions[:, None, :, None] - self.positions[:, None, None, :]
+            allowed = self.allowed & (distance < window)
+            self._within[window] = replace(self, allowed=allowed, bias=_bias(allowed), masked=True)
+        return self._within[window]
 
 
 @dataclass
@@ -75,7 +89,13 @@ class PaddedLayout:
 
     def to(self, device: torch.device) -> PaddedLayout:
         blocks = [
-            replace(b, allowed=b.allowed.to(device), bias=b.bias.to(device)) for b in self.blocks
+            replace(
+                b,
+                allowed=b.allowed.to(device),
+                bias=b.bias.to(device),
+                positions=b.positions.to(device),
+            )
+            for b in self.blocks
         ]
         gather, cells, padding = (x.to(device) for x in (self.gather, self.cells, self.padding))
         return PaddedLayout(blocks, gather, cells, padding, self.identity)
@@ -90,7 +110,8 @@ class PackedSequences(PackedSeqParams):
         lengths: tokens of each sequence, padding sequence included.
         positions: int64 [T], 0-based within each sample.
         padded: the same tokens as dense blocks; None for the packed kernel.
-        rotary: (cos, sin) of every position, filled by the model on first use.
+        rotary: (cos, sin) of every position for each rotary embedding of the model's layers, filled
+            by the model on first use.
         context: how the tokens are divided over a context-parallel group; None where one rank has
             all.
         routing: what the routers of experts are told; None for dense models.
@@ -99,7 +120,7 @@ class PackedSequences(PackedSeqParams):
     lengths: list[int] = field(default_factory=list)
     positions: Tensor | None = None
     padded: PaddedLayout | None = None
-    rotary: tuple[Tensor, Tensor] | None = None
+    rotary: dict[RotaryKind, tuple[Tensor, Tensor]] | None = None
     context: ContextSplit | None = None
     routing: Routing | None = None
 
@@ -406,12 +427,26 @@ def _block(branches: Sequence[Sequence[int]], length: int) -> AttentionBlock:
     # a single response simply goes on from its prompt
     branched = any(len(parts) > 2 for parts in branches)
     allowed = causal[None, None]
+    positions = torch.arange(length)[None]
     if branched:
+        positions = torch.stack([_positions(parts, length) for parts in branches])
         owner = torch.stack([_owners(parts, length) for parts in branches])
         same = (owner[:, :, None] == owner[:, None, :]) | (owner == 0)[:, None, :]
         allowed = (causal[None] & same)[:, None]
-    bias = torch.zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))
-    return AttentionBlock(len(branches), length, allowed, bias, branched)
+    return AttentionBlock(len(branches), length, allowed, _bias(allowed), positions, branched)
+
+
+def _bias(allowed: Tensor) -> Tensor:
+    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+
+
+def _positions(parts: Sequence[int], length: int) -> Tensor:
+    """Return the position of each cell in its sample; each branch goes on from the prompt."""
+    prompt, *others = parts
+    found = torch.cat(
+        [torch.arange(prompt), *(torch.arange(prompt, prompt + own) for own in others)]
+    )
+    return torch.cat([found, found.new_full((length - found.numel(),), int(found[-1]))])
 
 
 def _owners(parts: Sequence[int], length: int) -> Tensor:

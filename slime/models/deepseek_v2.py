@@ -1,0 +1,65 @@
+"""DeepSeek-V2-Lite (``DeepseekV2ForCausalLM``): DeepSeek-V3's attention and tensors, experts behind
+a softmax router without a bias or groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.errors import UserError
+from slime.models.decoder import num_experts
+from slime.models.deepseek_v3 import DEEPSEEK_V3, latent_spec
+from slime.models.spec import ModelSpec, refuse, require
+from slime.models.table import COMPUTED_BUFFERS, ModelFamily
+
+#: transformers' DeepseekV2Config, where config.json is silent.
+_DEFAULTS = {
+    "first_k_dense_replace": 0,
+    "max_position_embeddings": 2048,
+    "moe_intermediate_size": 1407,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+}
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    # transformers reads neither here
+    config = {**_DEFAULTS, **config, "moe_layer_freq": 1, "num_nextn_predict_layers": 0}
+    refuse(config, "mlp_bias", "the experts of this family have no biases")
+    return latent_spec(config, "deepseek_v2", _router(config))
+
+
+def _router(config: dict[str, Any]) -> dict[str, Any]:
+    if config["topk_method"] != "greedy" or config.get("norm_topk_prob"):
+        raise UserError(
+            f"the model routes with topk_method {config['topk_method']!r} and norm_topk_prob "
+            f"{config.get('norm_topk_prob')!r}",
+            why="trainer and embedded engine know the choice 'greedy' without normalisation, as of "
+            "DeepSeek-V2-Lite; DeepSeek-V2 chooses groups of experts by their best one",
+            fix="choose DeepSeek-V2-Lite, or a model of DeepSeek-V3's family",
+        )
+    inner = int(require(config, "moe_intermediate_size"))
+    return {
+        "num_moe_experts": num_experts(config, "n_routed_experts", "num_experts"),
+        "moe_ffn_hidden_size": inner,
+        "moe_router_topk": int(require(config, "num_experts_per_tok")),
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": True,
+        "normalised_scores": False,
+        "moe_router_topk_scaling_factor": float(config["routed_scaling_factor"]),
+        "moe_router_dtype": "fp32",
+        "moe_shared_expert_intermediate_size": int(config["n_shared_experts"]) * inner,
+    }
+
+
+DEEPSEEK_V2 = ModelFamily(
+    name="deepseek_v2",
+    model_types=("deepseek_v2",),
+    architectures=("DeepseekV2ForCausalLM",),
+    rules=DEEPSEEK_V3.rules,
+    make_spec=_spec,
+    ignored=COMPUTED_BUFFERS,
+    fused=DEEPSEEK_V3.fused,
+)

@@ -1,0 +1,47 @@
+"""Granite 3 (``GraniteForCausalLM``): Llama with factors on embeddings, scores, what a layer adds,
+and logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.models.decoder import decoder_spec
+from slime.models.spec import ModelSpec
+from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+
+_MULTIPLIERS = (
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    # where config.json is silent, transformers' GraniteConfig has ones
+    embedding, scores, residual, logits = (
+        1.0 if config.get(name) is None else float(config[name]) for name in _MULTIPLIERS
+    )
+    bias = bool(config.get("attention_bias"))
+    return decoder_spec(
+        config,
+        "granite",
+        add_qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bool(config.get("mlp_bias")),
+        embedding_scale=embedding,
+        softmax_scale=scores,
+        residual_scale=residual,
+        logits_scale=1.0 / logits,
+        honours=_MULTIPLIERS,
+    )
+
+
+GRANITE = ModelFamily(
+    name="granite",
+    model_types=("granite",),
+    architectures=("GraniteForCausalLM",),
+    rules=DENSE_RULES,
+    make_spec=_spec,
+    ignored=COMPUTED_BUFFERS,
+)

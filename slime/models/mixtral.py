@@ -1,0 +1,68 @@
+"""Mixtral (``MixtralForCausalLM``): Mistral with experts behind a softmax router in all layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from slime.models.decoder import (
+    decoder_spec,
+    moe_layer_freq,
+    num_experts,
+    softmax_router,
+    windows_everywhere,
+)
+from slime.models.rules import Rule
+from slime.models.spec import ModelSpec, require
+from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, ModelFamily
+
+#: transformers' MixtralConfig, where config.json is silent.
+_DEFAULTS = {
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+}
+_RENAMED = {
+    ".mlp.": ".block_sparse_moe.",
+    ".gate_proj.": ".w1.",
+    ".up_proj.": ".w3.",
+    ".down_proj.": ".w2.",
+}
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    config = {**_DEFAULTS, **config}
+    routed = {
+        "num_experts": num_experts(config, "num_local_experts", "num_experts"),
+        "moe_intermediate_size": require(config, "intermediate_size"),
+        "num_experts_per_tok": config["num_experts_per_tok"],
+        "norm_topk_prob": True,
+    }
+    return decoder_spec(
+        config,
+        "mixtral",
+        default_rotary_base=1e6,
+        moe_layer_freq=moe_layer_freq([True] * int(require(config, "num_hidden_layers"))),
+        **softmax_router(routed),
+        **windows_everywhere(config),
+    )
+
+
+def _renamed(rule: Rule) -> Rule:
+    names = rule.hf_names
+    for before, after in _RENAMED.items():
+        names = tuple(name.replace(before, after) for name in names)
+    return replace(rule, hf=names)
+
+
+MIXTRAL = ModelFamily(
+    name="mixtral",
+    model_types=("mixtral",),
+    architectures=("MixtralForCausalLM",),
+    rules=DENSE_RULES + tuple(_renamed(rule) for rule in MOE_RULES),
+    make_spec=_spec,
+    ignored=COMPUTED_BUFFERS,
+)

@@ -1,0 +1,42 @@
+"""OLMo-2 (``Olmo2ForCausalLM``): norms behind attention and MLP instead of before them, and norms
+over all heads of queries and of keys together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.models.decoder import decoder_spec
+from slime.models.spec import ModelSpec
+from slime.models.table import COMPUTED_BUFFERS, POST_NORM_RULES, ModelFamily
+
+#: transformers' Olmo2Config, where config.json is silent.
+_DEFAULTS = {"rms_norm_eps": 1e-5}
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    return olmo_spec({**_DEFAULTS, **config}, "olmo2")
+
+
+def olmo_spec(config: dict[str, Any], family: str, **extra: Any) -> ModelSpec:
+    """The spec of a family with this placement of norms; ``config`` has its defaults filled in."""
+    bias = bool(config.get("attention_bias"))
+    return decoder_spec(
+        config,
+        family,
+        add_qkv_bias=bias,
+        output_bias=bias,
+        pre_norms=False,
+        post_norms=True,
+        wide_qk_norms=True,
+        **extra,
+    )
+
+
+OLMO2 = ModelFamily(
+    name="olmo2",
+    model_types=("olmo2",),
+    architectures=("Olmo2ForCausalLM",),
+    rules=POST_NORM_RULES,
+    make_spec=_spec,
+    ignored=COMPUTED_BUFFERS,
+)

@@ -1,0 +1,92 @@
+"""Qwen1.5-MoE and Qwen2-MoE (``Qwen2MoeForCausalLM``): Qwen2's attention, experts behind a softmax
+router, and a shared expert whose output each token weighs with a gate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from slime.models.decoder import (
+    FULL,
+    SLIDING,
+    decoder_spec,
+    layer_kinds,
+    moe_layer_freq,
+    softmax_router,
+    windows,
+)
+from slime.models.layouts import REPLICATED
+from slime.models.rules import HF_MLP, MLP, Rule
+from slime.models.spec import ModelSpec, require
+from slime.models.table import (
+    COMPUTED_BUFFERS,
+    DENSE_RULES,
+    MOE_RULES,
+    ModelFamily,
+    is_moe_layer,
+)
+
+#: transformers' Qwen2MoeConfig, where config.json is silent.
+_DEFAULTS = {
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "moe_intermediate_size": 1408,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 16,
+    "qkv_bias": True,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 4096,
+}
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    config = {**_DEFAULTS, **config}
+    step = int(config.get("decoder_sparse_step") or 1)
+    dense = set(config.get("mlp_only_layers") or ())
+    layers = range(int(require(config, "num_hidden_layers")))
+    is_on = bool(config.get("use_sliding_window"))
+    before = int(config["max_window_layers"]) if is_on else 0
+    kinds = layer_kinds(
+        config, [SLIDING if layer % 2 == 0 and layer < before else FULL for layer in layers]
+    )
+    window = config["sliding_window"] if is_on else None
+    return decoder_spec(
+        config,
+        "qwen2_moe",
+        add_qkv_bias=bool(config["qkv_bias"]),
+        moe_layer_freq=moe_layer_freq(
+            [layer not in dense and (layer + 1) % step == 0 for layer in layers]
+        ),
+        moe_shared_expert_intermediate_size=int(config["shared_expert_intermediate_size"]),
+        moe_shared_expert_gate=True,
+        **softmax_router(config),
+        **windows({**config, "sliding_window": window}, kinds),
+    )
+
+
+def _singular(rule: Rule) -> Rule:
+    return replace(
+        rule, hf=tuple(name.replace("shared_experts", "shared_expert") for name in rule.hf_names)
+    )
+
+
+QWEN2_MOE = ModelFamily(
+    name="qwen2_moe",
+    model_types=("qwen2_moe",),
+    architectures=("Qwen2MoeForCausalLM",),
+    rules=(
+        *DENSE_RULES,
+        *(_singular(rule) for rule in MOE_RULES),
+        Rule(
+            MLP + "shared_experts.gate_weight",
+            HF_MLP + "shared_expert_gate.weight",
+            REPLICATED,
+            1,
+            "hidden",
+            is_moe_layer,
+        ),
+    ),
+    make_spec=_spec,
+    ignored=COMPUTED_BUFFERS,
+)
