@@ -137,15 +137,7 @@ def test_both_spellings_of_the_rotary_settings(
     ("change", "said"),
     [
         ({"model_type": "mamba", "architectures": None}, "model_type 'mamba'"),
-        ({"hidden_act": "gelu"}, "gelu"),
-        (
-            {
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "layer_types": ["sliding_attention"] * 2,
-            },
-            "use_sliding",
-        ),
+        ({"hidden_act": "quick_gelu"}, "quick_gelu"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
     ],
 )
