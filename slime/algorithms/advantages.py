@@ -121,8 +121,8 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Estimate:
 
 
 def ppo(inputs: AdvantageInputs) -> Estimate:
-    """A_t = Σ_{s ≥ t} (γλ)^(s-t) δ_s with δ_s = r_s + γ V_{s+1} - V_s, by the critic's values; G_t =
-    A_t + V_t with a λ of its own is what the critic learns. s and t number trained tokens.
+    """A_t = Σ_{s ≥ t} (γλ)^(s-t) δ_s with δ_s = r_s + γ V_{s+1} - V_s, by the values of a critic,
+    which learns G_t = A_t + V_t, with a λ of its own. s and t number trained tokens.
 
     r_s = -kl_coef · kl_s plus the token's own reward; the rest of R stands on the last trained
     token. As for REINFORCE++ a token that is not trained is no time step: V_{s+1} is that of the

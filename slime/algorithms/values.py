@@ -28,7 +28,7 @@ class ValueLoss:
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float
 ) -> ValueLoss:
-    """max((V - G)², (clip(V) - G)²), V being clipped to ± ``value_clip`` around its value before the
+    """max((V - G)², (clip(V) - G)²), clip(V) being within ``value_clip`` of the value before the
     update. There is no ½.
 
     Args:

@@ -101,9 +101,9 @@ def load(
 
     Args:
         plan: of kind "megatron".
-        state: as for `save`; saved at any parallel layout. ``reference`` is read if it is given. The
-            critic's is loaded by a call of its own, which leaves random numbers and extra state to
-            the policy's.
+        state: as for `save`; saved at any parallel layout. ``reference`` is read if it is given.
+            A critic's is loaded by a call of its own, which leaves random numbers and extra state
+            to the policy's.
         seed: --seed. A run that goes on without the saved random states is seeded by it and the
             iteration.
         is_compared: the files' contents are, with the manifest (`agreed_plan`).

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from slime.config.estimators import estimators_where
-from slime.config.flag import NONE_OR_SOME, FRACTION, Interval, Part, derived, finite, flag, on
+from slime.config.flag import FRACTION, NONE_OR_SOME, Interval, Part, derived, finite, flag, on
 
 _CRITIC = on(
     "advantage_estimator",
@@ -33,7 +33,7 @@ class CriticConfig:
     critic_lr_warmup_iters: int = derived("lr_warmup_iters", range=NONE_OR_SOME, needs=_CRITIC)
     """Optimizer steps of linear warm-up of the critic's learning rate."""
     num_critic_only_steps: int = flag(0, range=NONE_OR_SOME, needs=_CRITIC)
-    """Train the critic alone on the first so many rollouts of the run; the policy stays as it is."""
+    """Train the critic alone on the run's first so many rollouts; the policy stays as it is."""
     lambd: float = flag(1.0, range=FRACTION, needs=_CRITIC)
     """Lambda of generalised advantage estimation, per trained token. At 0.95 a reward hardly
     reaches what was written 100 tokens before it."""

@@ -371,7 +371,7 @@ def train_critic(
     timers: _Timers,
     memory: PhaseMemory,
 ) -> list[dict[str, float]]:
-    """Compute values and with them the advantages; take the critic's optimizer steps on the returns.
+    """Compute values, and advantages with them; take the critic's optimizer steps on the returns.
     Return the metrics of each.
 
     Values and returns are those from before its first step, for the policy too.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from slime.errors import UserError
 from slime.samples.batch import TrainBatch
+from slime.trainer.megatron.backend import MegatronBackend
+from slime.trainer.megatron.offload import Offloader
 from tests.support import parity
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, make_batch, shard, trainer_config
@@ -120,3 +124,164 @@ def test_any_layout_trains_the_critic_of_one_process(
             assert ours[name] == pytest.approx(value, rel=2e-4, abs=2e-5), name
     last = alone["metrics"][-1]
     assert last["train/critic-explained_variance"] > 0.05 and last["rollout/kl"] != 0.0
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def weights(backend: MegatronBackend) -> dict[str, torch.Tensor]:
+    assert backend.critic is not None
+    return {
+        f"{number} {name}": tensor.detach().clone()
+        for number, chunks in enumerate((backend.model_chunks, backend.critic.chunks))
+        for name, tensor in chunks[0].state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def numbers(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"bf16": True, "lr_decay_style": "cosine"}, {"lora_rank": 2, "async_save": True}],
+    ids=["bfloat16", "adapters"],
+)
+def test_a_resumed_run_has_the_same_bits(more: dict[str, Any], tmp_path: Path, model: Path) -> None:
+    """The critic sleeps while it is saved, as it does beside engines."""
+    flags = {
+        **PPO,
+        **more,
+        "hf_checkpoint": str(model),
+        "load": str(tmp_path / "run"),
+        "save": str(tmp_path / "run"),
+        "kl_coef": 0.1,
+        "normalize_values": True,
+    }
+    first = trainer(**flags)
+    try:
+        assert first.critic is not None
+        first.train(make_batch(seed=0))
+        first.critic.takes_turns = True
+        first.critic._offloader = Offloader(first.critic.chunks, first.critic.optimizer, pin=False)
+        first.critic.sleep()
+        assert all(p.untyped_storage().nbytes() == 0 for p in first.critic.chunks[0].parameters())
+        first.save(0)
+        first.finish_saving()
+        first.critic.wake()
+        first.critic.takes_turns = False
+        unbroken = first.train(make_batch(seed=1))
+        before = weights(first)
+    finally:
+        first.close()
+    second = trainer(**flags)
+    try:
+        assert second.next_rollout_id == 1
+        resumed = second.train(make_batch(seed=1))
+        after = weights(second)
+    finally:
+        second.close()
+    assert numbers(resumed) == numbers(unbroken)
+    assert resumed["rollout/values"] != 0.0
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def values_of(batch: TrainBatch, **flags: Any) -> tuple[list[torch.Tensor], MegatronBackend]:
+    backend = trainer(**flags)
+    try:
+        assert backend.critic is not None
+        found = backend.critic.outputs(batch)
+        assert found is not None
+        return found, backend
+    finally:
+        backend.close()
+
+
+def test_a_new_run_takes_the_critic_of_another_one(tmp_path: Path, model: Path) -> None:
+    batch = make_batch(seed=5)
+    flags = {**PPO, "hf_checkpoint": str(model)}
+    first = trainer(**flags, save=str(tmp_path / "run"), num_critic_only_steps=1)
+    try:
+        assert first.critic is not None
+        policy = [p.detach().clone() for p in first.model_chunks[0].parameters()]
+        metrics = first.train(make_batch())
+        # on the first rollout the critic alone has learned
+        assert all(torch.equal(a, b) for a, b in zip(policy, first.model_chunks[0].parameters()))
+        assert "train/critic-value_loss" in metrics and "train/loss" not in metrics
+        second = dataclasses.replace(make_batch(), rollout_id=1)
+        assert "train/loss" in first.train(second)
+        first.save(1)
+        expected = first.critic.outputs(batch)
+    finally:
+        first.close()
+    assert expected is not None and expected[0].abs().sum() > 0
+    source = str(tmp_path / "run")
+    taken, of_new = values_of(batch, **flags, critic_load=source)
+    assert of_new.next_rollout_id == 0
+    assert all(torch.equal(a, b) for a, b in zip(taken, expected))
+    with_policy, continued = values_of(batch, **flags, load=source, finetune=True)
+    assert continued.next_rollout_id == 0
+    assert all(torch.equal(a, b) for a, b in zip(with_policy, expected))
+    # a run without a critic reads the same checkpoint, and its own has none
+    plain = trainer(hf_checkpoint=str(model), load=source, save=str(tmp_path / "grpo"))
+    try:
+        plain.train(make_batch())
+        plain.save(2)
+    finally:
+        plain.close()
+    from_policy, continued = values_of(batch, **flags, load=str(tmp_path / "grpo"))
+    assert continued.next_rollout_id == 3 and not any(values.any() for values in from_policy)
+    with pytest.raises(UserError, match="--critic-load .* holds no checkpoint"):
+        values_of(batch, **flags, critic_load=str(tmp_path))
+
+
+def save_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> None:
+    backend = opened(info, flags)
+    backend.train(batches[backend.data_parallel_rank])
+    backend.save(0)
+
+
+def step_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> dict[str, Any]:
+    backend = opened(info, flags)
+    assert backend.next_rollout_id == 1
+    first, second = (backend.train(batches[backend.data_parallel_rank]) for _ in range(2))
+    return {"reporting": backend.is_reporting_rank, "metrics": [numbers(first), numbers(second)]}
+
+
+def opened(info: Any, flags: dict[str, Any]) -> Any:
+    from slime.trainer.megatron.backend import MegatronBackend
+
+    given = {**TRAINING, "optimizer": "adam", "adam_eps": 1e-3, "lr": 1e-3, "critic_lr": 0.01}
+    config = trainer_config(**given, **flags, actor_num_gpus_per_node=info.world_size)
+    backend = MegatronBackend(config, info)
+    backend.setup()
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "loaded_at"),
+    [
+        ((2, 1, TP2 | SP), (2, 2, {})),
+        pytest.param((2, 2, {}), (2, 1, PP2 | VIRTUAL), marks=pytest.mark.full),
+        pytest.param((2, 1, PP2 | VIRTUAL), (2, 1, CP2), marks=pytest.mark.full),
+    ],
+)
+def test_saved_at_one_layout_and_resumed_at_another(
+    saved_at: Any, loaded_at: Any, ranks: Pools, model: Path, tmp_path: Path
+) -> None:
+    def run(job: Any, where: Any, name: str) -> list[Any]:
+        size, data_parallel, layout = where
+        folder = {"load": str(tmp_path / name), "save": str(tmp_path / name)}
+        flags = {"hf_checkpoint": str(model), **folder, **layout}
+        return ranks.run(size, job, flags, batches_for(data_parallel))
+
+    alone = (1, 1, {})
+    run(save_job, alone, "alone")
+    run(save_job, saved_at, "other")
+    [expected] = run(step_job, alone, "alone")
+    [found] = [rank for rank in run(step_job, loaded_at, "other") if rank["reporting"]]
+    for ours, theirs in zip(found["metrics"], expected["metrics"]):
+        for name, value in theirs.items():
+            assert ours[name] == pytest.approx(value, rel=2e-4, abs=2e-5), name

@@ -1,4 +1,4 @@
-"""PPO's advantages, returns and value loss against plain sums in float64, written from the papers."""
+"""PPO's advantages, returns and value loss against plain sums in float64, from the papers."""
 
 from __future__ import annotations
 

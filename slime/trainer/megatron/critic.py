@@ -1,7 +1,7 @@
 """The critic of one trainer rank: a second model with an optimizer of its own, in the policy's
 processes and at its layout.
 
-    policy scores ─► [policy sleeps] ─► critic: values, advantages, steps ─► [critic sleeps] ─► policy
+    policy scores ─► critic wakes: values, advantages, its steps ─► critic sleeps ─► policy's steps
 
 Where trainer and engines share GPUs only one of the two is on the device at a time.
 """

@@ -73,7 +73,8 @@ def forward_backward(
     """Gradients of the sum of the micro-batches' losses, reduced over the data-parallel ranks.
 
     Args:
-        loss_of: (what the model gives, micro-batch) → its part of the step's loss, and of the metrics.
+        loss_of: (what the model gives, micro-batch) → its part of the step's loss, and of the
+            metrics.
         gradient_scale: undoes Megatron's averaging over micro-batches and data-parallel ranks,
             which is not wanted: each part is weighted already.
         options: of `PolicyModel.forward`.

@@ -122,7 +122,7 @@ class Offloader:
     def read_on_host(self) -> Iterator[None]:
         """Within the block parameters and optimizer states that are away are their host copies."""
         copies = {part.storage._cdata: part.copy for part in self._away}
-        held = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        held: list[Tensor] = [p for chunk in self.chunks for p in chunk.parameters()]
         held += _optimizer_holders(self.optimizer)
         before = []
         try:
