@@ -20,7 +20,11 @@ from slime.memory.trainer import ASLEEP_TENSORS, CONTEXT
 logger = get_logger(__name__)
 
 #: Phase of an update, as the trainer names it → phase of the plan.
-_TRAINER_PHASES = {"forward_backward": "train", "ref_log_probs": "log-probs"}
+_TRAINER_PHASES = {
+    "forward_backward": "train",
+    "ref_log_probs": "log-probs",
+    "critic_forward_backward": "critic",
+}
 _PHASES = {f"perf/{name}_peak_memory_gb": phase for name, phase in _TRAINER_PHASES.items()}
 _ASLEEP = "perf/trainer_asleep_gb"
 _TOLERANCE = 1.05  # of the plan, and of what was measured before
