@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.errors import UserError
-from slime.samples.batch import TrainBatch
+from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.megatron.backend import MegatronBackend
 from slime.trainer.megatron.offload import Offloader
 from tests.support import parity
@@ -285,3 +285,87 @@ def test_saved_at_one_layout_and_resumed_at_another(
     for ours, theirs in zip(found["metrics"], expected["metrics"]):
         for name, value in theirs.items():
             assert ours[name] == pytest.approx(value, rel=2e-4, abs=2e-5), name
+
+
+# -- learning and turns ----------------------------------------------------------------------------
+
+
+def told_by_the_prompt(rollout_id: int) -> TrainBatch:
+    """Random answers whose reward follows from the prompt's first token, with some noise."""
+    generator = torch.Generator().manual_seed(rollout_id)
+    batch = make_batch(num_samples=24, seed=rollout_id)
+    first = torch.randint(0, 8, (24,), generator=generator)
+    noise = 0.2 * torch.randn(24, generator=generator)
+    for tokens, choice in zip(batch.tokens, first):
+        tokens[0] = 10 + choice
+    rewards = [float(choice % 2) + float(n) for choice, n in zip(first, noise)]
+    batch.trajectory_ids = list(range(24))
+    batch.rollout_mask_sums = [float(mask.sum()) for mask in batch.loss_masks]
+    batch.steps = [StepPlan([list(range(24))], global_batch_size=24, num_loss_tokens=1)]
+    return dataclasses.replace(batch, rollout_id=rollout_id, rewards=rewards)
+
+
+def test_the_critic_explains_most_of_the_returns() -> None:
+    """Of answers that it has not seen yet."""
+    backend = trainer(
+        advantage_estimator="ppo",
+        critic_lr=0.01,
+        num_critic_only_steps=99,
+        rollout_batch_size=24,
+        value_clip=10.0,
+    )
+    try:
+        explained = [
+            backend.train(told_by_the_prompt(rollout_id))["train/critic-explained_variance"]
+            for rollout_id in range(30)
+        ]
+    finally:
+        backend.close()
+    assert explained[0] == 0.0
+    assert sum(explained[-5:]) / 5 > 0.5, explained
+
+
+def test_taking_turns_changes_no_number() -> None:
+    def three_rollouts(takes_turns: bool) -> tuple[list[dict[str, float]], Any]:
+        backend = trainer(**PPO, kl_coef=0.1, bf16=True)
+        try:
+            assert backend.critic is not None
+            if takes_turns:
+                pair = (backend.model_chunks, backend.optimizer)
+                backend.offloader = Offloader(*pair, pin=False)
+                backend.critic._offloader = Offloader(
+                    backend.critic.chunks, backend.critic.optimizer, pin=False
+                )
+                backend.critic.takes_turns = True
+                backend.critic.sleep()
+            metrics = [numbers(backend.train(make_batch(seed=seed))) for seed in range(3)]
+            if takes_turns:
+                chunks = backend.critic.chunks
+                assert all(p.untyped_storage().nbytes() == 0 for p in chunks[0].parameters())
+                backend.critic.wake()
+            return metrics, weights(backend)
+        finally:
+            backend.close()
+
+    together, apart = three_rollouts(False), three_rollouts(True)
+    assert together[0] == apart[0] and together[0][2]["rollout/values"] != 0.0
+    assert all(torch.equal(together[1][name], apart[1][name]) for name in together[1])
+
+
+def test_a_critic_of_experts_routes_and_balances_by_itself(tmp_path: Path) -> None:
+    save_tiny("qwen3_moe", tmp_path)
+    backend = trainer(
+        **PPO,
+        hf_checkpoint=str(tmp_path),
+        use_routing_replay=True,
+        moe_router_load_balancing_type="global_aux_loss",
+        moe_aux_loss_coeff=0.01,
+    )
+    try:
+        metrics = [backend.train(make_batch(seed=seed)) for seed in range(2)]
+    finally:
+        backend.close()
+    balance = [row["train/critic-load_balancing_loss"] for row in metrics]
+    assert balance[0] == pytest.approx(metrics[0]["train/load_balancing_loss"])
+    assert balance[1] != pytest.approx(metrics[1]["train/load_balancing_loss"])
+    assert metrics[1]["rollout/values"] != 0.0

@@ -135,9 +135,7 @@ def test_policy_and_critic_take_turns_where_engines_need_the_gpu(folders: dict[s
     critic = owned(found["GPU 0", "critic"], "critic")
     policy = owned(found["GPU 0", "train"], "trainer")
     assert "weights" not in owned(found["GPU 0", "critic"], "trainer")
-    assert not any(
-        owned(found["GPU 0", name], "critic") for name in ("generate", "train", "push")
-    )
+    assert not any(owned(found["GPU 0", name], "critic") for name in ("generate", "train", "push"))
     # the same model without its output layer, which this one does not tie
     spec = plan.facts.trainer.spec  # type: ignore[union-attr]
     output = 0 if spec.tie_embeddings else spec.padded_vocab_size * spec.hidden_size
