@@ -56,6 +56,8 @@ class ReturnScale:
 
     Attributes:
         mean, square: running means of G and G²; ``weight`` corrects their start from 0.
+    Source: van Hasselt et al. (arXiv:1602.07714), section 2; as a running mean: Yu et al., MAPPO
+    (arXiv:2103.01955), section 5.1.
 
     Example (returns of 1 and 3: the critic learns -1 and 1):
         >>> scale = ReturnScale().updated(mean=2.0, square=5.0)
@@ -63,8 +65,6 @@ class ReturnScale:
         1.0
         >>> round(scale.restored(torch.tensor([1.0])).item(), 6)
         3.0
-    Source: van Hasselt et al. (arXiv:1602.07714), section 2; as a running mean: Yu et al., MAPPO
-    (arXiv:2103.01955), section 5.1.
     """
 
     mean: float = 0.0

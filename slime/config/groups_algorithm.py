@@ -49,7 +49,7 @@ class AlgorithmConfig:
     """Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), with --loss-type
     custom_loss."""
     advantage_estimator: EstimatorName = flag(
-        "grpo", needs=SAMPLES, read_by=("samples", "trainer", "training")
+        "grpo", needs=SAMPLES, read_by=("samples", "training")
     )
     """How rewards become advantages."""
     disable_compute_advantages_and_returns: bool = flag(

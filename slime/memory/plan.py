@@ -54,7 +54,8 @@ class Phase:
 
     Attributes:
         devices: "GPU 0-3", or "host".
-        name: generate, log-probs, critic, train, push; "all" on a host without GPUs, where nothing sleeps.
+        name: generate, log-probs, critic, train, push; "all" on a host without GPUs, where nothing
+            sleeps.
     """
 
     devices: str

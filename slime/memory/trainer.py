@@ -183,7 +183,7 @@ class TrainerSettings:
         )
 
     def as_critic(self) -> TrainerSettings:
-        """The facts of a critic beside this policy: all of it is trained, in the plain precision."""
+        """The facts of a critic beside this policy: all of it is trained, as it is."""
         return replace(
             self,
             spec=replace(self.spec, tie_embeddings=False),
@@ -468,7 +468,8 @@ class StageMemory:
         rows = settings.tokens
         columns = spec.padded_vocab_size / settings.layout.tensor
         per_entry = _GPU_BLOCKS * settings.element if settings.on_gpu else _CPU_BLOCK_BYTES
-        found = {  # the last layer's output, normalised, those that predict, and their gradient
+        # the last layer's output, normalised, those that predict, and their gradient
+        found: dict[str, float] = {
             "hidden states of predicted tokens": rows
             * spec.hidden_size
             * (3 * settings.element + 4),

@@ -24,12 +24,12 @@ FILES = read_package(ROOT / "slime")
 #: more raises its number and says what for.
 BUDGETS = {
     "agents": 1_550,
-    "algorithms": 550,
+    "algorithms": 670,  # generalised advantages, the value loss
     "checkpoints": 4_300,
     "cli": 2_350,
     "cluster": 4_450,
     "compat": 1_400,
-    "config": 4_600,
+    "config": 4_700,  # flags of the critic
     "diagnosis": 4_200,
     "embedded": 5_000,
     "engines": 4_100,
@@ -45,7 +45,7 @@ BUDGETS = {
     "run": 2_050,
     "samples": 1_700,
     "sandbox": 950,
-    "trainer": 6_300,
+    "trainer": 6_750,  # the critic
     "user_code": 1_000,
     "weights": 2_850,
 }
