@@ -162,7 +162,7 @@ def _step_rewards(inputs: AdvantageInputs, i: int, trained: Tensor) -> Tensor:
     if inputs.token_rewards is None:
         rewards[-1] += inputs.rewards[i]
         return rewards
-    own = inputs.token_rewards[i][trained].to(rewards)
+    own = inputs.token_rewards[i].to(rewards)[trained]
     rewards += own
     rewards[-1] += inputs.rewards[i] - own.sum()
     return rewards

@@ -284,6 +284,7 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
                     values=data.values,
                     lambd=trainer.config.critic.lambd,
                     critic_lambd=trainer.config.critic.critic_lambd,
+                    token_rewards=batch.payloads.get("token_rewards"),
                 )
             )
         if flags.normalize_advantages:
