@@ -12,6 +12,7 @@ import torch
 from slime.errors import UserError
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.megatron.backend import MegatronBackend
+from slime.trainer.megatron.critic import critic_config
 from slime.trainer.megatron.offload import Offloader
 from tests.support import parity
 from tests.support.tiny_models import save_tiny
@@ -369,3 +370,39 @@ def test_a_critic_of_experts_routes_and_balances_by_itself(tmp_path: Path) -> No
     assert balance[0] == pytest.approx(metrics[0]["train/load_balancing_loss"])
     assert balance[1] != pytest.approx(metrics[1]["train/load_balancing_loss"])
     assert metrics[1]["rollout/values"] != 0.0
+
+
+# -- flags -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"custom_advantage_function_path": "a.b"}, "--custom-advantage-function-path"),
+        ({"custom_model_provider_path": "a.b"}, "--custom-model-provider-path"),
+        ({"spec": ("a", "b")}, "--spec"),
+        ({"critic_save": "there"}, "--critic-load takes the critic from there"),
+        ({"advantage_estimator": "grpo", "critic_lr": 1e-5}, "--advantage-estimator ppo"),
+        ({"advantage_estimator": "grpo", "lambd": 0.9}, "--advantage-estimator ppo"),
+        ({"lambd": 1.5}, "at most 1"),
+        ({"value_clip": 0.0}, "more than 0"),
+    ],
+)
+def test_what_a_critic_cannot_be_used_with_is_refused(flags: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        trainer_config(**{"advantage_estimator": "ppo", **flags})
+    assert told in str(caught.value)
+
+
+def test_the_critic_has_the_learning_rate_of_its_flags() -> None:
+    flags = {"lr_warmup_iters": 4, "min_lr": 1e-3, "lr_decay_style": "cosine"}
+    own = critic_config(trainer_config(**PPO, **flags, lr=1e-2))
+    assert (own.megatron.lr, own.megatron.lr_warmup_iters) == (0.05, 4)
+    small = trainer_config(
+        advantage_estimator="ppo", critic_lr=1e-4, critic_lr_warmup_iters=2, **flags
+    )
+    # the end of the decay is never above its start
+    assert (critic_config(small).megatron.min_lr, small.critic.critic_lambd) == (1e-4, 1.0)
+    assert critic_config(small).megatron.lr_warmup_iters == 2
+    alone = trainer_config(**PPO, num_critic_only_steps=10, num_rollout=10)
+    assert any("the policy is not trained" in warning for warning in alone.warnings)

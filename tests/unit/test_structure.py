@@ -43,7 +43,7 @@ BUDGETS = {
     "prompts": 3_800,
     "rollout": 8_600,
     "run": 2_050,
-    "samples": 1_700,
+    "samples": 1_750,  # rewards of tokens and turns
     "sandbox": 950,
     "trainer": 6_750,  # the critic
     "user_code": 1_000,
