@@ -326,6 +326,23 @@ def test_the_critic_explains_most_of_the_returns() -> None:
     assert sum(explained[-5:]) / 5 > 0.5, explained
 
 
+def test_normalised_values_are_in_the_unit_of_the_returns() -> None:
+    """A critic that hardly learns expects the mean of the returns that it has seen."""
+    flags = {"critic_lr": 1e-9, "num_critic_only_steps": 9, "rollout_batch_size": 24}
+    backend = trainer(advantage_estimator="ppo", normalize_values=True, **flags)
+    try:
+        batch = told_by_the_prompt(0)
+        batch.rewards = [50.0 + 10.0 * reward for reward in batch.rewards]
+        first, second = (backend.train(batch) for _ in range(2))
+    finally:
+        backend.close()
+    assert first["rollout/values"] == 0.0
+    assert second["rollout/values"] == pytest.approx(second["rollout/returns"], rel=0.1)
+    # in variances of the returns; not clipped, as nothing has moved
+    assert second["train/critic-value_loss"] == pytest.approx(1.0, abs=0.3)
+    assert second["train/critic-value_clipfrac"] == 0.0
+
+
 def test_taking_turns_changes_no_number() -> None:
     def three_rollouts(takes_turns: bool) -> tuple[list[dict[str, float]], Any]:
         backend = trainer(**PPO, kl_coef=0.1, bf16=True)
