@@ -268,7 +268,7 @@ def test_a_spec_is_a_module_and_a_name() -> None:
 
 
 def test_everything_that_is_missing_is_told_at_once() -> None:
-    words = "--use-opd --opd-kl-coef 0.5 --advantage-estimator ppo --sglang-port 1 --num-rollout 1"
+    words = "--use-opd --opd-kl-coef 0.5 --update-weight-mode delta --sglang-port 1 --num-rollout 1"
     _, errors = judge_args(words.split())
     told = [error.what for error in errors]
     assert (
