@@ -27,6 +27,12 @@ class AdvantageInputs:
         loss_masks: [L_i] per sample, 0 or 1.
         kl_coef: weight of the KL penalty inside the reward.
         gamma: discount per trained token.
+        values: float32 [L_i] per sample, the critic's V before each response token; None without a
+            critic.
+        lambd, critic_lambd: λ of generalised advantage estimation, for the advantages and for the
+            returns that the critic learns.
+        token_rewards: float32 [L_i] per sample, the part of R_i that each token earned; the rest
+            stands on the last trained token. None: all of it does.
     """
 
     rewards: Sequence[float]
@@ -34,6 +40,10 @@ class AdvantageInputs:
     loss_masks: Sequence[Tensor]
     kl_coef: float = 0.0
     gamma: float = 1.0
+    values: Sequence[Tensor] | None = None
+    lambd: float = 1.0
+    critic_lambd: float = 1.0
+    token_rewards: Sequence[Tensor] | None = None
 
 
 Estimate = tuple[list[Tensor], list[Tensor]]
@@ -86,13 +96,11 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
         [0.5, 0.0, 0.0, 1.0]
     """
     returns = []
-    for reward, kl, mask in zip(inputs.rewards, inputs.kl, inputs.loss_masks):
+    for i, (kl, mask) in enumerate(zip(inputs.kl, inputs.loss_masks)):
         of_sample = torch.zeros_like(kl)
         trained = torch.nonzero(mask)[:, 0]
         if trained.numel() > 0:
-            step_rewards = -inputs.kl_coef * kl[trained]
-            step_rewards[-1] += reward
-            of_sample[trained] = discounted_returns(step_rewards, inputs.gamma)
+            of_sample[trained] = discounted_returns(_step_rewards(inputs, i, trained), inputs.gamma)
         returns.append(of_sample)
     return returns, list(returns)
 
@@ -110,6 +118,67 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Estimate:
     """
     advantages = [reward - inputs.kl_coef * kl for reward, kl in zip(inputs.rewards, inputs.kl)]
     return advantages, list(advantages)
+
+
+def ppo(inputs: AdvantageInputs) -> Estimate:
+    """A_t = Σ_{s ≥ t} (γλ)^(s-t) δ_s with δ_s = r_s + γ V_{s+1} - V_s, by the values of a critic,
+    which learns G_t = A_t + V_t, with a λ of its own. s and t number trained tokens.
+
+    r_s = -kl_coef · kl_s plus the token's own reward; the rest of R stands on the last trained
+    token. As for REINFORCE++ a token that is not trained is no time step: V_{s+1} is that of the
+    next trained token, and nothing is discounted in between. V after the last one is 0, also where
+    the answer was cut off. An untrained token has advantage 0 and its own value as return.
+
+    Source: Schulman et al., "PPO" (arXiv:1707.06347) and "GAE" (arXiv:1506.02438), eq. 16; two λ:
+    Yuan et al., "VC-PPO" (arXiv:2503.01491), section 4.2.
+
+    Example (a tool speaks in between; the critic expects 0.5, then 0.75, and the reward is 1):
+        >>> a, g = ppo(AdvantageInputs(
+        ...     [1.0], [torch.zeros(3)], [torch.tensor([1.0, 0.0, 1.0])],
+        ...     values=[torch.tensor([0.5, 9.0, 0.75])], lambd=0.0))
+        >>> a[0].tolist(), g[0].tolist()
+        ([0.25, 0.0, 0.25], [1.0, 9.0, 1.0])
+    """
+    assert inputs.values is not None, "an estimator with a critic runs after its values"
+    advantages = []
+    returns = []
+    for i, (values, mask) in enumerate(zip(inputs.values, inputs.loss_masks)):
+        advantage = torch.zeros_like(values)
+        target = values.clone()
+        trained = torch.nonzero(mask)[:, 0]
+        if trained.numel() > 0:
+            v = values[trained]
+            errors = temporal_differences(_step_rewards(inputs, i, trained), v, inputs.gamma)
+            advantage[trained] = discounted_returns(errors, inputs.gamma * inputs.lambd)
+            target[trained] = v + discounted_returns(errors, inputs.gamma * inputs.critic_lambd)
+        advantages.append(advantage)
+        returns.append(target)
+    return advantages, returns
+
+
+def _step_rewards(inputs: AdvantageInputs, i: int, trained: Tensor) -> Tensor:
+    """Rewards of sample i's trained tokens, [trained]; they add up to R less the KL penalty."""
+    rewards = -inputs.kl_coef * inputs.kl[i][trained]
+    if inputs.token_rewards is None:
+        rewards[-1] += inputs.rewards[i]
+        return rewards
+    own = inputs.token_rewards[i].to(rewards)[trained]
+    rewards += own
+    rewards[-1] += inputs.rewards[i] - own.sum()
+    return rewards
+
+
+def temporal_differences(rewards: Tensor, values: Tensor, gamma: float) -> Tensor:
+    """δ_t = r_t + γ V_{t+1} - V_t, with V = 0 after the last step.
+
+    Args:
+        rewards, values: [L].
+
+    Example:
+        >>> temporal_differences(torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.75]), 1.0).tolist()
+        [0.25, 0.25]
+    """
+    return rewards + gamma * torch.cat([values[1:], values.new_zeros(1)]) - values
 
 
 def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:

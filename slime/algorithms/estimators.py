@@ -16,6 +16,7 @@ from slime.algorithms.advantages import (
     AdvantageInputs,
     Estimate,
     grpo,
+    ppo,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
 )
@@ -80,6 +81,13 @@ ESTIMATORS: dict[str, Estimator] = {
             paper="Hu et al., REINFORCE++ (arXiv:2501.03262), the variant with a baseline",
             baseline=group_mean,
             advantages=reinforce_plus_plus_baseline,
+            loss=ppo_clip_loss,
+        ),
+        Estimator(
+            facts=FACTS["ppo"],
+            paper="Schulman et al., Proximal Policy Optimization (arXiv:1707.06347)",
+            baseline=None,
+            advantages=ppo,
             loss=ppo_clip_loss,
         ),
     )

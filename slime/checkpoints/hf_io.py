@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slime.checkpoints.hf_files import HfReader
-from slime.checkpoints.megatron_names import Placement, global_parameters
+from slime.checkpoints.megatron_names import ModelPart, Placement, global_parameters
 from slime.engines.wire import expert_runs
 from slime.errors import UserError
 from slime.models import Match, ModelFamily, family_of
@@ -81,6 +81,7 @@ def load_hf(
     *,
     model_name: str | None = None,
     reader: ModelReader | None = None,
+    part: ModelPart = "base",
 ) -> HfLoadReport:
     """Fill the model with a Hugging Face checkpoint. Collective under ``torch.distributed``.
 
@@ -93,6 +94,7 @@ def load_hf(
         hf_config: its config; read from ``hf_dir`` when None.
         model_name: conversion table, when config.json does not tell.
         reader: of ``hf_dir``; default: one of plain weights.
+        part: of the model that is filled.
     Raises:
         UserError: files missing or damaged, a tensor of the wrong shape, a parameter that got
             nothing, or a tensor that no parameter took; by name.
@@ -108,9 +110,7 @@ def load_hf(
     files: dict[str, int] = {}
     num_loaded = num_elements = nbytes = 0
     with torch.no_grad():
-        for name, target in global_parameters(
-            model_chunks, spec.num_experts, placement, part="base"
-        ):
+        for name, target in global_parameters(model_chunks, spec.num_experts, placement, part=part):
             match = match_parameter(family, name, spec, target)
             if match is None:
                 continue
@@ -122,7 +122,11 @@ def load_hf(
             nbytes += piece.numel() * piece.element_size()
             for file_name in {reader.file_of(source) for source in match.sources}:
                 files[file_name] = files.get(file_name, 0) + 1
-    _check_all_taken(sorted(ModelParameters(family, spec).trained), taken, Path(hf_dir))
+    expected = set(ModelParameters(family, spec).trained)
+    if part == "trunk" and not spec.tie_embeddings:
+        output = family.match_megatron("output_layer.weight", spec)
+        expected -= set(output.sources if output is not None else ())
+    _check_all_taken(sorted(expected), taken, Path(hf_dir))
     seconds = time.perf_counter() - started
     report = HfLoadReport(
         Path(hf_dir), num_loaded, num_elements, nbytes, files, tuple(ignored), seconds

@@ -197,6 +197,29 @@ def reference_adapter(config: Config) -> Path | None:
     return path
 
 
+def resolve_critic(config: Config, plan: LoadPlan) -> LoadPlan:
+    """The weights that a critic without a past starts from: --critic-load, else the policy's.
+
+    Args:
+        plan: the policy's.
+    Raises:
+        UserError: as `resolve_load`.
+    """
+    given = config.critic.critic_load
+    if given is None:
+        if config.lora.lora_rank:  # the policy's checkpoint may hold its adapters alone
+            return _reference_weights(config, "starts from")
+        return _weights_only(plan.kind, plan.path, f"starts from {plan.path}", None)
+    root = Path(given)
+    tracked = read_tracker(root)
+    if tracked is not None:
+        path, _ = _pick(root, tracked, None, "--critic-load")
+        return _weights_only("megatron", path, f"starts from {path}", None)
+    if is_hf_dir(root):
+        return _weights_only("hf", root, f"starts from {root}", None)
+    raise _nothing_there(root, "--critic-load")
+
+
 def is_hf_dir(path: Path) -> bool:
     """Does the directory hold a Hugging Face model: a config.json with a model_type or
     architectures?"""
@@ -400,6 +423,10 @@ _FIXES = {
         "pass --ref-load with a Megatron checkpoint directory (--ref-ckpt-step picks an iteration) "
         "or a Hugging Face directory, or with --lora-rank a PEFT adapter; without it the reference "
         "model is that of --hf-checkpoint"
+    ),
+    "--critic-load": (
+        "pass --critic-load with a Megatron checkpoint directory or a Hugging Face directory; "
+        "without it the critic starts from the policy's first weights"
     ),
     "--load": (
         "pass --load with a Megatron checkpoint directory (--ckpt-step picks an iteration) or a "

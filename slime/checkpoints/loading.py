@@ -28,7 +28,13 @@ from slime.checkpoints.random_state import (
 )
 from slime.checkpoints.resuming import first_corrupt
 from slime.checkpoints.sharded_store import StateDict, read, read_common, read_contents
-from slime.checkpoints.trainer_state import ADAPTERS, REFERENCE, TrainerState, adapter_facts
+from slime.checkpoints.trainer_state import (
+    ADAPTERS,
+    CRITIC,
+    REFERENCE,
+    TrainerState,
+    adapter_facts,
+)
 from slime.errors import UserError
 from slime.models.adapters import is_adapter_parameter
 from slime.processes.json_collectives import all_gather
@@ -36,7 +42,7 @@ from slime.processes.json_collectives import all_gather
 logger = logging.getLogger(__name__)
 
 #: Not the policy's weights: what else a checkpoint may hold, by the first part of its name.
-_OTHER = ("optimizer", REFERENCE, "rng_state", "rerun_state_machine_state")
+_OTHER = ("optimizer", REFERENCE, CRITIC, "rng_state", "rerun_state_machine_state")
 #: Transformer Engine's scaling factors, which other layers do not have.
 _TE_STATE = "_extra_state"
 
@@ -96,6 +102,8 @@ def load(
     Args:
         plan: of kind "megatron".
         state: as for `save`; saved at any parallel layout. ``reference`` is read if it is given.
+            A critic's is loaded by a call of its own, which leaves random numbers and extra state
+            to the policy's.
         seed: --seed. A run that goes on without the saved random states is seeded by it and the
             iteration.
         is_compared: the files' contents are, with the manifest (`agreed_plan`).
@@ -107,6 +115,9 @@ def load(
     if not is_compared and (corrupt := first_corrupt(plan)) is not None:
         raise corrupt
     common = read_common(plan.path)
+    is_policy = not state.prefix
+    if not is_policy:
+        common = common.get(CRITIC, {})
     load_optimizer = plan.load_optimizer and state.optimizer is not None
     if load_optimizer and "optimizer" not in common:
         raise UserError(
@@ -116,7 +127,7 @@ def load(
         )
     if state.adapters is not None and state.part == "adapters":
         _check_adapters(adapter_facts(state.adapters), common.get(ADAPTERS, {}), plan.path)
-    report = _account_for(state.model(), read_contents(plan.path), plan.path)
+    report = _account_for(state, read_contents(plan.path), plan.path)
     _read_model(plan, state)
     parts = []
     if load_optimizer:
@@ -130,7 +141,9 @@ def load(
     if state.reference is not None:
         read({"wanted": state.reference_model()}, plan.path)  # in place
         parts.append(f"reference model of rollout {common['reference_iteration']}")
-    if plan.iteration is not None:
+    extra_state: dict[str, Any] = {}
+    if plan.iteration is not None and is_policy:
+        extra_state = read_extra_state(plan.path)
         because = why_not_continued(common.get("layout")) if plan.load_rng else "--no-load-rng"
         if because is None:
             set_random_state(
@@ -141,14 +154,19 @@ def load(
             seed_after(plan.iteration, seed, because)
     report = replace(report, parts=tuple(parts), seconds=time.perf_counter() - started)
     logger.info("%s", report)
-    return LoadedCheckpoint(
-        read_extra_state(plan.path) if plan.iteration is not None else {}, report
-    )
+    return LoadedCheckpoint(extra_state, report)
 
 
 def holds_adapters(plan: LoadPlan) -> bool:
     """Tell whether a plan leads to a checkpoint of adapters alone."""
     return plan.kind == "megatron" and ADAPTERS in read_common(plan.path)
+
+
+def holds_critic(plan: LoadPlan) -> bool:
+    """Tell whether a plan leads to a checkpoint with a critic in it."""
+    return plan.kind == "megatron" and any(
+        name.startswith(f"{CRITIC}.") for name in read_contents(plan.path).state_dict_metadata
+    )
 
 
 #: The flag behind each fact of the adapters that training goes on with.
@@ -245,11 +263,11 @@ def _read_optimizer(plan: LoadPlan, state: TrainerState, saved: StateDict) -> fl
 # -- is it all there -------------------------------------------------------------------------------
 
 
-def _account_for(model_state: dict[str, Any], contents: Any, directory: Path) -> LoadReport:
-    """Compare what all ranks want of the policy's weights with what is there. Collective.
+def _account_for(state: TrainerState, contents: Any, directory: Path) -> LoadReport:
+    """Compare what all ranks want of a model's weights with what is there. Collective.
 
     Args:
-        model_state: this rank's sharded state dict of the model.
+        state: this rank's.
         contents: torch's table of contents of the checkpoint.
     Raises:
         UserError: names tensors that are missing, and tensors that no parameter takes.
@@ -258,14 +276,10 @@ def _account_for(model_state: dict[str, Any], contents: Any, directory: Path) ->
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     entries = [
-        entry for entry in nested_values(model_state) if not isinstance(entry, ShardedObject)
+        entry for entry in nested_values(state.model()) if not isinstance(entry, ShardedObject)
     ]
     needed = set().union(*all_gather(sorted({entry.key for entry in entries})))
-    present = {
-        name
-        for name in contents.state_dict_metadata
-        if name.split(".")[0].split("/")[0] not in _OTHER
-    }
+    present = {name for name in contents.state_dict_metadata if _is_of(name, state)}
     ignored = {name for name in present if _TE_STATE in name}
     missing = sorted(needed - present)
     left_over = sorted(present - ignored - needed)
@@ -283,6 +297,14 @@ def _account_for(model_state: dict[str, Any], contents: Any, directory: Path) ->
     files = {info.relative_path for info in contents.storage_data.values()}
     num_elements = sum(entry.data.numel() for entry in entries)
     return LoadReport(directory, len(entries), num_elements, len(files), len(ignored))
+
+
+def _is_of(name: str, state: TrainerState) -> bool:
+    """Tell whether a tensor of a checkpoint is a weight of the model that ``state`` is about."""
+    if state.prefix:
+        return name.startswith(state.prefix)
+    is_weight = name.split(".")[0].split("/")[0] not in _OTHER
+    return is_weight and (state.part != "trunk" or belongs(name, state.part))
 
 
 def _account_for_optimizer(entries: list[Any], contents: Any, directory: Path) -> None:

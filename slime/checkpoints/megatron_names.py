@@ -25,9 +25,9 @@ _EXPERT = re.compile(
 )
 _STACKED = re.compile(r"\.experts\.linear_fc[12]\.(weight|adapter\.\w+)$")
 
-ModelPart = Literal["everything", "base", "adapters"]
+ModelPart = Literal["everything", "base", "adapters", "trunk"]
 """Which parameters of a model are meant: with adapters, those of the base or those of the
-adapters. Without adapters, everything is the base."""
+adapters. Without adapters, everything is the base. The trunk is all but the output layer."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class Placement:
 
 def belongs(name: str, part: ModelPart) -> bool:
     """Tell whether a parameter, by its Megatron name, is in a part of the model."""
+    if part == "trunk":
+        return not name.startswith("output_layer.")
     return part == "everything" or is_adapter_parameter(name) == (part == "adapters")
 
 

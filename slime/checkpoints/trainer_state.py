@@ -17,6 +17,7 @@ from slime.models.adapters import AdapterConfig
 
 REFERENCE = "reference"
 ADAPTERS = "adapters"
+CRITIC = "critic"
 
 
 def adapter_facts(adapters: AdapterConfig) -> dict[str, Any]:
@@ -39,6 +40,8 @@ class TrainerState:
         moments_on_host: Adam's moments live in host memory (--offload-optimizer-states).
         part: of the model that is saved, or loaded.
         adapters: of the model, if it has any.
+        prefix: in front of the names of all tensors: "critic." for the critic's.
+        critic: of a run that trains one.
     """
 
     model_chunks: Sequence[nn.Module]
@@ -49,6 +52,8 @@ class TrainerState:
     moments_on_host: bool = False
     part: ModelPart = "everything"
     adapters: AdapterConfig | None = None
+    prefix: str = ""
+    critic: TrainerState | None = None
 
     def everything(
         self, iteration: int | str, *, save_optimizer: bool = True, save_rng: bool = True
@@ -58,13 +63,9 @@ class TrainerState:
         Args:
             iteration, save_optimizer, save_rng: as for `CheckpointWriter.save`.
         """
-        saved = self.model()
-        if save_optimizer and self.optimizer is not None:
-            saved["optimizer"] = sharded_optimizer_state(
-                self.optimizer, self.model(), on_host=self.moments_on_host
-            )
-            if self.scheduler is not None:
-                saved["opt_param_scheduler"] = self.scheduler.state_dict()
+        saved = self._what_learns(save_optimizer=save_optimizer)
+        if self.critic is not None:
+            saved[CRITIC] = self.critic._what_learns(save_optimizer=save_optimizer)
         if self.reference is not None:
             saved[REFERENCE] = self.reference_model()
             saved["reference_iteration"] = self.reference_iteration
@@ -77,6 +78,17 @@ class TrainerState:
         saved["layout"] = {**random_layout(), "has_rng_state": save_rng}
         return saved
 
+    def _what_learns(self, *, save_optimizer: bool) -> StateDict:
+        """The model, and its optimizer and schedule. Collective."""
+        saved = self.model()
+        if save_optimizer and self.optimizer is not None:
+            saved["optimizer"] = sharded_optimizer_state(
+                self.optimizer, self.model(), on_host=self.moments_on_host
+            )
+            if self.scheduler is not None:
+                saved["opt_param_scheduler"] = self.scheduler.state_dict()
+        return saved
+
     def chunks(self) -> dict[str, nn.Module]:
         """The model chunks without wrappers, by the name that each has in a state dict."""
         chunks = unwrapped(self.model_chunks)
@@ -87,6 +99,7 @@ class TrainerState:
 
     def model(self) -> StateDict:
         """Parameters as megatron-core shards them: so that every layout can read them."""
+        from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
         from megatron.core.parallel_state import get_data_parallel_group
 
         metadata = {"dp_cp_group": get_data_parallel_group(with_context_parallel=True)}
@@ -94,10 +107,13 @@ class TrainerState:
             key: chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
             for key, chunk in self.chunks().items()
         }
-        return {
+        chosen = {
             key: {name: entry for name, entry in state.items() if belongs(name, self.part)}
             for key, state in found.items()
         }
+        if self.prefix:
+            add_prefix_for_sharding(chosen, self.prefix)
+        return chosen
 
     def reference_model(self) -> list[Any]:
         """The reference's tensors under the policy's names with "reference." in front."""

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from slime.algorithms import advantages as estimates
-from slime.algorithms.advantages import AdvantageInputs, discounted_returns
+from slime.algorithms.advantages import (
+    AdvantageInputs,
+    discounted_returns,
+    temporal_differences,
+)
 from slime.algorithms.kl import kl_estimate
 from slime.algorithms.losses import (
     PolicyInputs,
@@ -153,7 +157,7 @@ def _generalised(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns [L] of GAE (arXiv:1506.02438): what is discounted by γλ are the errors
     of the values."""
-    errors = rewards + gamma * torch.cat([values[1:], values.new_zeros(1)]) - values
+    errors = temporal_differences(rewards, values, gamma)
     advantages = discounted_returns(errors, gamma * lambd)
     return advantages, advantages + values
 

@@ -130,6 +130,8 @@ def _algorithm(draft: Draft) -> None:
             "--kl-coef and --kl-loss-coef are both set",
             fix="choose the penalty in the reward or in the loss",
         )
+    if FACTS[estimator].needs_critic:
+        _critic(draft)
     if FACTS[estimator].needs_whitening and not draft["normalize_advantages"]:
         raise UserError(f"--advantage-estimator {estimator} needs --normalize-advantages")
     if draft["use_rollout_logprobs"] and draft["use_tis"]:
@@ -188,6 +190,34 @@ def _trained(draft: Draft) -> None:
 
 #: Learning rates below this one are those of full training.
 _FULL_TRAINING_LR = 1e-5
+
+
+#: Flags that PPO cannot be used with, and why.
+_WITHOUT_CRITIC = {
+    "custom_advantage_function_path": "the critic learns the returns of generalised advantage "
+    "estimation, which the function would replace",
+    "disable_compute_advantages_and_returns": "the critic learns the returns",
+    "custom_model_provider_path": "the function builds a model of the vocabulary, and the critic "
+    "is built by the model's own table",
+    "spec": "the critic is built by the model's own table",
+}
+
+
+def _critic(draft: Draft) -> None:
+    for dest, why in _WITHOUT_CRITIC.items():
+        if draft[dest]:
+            raise UserError(
+                f"{option_of(dest)} and --advantage-estimator ppo exclude each other",
+                why=why,
+                fix=f"leave {option_of(dest)} out, or choose an estimator without a critic",
+            )
+    alone = draft["num_critic_only_steps"]
+    length = draft["num_rollout"]
+    if length and alone >= length:
+        draft.warnings.append(
+            f"--num-critic-only-steps {alone} is the whole run of {length} rollouts: the policy is "
+            "not trained"
+        )
 
 
 def _lora(draft: Draft) -> None:

@@ -15,6 +15,7 @@ import xxhash
 
 from slime.config.flags import GROUPS, all_flags, own_flags
 from slime.config.groups_algorithm import AlgorithmConfig
+from slime.config.groups_critic import CriticConfig
 from slime.config.groups_lora import LoraConfig
 from slime.config.groups_megatron import MegatronConfig
 from slime.config.groups_quantised import QuantisedConfig
@@ -103,6 +104,7 @@ class Config:
     reward: RewardConfig
     eval: EvalConfig
     algorithm: AlgorithmConfig
+    critic: CriticConfig
     train: TrainConfig
     megatron: MegatronConfig
     lora: LoraConfig

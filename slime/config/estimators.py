@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-#: The values of the flag. "ppo" is refused: its critic is not here.
+#: The values of the flag.
 EstimatorName = Literal[
     "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
 ]
@@ -33,6 +33,8 @@ class EstimatorFacts:
         averages_group: each group counts alike and within it each trained token, instead of each
             trajectory alike and within it each of its tokens. ``--calculate-per-token-loss``
             overrides both.
+        needs_critic: advantages are computed from the values of a critic, a second model that
+            learns.
     """
 
     name: EstimatorName
@@ -45,6 +47,7 @@ class EstimatorFacts:
     dual_clip: bool
     clips_weight: bool
     averages_group: bool
+    needs_critic: bool
 
 
 FACTS: dict[str, EstimatorFacts] = {
@@ -61,6 +64,7 @@ FACTS: dict[str, EstimatorFacts] = {
             dual_clip=True,
             clips_weight=False,
             averages_group=False,
+            needs_critic=False,
         ),
         EstimatorFacts(
             name="gspo",
@@ -73,6 +77,7 @@ FACTS: dict[str, EstimatorFacts] = {
             dual_clip=True,
             clips_weight=False,
             averages_group=False,
+            needs_critic=False,
         ),
         EstimatorFacts(
             name="cispo",
@@ -85,6 +90,7 @@ FACTS: dict[str, EstimatorFacts] = {
             dual_clip=False,
             clips_weight=True,
             averages_group=True,
+            needs_critic=False,
         ),
         EstimatorFacts(
             name="reinforce_plus_plus",
@@ -97,6 +103,7 @@ FACTS: dict[str, EstimatorFacts] = {
             dual_clip=True,
             clips_weight=False,
             averages_group=False,
+            needs_critic=False,
         ),
         EstimatorFacts(
             name="reinforce_plus_plus_baseline",
@@ -109,6 +116,20 @@ FACTS: dict[str, EstimatorFacts] = {
             dual_clip=True,
             clips_weight=False,
             averages_group=False,
+            needs_critic=False,
+        ),
+        EstimatorFacts(
+            name="ppo",
+            group_relative=False,
+            std_normalized=False,
+            reuses_train_logprobs=True,
+            takes_token_kl=True,
+            discounts=True,
+            needs_whitening=False,
+            dual_clip=True,
+            clips_weight=False,
+            averages_group=False,
+            needs_critic=True,
         ),
     )
 }
@@ -119,7 +140,7 @@ def estimators_where(fact: str, is_so: bool = True) -> tuple[str, ...]:
 
     Example:
         >>> estimators_where("discounts")
-        ('reinforce_plus_plus',)
+        ('reinforce_plus_plus', 'ppo')
     """
     assert fact in {field.name for field in fields(EstimatorFacts)}, fact
     return tuple(name for name, facts in FACTS.items() if getattr(facts, fact) is is_so)

@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.config import (
     groups_algorithm,
+    groups_critic,
     groups_lora,
     groups_megatron,
     groups_quantised,
@@ -36,6 +37,7 @@ GROUPS: dict[str, type] = {
     "reward": groups_rollout.RewardConfig,
     "eval": groups_rollout.EvalConfig,
     "algorithm": groups_algorithm.AlgorithmConfig,
+    "critic": groups_critic.CriticConfig,
     "train": groups_train.TrainConfig,
     "megatron": groups_megatron.MegatronConfig,
     "lora": groups_lora.LoraConfig,

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from slime.config.estimators import EstimatorName, estimators_where
+from slime.config.estimators import FACTS, EstimatorName, estimators_where
 from slime.config.flag import (
     POLICY_LOSS,
     SAMPLES,
@@ -20,8 +20,6 @@ from slime.config.flag import (
     on,
     unless,
 )
-
-NO_CRITIC = "the PPO critic is not in this version"
 
 _PENALTY = finite(0, "a penalty; below 0 it would reward leaving the reference model")
 _CLIP = at_least(0, "a distance from the ratio 1")
@@ -51,7 +49,7 @@ class AlgorithmConfig:
     """Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), with --loss-type
     custom_loss."""
     advantage_estimator: EstimatorName = flag(
-        "grpo", refused_values={"ppo": NO_CRITIC}, needs=SAMPLES, read_by=("samples", "training")
+        "grpo", needs=SAMPLES, read_by=("samples", "training")
     )
     """How rewards become advantages."""
     disable_compute_advantages_and_returns: bool = flag(
@@ -126,10 +124,10 @@ class AlgorithmConfig:
         | on(
             "custom_advantage_function_path",
             why="every token of a sample has the sample's own reward; only "
-            f"{' and '.join(estimators_where('discounts'))} discounts",
+            f"{' and '.join(estimators_where('discounts'))} discount",
         ),
     )
-    """Discount per trained token (REINFORCE++); the answer of a tool is no time step."""
+    """Discount per trained token (REINFORCE++, PPO); the answer of a tool is no time step."""
     normalize_advantages: bool = flag(
         False, needs=SAMPLES & unless("disable_compute_advantages_and_returns")
     )
@@ -202,3 +200,8 @@ class AlgorithmConfig:
         """Something compares the policy with the reference model: the KL loss, or the KL penalty in
         the reward."""
         return self.loss_type != "sft_loss" and (self.use_kl_loss or self.kl_coef != 0)
+
+    @property
+    def needs_critic(self) -> bool:
+        """Advantages come from the values of a critic, which is trained beside the policy."""
+        return self.loss_type != "sft_loss" and FACTS[self.advantage_estimator].needs_critic

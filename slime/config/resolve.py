@@ -298,6 +298,9 @@ def _algorithm(draft: Draft) -> None:
         "low_var_kl" if draft["use_kl_loss"] else "k1",
         "low_var_kl with use_kl_loss, else k1",
     )
+    draft.copy("critic_lr", "lr")
+    draft.copy("critic_lr_warmup_iters", "lr_warmup_iters")
+    draft.copy("critic_lambd", "lambd")
     draft.copy("balance_data", "balance_by_flops")
     draft.copy("use_routing_replay", "use_rollout_routing_replay")
     estimator = draft["advantage_estimator"]

@@ -20,7 +20,13 @@ from slime.memory.trainer import ASLEEP_TENSORS, CONTEXT
 logger = get_logger(__name__)
 
 #: Phase of an update, as the trainer names it → phase of the plan.
-_TRAINER_PHASES = {"forward_backward": "train", "ref_log_probs": "log-probs"}
+_TRAINER_PHASES = {
+    "forward_backward": "train",
+    "ref_log_probs": "log-probs",
+    "critic_forward_backward": "critic",
+}
+#: Owners whose memory is in the trainer's processes.
+_OF_TRAINER = ("trainer", "critic")
 _PHASES = {f"perf/{name}_peak_memory_gb": phase for name, phase in _TRAINER_PHASES.items()}
 _ASLEEP = "perf/trainer_asleep_gb"
 _TOLERANCE = 1.05  # of the plan, and of what was measured before
@@ -81,7 +87,7 @@ def _trainer_part(plan: MemoryPlan, name: str) -> float:
     """Bytes of tensors, on the pipeline stage that has most."""
     phases = [phase for phase in plan.phases if phase.name == name]
     parts = [
-        sum(u.nbytes for u in phase.uses if u.owner == "trainer" and u.what != CONTEXT)
+        sum(u.nbytes for u in phase.uses if u.owner in _OF_TRAINER and u.what != CONTEXT)
         for phase in phases
     ]
     return max(parts, default=0.0)

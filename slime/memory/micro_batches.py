@@ -75,6 +75,6 @@ def _fits(config: Config, device: DeviceMemory) -> bool:
     phases = [
         one
         for one in MemoryPlan.of(config, device).phases
-        if one.name in ("log-probs", "train", "all")
+        if one.name in ("log-probs", "critic", "train", "all")
     ]
     return all(phase.total <= _SHARE * device.nbytes for phase in phases)

@@ -5,6 +5,7 @@ change when it does not.
     phase       trainer              engine                trainer GPUs: log-probs, train, push
     generate    asleep               weights, KV cache     engine GPUs:  generate, push
     log-probs   states, reference    asleep
+    critic      the critic's alone   asleep
     train       states, activations  asleep
     push        weights              weights
 """
@@ -53,7 +54,8 @@ class Phase:
 
     Attributes:
         devices: "GPU 0-3", or "host".
-        name: generate, log-probs, train, push; "all" on a host without GPUs, where nothing sleeps.
+        name: generate, log-probs, critic, train, push; "all" on a host without GPUs, where nothing
+            sleeps.
     """
 
     devices: str
@@ -248,7 +250,10 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
             yield Phase(devices, "generate", (*_awake_engine(engine), kv_cache, *rest))
         if trainer is not None:
             idle = _resting_engine(facts, engine, memory)
+            critic = _states_of_critic(trainer)
             states = [Use("trainer", what, size) for what, size in trainer.states().items()]
+            if not facts.trainer_sleeps:  # else the two take turns
+                states += critic
             states.append(Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES))
             # broadcasts keep theirs between pushes
             if facts.engine is not None and not facts.colocate:
@@ -256,6 +261,13 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
             if trainer.settings.reference:
                 more = [Use("trainer", what, size) for what, size in trainer.scoring().items()]
                 yield Phase(devices, "log-probs", (*states, *more, *idle))
+            if trainer.critic is not None:
+                context = Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES)
+                awake = [*critic, context] if facts.trainer_sleeps else states
+                more = [
+                    Use("critic", what, size) for what, size in trainer.critic.training().items()
+                ]
+                yield Phase(devices, "critic", (*awake, *more, *idle))
             more = [Use("trainer", what, size) for what, size in trainer.training().items()]
             yield Phase(devices, "train", (*states, *more, *idle))
         if facts.engine is not None and facts.trainer is not None:
@@ -303,6 +315,12 @@ def _adapter_pool(engine: EngineSettings) -> list[Use]:
     return [Use("engine", f"pool of {engine.adapters_at_once} adapters", size)] if size else []
 
 
+def _states_of_critic(trainer: trainer_side.StageMemory) -> list[Use]:
+    if trainer.critic is None:
+        return []
+    return [Use("critic", what, size) for what, size in trainer.critic.states().items()]
+
+
 def _resting_trainer(facts: Facts, trainer: trainer_side.StageMemory | None) -> list[Use]:
     """Memory of the trainer while the engine generates."""
     if trainer is None:
@@ -311,6 +329,7 @@ def _resting_trainer(facts: Facts, trainer: trainer_side.StageMemory | None) -> 
         return [Use("trainer", f"asleep ({trainer_side.CONTEXT})", trainer_side.ASLEEP_BYTES)]
     return [
         *(Use("trainer", what, size) for what, size in trainer.states().items()),
+        *_states_of_critic(trainer),
         Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES),
     ]
 
@@ -341,6 +360,8 @@ def _push(
             else trainer.states()
         )
         yield from (Use("trainer", what, size) for what, size in states.items())
+        if not facts.trainer_sleeps:
+            yield from _states_of_critic(trainer)
         yield Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES)
     if engine is not None:
         yield from _awake_engine(engine)
@@ -384,6 +405,9 @@ def host_phase(facts: Facts) -> Phase:
                 *on_host.items(),
             ):
                 totals[what] = totals.get(what, 0.0) + size * per_stage
+            uses += [
+                Use(use.owner, use.what, use.nbytes * per_stage) for use in _states_of_critic(stage)
+            ]
         uses += [Use("trainer", what, size) for what, size in totals.items() if size]
     if engine is not None:
         count = placement.num_engines

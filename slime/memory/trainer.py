@@ -9,7 +9,7 @@ weight. With adapters (--lora-rank) these alone are trained: a frozen parameter 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 
@@ -99,6 +99,8 @@ class TrainerSettings:
         adapters: they are trained and the model is frozen; None: the model is trained.
         on_gpu: kernels and sizes of blocks differ.
         grouped: attention takes keys and values as they are (`slime.models.mixers.Kernels`).
+        has_vocabulary: the model predicts tokens; a critic has one output instead.
+        has_critic: a second model is trained beside the policy (`as_critic`).
     """
 
     spec: ModelSpec
@@ -126,6 +128,8 @@ class TrainerSettings:
     rounded: str | None = None
     measured: bool = False
     adapters: AdapterConfig | None = None
+    has_vocabulary: bool = True
+    has_critic: bool = False
 
     @staticmethod
     def of(
@@ -175,6 +179,23 @@ class TrainerSettings:
             rounded=config.quantised.fake_quantisation,
             measured=config.quantised.measure_quantisation,
             adapters=adapters,
+            has_critic=algorithm.needs_critic,
+        )
+
+    def as_critic(self) -> TrainerSettings:
+        """The facts of a critic beside this policy: all of it is trained, as it is."""
+        return replace(
+            self,
+            spec=replace(self.spec, tie_embeddings=False),
+            reference=False,
+            with_logits=False,
+            only=(),
+            frozen=(),
+            rounded=None,
+            measured=False,
+            adapters=None,
+            has_vocabulary=False,
+            has_critic=False,
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
@@ -250,7 +271,15 @@ class StageMemory:
 
     @cached_property
     def parameters(self) -> list[RankParameter]:
-        return rank_parameters(self.settings.spec, self.settings.layout, self.number)
+        settings = self.settings
+        found = rank_parameters(settings.spec, settings.layout, self.number)
+        return [p for p in found if settings.has_vocabulary or not p.parameter.is_output]
+
+    @cached_property
+    def critic(self) -> StageMemory | None:
+        """The same stage of the critic."""
+        settings = self.settings
+        return StageMemory(settings.as_critic(), self.number) if settings.has_critic else None
 
     @cached_property
     def adapters(self) -> list[RankParameter]:
@@ -327,7 +356,7 @@ class StageMemory:
             held += self.weights + self.adapter_weights
             held += self.master * (1 - settings.master_on_host)
             held += self.moments * (1 - settings.moments_on_host)
-        return held
+        return held + (0.0 if self.critic is None else self.critic.on_host(sleeps=sleeps))
 
     def scoring(self) -> dict[str, float]:
         """Bytes that log-probs without gradients add; the reference's weights come to the device
@@ -440,12 +469,14 @@ class StageMemory:
         rows = settings.tokens
         columns = spec.padded_vocab_size / settings.layout.tensor
         per_entry = _GPU_BLOCKS * settings.element if settings.on_gpu else _CPU_BLOCK_BYTES
-        found = {  # the last layer's output, normalised, those that predict, and their gradient
+        # the last layer's output, normalised, those that predict, and their gradient
+        found: dict[str, float] = {
             "hidden states of predicted tokens": rows
             * spec.hidden_size
             * (3 * settings.element + 4),
-            "blocks of logits": self._block(rows, columns) * per_entry,
         }
+        if settings.has_vocabulary:
+            found["blocks of logits"] = self._block(rows, columns) * per_entry
         if settings.with_logits:
             found["whole logits for the custom loss"] = rows * columns * (2 * 4 + settings.element)
         return found

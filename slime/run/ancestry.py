@@ -47,6 +47,7 @@ _AFFECTS_TRAINING = {
     "reward": ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"),
     "rollout": ("rollout_data_postprocess_path",),
     "algorithm": ("",),
+    "critic": ("",),
     "lora": ("",),
 }  # fmt: skip
 _WITHOUT_EFFECT = frozenset({"get_mismatch_metrics"})
@@ -210,7 +211,8 @@ def training_fingerprint(config: Config) -> str:
     among them."""
     values: dict[str, Any] = {}
     for group, prefixes in _AFFECTS_TRAINING.items():
-        if group == "lora" and not config.lora.lora_rank:
+        is_off = {"lora": not config.lora.lora_rank, "critic": not config.algorithm.needs_critic}
+        if is_off.get(group):
             continue  # runs of earlier releases keep their fingerprints
         values |= {
             name: value
@@ -276,6 +278,8 @@ def initial_fingerprint(config: Config) -> str:
     ]
     if config.lora.lora_adapter_path:
         start += _content(config.lora.lora_adapter_path)
+    if config.critic.critic_load:
+        start += _content(config.critic.critic_load)
     return fingerprint([_content(flags.hf_checkpoint), _content(flags.ref_load), *start], [])
 
 

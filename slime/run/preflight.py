@@ -20,6 +20,7 @@ from slime.checkpoints.load_plan import (
     LoadPlan,
     check_length,
     reference_adapter,
+    resolve_critic,
     resolve_reference,
 )
 from slime.cluster.engine_fit import check_fit, external_urls, fetch_engine_info
@@ -185,6 +186,8 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
     family = family_of(flags.hf_checkpoint, flags.model_name)
     served = {Path(flags.hf_checkpoint)} if needs_engines(config) else set()
     plans = [plan, *([resolve_reference(config)] if config.algorithm.needs_reference else [])]
+    if config.algorithm.needs_critic and not plan.is_resume:
+        plans.append(resolve_critic(config, plan))
     trained = {
         one.path for one in plans if one.kind == "hf" and not config.debug.debug_rollout_only
     }
@@ -521,6 +524,7 @@ def _check_export(config: Config) -> None:
         "--ref-load": flags.ref_load,
         "--hf-checkpoint": flags.hf_checkpoint,
         "--lora-adapter-path": config.lora.lora_adapter_path,
+        "--critic-load": config.critic.critic_load,
     }
     if flags.save_hf:
         kept["--output-dir"] = observe.output_dir

@@ -196,6 +196,11 @@ def _optional(samples: list[Sample], masks: list[list[int]], name: str) -> list[
     values = [getattr(sample, name) for sample in samples]
     if all(value is None for value in values):
         return None
+    if name == "token_rewards":  # others earned theirs as a whole
+        return [
+            [0.0] * sample.response_length if value is None else value
+            for sample, value in zip(samples, values)
+        ]
     for position, (sample, mask) in enumerate(zip(samples, masks)):
         if values[position] is None and not any(mask):
             values[position] = [0.0] * sample.response_length if name in PER_TOKEN else []

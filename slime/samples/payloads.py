@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.samples.routed_experts import experts_problem
+from slime.samples.token_rewards import token_rewards_problem
 
 
 @dataclass(frozen=True)
@@ -30,4 +31,7 @@ class Payload:
 
 
 #: Name of the column → payload. A sample that trains no token may lack it; its entry is empty.
-PAYLOADS = {"routed_experts": Payload("rollout_routed_experts", experts_problem)}
+PAYLOADS = {
+    "routed_experts": Payload("rollout_routed_experts", experts_problem),
+    "token_rewards": Payload("token_rewards", token_rewards_problem),
+}

@@ -111,7 +111,10 @@ FIELDS: dict[str, SampleField] = {
     "response_length": SampleField("the number of response tokens", _is_count, is_frozen=True),
     "label": SampleField("anything", _anything),
     # `reward_number` checks it
-    "reward": SampleField("a number, a dict of numbers, or None", _anything),
+    "reward": SampleField(
+        "a number, a dict of numbers, a list for tokens or turns, or None", _anything
+    ),
+    "token_rewards": SampleField("a list of numbers, or None", _either(list)),
     "loss_mask": SampleField(
         "a list of 0 and 1, or None", _either(list), is_frozen=True, is_per_token=True
     ),

@@ -183,6 +183,9 @@ class Sample:
     trace: dict[str, Any] | None = None
     """Spans recorded for this sample; see `slime.observe.trace`."""
     source: str | None = None
+    token_rewards: list[float] | None = None
+    """The part of the reward that each response token earned, where the reward function has
+    returned a list; ``reward`` is their sum."""
     drawn_as: int | None = None
     """While its group waits to be drawn again: what the journal knows the group by."""
     as_drawn: dict[str, Any] | None = None
@@ -347,7 +350,7 @@ class Sample:
         self.token_spans = []
         self.spec_info = SpecInfo()
         self.prefix_cache_info = PrefixCacheInfo()
-        self.reward = None
+        self.reward = self.token_rewards = None
         self.status = SampleStatus.PENDING
 
     # -- validation --------------------------------------------------------------------------------

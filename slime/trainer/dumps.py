@@ -27,7 +27,9 @@ from slime.trainer.records import RolloutTensors
 FORMAT_VERSION = 2
 
 #: Per-sample tensors [R_i] of `RolloutTensors`, under these names in the files.
-_TENSORS = ("log_probs", "ref_log_probs", "rollout_log_probs", "kl", "advantages", "returns")
+_TENSORS = (
+    "log_probs", "ref_log_probs", "rollout_log_probs", "kl", "advantages", "returns", "values",
+)  # fmt: skip
 
 
 @dataclass

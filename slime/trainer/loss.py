@@ -20,9 +20,10 @@ from slime.algorithms.losses import (
     truncated_importance_sampling,
 )
 from slime.algorithms.reduce import sequence_mean, weighted_sum
+from slime.algorithms.values import clipped_value_loss
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.trainer.records import LossInputs, TokenScores
+from slime.trainer.records import LossInputs, TokenScores, TokenValues
 from slime.trainer.user_functions import LOSS, REDUCER, TIS, UserFunctions
 from slime.trainer.validate_hook_output import (
     UserValues,
@@ -39,7 +40,7 @@ Metrics = dict[str, Tensor]
 
 def micro_batch_loss(
     kind: LossType,
-    scores: TokenScores,
+    scores: TokenScores | TokenValues,
     inputs: LossInputs,
     config: Config,
     functions: UserFunctions,
@@ -51,8 +52,8 @@ def micro_batch_loss(
     it.
     """
     loss, metrics = kind.compute(scores, inputs, config, functions)
-    if scores.log_probs.numel() == 0:
-        loss = loss + scores.log_probs.sum()
+    if scores.per_token.numel() == 0:
+        loss = loss + scores.per_token.sum()
     return loss, {
         **{name: value.detach() for name, value in metrics.items()},
         "loss": loss.detach(),
@@ -66,6 +67,23 @@ def _sft_loss(
     scores: TokenScores, inputs: LossInputs, config: Config, functions: UserFunctions
 ) -> tuple[Tensor, Metrics]:
     return weighted_sum(sft_loss(scores.log_probs), inputs.weights), {}
+
+
+# -- critic ----------------------------------------------------------------------------------------
+
+
+def _value_loss(
+    scores: TokenValues, inputs: LossInputs, config: Config, functions: UserFunctions
+) -> tuple[Tensor, Metrics]:
+    assert inputs.value_outputs is not None and inputs.value_targets is not None
+    found = clipped_value_loss(
+        scores.values, inputs.value_outputs, inputs.value_targets, config.critic.value_clip
+    )
+    loss = weighted_sum(found.loss, inputs.weights)
+    return loss, {
+        "value_loss": loss,
+        "value_clipfrac": weighted_sum(found.clipped, inputs.weights),
+    }
 
 
 # -- policy ----------------------------------------------------------------------------------------
@@ -266,7 +284,7 @@ class LossType:
         takes_logits: whole, [N, V / tp].
     """
 
-    compute: Callable[[TokenScores, LossInputs, Config, UserFunctions], tuple[Tensor, Metrics]]
+    compute: Callable[[Any, LossInputs, Config, UserFunctions], tuple[Tensor, Metrics]]
     takes_advantages: bool
     needs_advantages: bool
     takes_old_log_probs: bool
@@ -308,3 +326,15 @@ LOSS_TYPES: dict[str, LossType] = {
         takes_logits=True,
     ),
 }
+
+#: What a critic is trained with, beside any of the above.
+VALUE_LOSS = LossType(
+    compute=_value_loss,
+    takes_advantages=False,
+    needs_advantages=False,
+    takes_old_log_probs=False,
+    reuses_train_logprobs=False,
+    at_sampling_temperature=False,
+    takes_entropy=False,
+    takes_logits=False,
+)

@@ -3,6 +3,8 @@
 TrainBatch ─► RolloutTensors ─ per micro-batch ─► LossInputs ──┐
                    ▲                              TokenScores ─┴─► MicroBatchResult ─► StepOutcome
                    └──────────────── log-probs of the training pass ───┘
+
+The critic has `TokenValues` where the policy has `TokenScores`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ class RolloutTensors:
     Attributes:
         engine_log_probs: the trainer's before training, with the weights that quantised engines
             compute with.
+        values: the critic's before training, in the unit of the returns.
+        value_outputs, value_targets: the same as the critic's head gives them, and what it learns;
+            normalised with ``--normalize-values``.
         before_training: the samples whose ``log_probs`` are those of the policy before the
             rollout's first optimizer step; None: all of them.
     """
@@ -32,6 +37,9 @@ class RolloutTensors:
     kl: list[Tensor] | None = None
     advantages: list[Tensor] | None = None
     returns: list[Tensor] | None = None
+    values: list[Tensor] | None = None
+    value_outputs: list[Tensor] | None = None
+    value_targets: list[Tensor] | None = None
     loss_masks: list[Tensor] = field(default_factory=list)
     before_training: list[int] | None = None
 
@@ -57,6 +65,8 @@ class LossInputs:
         rollout_log_probs: the engine's.
         trained_log_probs: the trainer's before the step, to be compared with the engine's; None:
             ``old_log_probs``.
+        value_outputs, value_targets: of the critic before the rollout's first step, and what it
+            learns.
     """
 
     samples: list[int]
@@ -71,6 +81,8 @@ class LossInputs:
     ref_log_probs: Tensor | None = None
     rollout_log_probs: Tensor | None = None
     trained_log_probs: Tensor | None = None
+    value_outputs: Tensor | None = None
+    value_targets: Tensor | None = None
 
 
 @dataclass
@@ -88,9 +100,29 @@ class TokenScores:
     logits: Tensor | None = None
 
     @property
+    def per_token(self) -> Tensor:
+        """The numbers that an update keeps of each token."""
+        return self.log_probs
+
+    @property
     def device(self) -> torch.device:
         """Megatron's schedule asks the output of a model with experts for it."""
         return self.log_probs.device
+
+
+@dataclass
+class TokenValues:
+    """The critic's outputs before a micro-batch's response tokens, flat [N], float32."""
+
+    values: Tensor
+
+    @property
+    def per_token(self) -> Tensor:
+        return self.values
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
 
 
 @dataclass
@@ -101,17 +133,17 @@ class MicroBatchResult:
         samples: their places in the rank's `TrainBatch`.
         metrics: 0-dimensional, already weighted: their sum over micro-batches and ranks is the
             step's value.
-        log_probs: detached, flat [N].
+        per_token: log-probs, or a critic's outputs; detached, flat [N].
     """
 
     samples: list[int]
     metrics: dict[str, Tensor]
-    log_probs: Tensor
+    per_token: Tensor
 
     def by_sample(self, response_lengths: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """(sample, its log-probs [R_i]); ``response_lengths`` are those of all samples of the
+        """(sample, its numbers [R_i]); ``response_lengths`` are those of all samples of the
         rank."""
-        return zip(self.samples, self.log_probs.split([response_lengths[i] for i in self.samples]))
+        return zip(self.samples, self.per_token.split([response_lengths[i] for i in self.samples]))
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
     role        learns                   is_pushed   is_saved
     policy      with the --loss-type     yes         yes
     reference   no                       no          once it differs from --ref-load
+    critic      with the value loss      no          yes
 
 A model that only scores (a teacher) and has the policy's architecture is one more row here, a
-`slime.trainer.update.Scorer` and a field of `RolloutTensors` for its column. A model with another
-head or one that learns (a critic, a reward model) also needs model chunks and an optimizer of its
-own: `MegatronBackend` builds one set of chunks, and frozen models are weights swapped into it.
+`slime.trainer.update.Scorer` and a field of `RolloutTensors` for its column: frozen models are
+weights swapped into the policy's chunks. A model with another head or one that learns also needs
+model chunks and an optimizer of its own, as the critic has (`slime.trainer.megatron.critic`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from dataclasses import dataclass
 
 from slime.checkpoints.load_plan import LoadPlan, resolve_reference
 from slime.config.config import Config
-from slime.trainer.loss import LOSS_TYPES, LossType
+from slime.trainer.loss import LOSS_TYPES, VALUE_LOSS, LossType
 
 POLICY = "policy"
 REFERENCE = "reference"
+CRITIC = "critic"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,8 @@ def roles_of(config: Config) -> dict[str, Role]:
                 source=resolve_reference,
             )
         )
+    if config.algorithm.needs_critic:
+        held.append(Role(name=CRITIC, loss=VALUE_LOSS, is_pushed=False, is_saved=True))
     return {role.name: role for role in held}
 
 

@@ -17,6 +17,7 @@ from slime.trainer.records import MicroBatchResult, RolloutTensors
 
 #: Metrics that compare the policy *before* the rollout's first step with the engine.
 _BEFORE_TRAINING = frozenset({"train/train_rollout_logprob_abs_diff"})
+_LEARNING_RATES = ("train/lr-", "train/critic-lr-")
 
 
 def sum_metrics(
@@ -54,6 +55,7 @@ def rollout_metrics(
         "rollout_log_probs": data.rollout_log_probs,
         "advantages": data.advantages,
         "returns": data.returns,
+        "values": data.values,
         "kl": data.kl if data.ref_log_probs is not None else None,
     }
     sums = {
@@ -146,10 +148,10 @@ def mean_of_steps(
     means: dict[str, float] = {}
     for name in steps[0]:
         values = [step[name] for step in steps]
-        if name.startswith("train/lr-"):
+        if name.startswith(_LEARNING_RATES):
             means[name] = values[-1]
-        elif name == "train/skipped":
-            means["train/skipped_steps"] = sum(values)
+        elif name in ("train/skipped", "train/critic-skipped"):
+            means[f"{name}_steps"] = sum(values)
         elif first_only and name in _BEFORE_TRAINING:
             means[name] = values[0]
         else:

@@ -3,8 +3,9 @@
     TrainBatch ─► score ─► compute_advantages ─► learn ─► metrics
 
 `score` lets each scorer add its column of log-probs, `compute_advantages` turns rewards into
-advantages, and `learn` takes the optimizer steps. What a trainer does inside its verbs (`Trainer`)
-is the business of `slime.trainer.megatron`.
+advantages, and `learn` takes the optimizer steps. Where there is a critic, its values are another
+column, and it learns before the policy does (`train_critic`). What a trainer does inside its verbs
+(`Trainer`) is the business of `slime.trainer.megatron`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from slime.algorithms.advantages import AdvantageInputs, whiten
 from slime.algorithms.estimators import ESTIMATORS
 from slime.algorithms.kl import kl_estimate
 from slime.algorithms.reduce import token_weights
+from slime.algorithms.values import ReturnScale, return_statistics
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
@@ -54,25 +56,8 @@ from slime.user_code.loading import FunctionFailed, described, named
 logger = get_logger(__name__)
 
 
-class Trainer(Protocol):
-    """The verbs that an update calls. Every rank calls each equally often."""
-
-    config: Config
-    ranks: Ranks
-    functions: UserFunctions
-    reference_is_policy: bool
-    """The reference weights are the same bits as the policy's (a fresh start, no step taken)."""
-    failed_step: FailedStep | None
-    """The last step, if it ended in `NonFiniteTraining`."""
-    trained_tokens: list[TrainedTokens]
-    """Tokens of the last rollout that are recorded, where this rank has them."""
-
-    def log_probs(
-        self, batch: TrainBatch, role: str, *, as_engines: bool = False, store_prefix: str = ""
-    ) -> list[Tensor] | None:
-        """Log-probs of the response tokens by the model of this `slime.trainer.role.Role`: [R_i]
-        per sample, without gradient; None on ranks without output layer."""
-        ...
+class Learner(Protocol):
+    """A model that learns. Every rank calls each verb equally often."""
 
     def forward_backward(
         self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]
@@ -88,7 +73,51 @@ class Trainer(Protocol):
         gradients."""
         ...
 
-    def learning_rates(self) -> list[float]: ...
+    def learning_rates(self) -> Sequence[float]: ...
+
+
+class ValueLearner(Learner, Protocol):
+    """The critic."""
+
+    return_scale: ReturnScale
+    """Of its outputs; on ranks with output layer."""
+
+    def begin_rollout(self) -> None: ...
+
+    def outputs(self, batch: TrainBatch) -> list[Tensor] | None:
+        """The normalised value before each response token: [R_i] per sample, without gradient; None
+        on ranks without output layer."""
+        ...
+
+    def end_rollout(self) -> None: ...
+
+
+class Trainer(Learner, Protocol):
+    """The verbs that an update calls; as a `Learner` it is the policy."""
+
+    config: Config
+    ranks: Ranks
+    functions: UserFunctions
+    reference_is_policy: bool
+    """The reference weights are the same bits as the policy's (a fresh start, no step taken)."""
+    failed_step: FailedStep | None
+    """The last step, if it ended in `NonFiniteTraining`."""
+    trained_tokens: list[TrainedTokens]
+    """Tokens of the last rollout that are recorded, where this rank has them."""
+
+    @property
+    def critic(self) -> ValueLearner | None: ...
+
+    def critic_turn(self) -> AbstractContextManager[None]:
+        """The critic can compute inside, and the policy need not."""
+        ...
+
+    def log_probs(
+        self, batch: TrainBatch, role: str, *, as_engines: bool = False, store_prefix: str = ""
+    ) -> list[Tensor] | None:
+        """Log-probs of the response tokens by the model of this `slime.trainer.role.Role`: [R_i]
+        per sample, without gradient; None on ranks without output layer."""
+        ...
 
 
 def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[dict[str, float]]]:
@@ -111,14 +140,22 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
     data = _initial_tensors(trainer, batch)
 
     score(trainer, batch, data, timers, memory)
-    compute_advantages(trainer, batch, data)
-    with timers.measure("actor_train"):
-        steps = learn(trainer, batch, data, memory)
+    critic_steps: list[dict[str, float]] = []
+    if trainer.critic is None:
+        compute_advantages(trainer, batch, data)
+    else:
+        with trainer.critic_turn():
+            critic_steps = train_critic(trainer, trainer.critic, batch, data, timers, memory)
+    steps: list[dict[str, float]] = []
+    if trainer.critic is None or batch.rollout_id >= config.critic.num_critic_only_steps:
+        with timers.measure("actor_train"):
+            steps = learn(trainer, batch, data, memory)
 
     _dump(trainer, batch, data)
     trainer.trained_tokens = trained_tokens(ranks, batch, data)
     metrics = {**batch.global_stats, **rollout_metrics(config, ranks, batch, data)}
     metrics |= mean_of_steps(steps, first_only=config.algorithm.use_rollout_logprobs)
+    metrics |= mean_of_steps(critic_steps)
     metrics |= worst_mismatch(ranks, data)
     metrics |= quantisation_metrics(config, ranks, batch, data)
     metrics |= memory.metrics(ranks)
@@ -238,7 +275,17 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
             _call_advantage_function(trainer, batch, data)
         else:
             data.advantages, data.returns = ESTIMATORS[flags.advantage_estimator].advantages(
-                AdvantageInputs(batch.rewards, data.kl, data.loss_masks, flags.kl_coef, flags.gamma)
+                AdvantageInputs(
+                    batch.rewards,
+                    data.kl,
+                    data.loss_masks,
+                    flags.kl_coef,
+                    flags.gamma,
+                    values=data.values,
+                    lambd=trainer.config.critic.lambd,
+                    critic_lambd=trainer.config.critic.critic_lambd,
+                    token_rewards=batch.payloads.get("token_rewards"),
+                )
             )
         if flags.normalize_advantages:
             assert data.advantages is not None
@@ -314,6 +361,60 @@ def _without_effect(trainer: Trainer, data: RolloutTensors) -> dict[str, str]:
     return unread
 
 
+# -- the critic ------------------------------------------------------------------------------------
+
+
+def train_critic(
+    trainer: Trainer,
+    critic: ValueLearner,
+    batch: TrainBatch,
+    data: RolloutTensors,
+    timers: _Timers,
+    memory: PhaseMemory,
+) -> list[dict[str, float]]:
+    """Compute values, and advantages with them; take the critic's optimizer steps on the returns.
+    Return the metrics of each.
+
+    Values and returns are those from before its first step, for the policy too.
+
+    Raises:
+        NonFiniteTraining: as `learn`.
+    """
+    critic.begin_rollout()
+    with timers.measure("values"), memory.phase("values"):
+        data.value_outputs = critic.outputs(batch)
+    if data.value_outputs is not None:
+        scale = critic.return_scale
+        data.values = [scale.restored(outputs) for outputs in data.value_outputs]
+    compute_advantages(trainer, batch, data)
+    explained = _set_value_targets(trainer, critic, data)
+    with timers.measure("critic_train"):
+        steps = [
+            _train_step(trainer, critic, batch, data, memory, step_id)
+            for step_id in range(len(batch.steps))
+        ]
+    critic.end_rollout()
+    return [step | explained for step in steps]
+
+
+def _set_value_targets(
+    trainer: Trainer, critic: ValueLearner, data: RolloutTensors
+) -> dict[str, float]:
+    """Fill ``value_targets``; return how much of the returns the values explain. Collective."""
+    if data.values is None:
+        return {}
+    assert data.returns is not None, "an estimator with a critic computes returns"
+    ranks = trainer.ranks
+    found = return_statistics(
+        data.values, data.returns, data.loss_masks, ranks.sum_over_replicas, ranks.device
+    )
+    if trainer.config.critic.normalize_values:
+        critic.return_scale = critic.return_scale.updated(found["mean"], found["square"])
+    scale = critic.return_scale
+    data.value_targets = [scale.normalised(returns) for returns in data.returns]
+    return {"train/critic-explained_variance": found["explained_variance"]}
+
+
 # -- learn -----------------------------------------------------------------------------------------
 
 
@@ -326,20 +427,29 @@ def learn(
         NonFiniteTraining: NaN or Inf, unless ``--no-check-for-nan-in-loss-and-grad``.
     """
     return [
-        _train_step(trainer, batch, data, memory, step_id) for step_id in range(len(batch.steps))
+        _train_step(trainer, trainer, batch, data, memory, step_id)
+        for step_id in range(len(batch.steps))
     ]
 
 
 def _train_step(
-    trainer: Trainer, batch: TrainBatch, data: RolloutTensors, memory: PhaseMemory, step_id: int
+    trainer: Trainer,
+    learner: Learner,
+    batch: TrainBatch,
+    data: RolloutTensors,
+    memory: PhaseMemory,
+    step_id: int,
 ) -> dict[str, float]:
     """Compute the gradients of all micro-batches, check them, apply them."""
     step = batch.steps[step_id]
-    with memory.phase("forward_backward"):
-        results = trainer.forward_backward(
+    is_policy = learner is trainer
+    prefix = "train/" if is_policy else "train/critic-"
+    with memory.phase("forward_backward" if is_policy else "critic_forward_backward"):
+        results = learner.forward_backward(
             batch, step_id, lambda samples: _loss_inputs(trainer, batch, data, step, samples)
         )
-    _note_log_probs(trainer, batch, data, results, step_id)
+    if is_policy:
+        _note_log_probs(trainer, batch, data, results, step_id)
     sums = sum_metrics(trainer.config, trainer.ranks, results)
     bad = [
         i
@@ -348,19 +458,21 @@ def _train_step(
         for i in result.samples
     ]
     loss_is_bad = trainer.ranks.any_of_all(bool(bad))
-    if step_id == 0:
+    if step_id == 0 and is_policy:
         _check_alignment(trainer, batch, data)
     with memory.phase("optimizer"):
-        outcome = trainer.optim_step(step, skip=loss_is_bad)
+        outcome = learner.optim_step(step, skip=loss_is_bad)
     if not outcome.applied:
-        _not_applied(trainer, batch, data, results, step_id, outcome, bad)
-    lrs = {f"train/lr-pg_{i}": lr for i, lr in enumerate(trainer.learning_rates())}
+        _not_applied(trainer, learner, batch, data, results, step_id, outcome, bad)
+    if is_policy:
+        sums["global_batch_size"] = float(step.global_batch_size)
+    else:
+        sums.pop("loss", None)  # it is the value loss
     return {
-        **{f"train/{name}": value for name, value in (sums | outcome.metrics).items()},
-        "train/grad_norm": outcome.grad_norm,
-        "train/skipped": 0.0 if outcome.applied else 1.0,
-        "train/global_batch_size": float(step.global_batch_size),
-        **lrs,
+        **{f"{prefix}{name}": value for name, value in (sums | outcome.metrics).items()},
+        f"{prefix}grad_norm": outcome.grad_norm,
+        f"{prefix}skipped": 0.0 if outcome.applied else 1.0,
+        **{f"{prefix}lr-pg_{i}": lr for i, lr in enumerate(learner.learning_rates())},
     }
 
 
@@ -400,6 +512,8 @@ def _loss_inputs(
         ref_log_probs=flat(data.ref_log_probs),
         rollout_log_probs=flat(data.rollout_log_probs),
         trained_log_probs=flat(data.log_probs) if compares else None,
+        value_outputs=flat(data.value_outputs),
+        value_targets=flat(data.value_targets),
     )
 
 
@@ -451,6 +565,7 @@ def _check_alignment(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) 
 
 def _not_applied(
     trainer: Trainer,
+    learner: Learner,
     batch: TrainBatch,
     data: RolloutTensors,
     results: Sequence[MicroBatchResult],
@@ -472,21 +587,23 @@ def _not_applied(
     if not megatron.check_for_nan_in_loss_and_grad or is_routine:
         suspects = f"; look first at {', '.join(functions)}" if functions and not is_routine else ""
         logger.warning(
-            "rollout %d, step %d skipped: NaN or Inf (samples %s)%s",
+            "rollout %d, step %d%s skipped: NaN or Inf (samples %s)%s",
             batch.rollout_id,
             step_id,
+            "" if learner is trainer else " of the critic",
             indices,
             suspects,
         )
         return
     failed = FailedStep(batch.rollout_id, step_id, ranks.replica, outcome.grad_norm)
-    failed.parameters = trainer.nonfinite_gradients()
+    failed.parameters = learner.nonfinite_gradients()
     if ranks.speaks_for_shard:
         current: list[Tensor | None] = [None] * batch.num_samples
         for result in results:
             for i, values in result.by_sample(batch.response_lengths):
                 current[i] = values
-        failed.shard = shard_of(batch, data, ranks.replica, step_id, training_log_probs=current)
+        column = "training_log_probs" if learner is trainer else "training_values"
+        failed.shard = shard_of(batch, data, ranks.replica, step_id, **{column: current})
         failed.micro_batches = [
             {"sample_indices": [batch.sample_indices[i] for i in result.samples]}
             | {name: value.item() for name, value in result.metrics.items()}
@@ -552,6 +669,7 @@ class _Timers:
     def metrics(self, batch: TrainBatch) -> dict[str, float]:
         tokens = batch.global_stats.get("rollout/num_tokens", float(sum(batch.total_lengths)))
         metrics = {f"perf/{name}_time": seconds for name, seconds in self.seconds.items()}
-        metrics["perf/actor_train_tok_per_s"] = tokens / max(self.seconds["actor_train"], 1e-9)
+        if "actor_train" in self.seconds:
+            metrics["perf/actor_train_tok_per_s"] = tokens / max(self.seconds["actor_train"], 1e-9)
         metrics["perf/train_time"] = time.perf_counter() - self.started
         return metrics

@@ -199,7 +199,9 @@ class SampleHook(Protocol):
 
 class RewardFunction(Protocol):
     """``--custom-rm-path``: a number for a sample, or a dict: ``--reward-key`` names the one to
-    train on, the means of its other numbers are metrics (``rollout/reward_part/<key>``).
+    train on, the means of its other numbers are metrics (``rollout/reward_part/<key>``); or a list
+    with one number per response token, or per turn (run of tokens with loss mask 1), whose sum is
+    the sample's reward. Estimators that discount give each token its own.
 
     With ``--group-rm``, and when one generate call returned several samples, it is called with the
     list of samples and returns a list of rewards. Sync functions run in threads, several at once. A

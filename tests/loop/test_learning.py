@@ -71,6 +71,21 @@ def test_staleness(lock_step: RunResult, one_ahead: RunResult) -> None:
     assert one_ahead.series("rollout/staleness/max") == [0.0] + [1.0] * (ASYNC_STEPS - 1)
 
 
+def test_reward_rises_with_a_critic(run: Run) -> None:
+    """How much of the returns it explains is in tests/unit/test_critic.py: here they change with
+    the policy."""
+    result = run(
+        "learn-ppo",
+        *GRPO,
+        *("--colocate", "--advantage-estimator", "ppo", "--critic-lr", "0.002"),
+        *("--num-critic-only-steps", 2, "--num-rollout", 16),
+    )
+    assert len(result.series("train/critic-explained_variance")) == 16
+    assert len(result.series("train/loss")) == 14
+    rewards = result.series("rollout/raw_reward")
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, rewards
+
+
 def test_sft_loss_falls(run: Run) -> None:
     flags = [
         "--loss-type",

@@ -38,7 +38,7 @@ from slime.errors import UserError
 from slime.trainer.loss import LOSS_TYPES
 from tests.support.trainer_ranks import trainer_config
 
-MODULES = ("advantages", "baseline", "kl", "logprobs", "losses", "reduce")
+MODULES = ("advantages", "baseline", "kl", "logprobs", "losses", "reduce", "values")
 lists_of_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
@@ -453,12 +453,14 @@ def test_what_a_row_says_of_its_functions_is_so(name: str) -> None:
     assert (row.baseline is not None) is row.facts.group_relative
 
     def advantages(**changes: Any) -> list[float]:
+        changes = {"values": [torch.tensor([0.3, 0.6, 0.4])], **changes}
         return row.advantages(
             AdvantageInputs([1.0], [torch.tensor([0.5, 0.1, 0.2])], masks, **changes)
         )[0][0].tolist()
 
     assert (advantages() != advantages(kl_coef=0.1)) is row.facts.takes_token_kl
     assert (advantages() != advantages(gamma=0.5)) is row.facts.discounts
+    assert (advantages() != advantages(values=[torch.zeros(3)])) is row.facts.needs_critic
 
     def loss(**changes: float) -> list[float]:
         far = torch.tensor([3.0, 0.0])

@@ -62,7 +62,7 @@ def test_a_name_of_another_system_is_answered_from_the_table(
         ("--max-steps", "--num-rollout"),
         ("--gradient-checkpointing", "--recompute-activations"),
         ("--lora-r", "--lora-rank"),
-        ("--ppo", "no PPO critic"),
+        ("--ppo", "--critic-load"),
         ("actor_rollout_ref.rollout.n=8", "--n-samples-per-prompt"),
         ("rollout_batch_size=8", "--rollout-batch-size 8"),
     ],
@@ -74,7 +74,7 @@ def test_common_names_lead_to_their_flag(asked: str, told: str) -> None:
 
 @pytest.mark.parametrize(
     ("word", "told"),
-    [("lora", "--lora-rank"), ("ppo", "no PPO critic"), ("temperature", "--rollout-temperature")],
+    [("lora", "--lora-rank"), ("ppo", "--critic-load"), ("temperature", "--rollout-temperature")],
 )
 def test_slime_flags_answers_from_the_table(
     word: str, told: str, capsys: pytest.CaptureFixture[str]

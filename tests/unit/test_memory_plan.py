@@ -136,6 +136,29 @@ def test_the_reference_comes_to_the_gpu_for_its_log_probs_only(folders: dict[str
     assert plan.host == scoring["weights"]
 
 
+def test_policy_and_critic_take_turns_where_engines_need_the_gpu(folders: dict[str, Path]) -> None:
+    flags = {"advantage_estimator": "ppo", "sglang_mem_fraction_static": 0.4}
+    plan = plan_of(folders[DENSE], 141, colocate=True, **flags)
+    found = phases(plan)
+    critic = owned(found["GPU 0", "critic"], "critic")
+    policy = owned(found["GPU 0", "train"], "trainer")
+    assert "weights" not in owned(found["GPU 0", "critic"], "trainer")
+    assert not any(owned(found["GPU 0", name], "critic") for name in ("generate", "train", "push"))
+    # the same model without its output layer, which this one does not tie
+    spec = plan.facts.trainer.spec  # type: ignore[union-attr]
+    output = 0 if spec.tie_embeddings else spec.padded_vocab_size * spec.hidden_size
+    assert policy["weights"] - critic["weights"] == 2 * output
+    assert "blocks of logits" not in critic and critic["activations"] == policy["activations"]
+    alone = plan_of(folders[DENSE], 141, colocate=True, sglang_mem_fraction_static=0.4)
+    states = sum(critic[name] for name in ("weights", "master weights", "optimizer moments"))
+    assert plan.host == pytest.approx(alone.host + states)
+    apart = phases(plan_of(folders[DENSE], 141, rollout_num_gpus=1, **flags))
+    assert owned(apart["GPU 0", "train"], "critic").keys() == {
+        "weights", "gradients", "master weights", "optimizer moments",
+    }  # fmt: skip
+    assert "weights" in owned(apart["GPU 0", "push"], "critic")
+
+
 def test_sft_and_one_half_alone(folders: dict[str, Path]) -> None:
     trainer = plan_of(folders[DENSE], 141, loss_type="sft_loss")
     assert [phase.name for phase in trainer.phases] == ["train"]

@@ -33,7 +33,7 @@ LINES: list[dict[str, Any]] = [
 ]
 #: What is not in this version; a line that asks for it is refused by this name.
 MISSING = (
-    *("Qwen3.5 and Qwen3.6", "GLM-5", "on-policy distillation", "the PPO critic"),
+    *("Qwen3.5 and Qwen3.6", "GLM-5", "on-policy distillation", "the file of settings per role"),
     *(
         "training of multi-token-prediction layers",
         "ending trainer processes",
@@ -63,8 +63,8 @@ REFUSED = {
     "run-glm5.2-744B-A40B": ("GLM-5",),
     "on_policy_distillation_run-qwen3-8B-opd-megatron": ("on-policy distillation",),
     "qwen2.5_0.5B_opd_sglang_0": ("on-policy distillation",),
-    "qwen3_4B_ppo_0": ("the PPO critic",),
-    "qwen3_4B_ppo_train_critic_only_0": ("the PPO critic",),
+    "qwen3_4B_ppo_0": ("the file of settings per role",),
+    "qwen3_4B_ppo_train_critic_only_0": ("the file of settings per role",),
     "mimo_7B_mtp_only_grad_0": ("training of multi-token-prediction layers",),
     "run-mimo-7B-rl-eagle": ("training of multi-token-prediction layers",),
     "run-glm4.7-30B-A3B": ("training of multi-token-prediction layers",),
@@ -268,7 +268,7 @@ def test_a_spec_is_a_module_and_a_name() -> None:
 
 
 def test_everything_that_is_missing_is_told_at_once() -> None:
-    words = "--use-opd --opd-kl-coef 0.5 --advantage-estimator ppo --sglang-port 1 --num-rollout 1"
+    words = "--use-opd --opd-kl-coef 0.5 --update-weight-mode delta --sglang-port 1 --num-rollout 1"
     _, errors = judge_args(words.split())
     told = [error.what for error in errors]
     assert (

@@ -465,8 +465,9 @@ NO_REWARDS: dict[str, Any] = {
     "text": "1.0",
     "bytes": b"1",
     "a list": [1.0],
-    "per token": np.array([0.0, 1.0]),
-    "a tensor of two": torch.tensor([0.0, 1.0]),
+    # of samples that have two tokens in one turn
+    "an array of three": np.array([0.0, 1.0, 0.0]),
+    "a tensor of three": torch.tensor([0.0, 1.0, 0.0]),
     "numpy nan": np.float32("nan"),
     "torch inf": torch.tensor(math.inf),
     "odd": Odd(),

@@ -50,6 +50,7 @@ from slime.models.spec import ModelSpec, check_same_model, read_hf_config
 from slime.paths import fill
 from slime.trainer.ci_checks import check_grad_norms, check_rollout
 from slime.trainer.megatron import adapters, forward, optimizer, parallel, te_layers
+from slime.trainer.megatron.critic import Critic
 from slime.trainer.megatron.engine_weights import EngineWeights
 from slime.trainer.megatron.model import build_model_chunks
 from slime.trainer.megatron.moe_layer import uses_balance_losses
@@ -60,7 +61,7 @@ from slime.trainer.megatron.replay import RoutingGuide, guide_for
 from slime.trainer.memory import PhaseMemory
 from slime.trainer.non_finite import FailedStep
 from slime.trainer.records import LossInputs, MicroBatchResult, StepOutcome, TokenScores
-from slime.trainer.role import POLICY, REFERENCE, Role, policy_loss, roles_of
+from slime.trainer.role import CRITIC, POLICY, REFERENCE, Role, policy_loss, roles_of
 from slime.trainer.update import update
 from slime.trainer.user_functions import UserFunctions
 from slime.weights.route import flag_dtype
@@ -81,6 +82,7 @@ class MegatronBackend:
         roles: the models that this run holds, by name.
         model_chunks: the policy as Megatron's DDP-wrapped pipeline stage(s).
         copies: weights of the models that do not learn, by role.
+        critic: the model that gives values, with an optimizer of its own; None without one.
         optimizer, scheduler: Megatron's, of the policy.
         spec, hf_config: the model's architecture, and its Hugging Face config.
         step_metrics: the last rollout's metrics, one dict per optimizer step.
@@ -107,6 +109,7 @@ class MegatronBackend:
         self.routing: RoutingGuide | None = None
         self.engine_weights: EngineWeights | None = None
         self.adapters: AdapterConfig | None = None
+        self.critic: Critic | None = None
         self.extra_state: dict[str, Any] = {}
         self.skipped: list[str] = []
         self.next_rollout_id = 0
@@ -145,6 +148,11 @@ class MegatronBackend:
 
     def _set_up_model(self, initialise: bool) -> None:
         config = self.config
+        plan = None
+        if not initialise:
+            plan, self.skipped = agreed_plan(config)
+        if CRITIC in self.roles:  # before the policy, so that one sleeps while the other is made
+            self._set_up_critic(plan)
         chunks = build_model_chunks(self.spec, config, initialise=initialise)
         if config.lora.lora_rank:
             self.adapters = AdapterConfig.for_model(config.lora, table_of(self.spec), self.spec)
@@ -164,13 +172,28 @@ class MegatronBackend:
             self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, config)
             for role in self._copied_roles():
                 self.copies[role.name] = WeightsCopy(self.model_chunks)
-        self.next_rollout_id = 0 if initialise else self._load()
+        self.next_rollout_id = 0 if plan is None else self._load(plan)
         if REFERENCE in self.copies:
             differs = not self.copies[REFERENCE].equals(self.model_chunks)
             self.reference_is_policy = not self.ranks.any_of_all(differs)
         elif self.adapters is not None:
             differs = not adapters.changes_nothing(self.model_chunks)
             self.reference_is_policy = not self.ranks.any_of_all(differs)
+
+    def _set_up_critic(self, plan: LoadPlan | None) -> None:
+        """Build the critic and load it; without a plan it has random weights."""
+        self.critic = Critic(
+            self.spec,
+            self.config,
+            self.ranks,
+            self.functions,
+            self._pack,
+            initialise=plan is None,
+            takes_turns=bool(self.config.cluster.offload_train) and device.has_gpu(),
+        )
+        if plan is not None:
+            self.critic.load(plan)
+        self.critic.sleep()
 
     def _read_model(self) -> tuple[ModelSpec, dict[str, Any]]:
         """Return architecture and config of ``--hf-checkpoint``."""
@@ -190,10 +213,9 @@ class MegatronBackend:
         if path:
             user_function(path, option_of(name))(self.functions.args, *args)
 
-    def _load(self) -> int:
-        """Load the weights of all models, the policy's last; build its optimizer around them and
-        load its state if there is one."""
-        plan, self.skipped = agreed_plan(self.config)
+    def _load(self, plan: LoadPlan) -> int:
+        """Load the weights of all models but the critic, the policy's last; build its optimizer
+        around them and load its state if there is one."""
         if self.adapters is not None:
             return self._load_adapters(plan, self.adapters)
         for role in self._copied_roles():
@@ -301,6 +323,8 @@ class MegatronBackend:
         """Tell the learning-rate schedule how long the run is, where only counting the prompts
         could tell."""
         optimizer.set_run_length(self.scheduler, self.config, num_rollout)
+        if self.critic is not None:
+            self.critic.set_run_length(num_rollout)
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """All optimizer steps of one rollout; see `slime.trainer.update.update`. Collective."""
@@ -339,16 +363,17 @@ class MegatronBackend:
         flags = self.config.checkpoint
         path = None
         if flags.save is not None:
-            path = self.writer.save(
-                flags.save,
-                rollout_id,
-                self._checkpoint_state(),
-                extra_state=extra_state,
-                save_optimizer=not flags.no_save_optim,
-                save_rng=not flags.no_save_rng,
-                keep=flags.save_retain,
-                beside=self._adapter_files(),
-            )
+            with nullcontext() if self.critic is None else self.critic.readable():
+                path = self.writer.save(
+                    flags.save,
+                    rollout_id,
+                    self._checkpoint_state(),
+                    extra_state=extra_state,
+                    save_optimizer=not flags.no_save_optim,
+                    save_rng=not flags.no_save_rng,
+                    keep=flags.save_retain,
+                    beside=self._adapter_files(),
+                )
         if flags.save_hf:
             self.export(str(fill(flags.save_hf, rollout_id)))
         return path
@@ -409,6 +434,7 @@ class MegatronBackend:
             moments_on_host=self.config.megatron.offload_optimizer_states and device.has_gpu(),
             part="everything" if self.adapters is None else "adapters",
             adapters=self.adapters,
+            critic=None if self.critic is None else self.critic.state(),
         )
 
     def sleep(self, *, keep_weights: bool = False) -> dict[str, float]:
@@ -430,6 +456,20 @@ class MegatronBackend:
         free, _ = torch.cuda.mem_get_info()
         self._offloader().wake()
         return {"perf/free_before_wake_gb": free / 1e9}
+
+    @contextmanager
+    def critic_turn(self) -> Iterator[None]:
+        """The critic is awake inside, and where both share memory with engines the policy sleeps.
+        Collective."""
+        assert self.critic is not None
+        if not self.critic.takes_turns:
+            yield
+            return
+        self._offloader().sleep()
+        self.critic.wake()
+        yield
+        self.critic.sleep()
+        self._offloader().wake()
 
     def _offloader(self) -> Offloader:
         if self.offloader is None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.megatron.packed import PackedMicroBatch, PackingOptions, pack
-from slime.trainer.records import MicroBatchResult, TokenScores
+from slime.trainer.records import MicroBatchResult
 
-LossFunction = Callable[[TokenScores, PackedMicroBatch], tuple[Tensor, dict[str, Tensor]]]
+LossFunction = Callable[[Any, PackedMicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 def packed_micro_batches(
@@ -45,11 +45,12 @@ def packed_micro_batches(
 @torch.no_grad()
 def score(
     chunks: Sequence[nn.Module], micro_batches: Sequence[PackedMicroBatch], **options: Any
-) -> list[TokenScores]:
-    """Forward pass only. Scores per micro-batch on the last pipeline stage, [] on others.
+) -> list[Any]:
+    """Forward pass only. What the model gives per micro-batch on the last pipeline stage, [] on
+    others: `TokenScores` of a policy, `TokenValues` of a critic.
 
     Args:
-        options: of `PolicyModel.forward`.
+        options: of the model's ``forward``.
     """
 
     def forward_step(
@@ -72,7 +73,8 @@ def forward_backward(
     """Gradients of the sum of the micro-batches' losses, reduced over the data-parallel ranks.
 
     Args:
-        loss_of: (scores, micro-batch) → its part of the step's loss, and of the metrics.
+        loss_of: (what the model gives, micro-batch) → its part of the step's loss, and of the
+            metrics.
         gradient_scale: undoes Megatron's averaging over micro-batches and data-parallel ranks,
             which is not wanted: each part is weighted already.
         options: of `PolicyModel.forward`.
@@ -80,9 +82,9 @@ def forward_backward(
         One result per micro-batch on the last pipeline stage, [] on others.
     """
 
-    def loss_step(packed: PackedMicroBatch, scores: TokenScores) -> tuple[Tensor, MicroBatchResult]:
+    def loss_step(packed: PackedMicroBatch, scores: Any) -> tuple[Tensor, MicroBatchResult]:
         loss, metrics = loss_of(scores, packed)
-        result = MicroBatchResult(packed.samples, metrics, scores.log_probs.detach())
+        result = MicroBatchResult(packed.samples, metrics, scores.per_token.detach())
         return loss * gradient_scale, result
 
     def forward_step(

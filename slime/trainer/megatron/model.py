@@ -242,7 +242,11 @@ def _wait_for_norms(attention: PackedSelfAttention, wait: Callable[[torch.nn.Mod
 
 
 def build_model_chunks(
-    spec: ModelSpec, config: Config, *, initialise: bool = False
+    spec: ModelSpec,
+    config: Config,
+    *,
+    initialise: bool = False,
+    model: type[PolicyModel] = PolicyModel,
 ) -> list[PolicyModel]:
     """This rank's pipeline stage(s) of the model, on the trainer's device, parameters not loaded
     yet.
@@ -251,6 +255,7 @@ def build_model_chunks(
         spec: fits the layout (`slime.models.layout_rules.check_layout`).
         initialise: draw random weights; without it parameters hold garbage until a checkpoint is
             loaded.
+        model: the class that is built.
     Raises:
         UserError: a flag that contradicts the model or cannot be honoured, or a provider that built
             something else.
@@ -269,7 +274,7 @@ def build_model_chunks(
         else:
             layers = local_layers(transformer, vp_stage)
         put_in_parts(layers, transformer, spec, core_attention=core)
-        return PolicyModel(
+        return model(
             spec,
             transformer,
             vp_stage,

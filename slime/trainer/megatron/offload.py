@@ -118,6 +118,26 @@ class Offloader:
                 self._free[part.nbytes].append(part.copy)
         self._away.clear()
 
+    @contextmanager
+    def read_on_host(self) -> Iterator[None]:
+        """Within the block parameters and optimizer states that are away are their host copies."""
+        copies = {part.storage._cdata: part.copy for part in self._away}
+        held: list[Tensor] = [p for chunk in self.chunks for p in chunk.parameters()]
+        held += _optimizer_holders(self.optimizer)
+        before = []
+        try:
+            for tensor in held:
+                copy = copies.get(tensor.untyped_storage()._cdata)
+                if copy is not None:
+                    before.append((tensor, tensor.data))
+                    flat = copy.view(tensor.dtype)
+                    start = flat.storage_offset() + tensor.storage_offset()
+                    tensor.data = flat.as_strided(tensor.size(), tensor.stride(), start)
+            yield
+        finally:
+            for tensor, data in before:
+                tensor.data = data
+
     def _copy_of(self, storage: torch.UntypedStorage, *, is_frozen: bool) -> Tensor:
         if is_frozen and storage._cdata in self._frozen:
             return self._frozen[storage._cdata]
@@ -167,14 +187,20 @@ def _gradients(chunks: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    for inner in torch_optimizers(optimizer):
-        tensors += [p.data for group in inner.param_groups for p in group["params"]]
-        values = [value for state in inner.state.values() for value in state.values()]
-        tensors += [value for value in values if isinstance(value, Tensor)]
+    tensors = [tensor.data for tensor in _optimizer_holders(optimizer)]
     # step counts are not worth the trip, and the moments of `HostStates` are on the host already
     where = "cuda" if device.has_gpu() else "cpu"
     return [tensor for tensor in tensors if tensor.dim() > 0 and tensor.device.type == where]
+
+
+def _optimizer_holders(optimizer: MegatronOptimizer) -> list[Tensor]:
+    """Parameters and states as the optimizer holds them."""
+    tensors: list[Tensor] = []
+    for inner in torch_optimizers(optimizer):
+        tensors += [parameter for group in inner.param_groups for parameter in group["params"]]
+        values = [value for state in inner.state.values() for value in state.values()]
+        tensors += [value for value in values if isinstance(value, Tensor)]
+    return tensors
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:

@@ -1,0 +1,85 @@
+"""Rewards for parts of an answer: one number per response token, or one per turn.
+
+    reward function ─ list ─► Sample.token_rewards, Sample.reward = their sum ─► TrainBatch.payloads
+
+Estimators that discount (PPO, REINFORCE++) give each token its own; for the others the sum counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from slime.samples.sample_fields import as_list, reward_number
+from slime.user_code.loading import FunctionFailed
+
+
+def turn_ends(loss_mask: Sequence[int]) -> list[int]:
+    """The last token of each turn: of each run of trained tokens.
+
+    Example (a tool's answer of two tokens stands between two turns):
+        >>> turn_ends([1, 1, 0, 0, 1])
+        [1, 4]
+    """
+    following = [*loss_mask[1:], 0]
+    return [i for i, (own, after) in enumerate(zip(loss_mask, following)) if own and not after]
+
+
+def note_token_rewards(sample: Any, values: Any, origin: str, why: str = "") -> float:
+    """Set ``sample.token_rewards`` to rewards of its tokens or turns; return their sum.
+
+    Args:
+        values: a list, tuple, array or tensor of numbers.
+        origin: who gave them, for messages.
+    Raises:
+        FunctionFailed: their number fits neither the tokens nor the turns, one is no finite number,
+            or a token that the model did not write has one.
+    """
+    role = f"the reward of sample {sample.index}"
+    rewards = [reward_number(value, origin, f"a part of {role}", why) for value in as_list(values)]
+    length = sample.response_length
+    mask = [1] * length if sample.loss_mask is None else sample.loss_mask
+    ends = turn_ends(mask)
+    if len(rewards) == length:
+        found = rewards
+    elif len(rewards) == len(ends):
+        found = [0.0] * length
+        for end, reward in zip(ends, rewards):
+            found[end] = reward
+    else:
+        raise FunctionFailed(
+            f"{origin} returned {len(rewards)} rewards for sample {sample.index}",
+            why=f"it has {length} response tokens in {len(ends)} turns (runs of tokens with loss "
+            "mask 1)",
+            fix="return one number, one per response token, or one per turn",
+        )
+    odd = next((i for i, reward in enumerate(found) if reward and not mask[i]), None)
+    if odd is not None:
+        raise FunctionFailed(
+            f"{origin} returned a reward for token {odd} of the response of sample {sample.index}",
+            why="its loss mask is 0: the model did not write it, and is not trained on it",
+            fix="give the reward to the last token of the turn before",
+        )
+    sample.token_rewards = found
+    return math.fsum(found)
+
+
+def is_several(reward: Any) -> bool:
+    """Tell whether a reward function has returned rewards of parts. An array of one number is that
+    number."""
+    if isinstance(reward, list | tuple):
+        return True
+    shape = tuple(getattr(reward, "shape", ()))
+    return len(shape) == 1 and shape != (1,)
+
+
+def token_rewards_problem(rewards: Any, num_tokens: int) -> str:
+    """The problem of rewards that users' code has set for a sample of ``num_tokens``; "" if there
+    is none."""
+    if rewards is None:
+        return ""
+    if not isinstance(rewards, list) or len(rewards) > num_tokens:
+        return "that are no list with one number per response token"
+    finite = all(isinstance(one, int | float) and math.isfinite(one) for one in rewards)
+    return "" if finite else "that are not all finite numbers"

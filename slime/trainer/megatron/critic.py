@@ -1,0 +1,260 @@
+"""The critic of one trainer rank: a second model with an optimizer of its own, in the policy's
+processes and at its layout.
+
+    policy scores ─► critic wakes: values, advantages, its steps ─► critic sleeps ─► policy's steps
+
+Where trainer and engines share GPUs only one of the two is on the device at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
+
+from slime.algorithms.values import ReturnScale
+from slime.checkpoints.hf_io import load_hf
+from slime.checkpoints.load_plan import LoadPlan, resolve_critic
+from slime.checkpoints.loading import holds_critic
+from slime.checkpoints.loading import load as load_checkpoint
+from slime.checkpoints.optimizer_state import ensure_state
+from slime.checkpoints.trainer_state import CRITIC, TrainerState
+from slime.config.config import Config
+from slime.log import get_logger
+from slime.models import family_of
+from slime.models.spec import ModelSpec, check_same_model
+from slime.samples.batch import StepPlan, TrainBatch
+from slime.trainer.loss import VALUE_LOSS, micro_batch_loss
+from slime.trainer.megatron import device, forward, optimizer
+from slime.trainer.megatron.model import build_model_chunks
+from slime.trainer.megatron.offload import Offloader, host_states_of, torch_optimizers
+from slime.trainer.megatron.packed import PackedMicroBatch
+from slime.trainer.megatron.replay import RoutingGuide, guide_for
+from slime.trainer.megatron.value_model import ValueHead, ValueModel
+from slime.trainer.ranks import Ranks
+from slime.trainer.records import LossInputs, MicroBatchResult, StepOutcome, TokenValues
+from slime.trainer.user_functions import UserFunctions
+
+logger = get_logger(__name__)
+
+Pack = Callable[[TrainBatch, list[list[int]]], list[PackedMicroBatch]]
+
+
+def critic_config(config: Config) -> Config:
+    """The configuration as the critic's optimizer reads it: with the critic's learning rate."""
+    critic = config.critic
+    megatron = dataclasses.replace(
+        config.megatron,
+        lr=critic.critic_lr,
+        min_lr=min(config.megatron.min_lr, critic.critic_lr),
+        lr_warmup_init=min(config.megatron.lr_warmup_init, critic.critic_lr),
+    )
+    if not config.origins["critic_lr_warmup_iters"].startswith("derived"):
+        megatron = dataclasses.replace(
+            megatron,
+            lr_warmup_iters=critic.critic_lr_warmup_iters,
+            lr_warmup_samples=0,
+            lr_warmup_fraction=None,
+        )
+    return dataclasses.replace(config, megatron=megatron)
+
+
+class Critic:
+    """One rank of the critic. Every method that computes is collective.
+
+    Args:
+        spec: of the policy.
+        pack: the policy's packing: both see the same micro-batches.
+        initialise: random weights instead of loading any (tests, benchmarks).
+        takes_turns: it is on the device only between `wake` and `sleep`.
+
+    Attributes:
+        chunks: Megatron's DDP-wrapped pipeline stage(s).
+        optimizer, scheduler: Megatron's, of the critic.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: Config,
+        ranks: Ranks,
+        functions: UserFunctions,
+        pack: Pack,
+        *,
+        initialise: bool = False,
+        takes_turns: bool = False,
+    ) -> None:
+        self.config = critic_config(config)
+        self.spec = spec
+        self.ranks = ranks
+        self.functions = functions
+        self.takes_turns = takes_turns
+        self._pack = pack
+        self._offloader: Offloader | None = None
+        chunks = build_model_chunks(spec, self.config, initialise=initialise, model=ValueModel)
+        self.chunks = optimizer.wrap_data_parallel(chunks, self.config, finalize_model_grads)
+        for chunk, wrapper in zip(chunks, self.chunks, strict=True):
+            chunk.attach(wrapper)
+        heads = [chunk.output_layer for chunk in chunks if chunk.post_process]
+        self.head: ValueHead | None = heads[0] if heads else None
+        self.routing: RoutingGuide | None = guide_for(chunks, spec, self.config)
+        if self.routing is not None:  # its experts are its own
+            self.routing.source = "none"
+        if initialise:
+            self._build_optimizer()
+
+    # -- setting up --------------------------------------------------------------------------------
+
+    def load(self, plan: LoadPlan) -> None:
+        """Load the weights, and the optimizer's state where a run goes on.
+
+        Args:
+            plan: the policy's.
+        """
+        if holds_critic(plan) and plan.iteration is not None:
+            self._build_optimizer()
+            load_checkpoint(plan, self.state(), is_compared=True)
+            for inner in torch_optimizers(self.optimizer):
+                states = host_states_of(inner)
+                if states is not None:
+                    states.rehost()
+            return
+        source = resolve_critic(self.config, plan)
+        if source.kind == "hf":
+            name = self.config.checkpoint.model_name
+            check_same_model(
+                self.spec, family_of(source.path, name).model_spec(source.path), source.path
+            )
+            load_hf(self.chunks, source.path, model_name=name, part="trunk")
+        else:
+            of_critic = holds_critic(source)
+            weights = TrainerState(
+                self.chunks,
+                prefix=f"{CRITIC}." if of_critic else "",
+                part="everything" if of_critic else "trunk",
+            )
+            load_checkpoint(source, weights)
+        logger.info("critic: %s", source.note)
+        self._build_optimizer()
+
+    def _build_optimizer(self) -> None:
+        self.optimizer, self.scheduler = optimizer.build_optimizer(self.chunks, self.config)
+
+    def set_run_length(self, num_rollout: int) -> None:
+        optimizer.set_run_length(self.scheduler, self.config, num_rollout)
+
+    def state(self) -> TrainerState:
+        """The critic's part of a checkpoint."""
+        return TrainerState(
+            self.chunks,
+            self.optimizer,
+            self.scheduler,
+            moments_on_host=self.config.megatron.offload_optimizer_states and device.has_gpu(),
+            prefix=f"{CRITIC}.",
+        )
+
+    # -- turns -------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Leave the device to the policy."""
+        if self.takes_turns:
+            if self._offloader is None:
+                self._offloader = Offloader(self.chunks, self.optimizer)
+            # a checkpoint of a sleeping critic must find all that it has to hold
+            ensure_state(self.optimizer, on_host=self.state().moments_on_host)
+            self._offloader.sleep()
+
+    def wake(self) -> None:
+        if self._offloader is not None:
+            self._offloader.wake()
+
+    @contextmanager
+    def readable(self) -> Iterator[None]:
+        """Within the block a sleeping critic can be read (for a checkpoint) in host memory."""
+        with nullcontext() if self._offloader is None else self._offloader.read_on_host():
+            yield
+
+    # -- what an update asks -----------------------------------------------------------------------
+
+    def begin_rollout(self) -> None:
+        for chunk in self.chunks:
+            chunk.train()
+        if self.config.checkpoint.reset_optimizer_states:
+            optimizer.reset_moments(self.optimizer)
+
+    def end_rollout(self) -> None:
+        optimizer.gather_parameters(self.chunks)
+
+    def outputs(self, batch: TrainBatch) -> list[Tensor] | None:
+        """The head's output before each response token, [R_i] per sample, without gradient; None on
+        ranks without output layer. Collective."""
+        packed = self._pack(
+            batch, [samples for step in batch.steps for samples in step.micro_batches]
+        )
+        if self.routing is not None:
+            self.routing.prepare(batch, packed, "reference")
+        found: list[TokenValues] = forward.score(self.chunks, packed)
+        if not self.ranks.has_output:
+            return None
+        by_sample = [torch.zeros(r, device=self.ranks.device) for r in batch.response_lengths]
+        for micro_batch, one in zip(packed, found):
+            for i, values in zip(micro_batch.samples, micro_batch.split(one.values)):
+                by_sample[i] = values
+        return by_sample
+
+    @property
+    def return_scale(self) -> ReturnScale:
+        """The scale of the head's outputs; only where there is a head."""
+        assert self.head is not None, "ranks without output layer compute no values"
+        return self.head.return_scale
+
+    @return_scale.setter
+    def return_scale(self, new: ReturnScale) -> None:
+        assert self.head is not None, "ranks without output layer compute no values"
+        self.head.return_scale = new
+
+    def forward_backward(
+        self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]
+    ) -> list[MicroBatchResult]:
+        """Accumulate the gradients of ``batch.steps[step_id]``. Collective."""
+        packed = self._pack(batch, batch.steps[step_id].micro_batches)
+        scale = float(len(packed) * parallel_state.get_data_parallel_world_size())
+        if self.routing is not None:
+            if self.routing.counts_ahead:
+                self.routing.prepare(batch, packed, "count")
+                forward.score(self.chunks, packed)
+                self.routing.sum_counts()
+            self.routing.prepare(batch, packed, "train", scale)
+        self.optimizer.zero_grad()
+
+        def loss_of(
+            values: TokenValues, micro_batch: PackedMicroBatch
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            inputs = inputs_of(micro_batch.samples)
+            return micro_batch_loss(VALUE_LOSS, values, inputs, self.config, self.functions)
+
+        return forward.forward_backward(self.chunks, packed, loss_of, gradient_scale=scale)
+
+    def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome:
+        """Apply the accumulated gradients and advance the schedule; ``skip`` leaves both alone.
+        Collective."""
+        balance = self.routing.step_metrics() if self.routing is not None else {}
+        outcome = StepOutcome(float("nan"), applied=False)
+        if not skip:
+            outcome = optimizer.apply_gradients(self.optimizer, self.config.megatron.clip_grad)
+        if outcome.applied:
+            self.scheduler.step(step.global_batch_size)
+        elif self.routing is not None:
+            self.routing.take_back_biases()
+        return dataclasses.replace(outcome, metrics=balance)
+
+    def nonfinite_gradients(self) -> list[tuple[str, int, int]]:
+        return optimizer.nonfinite_gradients(self.chunks)
+
+    def learning_rates(self) -> Sequence[float]:
+        return optimizer.learning_rates(self.optimizer)

@@ -1,0 +1,83 @@
+"""The critic as megatron-core modules: the policy's layers with one output per token.
+
+embedding ─► decoder ─► rows that predict responses ─► value head ─► V before each response token
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from slime.algorithms.values import ReturnScale
+from slime.models.spec import ModelSpec
+from slime.trainer.megatron.model import PolicyModel
+from slime.trainer.megatron.packed import PackedMicroBatch
+from slime.trainer.records import TokenValues
+
+
+class ValueHead(torch.nn.Module):
+    """One float32 output per token, and the scale of the returns that it has learned.
+
+    It starts from 0, so that the first advantages are those without a critic and do not depend on a
+    seed. Every tensor-parallel rank holds all of it and computes the same.
+    """
+
+    scale: Tensor
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
+        # of `ReturnScale`; a buffer, so that checkpoints have it
+        self.register_buffer("scale", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[N, H] → [N], in the unit of the normalised returns."""
+        return rows.float() @ self.weight.float()[0] + self.bias.float()
+
+    @property
+    def return_scale(self) -> ReturnScale:
+        return ReturnScale(*self.scale.tolist())
+
+    @return_scale.setter
+    def return_scale(self, new: ReturnScale) -> None:
+        self.scale.copy_(torch.tensor(dataclasses.astuple(new), dtype=torch.float64))
+
+
+class ValueModel(PolicyModel):
+    """The policy's architecture whose output is the value before each response token."""
+
+    def __init__(
+        self, spec: ModelSpec, config: TransformerConfig, vp_stage: int | None, **kwargs: Any
+    ) -> None:
+        # a tied embedding has no output layer to be tied to
+        super().__init__(
+            dataclasses.replace(spec, tie_embeddings=False), config, vp_stage, **kwargs
+        )
+        if self.post_process:
+            self.output_layer = ValueHead(config.hidden_size, config.params_dtype)
+
+    def forward(  # type: ignore[override]
+        self, batch: PackedMicroBatch
+    ) -> Tensor | TokenValues:
+        """Hidden states [T, 1, H] on inner pipeline stages, `TokenValues` on the last."""
+        hidden = self.hidden_states(batch)
+        if not self.post_process:
+            return hidden
+        values = self.output_layer(self.predicting_rows(hidden, batch))
+        context = batch.sequences.context
+        return TokenValues(values if context is None else context.whole(values))
+
+    def predicting_rows(self, hidden: Tensor, batch: PackedMicroBatch) -> Tensor:
+        """[N, H]: the hidden states before response tokens. All tensor-parallel ranks have the same
+        rows and send the same gradient back, so nothing is summed over them."""
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        return hidden[:, 0].index_select(0, batch.rows)
