@@ -37,7 +37,11 @@ class FastNorm(RMSNorm):
 
 
 def norm(kind: type = RMSNorm) -> torch.nn.Module:
-    config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False)
+    config = SimpleNamespace(
+        params_dtype=torch.float32,
+        sequence_parallel=False,
+        layernorm_zero_centered_gamma=False,
+    )
     return kind(config, 4) if issubclass(kind, RMSNorm) else kind()
 
 
@@ -168,22 +172,28 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     names: list[str] = []
 
     def torchs(
-        query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sequences: PackedSequences,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         assert sequences is SEQUENCES and scale == 0.5
-        names.append("torch")
+        names.append("torch" if window is None else f"torch, {window}")
         return torch.zeros_like(query)
 
     def fast(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         ends = options.pop("cu_seqlens_q"), options.pop("cu_seqlens_k")
         assert ends[0] is ends[1] is ENDS
+        hidden = options.pop("window_size", None)
         assert options == {
             "max_seqlen_q": 3,
             "max_seqlen_k": 3,
             "softmax_scale": 0.5,
             "causal": True,
         }
-        names.append("flash-attn-4")
+        names.append("flash-attn-4" if hidden is None else f"flash-attn-4, {hidden}")
         out = query.new_ones(*query.shape[:2], value.size(-1))
         return (out, None) if len(names) % 2 else out  # versions differ
 
@@ -193,12 +203,16 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     torch.use_deterministic_algorithms(False)
 
 
-def attend(dim: int = 64, value_dim: int | None = None) -> Tensor:
+def attend(dim: int = 64, value_dim: int | None = None, window: int | None = None) -> Tensor:
     shapes = (4, dim), (2, dim), (2, value_dim or dim)
     query, key, value = (torch.randn(5, *shape, dtype=torch.bfloat16) for shape in shapes)
-    core = PackedAttention(
-        SimpleNamespace(attention_dropout=0.0, kv_channels=dim), 1, softmax_scale=0.5
+    config = SimpleNamespace(
+        attention_dropout=0.0,
+        kv_channels=dim,
+        window_size=window and (window - 1, 0),
+        window_attn_skip_freq=None,
     )
+    core = PackedAttention(config, 1, softmax_scale=0.5)
     return core(query, key, value, SEQUENCES)
 
 
@@ -206,6 +220,13 @@ def test_flash_attention_4_comes_first(called: list[str]) -> None:
     for _ in range(2):
         assert attend().shape == (5, 4, 64) and attend(128, 64).shape == (5, 4, 64)
     assert called == ["flash-attn-4"] * 4
+
+
+def test_each_kernel_is_told_the_window(called: list[str]) -> None:
+    """flash-attn-4 counts the tokens before a token, the window the token too."""
+    attend(window=2)
+    attend(256, window=2)
+    assert called == ["flash-attn-4, (1, 0)", "torch, 2"]
 
 
 def test_torchs_kernel_for_wide_heads(called: list[str]) -> None:
