@@ -18,11 +18,13 @@ class UserFlags:
         values: typed values.
         origins: "flag" or "yaml <file>".
         extra: keys of --custom-config-path that are no flags.
+        warnings: about settings in files that have no effect.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     def set(self, dest: str, value: Any, origin: str) -> None:
         self.values[dest] = value
@@ -33,6 +35,7 @@ class UserFlags:
         self.values.update(other.values)
         self.origins.update(other.origins)
         self.extra.update(other.extra)
+        self.warnings += other.warnings
 
     def without(self, dest: str) -> UserFlags:
         """The same had the user left ``dest`` out."""
@@ -40,6 +43,7 @@ class UserFlags:
             {name: value for name, value in self.values.items() if name != dest},
             {name: origin for name, origin in self.origins.items() if name != dest},
             self.extra,
+            self.warnings,
         )
 
 

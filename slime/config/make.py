@@ -13,7 +13,13 @@ from slime.config.config import Config, build
 from slime.config.draft import Draft, UserFlags
 from slime.config.flag import option_of
 from slime.config.flags import all_flags, spellings
-from slime.config.parse import given_by_name, read_argv, read_config_file, read_custom_config
+from slime.config.parse import (
+    given_by_name,
+    read_argv,
+    read_config_file,
+    read_custom_config,
+    read_role_file,
+)
 from slime.config.parts import left_out
 from slime.config.resolve import resolve
 from slime.errors import UserError, several
@@ -59,7 +65,7 @@ def config_of(args: Any, names: Iterable[str], **flags: Any) -> Config:
 def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
     """The configuration of a command line (default: that of this process).
 
-    Precedence: --custom-config-path, then flags, then --config, then defaults. ``--help [TOPIC]``
+    Precedence: --custom-config-path, --megatron-config-path, flags, --config, defaults. ``--help [TOPIC]``
     prints and exits.
 
     Args:
@@ -102,9 +108,8 @@ def judge_args(argv: list[str], entry: str = "train") -> tuple[Config | None, li
     draft = _without_contradictions(given, entry, errors)
     if draft is None:
         return None, errors
-    is_whole = not any(
-        one.what.startswith(("--config ", "--custom-config-path ")) for one in errors
-    )
+    files = ("--config ", "--custom-config-path ", "--megatron-config-path ")
+    is_whole = not any(one.what.startswith(files) for one in errors)
     if is_whole:  # else a file that cannot be read may have what is missing
         errors += [one for one in incomplete(draft) if not options_in(one.what) & doubtful]
     return _finish(draft), list({str(error): error for error in errors}.values())
@@ -184,6 +189,7 @@ def _with_files(flags: UserFlags, errors: list[UserError] | None) -> UserFlags:
     given = UserFlags()
     _add_file(given, flags.values.get("config"), read_config_file, errors)
     given.update(flags)
+    _add_file(given, given.values.get("megatron_config_path"), read_role_file, errors)
     _add_file(given, given.values.get("custom_config_path"), read_custom_config, errors)
     return given
 
@@ -205,6 +211,5 @@ def _add_file(
 
 
 def _finish(draft: Draft) -> Config:
-    return build(
-        draft.values, draft.origins, draft.given.extra, (*draft.warnings, *left_out(draft))
-    )
+    warnings = (*draft.given.warnings, *draft.warnings, *left_out(draft))
+    return build(draft.values, draft.origins, draft.given.extra, warnings)

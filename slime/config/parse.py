@@ -240,8 +240,86 @@ def read_custom_config(path: str, errors: list[UserError] | None = None) -> User
             )
             continue
         given.extra[key] = value
-    _refuse_files(given, path, "config", "custom_config_path")
+    _refuse_files(given, path, "config", "custom_config_path", "megatron_config_path")
     return given
+
+
+#: What a critic may have of its own, and the flag that says so.
+_OF_CRITIC = {
+    "lr": "critic_lr",
+    "lr_warmup_iters": "critic_lr_warmup_iters",
+    "load": "critic_load",
+}
+_SHARED = "--actor-num-nodes and --actor-num-gpus-per-node place policy and critic"
+_SAVED = "the critic is saved in the policy's checkpoints, below --save"
+_IDLE_OF_ROLE = {"num_nodes": _SHARED, "num_gpus_per_node": _SHARED}
+
+
+def read_role_file(path: str, errors: list[UserError] | None = None) -> UserFlags:
+    """Values of a ``--megatron-config-path`` file, which win over flags.
+
+    .. code-block:: yaml
+
+        megatron:
+          - {name: default, role: actor, overrides: {lr: 1.0e-6}}
+          - {name: default, role: critic, overrides: {lr: 1.0e-5, load: critic}}
+
+    Args:
+        errors: as in `read_config_file`.
+    Raises:
+        UserError: another form, a role that is unknown or comes twice, or an override that is no
+            flag or that a critic cannot have of its own.
+    """
+    given = UserFlags()
+    entries = read_yaml(path, "--megatron-config-path").get("megatron")
+    if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
+        raise UserError(
+            f"{path}: the key 'megatron' must hold a list of roles",
+            fix="write `megatron: [{name: default, role: actor, overrides: {lr: 1.0e-6}}]`",
+        )
+    roles = [str(entry.get("role")) for entry in entries]
+    if not set(roles) <= {"actor", "critic"} or len(set(roles)) < len(roles):
+        raise UserError(
+            f"{path}: the roles are {', '.join(roles)}",
+            fix="write at most one entry with `role: actor` and one with `role: critic`",
+        )
+    for role, entry in zip(roles, entries, strict=True):
+        for key, value in entry.items():
+            if key in _IDLE_OF_ROLE:
+                given.warnings.append(
+                    f"{path}: {key} of the {role} has no effect: {_IDLE_OF_ROLE[key]}"
+                )
+            elif key in ("overrides", "args"):
+                _read_role(given, path, role, value or {}, errors)
+            elif key not in ("name", "role"):
+                _tell(UserError(f"{path}: '{key}' of the {role} is unknown"), errors)
+    _refuse_files(given, path, "config", "custom_config_path", "megatron_config_path")
+    return given
+
+
+def _read_role(
+    given: UserFlags,
+    path: str,
+    role: str,
+    overrides: dict[str, Any],
+    errors: list[UserError] | None,
+) -> None:
+    for key, value in overrides.items():
+        dest = key.replace("-", "_")
+        if role == "critic" and dest == "save":
+            given.warnings.append(f"{path}: save of the critic has no effect: {_SAVED}")
+            continue
+        try:
+            if role == "critic" and dest not in _OF_CRITIC:
+                raise UserError(
+                    f"{path}: the critic cannot have a {dest} of its own",
+                    fix=f"remove it: the critic has the policy's. {', '.join(_OF_CRITIC)} can "
+                    "differ",
+                )
+            dest = _OF_CRITIC[dest] if role == "critic" else dest
+            _set_key(given, dest, value, f"yaml {path}", f"{path}: ")
+        except UserError as error:
+            _tell(error, errors)
 
 
 def _refuse_files(given: UserFlags, path: str, *dests: str) -> None:

@@ -220,6 +220,46 @@ def test_custom_config_with_a_misspelt_flag(tmp_path: Path) -> None:
         read_custom_config(str(path))
 
 
+ROLES = """
+megatron:
+- {name: default, role: actor, num_nodes: 1, overrides: {lr: 1.0e-6, weight-decay: 0.5}}
+- {name: default, role: critic, args: {lr: 1.0e-5, lr_warmup_iters: 3, load: there, save: here}}
+"""
+
+
+def test_a_file_of_roles_wins_over_flags(tmp_path: Path) -> None:
+    path = tmp_path / "roles.yaml"
+    path.write_text(ROLES)
+    config = make_config(advantage_estimator="ppo", megatron_config_path=str(path), lr=1.0)
+    assert (config.megatron.lr, config.megatron.weight_decay) == (1e-6, 0.5)
+    critic = config.critic
+    assert (critic.critic_lr, critic.critic_lr_warmup_iters) == (1e-5, 3)
+    assert critic.critic_load == "there" and config.origins["critic_lr"] == f"yaml {path}"
+    idle = [warning for warning in config.warnings if "has no effect" in warning]
+    assert ["num_nodes" in warning for warning in idle] == [True, False]
+    assert "save of the critic" in idle[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("lr: 1.0", "must hold a list of roles"),
+        ("megatron: [{role: judge}]", "the roles are judge"),
+        ("megatron: [{role: actor}, {role: actor}]", "at most one entry"),
+        ("megatron: [{role: critic, overrides: {weight_decay: 0}}]", "cannot have a weight_decay"),
+        ("megatron: [{role: actor, overrides: {weight_dekay: 0}}]", "weight-dekay"),
+        ("megatron: [{role: actor, overides: {lr: 1}}]", "'overides' of the actor is unknown"),
+        ("megatron: [{role: actor, overrides: {config: x}}]", "do not include each other"),
+        ("megatron: [{role: critic, overrides: {lr: 1}}]", "advantage-estimator ppo"),
+    ],
+)
+def test_a_file_of_roles_that_is_wrong(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "roles.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said):
+        make_config(megatron_config_path=str(path))
+
+
 def test_what_is_refused_is_refused_by_name() -> None:
     """Every flag that this version does not support stops the run when it asks for something else
     than nothing."""
