@@ -65,8 +65,8 @@ def config_of(args: Any, names: Iterable[str], **flags: Any) -> Config:
 def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
     """The configuration of a command line (default: that of this process).
 
-    Precedence: --custom-config-path, --megatron-config-path, flags, --config, defaults. ``--help [TOPIC]``
-    prints and exits.
+    Precedence: --custom-config-path, --megatron-config-path, flags, --config, defaults.
+    ``--help [TOPIC]`` prints and exits.
 
     Args:
         entry: "train" or "train_async", which some checks depend on.

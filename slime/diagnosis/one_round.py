@@ -36,9 +36,9 @@ _METRIC = "train/train_rollout_logprob_abs_diff"
 _LAST_LINES = 8
 #: Flags that a round does not take: its length and size, what is saved and compared, loggers.
 _NOT_GIVEN = (
-    "config", "custom_config_path", "megatron_config_path", "dry_run", "num_epoch", "num_rollout", "start_rollout_id",
-    "stage", "run_name", "output_dir", "global_batch_size", "num_steps_per_rollout",
-    "over_sampling_batch_size", "dynamic_sampling_filter_path", "update_weights_interval",
+    "config", "custom_config_path", "megatron_config_path", "dry_run", "num_epoch", "num_rollout",
+    "start_rollout_id", "stage", "run_name", "output_dir", "global_batch_size",
+    "num_steps_per_rollout", "over_sampling_batch_size", "dynamic_sampling_filter_path", "update_weights_interval",
     "max_staleness", "ref_update_interval", "rollout_request_tokens", "skip_eval_before_train",
     "n_samples_per_eval_prompt", "log_passrate", "dump_details",
 )  # fmt: skip

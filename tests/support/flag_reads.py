@@ -122,6 +122,11 @@ LAUNCHES = {
         "--lora-rank 4 --lora-alpha 8 --lora-target-modules q_proj k_proj v_proj "
         "--lora-exclude-modules k_proj --lora-dropout 0.1"
     ),
+    "critic": Launch(
+        "--advantage-estimator ppo --critic-load {inputs}/model --critic-lr 1e-3 "
+        "--critic-lr-warmup-iters 1 --num-critic-only-steps 1 --lambd 0.95 --critic-lambd 0.9 "
+        "--value-clip 0.3 --normalize-values"
+    ),
 }
 
 
