@@ -38,7 +38,8 @@ _LAST_LINES = 8
 _NOT_GIVEN = (
     "config", "custom_config_path", "megatron_config_path", "dry_run", "num_epoch", "num_rollout",
     "start_rollout_id", "stage", "run_name", "output_dir", "global_batch_size",
-    "num_steps_per_rollout", "over_sampling_batch_size", "dynamic_sampling_filter_path", "update_weights_interval",
+    "num_steps_per_rollout", "over_sampling_batch_size", "dynamic_sampling_filter_path",
+    "update_weights_interval",
     "max_staleness", "ref_update_interval", "rollout_request_tokens", "skip_eval_before_train",
     "n_samples_per_eval_prompt", "log_passrate", "dump_details",
 )  # fmt: skip

@@ -97,7 +97,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 #: Modules on the longest chain of imports from the loop: who follows a fact from there to its
 #: ground passes so many.
-MAX_CHAIN = 21
+MAX_CHAIN = 23
 
 
 def test_the_longest_chain_of_imports_from_the_loop_is_short() -> None:
