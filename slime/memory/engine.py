@@ -17,7 +17,7 @@ from slime.models.layouts import FusedQKV, LatentProjection
 from slime.models.mixers import mixer_of
 from slime.models.quantised import Quantisation
 from slime.models.rules import ATTENTION
-from slime.models.spec import ModelSpec, read_hf_config
+from slime.models.spec import ModelSpec
 from slime.models.table import Parameter
 
 #: CUDA context, kernels, CUDA graphs and the workspace of a prefill; part of them stays while the
@@ -45,17 +45,18 @@ class EngineSettings(EngineFootprint):
     quantisation: Quantisation | None = None
 
     @staticmethod
-    def of(config: Config, spec: ModelSpec, longest: int) -> EngineSettings:
+    def of(
+        config: Config, spec: ModelSpec, longest: int, quantisation: Quantisation | None = None
+    ) -> EngineSettings:
         held = engine_of(config).footprint(config)
         if held.sequences is not None:
             held = replace(held, sequences=min(held.sequences, _requests_at_once(config)))
-        assert config.checkpoint.hf_checkpoint is not None
         return EngineSettings(
             **vars(held),
             spec=spec,
             longest=longest,
             adapters=AdapterConfig.of(config),
-            quantisation=Quantisation.read(read_hf_config(config.checkpoint.hf_checkpoint)),
+            quantisation=quantisation,
         )
 
     @cached_property

@@ -24,7 +24,8 @@ from slime.memory.hardware import DRIVER, DeviceMemory, device_memory
 from slime.memory.trainer import TrainerSettings, longest_sequence
 from slime.models import family_of, table_of
 from slime.models.adapters import AdapterConfig, count_parameters
-from slime.models.spec import ModelSpec
+from slime.models.quantised import Quantisation
+from slime.models.spec import ModelSpec, read_hf_config
 from slime.placement import PlacementPlan
 from slime.processes.host import host_memory
 
@@ -185,12 +186,15 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
     path = config.checkpoint.hf_checkpoint
     assert path is not None, "checked with the flags"
     spec = family_of(path, config.checkpoint.model_name).model_spec(path)
+    quantisation = Quantisation.read(read_hf_config(path))
     longest = longest_sequence(config)[0]
     return Facts(
         trainer=TrainerSettings.of(config, spec, on_gpu=on_gpu, flash4=flash4)
         if placement.num_train
         else None,
-        engine=EngineSettings.of(config, spec, longest) if placement.num_engines else None,
+        engine=EngineSettings.of(config, spec, longest, quantisation)
+        if placement.num_engines
+        else None,
         placement=placement,
         colocate=cluster.colocate and bool(placement.num_train and placement.num_engines),
         trainer_sleeps=bool(cluster.offload_train),

@@ -123,10 +123,12 @@ def test_adapters_come_to_engines_that_keep_their_base_while_they_sleep(
         release = "release cuda_graph kv_cache weights"
         expected = []
         for version in (1, 2, 3):
-            # engines are held while the base is compared, once, and what was loaded
-            base = ["pause", "continue"] if version == 1 else []
+            # engines are held while they are asked how the base lies there and while it is
+            # compared, once, and while what was loaded is compared
+            held = ["pause", "continue"] if version == 1 else []
             unload = [f"unload policy-{version - 2}"] if version > 2 else []
-            expected += [release, "resume weights", *base, *unload, f"load policy-{version}"]
+            expected += [release, *held, "resume weights", *held, *unload]
+            expected += [f"load policy-{version}"]
             expected += ["pause", "continue"]
             expected += ["resume cuda_graph kv_cache", "generate"]
         for engine in engines:

@@ -56,7 +56,10 @@ def assert_same_files(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+@pytest.mark.parametrize(
+    "family",
+    [family.name for family in FAMILIES if family.name != "mimo"],  # not in transformers
+)
 def test_there_and_back_is_the_identity(
     family: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
