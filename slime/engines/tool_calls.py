@@ -316,7 +316,11 @@ FORMATS: dict[str, ToolFormat] = {
         ("<tool_call>",), _qwen3_coder, ("<tool_call>", "<function="), (), "qwen3_coder"
     ),
     "hermes": ToolFormat(
-        ("<tool_call>",), _hermes, ("<tool_call>",), ("qwen2", "qwen3", "qwen3_moe"), "qwen25"
+        ("<tool_call>",),
+        _hermes,
+        ("<tool_call>",),
+        ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mimo"),
+        "qwen25",
     ),
     # DeepSeek-V3 and R1
     "deepseek": ToolFormat(
@@ -337,7 +341,12 @@ FORMATS: dict[str, ToolFormat] = {
         special_marks=True,
     ),
     "mistral": ToolFormat(
-        ("[TOOL_CALLS]",), _mistral, ("[TOOL_CALLS]",), ("mistral",), "mistral", special_marks=True
+        ("[TOOL_CALLS]",),
+        _mistral,
+        ("[TOOL_CALLS]",),
+        ("mistral", "mixtral"),
+        "mistral",
+        special_marks=True,
     ),
     "llama": ToolFormat(
         ('{"name"', '{ "name"', '{\n"name"', '{\n  "name"', '{"type"'),
@@ -348,7 +357,7 @@ FORMATS: dict[str, ToolFormat] = {
         at_start=True,
     ),
     "glm4": ToolFormat(
-        (), _glm4, ("<|observation|>", "<|assistant|>"), ("glm4",), "", at_start=True
+        (), _glm4, ("<|observation|>", "<|assistant|>"), ("glm", "glm4"), "", at_start=True
     ),
 }
 

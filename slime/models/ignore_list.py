@@ -29,7 +29,7 @@ FOR_EXPERTS = (
     "lm_head",
     "model.embed_tokens.weight",
     r"re:.*self_attn.*",
-    r"re:.*mlp\.shared_experts.*",
+    r"re:.*mlp\.shared_expert.*",  # and its gate
     *(rf"re:.*mlp\.{name}_proj.*" for name in ("gate_up", "gate", "up", "down")),
     r"re:.*eh_proj.*",
     r"re:.*shared_head\.head.*",

@@ -30,13 +30,13 @@ BUDGETS = {
     "cli": 2_350,
     "cluster": 4_450,
     "compat": 1_400,
-    "config": 4_700,  # flags of the critic
+    "config": 4_750,  # flags of the critic
     "diagnosis": 4_200,
     "embedded": 5_260,
     "engines": 4_150,
     "environments": 450,
     ".": 1_450,
-    "memory": 1_600,
+    "memory": 1_650,
     "models": 3_700,
     "observe": 3_050,
     "page": 1_600,

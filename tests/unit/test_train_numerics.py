@@ -241,7 +241,9 @@ def test_attention_is_that_of_float64(dtype: torch.dtype, scale: float | None) -
         torch.randn(sum(lengths), n, dim, generator=generator).to(dtype)
         for n in (heads, groups, groups)
     )
-    config: Any = SimpleNamespace(attention_dropout=0.0, kv_channels=dim)
+    config: Any = SimpleNamespace(
+        attention_dropout=0.0, kv_channels=dim, window_size=None, window_attn_skip_freq=None
+    )
     out = PackedAttention(config, 1, softmax_scale=scale)(query, key, value, sequences)
     start = 0
     for n in lengths:
