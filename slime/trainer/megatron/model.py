@@ -230,9 +230,9 @@ class PolicyModel(GPTModel):
         return weight.main_grad  # type: ignore[attr-defined]
 
 
-def _wait_for_all(layer: torch.nn.Module, await_gather: Callable[[torch.nn.Module], Any]) -> None:
+def _wait_for_all(layer: torch.nn.Module, wait: Callable[[torch.nn.Module], Any]) -> None:
     for module in layer.modules():  # its adapter is one
-        await_gather(module)
+        wait(module)
 
 
 def _wait_for_norms(attention: PackedSelfAttention, wait: Callable[[torch.nn.Module], Any]) -> None:
