@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from slime.models.spec import ModelSpec
@@ -91,6 +93,17 @@ class WideNorm(torch.nn.Module):
             squares = _SumOverRanks.apply(squares, self.group)
         normed = wide * torch.rsqrt(squares / self.width + self.eps)
         return (self.weight * normed).to(x.dtype).view_as(x)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Return the rank's rows of the weight as a part of the whole one."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True), prefix, {"weight": 0}, sharded_offsets
+        )
 
 
 class _SumOverRanks(torch.autograd.Function):
