@@ -5,30 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.models.decoder import decoder_spec
+from slime.models.glm4 import glm_spec
 from slime.models.mixers import GROUPED_ATTENTION
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, OUTER_RULES, STACKED_MLP_RULES, ModelFamily
 
-#: transformers' GlmConfig, where config.json is silent.
-_DEFAULTS = {
-    "attention_bias": True,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1.5625e-07,
-}
-
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    config = {**_DEFAULTS, **config}
-    return decoder_spec(
-        config,
-        "glm",
-        add_qkv_bias=bool(config["attention_bias"]),
-        default_rotary_percent=0.5,
-        rotary_interleaved=True,
-    )
+    return glm_spec(config, "glm")
 
 
 GLM = ModelFamily(

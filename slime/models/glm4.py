@@ -13,7 +13,7 @@ from slime.models.rules import HF_LAYER, MEGATRON_LAYER, Rule
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, OUTER_RULES, STACKED_MLP_RULES, ModelFamily
 
-#: transformers' Glm4Config, where config.json is silent.
+#: transformers' Glm4Config and GlmConfig, where config.json is silent.
 _DEFAULTS = {
     "attention_bias": True,
     "head_dim": 128,
@@ -29,14 +29,19 @@ _POST_NORM_RULES = tuple(
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
+    return glm_spec(config, "glm4", post_norms=True)
+
+
+def glm_spec(config: dict[str, Any], family: str, **extra: Any) -> ModelSpec:
+    """The spec of a dense GLM; ``extra`` as of `decoder_spec`."""
     config = {**_DEFAULTS, **config}
     return decoder_spec(
         config,
-        "glm4",
+        family,
         add_qkv_bias=bool(config["attention_bias"]),
         default_rotary_percent=0.5,
         rotary_interleaved=True,
-        post_norms=True,
+        **extra,
     )
 
 

@@ -251,7 +251,8 @@ class Reference:
         for kind in self.arch.spec.rotary_kinds:
             cos, sin = replace(rope, kind=kind).tables(max(needed, 1), torch.float32)
             if rounding:
-                cos, sin = cos.to(setting.dtype).float(), sin.to(setting.dtype).float()
+                cos = cos.to(setting.dtype).float()
+                sin = sin.to(setting.dtype).float()
             angles[kind] = cos.to(device), sin.to(device)
         watcher = watcher or Watcher()
         if setting.experts and experts is not None:
