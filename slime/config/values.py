@@ -91,7 +91,7 @@ def _convert_one(spec: FlagSpec, value: Any, where: str) -> Any:
     if spec.choices and typed not in spec.choices:
         choices = [str(choice) for choice in spec.choices if choice not in spec.meta.refused_values]
         shown = ", ".join(choices)
-        near = difflib.get_close_matches(str(typed), choices, n=1)
+        near = difflib.get_close_matches(str(typed), choices, n=1, cutoff=0.75)
         fix = f"did you mean {near[0]}?" if near else f"choose one of: {shown}"
         raise UserError(
             f"{where}{spec.option} cannot be {_shown(value)}",
