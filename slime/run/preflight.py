@@ -186,8 +186,10 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
     family = family_of(flags.hf_checkpoint, flags.model_name)
     served = {Path(flags.hf_checkpoint)} if needs_engines(config) else set()
     plans = [plan, *([resolve_reference(config)] if config.algorithm.needs_reference else [])]
+    critics = set[Path]()
     if config.algorithm.needs_critic and not plan.is_resume:
         plans.append(resolve_critic(config, plan))
+        critics = {plans[-1].path}
     trained = {
         one.path for one in plans if one.kind == "hf" and not config.debug.debug_rollout_only
     }
@@ -198,6 +200,7 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
         quantisation = Quantisation.read(read_hf_config(folder))
         # a frozen base is read as engines read it
         is_frozen = bool(config.lora.lora_rank) and folder == Path(flags.hf_checkpoint)
+        is_frozen &= folder not in critics
         if quantisation is not None and (folder not in trained or is_frozen):
             # imports torch
             from slime.checkpoints.quantised_check import verify_quantised

@@ -337,6 +337,17 @@ def test_what_agrees_is_not(made: dict[tuple[str, str], Directories], is_from_pl
         check_weights(config, resolve_load(config))
 
 
+def test_a_critic_is_trained_as_a_whole(made: dict[tuple[str, str], Directories]) -> None:
+    """So it cannot start from a quantised base, which adapters can be trained beside."""
+    at = made["qwen3", "fp8"]
+    flags = {"hf_checkpoint": str(at.quantised), "advantage_estimator": "ppo", **LORA}
+    config = trainer_config(**flags)
+    with pytest.raises(UserError, match="training needs the weights themselves"):
+        check_weights(config, resolve_load(config))
+    config = trainer_config(**flags, critic_load=str(at.plain))
+    check_weights(config, resolve_load(config))
+
+
 def test_published_lists_of_linear_layers_alone_are_enough(tmp_path: Path) -> None:
     """Nothing is quantised by them: embeddings and routers are plain in the files."""
     at = Directories.of(make_plain(tmp_path / "plain", "qwen3_moe"), INT4)
