@@ -34,6 +34,7 @@ FOR_EXPERTS = (
     r"re:.*eh_proj.*",
     r"re:.*shared_head\.head.*",
     r"re:.*mlp\.gate\..*",
+    r"re:.*block_sparse_moe\.gate\..*",  # Mixtral's router
 )
 #: Layers that engines compute with one kernel, so that all of them are quantised or none: module →
 #: (the kernel's name, its place in the kernel).

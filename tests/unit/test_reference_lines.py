@@ -33,7 +33,7 @@ LINES: list[dict[str, Any]] = [
 ]
 #: What is not in this version; a line that asks for it is refused by this name.
 MISSING = (
-    *("Qwen3.5 and Qwen3.6", "GLM-5", "on-policy distillation", "the file of settings per role"),
+    *("Qwen3.5 and Qwen3.6", "GLM-5", "on-policy distillation"),
     *(
         "training of multi-token-prediction layers",
         "ending trainer processes",
@@ -63,8 +63,6 @@ REFUSED = {
     "run-glm5.2-744B-A40B": ("GLM-5",),
     "on_policy_distillation_run-qwen3-8B-opd-megatron": ("on-policy distillation",),
     "qwen2.5_0.5B_opd_sglang_0": ("on-policy distillation",),
-    "qwen3_4B_ppo_0": ("the file of settings per role",),
-    "qwen3_4B_ppo_train_critic_only_0": ("the file of settings per role",),
     "mimo_7B_mtp_only_grad_0": ("training of multi-token-prediction layers",),
     "run-mimo-7B-rl-eagle": ("training of multi-token-prediction layers",),
     "run-glm4.7-30B-A3B": ("training of multi-token-prediction layers",),
@@ -143,6 +141,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 #: Server groups of a policy on its own, for lines whose YAML is not here.
 GROUPS = {"sglang": [{"name": "policy", "server_groups": [{"worker_type": "regular"}]}]}
+#: Settings per role, for lines whose YAML is not here.
+ROLES = {
+    "megatron": [
+        {"name": "default", "role": "actor", "overrides": {"lr": 1e-6}},
+        {"name": "default", "role": "critic", "overrides": {"lr": 1e-5, "save": "critic"}},
+    ]
+}
 
 
 def values_of(argv: list[str], flag: str) -> list[str]:
@@ -156,6 +161,10 @@ def with_files(line: dict[str, Any], folder: Path) -> list[str]:
         custom = folder / "custom.yaml"
         custom.write_text("use_tis: true\n")
         argv[argv.index(path[0])] = str(custom)
+    if path := values_of(argv, "--megatron-config-path"):
+        roles = folder / "roles.yaml"
+        roles.write_text(yaml.safe_dump(ROLES))
+        argv[argv.index(path[0])] = str(roles)
     return argv
 
 
