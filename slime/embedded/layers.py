@@ -23,7 +23,7 @@ class Linear:
     """``y = x Wᵀ + b`` for x [rows, in_features].
 
     Args:
-        weight: [out_features, in_features], contiguous.
+        weight: [out_features, in_features]; the transpose of a contiguous matrix will do.
         bias: [out_features] or None.
         fixed_rows: multiply in blocks of exactly `FIXED_ROWS` rows, padded, so that a row's result
             does not depend on its neighbours.
