@@ -30,11 +30,13 @@ class GroupedAttention:
     qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    sinks: torch.Tensor | None
 
     @staticmethod
     def build(store: WeightStore, prefix: str) -> GroupedAttention:
         norms = [store.tensor_if_there(f"{prefix}{part}_layernorm.weight") for part in "qk"]
-        return GroupedAttention(store.arch, store.linear(f"{prefix}linear_qkv"), *norms)
+        sinks = store.tensor_if_there(f"{prefix}core_attention.softmax_offset")
+        return GroupedAttention(store.arch, store.linear(f"{prefix}linear_qkv"), *norms, sinks)
 
     def project(
         self,
@@ -93,6 +95,7 @@ class LatentAttention:
     key_down: Linear
     key_norm: torch.Tensor
     key_value: Linear
+    sinks: None = None
 
     @staticmethod
     def build(store: WeightStore, prefix: str) -> LatentAttention:

@@ -24,7 +24,7 @@ from slime.engines.wire.buckets import dtype_in, dtype_name, fingerprint
 from slime.errors import UserError
 from slime.models import Match, read_hf_config
 from slime.models.activations import ACTIVATIONS
-from slime.models.layouts import Transposed
+from slime.models.layouts import INTERLEAVED_GATE_UP, Transposed
 from slime.models.mixers import mixer_of
 from slime.models.parameters import ModelParameters
 from slime.models.quantised import Quantisation
@@ -350,10 +350,18 @@ class WeightStore:
         )
 
     def _mlp(self, prefix: str, expert: str = "") -> Mlp:
+        facts = self.arch.spec.transformer
+        match = self.arch.family.match_megatron(
+            f"{prefix}linear_fc1.weight{expert}", self.arch.spec
+        )
+        assert match is not None
         return Mlp(
             self.linear(f"{prefix}linear_fc1", expert),
             self.linear(f"{prefix}linear_fc2", expert),
             ACTIVATIONS[self.arch.spec.activation],
+            limit=facts.get("activation_func_clamp_value"),
+            offset=float(facts.get("glu_linear_offset", 0.0)),
+            interleaved=match.rule.layout == Transposed(INTERLEAVED_GATE_UP),
         )
 
     def _experts(self, prefix: str, facts: ExpertLayers) -> ExpertMLP:
@@ -365,6 +373,7 @@ class WeightStore:
             experts=[self._mlp(f"{prefix}experts.", str(number)) for number in range(facts.count)],
             shared=self._mlp(f"{prefix}shared_experts.") if has_shared else None,
             shared_gate=self.tensor_if_there(f"{prefix}shared_experts.gate_weight"),
+            gate_bias=self.tensor_if_there(f"{prefix}router.bias"),
         )
 
     def _made_of(self, name: str) -> tuple[str, ...] | None:

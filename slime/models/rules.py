@@ -22,7 +22,7 @@ LayerCondition = Callable[[ModelSpec, int], bool]
 layers."""
 
 Width = Literal[
-    "vocab", "hidden", "inner", "gate and up", "head", "query", "key", "query, key, value",
+    "vocab", "hidden", "inner", "gate and up", "head", "heads", "query", "key", "query, key, value",
     "attended", "query rank", "key rank", "key rank, position", "keys, values", "experts",
     "expert inner", "expert gate and up", "shared inner",
 ]  # fmt: skip

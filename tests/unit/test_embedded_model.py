@@ -137,7 +137,7 @@ def test_both_spellings_of_the_rotary_settings(
     ("change", "said"),
     [
         ({"model_type": "mamba", "architectures": None}, "model_type 'mamba'"),
-        ({"hidden_act": "quick_gelu"}, "quick_gelu"),
+        ({"hidden_act": "gelu_10"}, "gelu_10"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
     ],
 )
