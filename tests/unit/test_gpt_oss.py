@@ -1,4 +1,5 @@
-"""gpt-oss: sinks out of a kernel's log-sum-exp, and gradients of every parameter as transformers'."""
+"""gpt-oss: sinks out of a kernel's log-sum-exp, and gradients of every parameter as those of
+transformers."""
 
 from __future__ import annotations
 
@@ -105,5 +106,5 @@ def test_gradients_of_every_parameter_equal_transformers(kind: str, tmp_path: Pa
 
 def test_another_slope_of_the_gate_is_refused() -> None:
     config = config_of("gpt_oss", swiglu_alpha=1.5)
-    with pytest.raises(UserError, match="swiglu_alpha to 1.5"):
+    with pytest.raises(UserError, match="swiglu_alpha"):
         family_of(config).model_spec(config)
