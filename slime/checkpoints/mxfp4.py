@@ -89,10 +89,10 @@ class Mxfp4Tensor:
     def __getitem__(self, index: Any) -> torch.Tensor:
         import torch
 
-        given = index if isinstance(index, tuple) else (index,)
-        if given == (...,):
-            given = ()
-        experts, columns, rows = (*given, *[slice(None)] * (3 - len(given)))
+        given = list(index) if isinstance(index, tuple) else [index]
+        if given == [...]:
+            given = []
+        experts, columns, rows = given + [slice(None)] * (3 - len(given))
         start, stop, _ = columns.indices(self.shape[1])
         blocks = slice(start // BLOCK, -(-stop // BLOCK))
         numbers = decode(

@@ -22,6 +22,7 @@ from slime.models.quantised import Quantisation, format_of
 from slime.models.spec import read_hf_config
 from slime.weights.source import write_hf
 from tests.support.megatron_jobs import batch, exported, make_model, single
+from tests.support.quantised_models import tensors_of
 
 SIZES = {
     "hidden_size": 32,
@@ -138,16 +139,18 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def convert(command: str, source: Path, target: Path) -> None:
-    assert (
-        main(["convert", command, "--hf_model_path", str(source), "--save_path", str(target)]) == 0
-    )
+    words = ["--hf_model_path", str(source), "--save_path", str(target)]
+    assert main(["convert", command, *words]) == 0
 
 
 def _scatter(directory: Path) -> None:
     """Put scales into another file than blocks, as shards of a published model may."""
     tensors = load_file(directory / SINGLE)
     (directory / SINGLE).unlink()
-    files = {"model-1.safetensors": {}, "model-2.safetensors": {}}
+    files: dict[str, dict[str, torch.Tensor]] = {
+        "model-1.safetensors": {},
+        "model-2.safetensors": {},
+    }
     for name, tensor in tensors.items():
         files[f"model-{2 if name.endswith('_scales') else 1}.safetensors"][name] = tensor
     for file, there in files.items():
@@ -171,7 +174,7 @@ def test_a_directory_has_the_names_and_numbers_of_a_published_one(
     config = read_hf_config(directories["published"])
     assert config["quantization_config"]["quant_method"] == "mxfp4"
     assert format_of(config) == "MXFP4" and Quantisation.read(config) is None
-    rough, plain = (load_file(directories[name] / SINGLE) for name in ("rough", "plain"))
+    rough, plain = (tensors_of(directories[name]) for name in ("rough", "plain"))
     assert rough.keys() == plain.keys()
     reader = HfReader(directories["published"])
     for name, tensor in plain.items():
@@ -183,7 +186,7 @@ def test_a_directory_has_the_names_and_numbers_of_a_published_one(
 def test_trainer_and_engine_hold_the_numbers_and_export_plain_weights(
     directories: dict[str, Path], tmp_path: Path
 ) -> None:
-    plain = load_file(directories["plain"] / SINGLE)
+    plain = tensors_of(directories["plain"])
     scores = []
     for name in ("published", "plain"):
         with single(directories[name]) as backend:
