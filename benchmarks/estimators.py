@@ -112,8 +112,8 @@ def main() -> int:
         with (folder / "results.jsonl").open("a") as out:
             out.write(json.dumps(row) + "\n")
         curves.append(f"{name}={metrics}")
-    plot = [sys.executable, ROOT / "tools" / "plot_runs.py", "rollout/raw_reward"]
-    subprocess.run([*plot, folder / "curves.svg", *curves, "--title", "Reward"], check=True)
+    plot = [sys.executable, str(ROOT / "tools" / "plot_runs.py"), "rollout/raw_reward"]
+    subprocess.run([*plot, str(folder / "curves.svg"), *curves, "--title", "Reward"], check=True)
     return 0
 
 
