@@ -27,7 +27,6 @@ SFT_STEPS = 300
 SFT_BATCH = 256
 #: Beside what all have: whitening where an estimator wants it, a critic's own learning rate.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "dr_grpo": {"lr": 2e-3},  # its loss is divided by the longest answer, not by the own length
     "ppo": {"critic_lr": 3e-3, "num_critic_only_steps": 2},
 }
 
