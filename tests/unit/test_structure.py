@@ -33,7 +33,7 @@ BUDGETS = {
     "config": 4_990,  # flags of estimators, importance levels and rejection
     "diagnosis": 4_220,
     "embedded": 5_390,  # sinks, stacks of experts
-    "engines": 4_280,  # channels of gpt-oss
+    "engines": 4_290,  # log-probs behind the filters, channels of gpt-oss
     "environments": 450,
     ".": 1_450,
     "memory": 1_650,
