@@ -85,8 +85,9 @@ def width(spec: ModelSpec, name: Size) -> int:
 def shapes_of(rule: Rule, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
     """Shapes of the Hugging Face tensors of a rule, in their order."""
     rows = rule.rows if isinstance(rule.rows, tuple) else (rule.rows,) * len(rule.hf_names)
-    columns = () if rule.columns is None else (width(spec, rule.columns),)
-    return tuple((width(spec, name), *columns) for name in rows)
+    columns = rule.columns if isinstance(rule.columns, tuple) else (rule.columns,)
+    others = [width(spec, name) for name in columns if name is not None]
+    return tuple((width(spec, name), *others) for name in rows)
 
 
 Cut = Literal["none", "tensor", "expert"]

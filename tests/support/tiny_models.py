@@ -292,6 +292,31 @@ OTHER_FAMILIES |= {
 }
 
 
+#: Of gated delta nets: three value heads for each key head, of another width.
+DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.25},
+}
+OTHER_FAMILIES |= {
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        {
+            **DELTA,
+            **CHOSEN_EXPERTS,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_5_text": (transformers.Qwen3_5TextConfig, {**DELTA, "tie_word_embeddings": True}),
+}
+
+
 def save_tiny(kind: str, directory: Path) -> torch.nn.Module:
     """A random transformers model whose every parameter and buffer matters, saved to
     ``directory``."""

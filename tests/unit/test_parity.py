@@ -85,16 +85,22 @@ OF_NEW_PARTS = {
     "qwen2_moe": ("TP2+SP",),
     "olmo3": ("TP2", "TP2+SP", "PP2", "CP2"),
     "granite": ("TP2+SP", "PP2"),
+    "qwen3_next": ("TP2+SP", "CP2"),
+    "qwen3_5_text": ("TP2", "PP2"),
 }
 MOE = {
     "mixtral",
     "qwen2_moe",
+    "qwen3_next",
     "deepseek_v2",
     "qwen3_moe",
     "glm4_moe",
     "glm4_moe_lite",
     "deepseek_v3",
 }
+#: How far random weights may lie apart from transformers: the norm behind a gated delta net divides
+#: by what is 1e-4 here, and with it the rounding before it.
+HYBRIDS = {"qwen3_next": 5e-4, "qwen3_5_text": 5e-4}
 #: Variants with parameters of their own, at the layouts that cut or sum these.
 VARIANTS = ["llama, biases"]
 
@@ -180,7 +186,7 @@ def test_layout_gives_the_numbers_of_one_process(
     assert seen == set(batch.sample_indices)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_one_process_gives_the_log_probs_of_transformers(
     family: str, ranks: Pools, checkpoints: dict[str, Any], singles: dict[str, Any]
 ) -> None:
@@ -192,7 +198,8 @@ def test_one_process_gives_the_log_probs_of_transformers(
         with torch.no_grad():
             logits = model(tokens[None]).logits[0, :-1].float() / TEMPERATURE
         expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0][-response:]
-        assert (log_probs - expected).abs().max() <= TOLERANCE
+        tolerance = HYBRIDS.get(family, TOLERANCE)
+        assert (log_probs - expected).abs().max() <= tolerance
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OF_NEW_PARTS])
