@@ -74,12 +74,14 @@ class Runs:
         lengths: Sequence[int],
         parents: Sequence[int] | None = None,
         device: torch.device | None = None,
+        size: int | None = None,
     ) -> Runs:
         """Cut runs into chunks.
 
         Args:
             parents: the number of the run that each run continues, -1 for none. A run that is
                 continued continues none itself.
+            size: tokens per chunk; None: as few as the longest run needs, at most `CHUNK`.
 
         Example (two runs of one chunk each, the second continues the first):
             >>> runs = Runs.of([3, 2], [-1, 0])
@@ -89,7 +91,8 @@ class Runs:
         parents = [-1] * len(lengths) if parents is None else parents
         total = sum(lengths)
         longest = max(lengths)
-        size = next((small for small in _SMALL_CHUNKS if longest <= small), CHUNK)
+        if size is None:
+            size = next((small for small in _SMALL_CHUNKS if longest <= small), CHUNK)
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
         gather: list[Tensor] = []
         stages: list[Stage] = []
@@ -120,8 +123,10 @@ class Runs:
         return Runs(list(lengths), size, cells_of.to(device), cells[:total].to(device), stages)
 
     def padded(self, x: Tensor) -> Tensor:
-        """[tokens, heads, …] → [chunks, heads, size, …], with zeros behind the ends of runs."""
-        rows = torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, self.gather)
+        """[tokens, heads, …] → [chunks, heads, size, …], with zeros behind the ends of runs. Rows
+        of ``x`` behind the last token are ignored."""
+        tokens = x[: self.cells.numel()]
+        rows = torch.cat([tokens, x.new_zeros(1, *x.shape[1:])]).index_select(0, self.gather)
         return rows.view(-1, self.size, *x.shape[1:]).transpose(1, 2)
 
 
@@ -315,6 +320,19 @@ class CausalConv(torch.autograd.Function):
             grad_rows.index_add_(0, index, grad * weight[:, j])
             grad_weight[:, j] = (grad * extended.index_select(0, index)).sum(0)
         return grad_rows[:-1], grad_weight, None
+
+
+def convolved_step(window: Tensor, weight: Tensor) -> Tensor:
+    """Do what `CausalConv` does, for the last token of each sequence.
+
+    Args:
+        window: [sequences, channels, width], the inputs that it reads, oldest first.
+        weight: [channels, width].
+    """
+    total = window[..., 0] * weight[:, 0]
+    for j in range(1, weight.size(1)):  # one order of additions, whatever the number of sequences
+        total.addcmul_(window[..., j], weight[:, j])
+    return F.silu(total)
 
 
 def _with_zeros(rows: Tensor) -> Tensor:

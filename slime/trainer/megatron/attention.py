@@ -175,9 +175,7 @@ class PackedSelfAttention(SelfAttention):
         is_plain = known and whole_groups and not self.config.attention_output_gate
         return hidden.is_cuda and is_plain and device.has_kernels()
 
-    def _heads_in_one_pass(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, ...]:
+    def _heads_in_one_pass(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """Do what `_heads` does without gates, in one kernel."""
         from slime.trainer.kernels.attention_heads import SplitNormRotate
 

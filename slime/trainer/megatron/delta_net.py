@@ -148,9 +148,7 @@ class PackedGatedDeltaNet(MegatronModule):
         projected, _ = self.in_proj(hidden_states)
         by_head = projected.view(projected.size(0), self.key_heads, -1)
         query, key, values, gates, writes, decays = self.sizes.of_key_head
-        mixed, gate, scalars = by_head.split(
-            [query + key + values, gates, writes + decays], dim=-1
-        )
+        mixed, gate, scalars = by_head.split([query + key + values, gates, writes + decays], dim=-1)
         output = self._mixed_over_time(mixed, scalars, sequences)
         gate = gate.reshape(output.shape)
         # each rank sees its own heads alone, so the gradient is the sum over the ranks
