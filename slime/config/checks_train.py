@@ -146,6 +146,11 @@ def _algorithm(draft: Draft) -> None:
             f"--tis-clip-low {draft['tis_clip_low']:g} is more than --tis-clip "
             f"{draft['tis_clip']:g}"
         )
+    if draft["rs_lower_bound"] > draft["rs_upper_bound"]:
+        raise UserError(
+            f"--rs-lower-bound {draft['rs_lower_bound']:g} is more than --rs-upper-bound "
+            f"{draft['rs_upper_bound']:g}"
+        )
     if draft["get_mismatch_metrics"] and draft["custom_tis_function_path"] is None:
         raise UserError("--get-mismatch-metrics needs --custom-tis-function-path")
     if draft["loss_type"] == "custom_loss" and draft["custom_loss_function_path"] is None:

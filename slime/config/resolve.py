@@ -298,6 +298,11 @@ def _algorithm(draft: Draft) -> None:
         "low_var_kl" if draft["use_kl_loss"] else "k1",
         "low_var_kl with use_kl_loss, else k1",
     )
+    draft.derive(
+        "rs_lower_bound",
+        1 / draft["rs_upper_bound"],
+        f"1 / rs_upper_bound {draft['rs_upper_bound']:g}",
+    )
     draft.copy("critic_lr", "lr")
     draft.copy("critic_lr_warmup_iters", "lr_warmup_iters")
     draft.copy("critic_lambd", "lambd")
