@@ -30,10 +30,15 @@ class Attend(Protocol):
     states: StateRows | None
 
     def __call__(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], which it
-        stores, too → [tokens, heads * head_dim]."""
+        stores, too, sinks [heads] → [tokens, heads * head_dim]."""
 
 
 class Observer(Protocol):

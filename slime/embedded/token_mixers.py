@@ -36,11 +36,13 @@ class GroupedAttention:
     qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    sinks: torch.Tensor | None
 
     @staticmethod
     def build(store: WeightStore, prefix: str) -> GroupedAttention:
         norms = [store.tensor_if_there(f"{prefix}{part}_layernorm.weight") for part in "qk"]
-        return GroupedAttention(store.arch, store.linear(f"{prefix}linear_qkv"), *norms)
+        sinks = store.tensor_if_there(f"{prefix}core_attention.softmax_offset")
+        return GroupedAttention(store.arch, store.linear(f"{prefix}linear_qkv"), *norms, sinks)
 
     def mix(
         self,
@@ -50,7 +52,8 @@ class GroupedAttention:
         attend: Attend,
         adapted: AdaptedRows | None,
     ) -> torch.Tensor:
-        return attend(layer, *self._heads(self.qkv(normed, adapted=adapted), *rotary))
+        heads = self._heads(self.qkv(normed, adapted=adapted), *rotary)
+        return attend(layer, *heads, self.sinks)
 
     def _heads(self, mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projected:
         arch = self.arch
@@ -106,7 +109,8 @@ class GatedAttention(GroupedAttention):
         paired = projected[:, : 2 * width].view(-1, arch.num_heads, 2, arch.head_dim)
         mixed = torch.cat([paired[:, :, 0].flatten(1), projected[:, 2 * width :]], dim=1)
         gate = paired[:, :, 1].flatten(1).float().sigmoid()
-        return (attend(layer, *self._heads(mixed, *rotary)) * gate).to(normed.dtype)
+        out = attend(layer, *self._heads(mixed, *rotary), self.sinks)
+        return (out * gate).to(normed.dtype)
 
 
 @dataclass
@@ -328,7 +332,7 @@ class LatentAttention:
         attend: Attend,
         adapted: AdaptedRows | None,
     ) -> torch.Tensor:
-        return self._trimmed(attend(layer, *self._heads(normed, *rotary, adapted)))
+        return self._trimmed(attend(layer, *self._heads(normed, *rotary, adapted), None))
 
     def _heads(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import pkgutil
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,8 +22,9 @@ from slime.embedded.model import Decoder, DecoderLayer
 from slime.embedded.quantised_weights import StoredForm
 from slime.engines.wire.buckets import dtype_in, dtype_name, fingerprint
 from slime.errors import UserError
-from slime.models import read_hf_config
+from slime.models import Match, read_hf_config
 from slime.models.activations import ACTIVATIONS
+from slime.models.layouts import INTERLEAVED_GATE_UP, Transposed
 from slime.models.mixers import mixer_of
 from slime.models.parameters import ModelParameters
 from slime.models.quantised import Quantisation
@@ -31,6 +33,26 @@ from slime.models.quantised import Quantisation
 class WeightError(Exception):
     """An update that cannot be applied: unknown name, wrong shape, missing tensor. Nothing was
     changed by it."""
+
+
+@dataclass
+class _StackedExpert:
+    """The place of one expert's layer in stacks [experts, …]; their memory may move."""
+
+    number: int
+    weights: torch.Tensor
+    biases: torch.Tensor | None
+    is_transposed: bool
+    linear: Linear = field(init=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        own = self.weights[self.number]
+        return own.t() if self.is_transposed else own
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return None if self.biases is None else self.biases[self.number]
 
 
 class WeightStore:
@@ -290,6 +312,8 @@ class WeightStore:
         arch = self.arch
         self._owners: list[torch.Tensor] = []
         self._bindings: list[tuple[str, torch.Tensor, int, int]] = []
+        self._stacks: dict[str, torch.Tensor] = {}
+        self._of_stacks: list[_StackedExpert] = []
         embedding = self.tensor("embedding.word_embeddings.weight")
         layers = [
             self._build_layer(f"decoder.layers.{number}.", number)
@@ -326,10 +350,18 @@ class WeightStore:
         )
 
     def _mlp(self, prefix: str, expert: str = "") -> Mlp:
+        facts = self.arch.spec.transformer
+        match = self.arch.family.match_megatron(
+            f"{prefix}linear_fc1.weight{expert}", self.arch.spec
+        )
+        assert match is not None
         return Mlp(
             self.linear(f"{prefix}linear_fc1", expert),
             self.linear(f"{prefix}linear_fc2", expert),
             ACTIVATIONS[self.arch.spec.activation],
+            limit=facts.get("activation_func_clamp_value"),
+            offset=float(facts.get("glu_linear_offset", 0.0)),
+            interleaved=match.rule.layout == Transposed(INTERLEAVED_GATE_UP),
         )
 
     def _experts(self, prefix: str, facts: ExpertLayers) -> ExpertMLP:
@@ -341,6 +373,7 @@ class WeightStore:
             experts=[self._mlp(f"{prefix}experts.", str(number)) for number in range(facts.count)],
             shared=self._mlp(f"{prefix}shared_experts.") if has_shared else None,
             shared_gate=self.tensor_if_there(f"{prefix}shared_experts.gate_weight"),
+            gate_bias=self.tensor_if_there(f"{prefix}router.bias"),
         )
 
     def _made_of(self, name: str) -> tuple[str, ...] | None:
@@ -350,9 +383,12 @@ class WeightStore:
         return None if match is None else match.sources
 
     def linear(self, name: str, expert: str = "") -> Linear:
-        names = self._made_of(f"{name}.weight{expert}")
+        match = self.arch.family.match_megatron(f"{name}.weight{expert}", self.arch.spec)
+        assert match is not None, name
+        names = match.sources
         biases = self._made_of(f"{name}.bias{expert}")
-        assert names is not None, name
+        if match.rule.is_stacked:
+            return self._expert_of_stack(match, biases)
         bias = None if biases is None else self._allocate(biases)
         linear = Linear(self._allocate(names), bias, self._fixed_rows)
         first = 0
@@ -361,6 +397,26 @@ class WeightStore:
             self.parts[source] = (linear, slice(first, last))
             first = last
         return self._bound(linear, names)
+
+    def _expert_of_stack(self, match: Match, biases: tuple[str, ...] | None) -> Linear:
+        """Multiply by one expert's part of a stack of Hugging Face tensors, which is held as it
+        is."""
+        (name,) = match.sources
+        is_transposed = isinstance(match.rule.layout, Transposed)
+        one = _StackedExpert(
+            match.expert,
+            self._stack(name),
+            None if biases is None else self._stack(biases[0]),
+            is_transposed,
+        )
+        self._of_stacks.append(one)
+        one.linear = Linear(one.weight, one.bias, self._fixed_rows)
+        return self._bound(one.linear, match.sources)
+
+    def _stack(self, name: str) -> torch.Tensor:
+        if name not in self._stacks:
+            self._stacks[name] = self._allocate((name,))
+        return self._stacks[name]
 
     def _bound(self, linear: Linear, names: tuple[str, ...]) -> Linear:
         self.linears.append(linear)
@@ -394,6 +450,9 @@ class WeightStore:
 
     def _bind(self) -> None:
         self.named = {name: owner[first:last] for name, owner, first, last in self._bindings}
+        for one in self._of_stacks:
+            one.linear.weight = one.weight
+            one.linear.bias = one.bias
 
     def _nearest(self, name: str) -> str:
         import difflib

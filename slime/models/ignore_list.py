@@ -277,6 +277,13 @@ def check(family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> F
     Raises:
         UserError: with it engines would compute something else; names the modules.
     """
+    if family.stacks_experts:
+        raise UserError(
+            f"the model's quantization_config has the method {quantisation.method}, and its family "
+            f"is {family.name}",
+            why="its experts are stacks, of which engines of this method hold no quantised form",
+            fix="pass --hf-checkpoint with a model of plain weights",
+        )
     found = examine(matrices(family, spec), quantisation)
     if found.problems():
         raise UserError(

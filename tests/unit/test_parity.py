@@ -88,8 +88,10 @@ OF_NEW_PARTS = {
     "granite": ("TP2+SP", "PP2"),
     "qwen3_next": ("TP2+SP", "CP2"),
     "qwen3_5_text": ("TP2", "PP2"),
+    "gpt_oss": ("TP2+SP", "CP2", "EP2"),
 }
 MOE = {
+    "gpt_oss",
     "mixtral",
     "qwen2_moe",
     "qwen3_next",

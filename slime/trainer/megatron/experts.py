@@ -26,6 +26,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slime.models.activations import gated
 from slime.trainer.megatron.layers import SwiGLU, leave_as_it_is
 
 
@@ -35,6 +36,7 @@ class GroupedExperts(MegatronModule):
     Args:
         num_local_experts: experts on this rank; the rank's place among the others comes from
             ``pg_collection``.
+        biases: both projections have one.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class GroupedExperts(MegatronModule):
         num_local_experts: int,
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
+        biases: bool = False,
     ) -> None:
         super().__init__(config)
         width = config.moe_ffn_hidden_size
@@ -55,6 +58,7 @@ class GroupedExperts(MegatronModule):
             pg_collection,
             cut="out",
             halves=2 if gated else 1,
+            bias=biases,
         )
         self.linear_fc2 = StackedLinear(
             config,
@@ -64,6 +68,7 @@ class GroupedExperts(MegatronModule):
             pg_collection,
             cut="in",
             init=config.output_layer_init_method,
+            bias=biases,
         )
         self.activation_recompute = (
             config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
@@ -79,9 +84,10 @@ class GroupedExperts(MegatronModule):
         """
         hidden = self.linear_fc1(rows, ends)
         if not self.activation_recompute:
-            return self.linear_fc2(self._activate(hidden, weights), ends)
+            return self.linear_fc2(self._activate(hidden, weights), ends, weights)
         checkpoint = tensor_parallel.CheckpointWithoutOutput()
-        output = self.linear_fc2(checkpoint.checkpoint(self._activate, hidden, weights), ends)
+        activated = checkpoint.checkpoint(self._activate, hidden, weights)
+        output = self.linear_fc2(activated, ends, weights)
         checkpoint.discard_output_and_register_recompute(output)
         return output
 
@@ -94,7 +100,13 @@ class GroupedExperts(MegatronModule):
             activated = SwiGLU.apply(hidden)
         elif config.gated_linear_unit:
             gate, up = hidden.chunk(2, dim=-1)
-            activated = config.activation_func(gate) * up
+            activated = gated(
+                gate,
+                up,
+                config.activation_func,
+                config.activation_func_clamp_value,
+                config.glu_linear_offset,
+            )
         else:
             activated = config.activation_func(hidden)
         return (activated * weights).to(hidden.dtype)
@@ -105,13 +117,14 @@ class GroupedExperts(MegatronModule):
 
 class StackedLinear(torch.nn.Module):
     """One projection of all local experts: ``weight`` [experts, out, in], cut over expert
-    tensor-parallel ranks.
+    tensor-parallel ranks, and ``bias`` [experts, out], cut with the rows of the weight.
 
     Args:
         width_in, width_out: of one whole expert; of one half, where ``out`` is made of halves.
         cut: the side that expert tensor parallelism cuts.
         halves: 2 for [gate | up]: every shard has its part of each.
         init: fills a whole expert's weight; the config's method when None.
+        bias: there is one; else ``bias`` is None.
     """
 
     def __init__(
@@ -125,6 +138,7 @@ class StackedLinear(torch.nn.Module):
         cut: str,
         halves: int = 1,
         init: Callable[[Tensor], Any] | None = None,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.cut_axis = 1 if cut == "out" else 2
@@ -146,6 +160,14 @@ class StackedLinear(torch.nn.Module):
         # expert-parallel size.
         self.weight.allreduce = False  # type: ignore[attr-defined]
         tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, self.cut_axis, 1)
+        self.bias: torch.nn.Parameter | None = None
+        if bias:
+            values = torch.zeros(size[:2], dtype=config.params_dtype, device=device)
+            self.bias = torch.nn.Parameter(values)
+            self.bias.allreduce = False  # type: ignore[attr-defined]
+            # shards that hold the same values count in norms of gradients by the first of them
+            is_own = cut == "out" or self.shard == 0
+            tensor_parallel.set_tensor_model_parallel_attributes(self.bias, is_own, 1, 1)
         self._initialise(init or config.init_method, halves * width_out, width_in)
 
     @torch.no_grad()
@@ -165,9 +187,23 @@ class StackedLinear(torch.nn.Module):
                 )
                 self.weight[expert - first].copy_(part)
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """[R, in] sorted by expert → [R, out]."""
-        return grouped_linear(rows, self.weight, ends)
+    def forward(self, rows: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
+        """[R, in] sorted by expert → [R, out].
+
+        Args:
+            weights: float32 [R], factors on the bias where ``rows`` have theirs already.
+        """
+        output = grouped_linear(rows, self.weight, ends)
+        if self.bias is None:
+            return output
+        bias = self.bias
+        if self.cut_axis == 2 and self.shards > 1:
+            # the shards' outputs are summed, and each has the gradient of the sum
+            bias = _Share.apply(bias, self.shards)
+        added = rows_of_experts(bias, ends, rows.size(0))
+        if weights is not None:
+            added = (added * weights[:, None]).to(output.dtype)
+        return output + added
 
     def sharded_state_dict(
         self,
@@ -180,6 +216,7 @@ class StackedLinear(torch.nn.Module):
         key = f"{prefix}weight"
         before = len(sharded_offsets)
         replica_id = (0, 0, self.replica)
+        biases = {} if self.bias is None else self._sharded_bias(f"{prefix}bias", sharded_offsets)
 
         def shards(
             key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None = None
@@ -204,12 +241,90 @@ class StackedLinear(torch.nn.Module):
         if self.halves == 1:
             (sharded,) = shards(key, self.weight, replica_id)
             sharded.data = self.weight
-            return {key: sharded}
+            return {key: sharded, **biases}
         return {
             key: ShardedTensorFactory(
                 key, self.weight, shards, lambda parts: torch.cat(parts, 1), replica_id
+            ),
+            **biases,
+        }
+
+    def _sharded_bias(self, key: str, sharded_offsets: tuple[Any, ...]) -> ShardedStateDict:
+        """One tensor [all experts, out]."""
+        before = len(sharded_offsets)
+        is_cut = self.cut_axis == 1
+        replica_id = (0, 0 if is_cut else self.shard, self.replica)
+
+        def shards(
+            key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None = None
+        ) -> list[ShardedTensor]:
+            assert flattened_range is None, "biases of experts are kept whole"
+            places = [(before, self.expert_rank, self.expert_ranks)]
+            pieces = self.shards * self.halves
+            return [
+                ShardedTensor.from_rank_offsets(
+                    key,
+                    half,
+                    *sharded_offsets,
+                    *places,
+                    *([(before + 1, self.shard + i * self.shards, pieces)] if is_cut else []),
+                    replica_id=replica_id,
+                    prepend_axis_num=before,
+                )
+                for i, half in enumerate(tensor.chunk(self.halves, dim=1))
+            ]
+
+        assert self.bias is not None
+        if self.halves == 1:
+            (sharded,) = shards(key, self.bias, replica_id)
+            sharded.data = self.bias
+            return {key: sharded}
+        return {
+            key: ShardedTensorFactory(
+                key, self.bias, shards, lambda parts: torch.cat(parts, 1), replica_id
             )
         }
+
+
+class _Share(torch.autograd.Function):
+    """One of equal summands of a tensor that all shards hold: its gradient is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: int) -> Tensor:
+        return x / shards
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def rows_of_experts(values: Tensor, ends: Tensor, count: int) -> Tensor:
+    """Repeat each expert's row for each of its rows of tokens: [experts, width] → [R, width].
+
+    Args:
+        ends: int32 [experts], where each expert's rows end.
+        count: R, which the host knows.
+    """
+    return cast(Tensor, _RowsOfExperts.apply(values, ends, count))
+
+
+class _RowsOfExperts(torch.autograd.Function):
+    """Its gradient sums the rows of each expert in their order, so that it is the same every time,
+    on a GPU too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ends: Tensor, count: int) -> Tensor:
+        lengths = ends.diff(prepend=ends.new_zeros(1))
+        ctx.save_for_backward(lengths)
+        return values.repeat_interleave(lengths, dim=0, output_size=count)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (lengths,) = ctx.saved_tensors
+        summed = torch.segment_reduce(
+            grad.float(), "sum", lengths=lengths.long(), axis=0, unsafe=True, initial=0.0
+        )
+        return summed.to(grad.dtype), None, None
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
