@@ -33,6 +33,7 @@ from slime.models.qwen2 import QWEN2
 from slime.models.qwen2_moe import QWEN2_MOE
 from slime.models.qwen3 import QWEN3
 from slime.models.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
+from slime.models.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
 from slime.models.qwen3_moe import QWEN3_MOE
 from slime.models.qwen3_next import QWEN3_NEXT
 from slime.models.seed_oss import SEED_OSS
@@ -66,6 +67,8 @@ FAMILIES: tuple[ModelFamily, ...] = (
     QWEN3_NEXT,
     QWEN3_5_TEXT,
     QWEN3_5,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_5_MOE,
     GPT_OSS,
 )
 

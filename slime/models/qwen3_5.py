@@ -95,6 +95,7 @@ QWEN3_5_TEXT = ModelFamily(
     rules=_RULES,
     make_spec=_text_spec,
     ignored=COMPUTED_BUFFERS + MTP,
+    carried=MTP,
 )
 
 QWEN3_5 = ModelFamily(
@@ -104,4 +105,5 @@ QWEN3_5 = ModelFamily(
     rules=inside(_RULES),
     make_spec=_spec,
     ignored=MTP + VISION,
+    carried=MTP + VISION,
 )

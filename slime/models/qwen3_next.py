@@ -114,6 +114,18 @@ def _delta_nets(config: dict[str, Any]) -> list[int]:
     return [int(kind == LINEAR) for kind in kinds]
 
 
+def write_interval(config: dict[str, Any]) -> None:
+    """Add ``full_attention_interval`` to a config that a model is exported with, where the kinds of
+    its layers are regular. transformers leaves it out, and SGLang reads nothing else."""
+    described = config.get("text_config", config)
+    kinds = described.get("layer_types") or []
+    if LINEAR not in kinds or described.get("full_attention_interval") is not None:
+        return
+    every = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
+    if kinds == [LINEAR if (layer + 1) % every else FULL for layer in range(len(kinds))]:
+        described["full_attention_interval"] = every
+
+
 QWEN3_NEXT = ModelFamily(
     name="qwen3_next",
     model_types=("qwen3_next",),
@@ -127,4 +139,5 @@ QWEN3_NEXT = ModelFamily(
     ),
     make_spec=_spec,
     ignored=COMPUTED_BUFFERS + MTP,
+    carried=MTP,
 )

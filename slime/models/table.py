@@ -171,6 +171,8 @@ class ModelFamily:
         ignored: regular expressions (full match) of Hugging Face tensors that this family does not
             use; counted, not loaded. A group named ``mtp_layer`` must be the number of one of the
             layers for multi-token prediction that follow the decoder's.
+        carried: regular expressions of those of them that an export copies from the model that it
+            started from, since whoever loads it expects them.
         fused: Linear layers that an engine concatenates as it loads them; a weight push keeps them
             together.
     """
@@ -181,6 +183,7 @@ class ModelFamily:
     rules: tuple[Rule, ...]
     make_spec: Callable[[dict[str, Any]], ModelSpec]
     ignored: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
     fused: tuple[FusedLoad, ...] = ()
 
     def describe(self, hf_config: HfConfig) -> ModelSpec:
@@ -300,6 +303,10 @@ class ModelFamily:
                 if found:
                     return rule, {key: int(value) for key, value in found.groupdict().items()}
         return None
+
+    def is_carried(self, hf_name: str) -> bool:
+        """Tell whether an export copies a tensor that is not trained."""
+        return any(re.fullmatch(pattern, hf_name) for pattern in self.carried)
 
     def is_ignored(self, hf_name: str, spec: ModelSpec) -> bool:
         """Tell whether a tensor is known to be unused: listed in ``ignored``, or the output layer

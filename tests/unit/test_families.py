@@ -27,7 +27,7 @@ from slime.models.rotary import layer_frequencies
 from slime.models.spec import check_same_model
 from slime.trainer.megatron.moe_layer import expert_layers
 from tests.support.hf_configs import PUBLISHED
-from tests.support.tiny_models import OTHER_FAMILIES, save_tiny
+from tests.support.tiny_models import HYBRIDS, OTHER_FAMILIES, save_tiny
 from tests.support.trainer_ranks import make_batch
 from tests.support.trainers import gradients, trainer
 
@@ -47,7 +47,8 @@ def test_log_probs_equal_transformers_and_weights_come_back(kind: str, tmp_path:
         with torch.no_grad():
             logp = (model(tokens[None]).logits[0] / 0.8).log_softmax(-1)
         theirs = logp[:-1].gather(1, tokens[1:, None])[-response:, 0]
-        assert torch.allclose(ours, theirs, atol=5e-6, rtol=0)
+        tolerance = 5e-4 if kind in HYBRIDS else 5e-6
+        assert torch.allclose(ours, theirs, atol=tolerance, rtol=0)
     saved, back = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert back.keys() == saved.keys()
     assert all(torch.equal(back[name], saved[name]) for name in saved)

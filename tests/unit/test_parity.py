@@ -88,6 +88,7 @@ OF_NEW_PARTS = {
     "granite": ("TP2+SP", "PP2"),
     "qwen3_next": ("TP2+SP", "CP2"),
     "qwen3_5_text": ("TP2", "PP2"),
+    "qwen3_5_moe_text": ("EP2",),
     "gpt_oss": ("TP2+SP", "CP2", "EP2"),
 }
 MOE = {
@@ -95,6 +96,7 @@ MOE = {
     "mixtral",
     "qwen2_moe",
     "qwen3_next",
+    "qwen3_5_moe_text",
     "deepseek_v2",
     "qwen3_moe",
     "glm4_moe",
@@ -103,7 +105,7 @@ MOE = {
 }
 #: How far random weights may lie apart from transformers: the norm behind a gated delta net divides
 #: by what is 1e-4 here, and with it the rounding before it.
-HYBRIDS = {"qwen3_next": 5e-4, "qwen3_5_text": 5e-4}
+HYBRIDS = {"qwen3_next": 5e-4, "qwen3_5_text": 5e-4, "qwen3_5_moe_text": 5e-4}
 #: And how far layouts may, which `test_layouts_of_a_hybrid_agree_in_double` shows to be rounding.
 HYBRID_ROUNDING = 5e-5
 #: Variants with parameters of their own, at the layouts that cut or sum these.
@@ -247,6 +249,7 @@ def test_the_weights_moved(
 def test_the_table_holds_every_family() -> None:
     from slime.models import FAMILIES as TABLES
 
-    # the first is Qwen2, the other qwen3_5_text under other names
-    known = {*FAMILIES, *OF_KNOWN_PARTS, *OF_NEW_PARTS, "mimo", "qwen3_5"}
+    # the first is Qwen2, the others are text models under other names
+    twins = {"mimo", "qwen3_5", "qwen3_5_moe"}
+    known = {*FAMILIES, *OF_KNOWN_PARTS, *OF_NEW_PARTS, *twins}
     assert known == {family.name for family in TABLES}
