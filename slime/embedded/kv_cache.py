@@ -26,8 +26,9 @@ import numpy as np
 import torch
 
 from slime.embedded.architecture import Architecture
+from slime.embedded.command import STATE_COPIES
 from slime.embedded.sequence import Sequence
-from slime.embedded.states import COPIES, State, StateCache
+from slime.embedded.states import State, StateCache
 from slime.models.mixers import mixer_of
 
 #: Size of the first blocks; every block is a multiple of it.
@@ -163,7 +164,7 @@ class KVCache:
     def _slot_bytes(self, length: int) -> int:
         """Storage of one slot of this length, copies of states included."""
         kept = self._num_whole * length + self._num_windowed * self._ring_for(length)
-        states = 0 if self.states is None else (1 + COPIES) * self.states.slot_bytes
+        states = 0 if self.states is None else (1 + STATE_COPIES) * self.states.slot_bytes
         return kept * self._layer_bytes + states
 
     def _ring_for(self, length: int) -> int:
@@ -508,7 +509,7 @@ class SlotTable:
         make room."""
         kept = self._slots[self.slot_of(sequence)].states
         kept.update(states)
-        while len(kept) > COPIES:
+        while len(kept) > STATE_COPIES:
             del kept[next(iter(kept))]
 
     def share_states(self, source: Sequence, target: Sequence) -> None:

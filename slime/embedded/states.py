@@ -17,9 +17,6 @@ from slime.models.delta_rule import CHUNK, Runs
 from slime.models.mixers import FLOAT32_BYTES, mixer_of
 from slime.models.spec import ModelSpec
 
-#: Copies of states that a slot keeps besides its live one.
-COPIES = 2
-
 
 @dataclass(frozen=True)
 class State:

@@ -40,7 +40,8 @@ class Stage:
 
     Attributes:
         runs: their numbers.
-        parents: the number of the run that each continues; None for runs that begin by themselves.
+        parents: the place of the run that each continues among ``runs`` of the stage before; None
+            for runs that begin by themselves.
         steps: (first chunk, number of chunks) of each pass through the runs: the n-th chunks of all
             runs that have so many.
     """
@@ -96,6 +97,7 @@ class Runs:
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
         gather: list[Tensor] = []
         stages: list[Stage] = []
+        earlier: list[int] = []
         for continues in (False, True):
             members = [run for run in range(len(lengths)) if (parents[run] >= 0) == continues]
             members.sort(key=lambda run: -lengths[run])
@@ -109,14 +111,10 @@ class Runs:
                     inside = offsets < lengths[run]
                     gather.append(torch.where(inside, starts[run] + offsets, total))
             if members:
-                of_parents = torch.tensor([parents[run] for run in members])
-                stages.append(
-                    Stage(
-                        torch.tensor(members, device=device),
-                        of_parents.to(device) if continues else None,
-                        steps,
-                    )
-                )
+                places = [earlier.index(parents[run]) for run in members] if continues else None
+                of_parents = None if places is None else torch.tensor(places, device=device)
+                stages.append(Stage(torch.tensor(members, device=device), of_parents, steps))
+            earlier = members
         cells_of = torch.cat(gather)
         cells = torch.empty(total + 1, dtype=torch.long)
         cells[cells_of] = torch.arange(cells_of.numel())
@@ -185,8 +183,7 @@ def chunked(
     for stage in runs.stages:
         if stage.parents is not None:
             assert states is not None
-            place = torch.cat(order).argsort()
-            state = states.index_select(0, place.index_select(0, stage.parents))
+            state = states.index_select(0, stage.parents)
         elif initial is not None:
             state = initial.to(dtype).index_select(0, stage.runs)
         else:

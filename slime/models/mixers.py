@@ -287,7 +287,9 @@ def _gated_saved(
     """The one kernel for norms and rotation takes no gates."""
     parts = _attention_saved(spec, layout, replace(kernels, fused=False), recomputed)
     width = spec.num_heads / layout.tensor * spec.head_dim
-    return parts | {"gate of the attention output": width * (kernels.element + FLOAT32_BYTES)}
+    # it lies in the mixed product; kept are its sigmoid and what is gated, too
+    gate = width * (2 * kernels.element + FLOAT32_BYTES)
+    return parts | {"gate of the attention output": gate}
 
 
 GATED_ATTENTION = replace(

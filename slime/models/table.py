@@ -230,6 +230,8 @@ class ModelFamily:
         places = [(rule, -1) for rule in rules if not rule.is_of_layer]
         places += [(rule, layer) for layer in layers for rule in rules if rule.is_of_layer]
         for rule, layer in places:
+            if not rule.applies(spec, layer):
+                continue
             name = rule.megatron_names[0].format(layer=layer, expert="")
             count = spec.num_experts if rule.is_expert else 1
             shapes = shapes_of(rule, spec)
@@ -244,7 +246,7 @@ class ModelFamily:
                 here = last and not (first and spec.tie_embeddings)
             else:
                 here = rule.is_of_layer or last
-            if here and rule.applies(spec, layer):
+            if here:
                 yield found
 
     def match_megatron(self, name: str, spec: ModelSpec) -> Match | None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slime.embedded.command import STATE_COPIES
 from slime.embedded.scheduler import Scheduler
 from slime.embedded.sequence import Sequence
-from slime.embedded.states import COPIES
 from slime.models.delta_rule import CHUNK
 from tests.support.embedded_models import make_scheduler, make_sequence, run, save_tiny_model
 
@@ -167,7 +167,7 @@ def test_storage_counts_states_and_copies(directory: Path) -> None:
     per_layer = (2 * 2 * 8 + 4 * 12) * 3 * 4 + 4 * 8 * 12 * 4
     assert cache.states.slot_bytes == 2 * per_layer
     keys_and_values = cache.capacity * 2 * 2 * 16 * 4
-    copies = (1 + COPIES) * cache.states.slot_bytes
+    copies = (1 + STATE_COPIES) * cache.states.slot_bytes
     assert cache.nbytes == cache.num_slots * (keys_and_values + copies)
     cache.release()
     assert cache.nbytes == 0 and cache.states.rule.numel() == 0

@@ -150,10 +150,13 @@ class PackedGatedDeltaNet(MegatronModule):
         query, key, values, gates, writes, decays = self.sizes.of_key_head
         mixed, gate, scalars = by_head.split([query + key + values, gates, writes + decays], dim=-1)
         output = self._mixed_over_time(mixed, scalars, sequences)
-        gate = gate.reshape(output.shape)
+        gate = gate.unflatten(2, (self.sizes.per_key, -1))
+        output = output.view(gate.shape)
         # each rank sees its own heads alone, so the gradient is the sum over the ranks
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
-        normed = delta_rule.gated_norm(output, gate, weight, self.config.layernorm_epsilon)
+        normed = _recomputed(
+            delta_rule.gated_norm, output, gate, weight, self.config.layernorm_epsilon
+        )
         return self.linear_proj(normed.reshape(normed.size(0), 1, -1))
 
     def _mixed_over_time(
@@ -164,12 +167,12 @@ class PackedGatedDeltaNet(MegatronModule):
         weights = [self.conv_weight[:, 0], self.A_log, self.dt_bias]
         context = sequences.context
         if context is None:
-            return self._rule(mixed.flatten(1), scalars, *weights, sequences.delta_runs)
+            return self._rule(mixed, scalars, *weights, sequences.delta_runs)
         place = context.place
         parts = [x.reshape(x.size(0), place.size, -1) for x in (mixed, scalars)]
-        mixed, scalars = (x.flatten(0, 1) for x in swap(parts, place))
+        heads = self.key_heads // place.size
+        mixed, scalars = (x.flatten(0, 1).unflatten(1, (heads, -1)) for x in swap(parts, place))
         own = [x.chunk(place.size)[place.rank] for x in weights]
-        scalars = scalars.view(scalars.size(0), self.key_heads // place.size, -1)
         output = self._rule(mixed, scalars, *own, sequences.delta_runs)
         return context.to_tokens(output)
 
@@ -184,15 +187,7 @@ class PackedGatedDeltaNet(MegatronModule):
     ) -> Tensor:
         compute = _with_kernels if mixed.is_cuda and runs.are_whole and _kernels() else _with_torch
         arguments = (mixed, scalars, conv_weight, a_log, dt_bias, runs, self.sizes)
-        if compute is _with_torch and torch.is_grad_enabled():
-            return checkpoint(
-                compute,
-                *arguments,
-                use_reentrant=False,
-                preserve_rng_state=False,
-                determinism_check="none",
-            )
-        return compute(*arguments)
+        return (_recomputed if compute is _with_torch else _computed)(compute, *arguments)
 
     def sharded_state_dict(
         self,
@@ -206,6 +201,26 @@ class PackedGatedDeltaNet(MegatronModule):
             found |= module.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         own = {name: getattr(self, name) for name in (*_CUT, "norm_weight")}
         return found | make_sharded_tensors_for_checkpoint(own, prefix, _CUT, sharded_offsets)
+
+
+def _computed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    return function(*arguments)
+
+
+def _recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """``function(*arguments)``, of which only the arguments are kept; the backward pass computes it
+    again."""
+    if not torch.is_grad_enabled():
+        return function(*arguments)
+    found = checkpoint(
+        function,
+        *arguments,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        determinism_check="none",
+    )
+    assert isinstance(found, Tensor)
+    return found
 
 
 def _spread(values: Tensor) -> Tensor:
@@ -238,8 +253,9 @@ def _with_torch(
     runs: DeltaRuns,
     sizes: DeltaNetSizes,
 ) -> Tensor:
-    """mixed [T, channels], scalars [T, key heads, …] → [T, value heads, value width]."""
-    convolved = delta_rule.CausalConv.apply(mixed, conv_weight, runs.reads(sizes.conv))
+    """mixed and scalars [T, key heads, …] → [T, value heads, value width]."""
+    reads = runs.reads(sizes.conv)
+    convolved = delta_rule.CausalConv.apply(mixed.flatten(1), conv_weight, reads)
     query, key, value = _heads(convolved, scalars.size(1), sizes)
     query, key = delta_rule.normalised(query, key)
     decay, beta = _gates(scalars, a_log, dt_bias, sizes)
@@ -261,7 +277,7 @@ def _with_kernels(
     convolve, rule = kernels
     ends = runs.ends.to(mixed.device, non_blocking=True)
     convolved, _ = convolve(
-        mixed[None], conv_weight.contiguous(), activation="silu", cu_seqlens=ends
+        mixed.flatten(1)[None], conv_weight.contiguous(), activation="silu", cu_seqlens=ends
     )
     query, key, value = _heads(convolved[0], scalars.size(1), sizes)
     decay, beta = _gates(scalars, a_log, dt_bias, sizes)
