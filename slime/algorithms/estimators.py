@@ -130,7 +130,7 @@ ESTIMATORS: dict[str, Estimator] = {
                 reward="as GRPO",
                 advantage="the sample's reward",
                 loss="clipped, constant weight times log-prob",
-                choose="rare tokens that turn an answer around, which a clipped ratio would leave out",
+                choose="rare tokens that turn an answer around, which a clip would leave out",
             ),
         ),
         Estimator(
@@ -144,7 +144,7 @@ ESTIMATORS: dict[str, Estimator] = {
                 reward="as GRPO",
                 advantage="the sample's reward",
                 loss="soft gate of the ratio",
-                choose="several optimizer steps per rollout: tokens fade out instead of being cut off",
+                choose="several optimizer steps per rollout: tokens fade out, none is cut off",
             ),
         ),
         Estimator(
@@ -172,7 +172,7 @@ ESTIMATORS: dict[str, Estimator] = {
                 reward="minus the group's mean, over the mean",
                 advantage="the sample's reward",
                 loss="clipped ratio",
-                choose="rewards of 0 and 1, hard prompts: a rare success counts by one over its rate",
+                choose="hard prompts, rewards of 0 and 1: a success counts by one over its rate",
             ),
         ),
         Estimator(
@@ -214,7 +214,7 @@ ESTIMATORS: dict[str, Estimator] = {
                 reward="as it is",
                 advantage="generalised advantage estimation by a critic, KL inside",
                 loss="clipped ratio",
-                choose="rewards inside of long trajectories, one sample per prompt; a second model to train",
+                choose="rewards inside of long trajectories; a second model to train",
             ),
         ),
     )

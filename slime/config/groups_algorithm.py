@@ -243,6 +243,13 @@ class AlgorithmConfig:
     """Function that makes the reducer of the policy loss."""
     calculate_per_token_loss: bool = flag(False, needs=_MEAN_IS_FREE)
     """Average the loss over the tokens of a step, instead of over rollouts (CISPO: over groups)."""
+    use_sampling_mask: bool = derived(
+        "on with rollout_top_k, rollout_top_p or rollout_min_p, unless your function generates",
+        needs=SAMPLES,
+        read_by=("generation", "samples"),
+    )
+    """Compute log-probs over the tokens that top-k, top-p and min-p left to be sampled from, in
+    engine and trainer alike."""
     use_opsm: bool = flag(False, needs=POLICY_LOSS)
     """Off-policy sequence masking."""
     opsm_delta: float = flag(1e-4, range=at_least(0, "a KL divergence"), needs=on("use_opsm"))

@@ -127,7 +127,9 @@ class RolloutConfig:
     """Sampling temperature, > 0; log-probs are of the tempered distribution."""
     rollout_top_p: float = flag(1.0, range=PROBABILITY, needs=GENERATES)
     """Nucleus sampling: smallest set of tokens with this probability."""
-    rollout_top_k: int = flag(-1, range=TOP_K, needs=GENERATES)
+    rollout_top_k: int = derived(
+        "-1; 512 with use_sampling_mask and SGLang", range=TOP_K, needs=GENERATES
+    )
     """Sample among the k most probable tokens; -1: all."""
     rollout_min_p: float = flag(
         0.0, range=Interval(0, 1, what="a fraction of a probability"), needs=GENERATES

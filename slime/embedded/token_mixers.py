@@ -40,9 +40,13 @@ class GroupedAttention:
 
     @staticmethod
     def build(store: WeightStore, prefix: str) -> GroupedAttention:
-        norms = [store.tensor_if_there(f"{prefix}{part}_layernorm.weight") for part in "qk"]
-        sinks = store.tensor_if_there(f"{prefix}core_attention.softmax_offset")
-        return GroupedAttention(store.arch, store.linear(f"{prefix}linear_qkv"), *norms, sinks)
+        return GroupedAttention(
+            store.arch,
+            store.linear(f"{prefix}linear_qkv"),
+            q_norm=store.tensor_if_there(f"{prefix}q_layernorm.weight"),
+            k_norm=store.tensor_if_there(f"{prefix}k_layernorm.weight"),
+            sinks=store.tensor_if_there(f"{prefix}core_attention.softmax_offset"),
+        )
 
     def mix(
         self,

@@ -11,11 +11,13 @@ import json
 import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from slime.checkpoints.hf_files import HfReader
 from slime.embedded.architecture import Architecture, ExpertLayers
 from slime.embedded.layers import ExpertMLP, Linear, Mlp, TokenEmbedding
 from slime.embedded.model import Decoder, DecoderLayer
@@ -27,7 +29,7 @@ from slime.models.activations import ACTIVATIONS
 from slime.models.layouts import INTERLEAVED_GATE_UP, Transposed
 from slime.models.mixers import mixer_of
 from slime.models.parameters import ModelParameters
-from slime.models.quantised import Quantisation
+from slime.models.quantised import Quantisation, is_mxfp4
 
 
 class WeightError(Exception):
@@ -197,24 +199,45 @@ class WeightStore:
             WeightError: parameters missing or surplus, or of another shape.
         """
         files = _files_of(Path(path))
-        expected = set(self.names)
+        if is_mxfp4(read_hf_config(path)):
+            return self._load_decoded(Path(path), version)
         shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             with _open(file) as content:
                 for name in content.keys():  # noqa: SIM118  not a dict
-                    if name in expected or not self.arch.family.is_ignored(name, self.arch.spec):
+                    if self._takes(name):
                         shapes[name] = tuple(content.get_slice(name).get_shape())
+        self._begin_directory(path, shapes)
+        for file in files:
+            with _open(file) as content:
+                names = [name for name in content.keys() if name in shapes]  # noqa: SIM118
+                self.update(((name, content.get_tensor(name)) for name in names), version)
+        return len(shapes)
+
+    def _load_decoded(self, path: Path, version: str | None) -> int:
+        """Read a directory whose stacks of experts are stored in MXFP4."""
+        reader = HfReader(path)
+        shapes = {name: tuple(reader[name].shape) for name in reader.names() if self._takes(name)}
+        self._begin_directory(path, shapes)
+        for name in shapes:
+            self.update([(name, reader[name][...])], version)
+        return len(shapes)
+
+    def _takes(self, name: str) -> bool:
+        """Tell whether a tensor of a directory is a parameter, or would be an error."""
+        return name in self._stored_names or not self.arch.family.is_ignored(name, self.arch.spec)
+
+    @cached_property
+    def _stored_names(self) -> frozenset[str]:
+        return frozenset(self.names)
+
+    def _begin_directory(self, path: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         absent = [name for name in self.names if name not in shapes]
         if absent:
             raise WeightError(f"{path} lacks {len(absent)} parameters of the model: {_few(absent)}")
         self.check(shapes.items())
         self.broken = f"an update from {path} stopped half way"
         self.pushed = set()
-        for file in files:
-            with _open(file) as content:
-                names = [name for name in content.keys() if name in shapes]  # noqa: SIM118
-                self.update(((name, content.get_tensor(name)) for name in names), version)
-        return len(shapes)
 
     # -- checks ------------------------------------------------------------------------------------
 

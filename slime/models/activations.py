@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+QUICK_GELU_SLOPE = 1.702
+
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """The tanh approximation of GELU (Hendrycks & Gimpel, arXiv:1606.08415)."""
@@ -16,7 +18,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 def quick_gelu(x: Tensor) -> Tensor:
     """The sigmoid approximation of GELU (Hendrycks & Gimpel, arXiv:1606.08415)."""
-    return x * torch.sigmoid(1.702 * x)
+    return x * torch.sigmoid(QUICK_GELU_SLOPE * x)
 
 
 def gated(

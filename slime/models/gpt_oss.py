@@ -1,5 +1,5 @@
-"""gpt-oss (``GptOssForCausalLM``): attention with sinks, and a window in every second layer; experts
-in all layers, whose gated units are clamped; biases on every matrix of a layer."""
+"""gpt-oss (``GptOssForCausalLM``): attention with sinks, and a window in every second layer;
+experts in all layers, whose gated units are clamped; biases on every matrix of a layer."""
 
 from __future__ import annotations
 

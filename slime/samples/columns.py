@@ -231,7 +231,7 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
         return _rewards_from_hook(returned, samples, origin)
     rewards = [sample.get_reward_value(args) for sample in samples]
     estimator = ESTIMATORS[config.algorithm.advantage_estimator]
-    keeps_spread = estimator.facts.std_normalized and not config.algorithm.grpo_std_normalization
+    keeps_spread = not config.algorithm.grpo_std_normalization and estimator.facts.std_normalized
     normalised = normalise_rewards(
         [reward + overlong_penalty(sample, config) for sample, reward in zip(samples, rewards)],
         trainable.group_ids,

@@ -591,8 +591,6 @@ def test_tokens_beyond_the_models_vocabulary_are_refused(hook_module, tmp_path: 
     [
         "multimodal_train_inputs",
         "multimodal_train_input_id",
-        "rollout_top_p_token_ids",
-        "rollout_top_p_token_offsets",
     ],
 )
 def test_fields_that_training_would_ignore_are_refused_by_name(field: str) -> None:

@@ -1,21 +1,25 @@
-"""gpt-oss: sinks out of a kernel's log-sum-exp, and gradients of every parameter as transformers'."""
+"""gpt-oss: sinks out of a kernel's log-sum-exp, and gradients of every parameter as those of
+transformers."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.config import make_config
 from slime.embedded.attention import softmax_with_sinks
 from slime.errors import UserError
 from slime.models import family_of
+from slime.models.model_flags import check_model_flags, merge_transformer
 from slime.trainer.megatron.packed import padded_layout
 from slime.trainer.megatron.sinks import _BlockKernel, attend_with_sinks
 from slime.weights.source import ModelSource
-from tests.support.hf_configs import config_of
+from tests.support.hf_configs import PUBLISHED, config_of
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import make_batch
 from tests.support.trainers import trainer
@@ -105,5 +109,34 @@ def test_gradients_of_every_parameter_equal_transformers(kind: str, tmp_path: Pa
 
 def test_another_slope_of_the_gate_is_refused() -> None:
     config = config_of("gpt_oss", swiglu_alpha=1.5)
-    with pytest.raises(UserError, match="swiglu_alpha to 1.5"):
+    with pytest.raises(UserError, match="swiglu_alpha"):
         family_of(config).model_spec(config)
+
+
+FLAGS: dict[str, Any] = {
+    "softmax_type": "learnable",
+    "window_size": (127, 0),
+    "window_attn_skip_freq": 2,
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_of_launch_scripts_are_compared_with_the_model(name: str) -> None:
+    """Those that describe gpt-oss agree with it, and contradict a model without such layers."""
+    for model, is_right in (("openai/gpt-oss-20b", True), ("Qwen/Qwen3-4B", False)):
+        spec = family_of(PUBLISHED[model]["config"]).model_spec(PUBLISHED[model]["config"])
+        flags = make_config(hf_checkpoint="m", **{name: FLAGS[name]}).megatron
+        if is_right:
+            check_model_flags(flags, spec)
+            assert merge_transformer(spec.transformer, flags.transformer)["num_layers"] == 24
+        else:
+            with pytest.raises(UserError, match=name.replace("_", "-")):
+                check_model_flags(flags, spec)
+    wrong = make_config(hf_checkpoint="m", window_size=(128, 0), window_attn_skip_freq=3).megatron
+    spec = family_of(PUBLISHED["openai/gpt-oss-20b"]["config"]).model_spec(
+        PUBLISHED["openai/gpt-oss-20b"]["config"]
+    )
+    with pytest.raises(UserError, match="2 flags contradict"):
+        check_model_flags(wrong, spec)

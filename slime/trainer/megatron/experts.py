@@ -26,8 +26,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime.models.activations import gated
-from slime.trainer.megatron.layers import SwiGLU, leave_as_it_is
+from slime.models.activations import quick_gelu
+from slime.trainer.megatron.layers import ClampedGLU, SwiGLU, leave_as_it_is
 
 
 class GroupedExperts(MegatronModule):
@@ -98,15 +98,13 @@ class GroupedExperts(MegatronModule):
             if hidden.device.type == "cuda":  # torch.compile fuses Megatron's expression there
                 return weighted_bias_swiglu_impl(hidden, None, weights)
             activated = SwiGLU.apply(hidden)
+        elif config.gated_linear_unit and config.activation_func is quick_gelu:
+            activated = ClampedGLU.apply(
+                hidden, config.activation_func_clamp_value, config.glu_linear_offset
+            )
         elif config.gated_linear_unit:
             gate, up = hidden.chunk(2, dim=-1)
-            activated = gated(
-                gate,
-                up,
-                config.activation_func,
-                config.activation_func_clamp_value,
-                config.glu_linear_offset,
-            )
+            activated = config.activation_func(gate) * up
         else:
             activated = config.activation_func(hidden)
         return (activated * weights).to(hidden.dtype)
@@ -200,10 +198,7 @@ class StackedLinear(torch.nn.Module):
         if self.cut_axis == 2 and self.shards > 1:
             # the shards' outputs are summed, and each has the gradient of the sum
             bias = _Share.apply(bias, self.shards)
-        added = rows_of_experts(bias, ends, rows.size(0))
-        if weights is not None:
-            added = (added * weights[:, None]).to(output.dtype)
-        return output + added
+        return add_expert_bias(output, bias, ends, weights)
 
     def sharded_state_dict(
         self,
@@ -298,33 +293,62 @@ class _Share(torch.autograd.Function):
         return grad, None
 
 
-def rows_of_experts(values: Tensor, ends: Tensor, count: int) -> Tensor:
-    """Repeat each expert's row for each of its rows of tokens: [experts, width] → [R, width].
+def add_expert_bias(
+    rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """Add to each row [R, width] its expert's bias, times the row's weight.
 
     Args:
+        bias: [experts, width].
         ends: int32 [experts], where each expert's rows end.
-        count: R, which the host knows.
+        weights: float32 [R]; None: 1.
+
+    Example (two rows for expert 0, none for expert 1):
+        >>> ends = torch.tensor([2, 2], dtype=torch.int32)
+        >>> bias = torch.tensor([[1.0], [9.0]])
+        >>> add_expert_bias(torch.zeros(2, 1), bias, ends, torch.tensor([1.0, 0.5])).tolist()
+        [[1.0], [0.5]]
     """
-    return cast(Tensor, _RowsOfExperts.apply(values, ends, count))
+    return cast(Tensor, _AddExpertBias.apply(rows, bias, ends, weights))
 
 
-class _RowsOfExperts(torch.autograd.Function):
-    """Its gradient sums the rows of each expert in their order, so that it is the same every time,
-    on a GPU too."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, ends: Tensor, count: int) -> Tensor:
-        lengths = ends.diff(prepend=ends.new_zeros(1))
-        ctx.save_for_backward(lengths)
-        return values.repeat_interleave(lengths, dim=0, output_size=count)
+class _AddExpertBias(torch.autograd.Function):
+    """Keeps no rows. The gradient of a bias sums its expert's rows in their order, so that it is
+    the same every time, on a GPU too."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (lengths,) = ctx.saved_tensors
-        summed = torch.segment_reduce(
-            grad.float(), "sum", lengths=lengths.long(), axis=0, unsafe=True, initial=0.0
-        )
-        return summed.to(grad.dtype), None, None
+    def forward(
+        ctx: Any, rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        lengths = ends.diff(prepend=ends.new_zeros(1)).long()
+        ctx.save_for_backward(bias, lengths, weights)
+        return rows + _weighted(_per_row(bias, lengths, rows), weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, Tensor | None]:
+        bias, lengths, weights = ctx.saved_tensors
+        grad_bias = grad_weights = None
+        if ctx.needs_input_grad[1]:
+            grad_bias = torch.segment_reduce(
+                _weighted(grad.float(), weights),
+                "sum",
+                lengths=lengths,
+                axis=0,
+                unsafe=True,
+                initial=0.0,
+            ).to(bias.dtype)
+        if weights is not None and ctx.needs_input_grad[3]:
+            products = grad.float() * _per_row(bias, lengths, grad).float()
+            grad_weights = products.sum(dim=-1).to(weights.dtype)
+        return grad, grad_bias, None, grad_weights
+
+
+def _per_row(bias: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
+    return bias.repeat_interleave(lengths, dim=0, output_size=rows.size(0))
+
+
+def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
+    return rows if weights is None else (rows * weights[:, None]).to(rows.dtype)
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -137,6 +137,7 @@ class PolicyModel(GPTModel):
             chunk_size=chunk_size,
             grad_accumulator=self._direct_grad(),
             low_rank=low_rank,
+            kept=batch.kept,
         )
         context = batch.sequences.context
         if context is not None:

@@ -106,7 +106,7 @@ class Router(TopKRouter):
         if bias:
             values = torch.zeros(self.weight.size(0), dtype=config.params_dtype)
             self.bias = torch.nn.Parameter(values)
-            self.bias.sequence_parallel = config.sequence_parallel
+            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.splits_tokens = splits_tokens
         self.normalises = normalises
         where = torch.cuda.current_device()

@@ -186,11 +186,9 @@ class SinkAttention(PackedAttention):
     ) -> Tensor:
         heads = query.size(2)
         sinks = self._sinks(heads, sequences)
-        repeats = heads // key.size(2)
-        q, k, v = (
-            x.repeat_interleave(repeat, dim=2).transpose(1, 2)
-            for x, repeat in ((query, 1), (key, repeats), (value, repeats))
-        )
+        if key.size(2) != heads:
+            key, value = (x.repeat_interleave(heads // x.size(2), dim=2) for x in (key, value))
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if query.is_cuda:  # float32, which its kernel has not
             return explicit_with_sinks(q, k, v, sinks, block.bias, self.scale).transpose(1, 2)
         kernel = _BlockKernel(block, self.scale, query.dtype)
