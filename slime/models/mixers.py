@@ -361,6 +361,14 @@ _BY_KIND = _delta(
 )
 SPLIT_DELTA_RULES = (_BY_KIND, *_DELTA_RULES)
 
+#: Last parts of the names of their Linear layers.
+DELTA_PROJECTIONS = frozenset(
+    name.removesuffix(".weight").rpartition(".")[2]
+    for rule in (_BY_HEAD, *SPLIT_DELTA_RULES)
+    if rule.is_linear
+    for name in rule.hf_names
+)
+
 #: Tokens per chunk of the kernels.
 _CHUNK = 64
 

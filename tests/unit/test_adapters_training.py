@@ -132,6 +132,7 @@ def test_loss_and_gradients_are_those_of_peft(
         ("qwen3_moe", True),
         ("deepseek_v3", False),
         ("glm4_moe", False),
+        ("qwen3_5_text", False),
     ],
 )
 def test_loss_and_gradients_are_those_of_the_definition(
