@@ -119,7 +119,7 @@ def divergence(
 
 
 @dataclass(frozen=True)
-class _Options:
+class _BlockOptions:
     temperature: float
     shard: VocabShard
     rows: int
@@ -151,8 +151,8 @@ def _options(
     grad_accumulator: Tensor | None = None,
     kind: DivergenceKind = "reverse_kl",
     beta: float = 0.5,
-) -> _Options:
-    return _Options(
+) -> _BlockOptions:
+    return _BlockOptions(
         temperature=student.temperature,
         shard=VocabShard(0, student.weight.size(0)) if shard is None else shard,
         rows=rows_per_block(student.hidden, chunk_size),
@@ -165,7 +165,7 @@ def _options(
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, teacher: OutputRows, options: _Options
+        ctx: Any, hidden: Tensor, weight: Tensor, teacher: OutputRows, options: _BlockOptions
     ) -> Tensor:
         student = OutputRows(hidden, weight, options.temperature)
         log_sums = _log_sums([student, teacher], options)
@@ -191,7 +191,7 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, teacher_hidden, teacher_weight, log_sums, centre = ctx.saved_tensors
-        options: _Options = ctx.options
+        options: _BlockOptions = ctx.options
         student = OutputRows(hidden, weight, options.temperature)
         teacher = OutputRows(teacher_hidden, teacher_weight, ctx.teacher_temperature)
         sinks = _Sinks(ctx, student, options)
@@ -214,7 +214,7 @@ class _Divergence(torch.autograd.Function):
 class _Sinks:
     """The gradients of the student's hidden states and weight, to which blocks add."""
 
-    def __init__(self, ctx: Any, student: OutputRows, options: _Options) -> None:
+    def __init__(self, ctx: Any, student: OutputRows, options: _BlockOptions) -> None:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         self._student = student
         self._is_given = options.grad_accumulator is not None
@@ -240,7 +240,7 @@ class _Sinks:
         return hidden, None if self._is_given else self._weight
 
 
-def _log_sums(models: list[OutputRows], options: _Options) -> Tensor:
+def _log_sums(models: list[OutputRows], options: _BlockOptions) -> Tensor:
     """log Σ exp of each model's logits per row: [models, N], over all shards."""
     hidden = models[0].hidden
     top = torch.full((len(models), hidden.size(0)), _LOWEST, dtype=softmax_dtype(hidden))
@@ -326,9 +326,10 @@ def _slopes(
 def top_tokens(
     rows: OutputRows, k: int, *, shard: VocabShard | None = None, chunk_size: int = -1
 ) -> TopTokens:
-    """Return the ``k`` most likely tokens of each row; all tokens if there are no more.
+    """Return the ``k`` most likely tokens of each row.
 
     Args:
+        k: at most the number of tokens.
         shard, chunk_size: as of `divergence`. Collective where the vocabulary is sharded.
 
     Example:
@@ -353,9 +354,7 @@ def top_tokens(
     group = options.shard.group
     if group is not None and dist.get_world_size(group) > 1 and n > 0:
         values, ids = _best(_beside(values, group), _beside(ids, group), k)
-    found = values - log_sum[:, None]
-    exists = torch.isfinite(found).sum(dim=1).amin() if n else k
-    return TopTokens(ids[:, :exists], found[:, :exists])
+    return TopTokens(ids, values - log_sum[:, None])
 
 
 def _best(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -398,7 +397,9 @@ def log_probs_at(
 
 class _LogProbsAt(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, options: _Options) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, options: _BlockOptions
+    ) -> Tensor:
         student = OutputRows(hidden, weight, options.temperature)
         log_sum = _log_sums([student], options)[0]
         picked = torch.zeros(ids.shape, dtype=log_sum.dtype, device=hidden.device)
@@ -415,7 +416,7 @@ class _LogProbsAt(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, ids, log_sum = ctx.saved_tensors
-        options: _Options = ctx.options
+        options: _BlockOptions = ctx.options
         student = OutputRows(hidden, weight, options.temperature)
         sinks = _Sinks(ctx, student, options)
         grad = grad.to(log_sum.dtype) / student.temperature

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 
+from slime.config.checks_distillation import distillation
 from slime.config.draft import Draft
 from slime.config.estimators import FACTS
 from slime.config.flag import option_of
@@ -366,6 +367,7 @@ STEPS = (
     _precision,
     _batches,
     _algorithm,
+    distillation,
     _trained,
     _lora,
     _deterministic,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.samples.routed_experts import experts_problem
+from slime.samples.teacher_scores import prompt_problem, top_tokens_problem
 from slime.samples.token_rewards import token_rewards_problem
 
 
@@ -34,4 +35,6 @@ class Payload:
 PAYLOADS = {
     "routed_experts": Payload("rollout_routed_experts", experts_problem),
     "token_rewards": Payload("token_rewards", token_rewards_problem),
+    "teacher_prompts": Payload("teacher_prompt_tokens", prompt_problem),
+    "teacher_top": Payload("teacher_top_tokens", top_tokens_problem),
 }
