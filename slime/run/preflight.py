@@ -75,6 +75,9 @@ def from_the_hub(config: Config) -> Config:
     local: dict[str, tuple[str | None, str]] = {}
     if model is not None and is_hub_name(model):
         local["hf_checkpoint"] = (model, str(fetch_model(model)))
+    teachers = _local_teachers(config)
+    if teachers != config.distillation.opd_teacher_load:
+        local["opd_teacher_load"] = (" ".join(config.distillation.opd_teacher_load), "")
     if data is not None and (copy := local_data(data)) != data:
         local["prompt_data"] = (data, copy)
     # the list alternates between names and paths
@@ -97,8 +100,24 @@ def from_the_hub(config: Config) -> Config:
         checkpoint = replace(checkpoint, hf_checkpoint=path, ref_load=reference)
     if "prompt_data" in local:
         rows = replace(rows, prompt_data=local["prompt_data"][1])
-    evaluation = replace(config.eval, eval_prompt_data=tuple(local_sets))
-    return replace(config, checkpoint=checkpoint, data=rows, eval=evaluation, origins=origins)
+    return replace(
+        config,
+        checkpoint=checkpoint,
+        data=rows,
+        eval=replace(config.eval, eval_prompt_data=tuple(local_sets)),
+        distillation=replace(config.distillation, opd_teacher_load=teachers),
+        origins=origins,
+    )
+
+
+def _local_teachers(config: Config) -> tuple[str, ...]:
+    """--opd-teacher-load with local paths in place of names on the hub."""
+    return tuple(
+        f"{teacher.name}={fetch_model(teacher.source)}" if is_hub_name(teacher.source) else value
+        for teacher, value in zip(
+            config.distillation.teachers, config.distillation.opd_teacher_load
+        )
+    )
 
 
 def check_flags(config: Config) -> None:
@@ -571,6 +590,10 @@ def _check_export(config: Config) -> None:
         "--hf-checkpoint": flags.hf_checkpoint,
         "--lora-adapter-path": config.lora.lora_adapter_path,
         "--critic-load": config.critic.critic_load,
+    }
+    kept |= {
+        f"--opd-teacher-load {teacher.name}": teacher.source
+        for teacher in config.distillation.teachers
     }
     if flags.save_hf:
         kept["--output-dir"] = observe.output_dir
