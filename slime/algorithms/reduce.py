@@ -77,15 +77,31 @@ def sequence_mean(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
         >>> sequence_mean(v, m, torch.tensor([2, 1])).tolist()
         [2.0, 2.0, 5.0]
     """
+    counts = sequence_sum(torch.ones_like(values), masks, lengths)
+    return sequence_sum(values, masks, lengths) / counts.clamp(min=1.0)
+
+
+def sequence_sum(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
+    """The sum of each sample over its trained tokens, given back to each of its tokens.
+
+    Args:
+        values, masks: flat [sum of R_i].
+        lengths: int64 [samples], R_i.
+    Returns:
+        flat [sum of R_i]; 0 for a sample without trained tokens. Differentiable in ``values``.
+
+    Example:
+        >>> v, m = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([1.0, 1.0, 0.0])
+        >>> sequence_sum(v, m, torch.tensor([2, 1])).tolist()
+        [4.0, 4.0, 0.0]
+    """
     if values.numel() == 0:  # a rank with nothing to train; there is no reduction over no segments
         return values * masks
-    unchecked = values.is_cuda  # looking at the lengths would wait for the device
     sums = torch.segment_reduce(
-        values * masks, "sum", lengths=lengths, unsafe=unchecked, initial=0.0
+        values * masks,
+        "sum",
+        lengths=lengths,
+        unsafe=values.is_cuda,  # looking at the lengths would wait for the device
+        initial=0.0,
     )
-    counts = torch.segment_reduce(
-        masks.to(values.dtype), "sum", lengths=lengths, unsafe=unchecked, initial=0.0
-    )
-    return torch.repeat_interleave(
-        sums / counts.clamp(min=1.0), lengths, output_size=values.numel()
-    )
+    return torch.repeat_interleave(sums, lengths, output_size=values.numel())

@@ -88,6 +88,15 @@ def _engine_teachers(draft: Draft) -> None:
             why="a function of yours can set the log-probs of the sampled tokens alone",
             fix="pass --opd-teacher-urls or --opd-teacher-load, or --opd-loss sampled",
         )
+    if scores_itself and draft["use_sampling_mask"] and draft["opd_loss"] == "sampled":
+        raise UserError(
+            "--opd-type sglang with --use-sampling-mask",
+            why=f"with {' and '.join(draft.truncations())} the policy's log-probs are over the "
+            "tokens that were left to be sampled from, and an engine's teacher gives those of the "
+            "whole vocabulary",
+            fix="sample from the whole vocabulary, pass --no-use-sampling-mask, or "
+            "--opd-teacher-load for a teacher in the trainer, which computes as the policy does",
+        )
     temperature = draft["rollout_temperature"]
     if temperature == 1.0:
         return

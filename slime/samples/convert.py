@@ -61,6 +61,7 @@ def to_train_batches(
     if config.distillation.in_trainer:
         columns.teachers = _teachers(columns, trainable, config)
     _check_lengths(columns, config)
+    _check_sampling_mask(columns, config)
     schedule = _plan(columns, config, layout)
     stats = _global_stats(columns, trainable, schedule)
     algorithm = config.algorithm
@@ -109,6 +110,17 @@ def _check_lengths(columns: Columns, config: Config) -> None:
             f"{length} tokens)",
             why="they cannot have come from the built-in generation, which is limited to it",
             fix="raise --seq-length, or cut the samples in the generate function",
+        )
+
+
+def _check_sampling_mask(columns: Columns, config: Config) -> None:
+    if config.algorithm.use_sampling_mask and "sampling_mask_offsets" not in columns.payloads:
+        raise UserError(
+            "--use-sampling-mask needs the tokens that top-k and top-p left to be sampled from",
+            why="the samples of this rollout carry none",
+            fix="pass the engine's meta_info to sample.append_response_tokens, and ask the engine "
+            "for return_sampling_mask; or sample without --rollout-top-k, --rollout-top-p and "
+            "--rollout-min-p",
         )
 
 
