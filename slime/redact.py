@@ -57,7 +57,7 @@ _COLUMNS = _words(
     map hash shard route task routing run sample score metric feature name join query value source
     category domain difficulty rubric filter split log state step time date test weight by config
     env attention head kv qk public hot problem completion chosen rejected reference system user
-    assistant session batch rollout turn
+    assistant session batch rollout turn teacher
     """
 )
 #: Before "token": those of a vocabulary, and counts of them.

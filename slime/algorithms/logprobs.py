@@ -148,7 +148,7 @@ def linear_log_probs(
         1.0 / temperature,
         with_entropy,
         shard,
-        _rows_per_block(hidden, chunk_size),
+        rows_per_block(hidden, chunk_size),
         grad_accumulator,
         None if low_rank is None else low_rank.give,
         kept,
@@ -168,18 +168,21 @@ class _Options:
     give_up: Callable[[Tensor], Tensor] | None
     kept: KeptTokens | None
 
-    def columns(self, device: torch.device, rows: int) -> int:
-        """Vocabulary rows per block, so that a block of logits has the size that suits the
-        device."""
-        elements = _BLOCK_ELEMENTS.get(device.type, 1 << 22)
-        return max(_MIN_COLUMNS, elements // max(rows, 1) // 64 * 64)
+
+def columns_per_block(device: torch.device, rows: int) -> int:
+    """Return the vocabulary rows of a block, so that a block of logits has the size that suits the
+    device."""
+    elements = _BLOCK_ELEMENTS.get(device.type, 1 << 22)
+    return max(_MIN_COLUMNS, elements // max(rows, 1) // 64 * 64)
 
 
-def _rows_per_block(hidden: Tensor, chunk_size: int) -> int:
+def rows_per_block(hidden: Tensor, chunk_size: int) -> int:
+    """Return the rows of ``hidden`` [N, H] that go through the vocabulary at a time; ``chunk_size``
+    if it is positive."""
     return chunk_size if chunk_size > 0 else min(_ROWS_PER_BLOCK, max(hidden.size(0), 1))
 
 
-def _softmax_dtype(hidden: Tensor) -> torch.dtype:
+def softmax_dtype(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
@@ -194,7 +197,7 @@ class _LinearLogProbs(torch.autograd.Function):
         low: Tensor | None,
         up: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        dtype = _softmax_dtype(hidden)
+        dtype = softmax_dtype(hidden)
         n = hidden.size(0)
         # rows: max, Σ exp, target logit, Σ exp · x; x relative to the max
         stats = torch.zeros(4, n, dtype=dtype, device=hidden.device)
@@ -227,7 +230,7 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_low = grad_up = None
         if low is not None:
             grad_low = torch.empty_like(low)
-            grad_up = torch.zeros_like(up, dtype=_softmax_dtype(hidden))
+            grad_up = torch.zeros_like(up, dtype=softmax_dtype(hidden))
         for lo in range(0, hidden.size(0), options.rows):
             rows = slice(lo, min(lo + options.rows, hidden.size(0)))
             entropy_part = None if grad_entropy is None else (grad_entropy[rows], entropy[rows])
@@ -300,10 +303,10 @@ def _running_softmax(inputs: _LogitInputs, targets: Tensor, options: _Options) -
     hidden = inputs.hidden
     n = hidden.size(0)
     shard = options.shard
-    stats = torch.zeros(4, n, dtype=_softmax_dtype(hidden), device=hidden.device)
+    stats = torch.zeros(4, n, dtype=softmax_dtype(hidden), device=hidden.device)
     stats[0] = _LOWEST
     local = targets - shard.start
-    step = options.columns(hidden.device, n)
+    step = columns_per_block(hidden.device, n)
     # in one kernel the entropy is free, and log-probs computed with and without it have the same
     # bits
     with_entropy = options.with_entropy or hidden.is_cuda
@@ -374,7 +377,7 @@ def _backward_rows(
     weight = inputs.weight
     n = hidden.size(0)
     shard = options.shard
-    dtype = _softmax_dtype(hidden)
+    dtype = softmax_dtype(hidden)
     low = inputs.low
     grad_low = None if low is None else low.new_zeros(low.shape, dtype=dtype)
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=dtype) if need_hidden else None
@@ -385,7 +388,7 @@ def _backward_rows(
         *(part.to(dtype)[:, None] for part in entropy_part or ()),
     ]
     local = targets - shard.start
-    step = options.columns(hidden.device, n)
+    step = columns_per_block(hidden.device, n)
     for lo in range(0, shard.size, step):
         hi = min(lo + step, shard.size)
         logits = inputs.logits(lo, hi)

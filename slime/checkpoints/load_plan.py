@@ -27,6 +27,7 @@ from slime.checkpoints.directory import (
     saved_iterations,
 )
 from slime.config.config import Config
+from slime.config.teachers import Teacher
 from slime.errors import UserError
 from slime.files import read_plain
 from slime.models.peft_config import is_adapter_dir
@@ -218,6 +219,26 @@ def resolve_critic(config: Config, plan: LoadPlan) -> LoadPlan:
     if is_hf_dir(root):
         return _weights_only("hf", root, f"starts from {root}", None)
     raise _nothing_there(root, "--critic-load")
+
+
+def resolve_teacher(config: Config, teacher: Teacher) -> LoadPlan:
+    """The weights of a teacher in the trainer, of either kind.
+
+    Raises:
+        UserError: as `resolve_load`.
+    """
+    flag = "--opd-teacher-load"
+    root = Path(teacher.source)
+    step = config.distillation.opd_teacher_ckpt_step
+    note = f"teacher {teacher.name} from"
+    tracked = read_tracker(root)
+    if tracked is not None or (step is not None and saved_iterations(root)):
+        path, _ = _pick(root, tracked, step, "--opd-teacher-ckpt-step")
+        return _weights_only("megatron", path, f"{note} {path}", None)
+    if is_hf_dir(root):
+        _refuse_step(root, step, "--opd-teacher-ckpt-step")
+        return _weights_only("hf", root, f"{note} {root}", None)
+    raise _nothing_there(root, flag)
 
 
 def is_hf_dir(path: Path) -> bool:
@@ -427,6 +448,10 @@ _FIXES = {
     "--critic-load": (
         "pass --critic-load with a Megatron checkpoint directory or a Hugging Face directory; "
         "without it the critic starts from the policy's first weights"
+    ),
+    "--opd-teacher-load": (
+        "pass --opd-teacher-load with a Hugging Face directory or a Megatron checkpoint directory "
+        "(--opd-teacher-ckpt-step picks an iteration), or `self`"
     ),
     "--load": (
         "pass --load with a Megatron checkpoint directory (--ckpt-step picks an iteration) or a "

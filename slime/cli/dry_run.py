@@ -74,6 +74,7 @@ def _checks(config: Config, load: LoadPlan) -> list[str]:
     preflight.check_flags(config)
     if _has_any(folder, _TOKENIZER_FILES):
         preflight.check_data(config)
+        preflight.check_teachers(config)
     else:
         remarks.append(f"the tokenizer is missing in {folder}: prompts were not rendered")
         remarks += _elsewhere("prompts", _first_rows, config)

@@ -1,8 +1,8 @@
 """On-policy distillation: a teacher's log-probs of what the student sampled.
 
 ``--custom-rm-path slime.rollout.on_policy_distillation.reward_func`` with ``--rm-url`` fills
-``teacher_log_probs`` of each sample, which a function of ``--custom-advantage-function-path`` finds
-in the rollout's data.
+``teacher_log_probs`` of each sample, which ``--use-opd`` reads. New runs need no reward function
+for that: ``--opd-teacher-urls``.
 """
 
 from __future__ import annotations

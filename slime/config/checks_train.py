@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 
+from slime.config.checks_distillation import distillation
 from slime.config.draft import Draft
 from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.estimators import FACTS
@@ -401,6 +402,7 @@ STEPS = (
     _precision,
     _batches,
     _algorithm,
+    distillation,
     _trained,
     _lora,
     _deterministic,

@@ -16,6 +16,7 @@ import xxhash
 from slime.config.flags import GROUPS, all_flags, own_flags
 from slime.config.groups_algorithm import AlgorithmConfig
 from slime.config.groups_critic import CriticConfig
+from slime.config.groups_distillation import DistillationConfig
 from slime.config.groups_lora import LoraConfig
 from slime.config.groups_megatron import MegatronConfig
 from slime.config.groups_quantised import QuantisedConfig
@@ -105,6 +106,7 @@ class Config:
     eval: EvalConfig
     algorithm: AlgorithmConfig
     critic: CriticConfig
+    distillation: DistillationConfig
     train: TrainConfig
     megatron: MegatronConfig
     lora: LoraConfig

@@ -16,6 +16,7 @@ from typing import Any
 from slime.config import (
     groups_algorithm,
     groups_critic,
+    groups_distillation,
     groups_lora,
     groups_megatron,
     groups_quantised,
@@ -38,6 +39,7 @@ GROUPS: dict[str, type] = {
     "eval": groups_rollout.EvalConfig,
     "algorithm": groups_algorithm.AlgorithmConfig,
     "critic": groups_critic.CriticConfig,
+    "distillation": groups_distillation.DistillationConfig,
     "train": groups_train.TrainConfig,
     "megatron": groups_megatron.MegatronConfig,
     "lora": groups_lora.LoraConfig,

@@ -311,6 +311,13 @@ def _algorithm(draft: Draft) -> None:
     draft.copy("critic_lr", "lr")
     draft.copy("critic_lr_warmup_iters", "lr_warmup_iters")
     draft.copy("critic_lambd", "lambd")
+    if draft["use_opd"]:
+        in_trainer = bool(draft["opd_teacher_load"])
+        draft.derive(
+            "opd_type",
+            "megatron" if in_trainer else "sglang",
+            "megatron with opd_teacher_load, else sglang",
+        )
     draft.copy("balance_data", "balance_by_flops")
     draft.copy("use_routing_replay", "use_rollout_routing_replay")
     estimator = draft["advantage_estimator"]

@@ -114,6 +114,7 @@ def tokenizer(case: CheckedRun, findings: CheckFindings) -> None:
     """Check that the tokenizer can be read, its ids have rows in the embedding, and something ends
     a turn, with and without the template."""
     found = case.tokenizer
+    findings.attempt(preflight.check_teachers, case.run)
     rows = read_hf_config(str(case.model)).get("vocab_size")
     ids = max(found.get_vocab().values(), default=-1) + 1
     findings.note(f"{ids} tokens, vocab_size {rows}")

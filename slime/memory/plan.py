@@ -4,7 +4,8 @@ change when it does not.
     colocated                                              apart
     phase       trainer              engine                trainer GPUs: log-probs, train, push
     generate    asleep               weights, KV cache     engine GPUs:  generate, push
-    log-probs   states, reference    asleep
+    log-probs   states, a frozen     asleep
+                model's weights
     critic      the critic's alone   asleep
     train       states, activations  asleep
     push        weights              weights
@@ -262,7 +263,7 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
             # broadcasts keep theirs between pushes
             if facts.engine is not None and not facts.colocate:
                 states.append(Use("trainer", "two buckets", 2 * facts.bucket))
-            if trainer.settings.reference:
+            if trainer.settings.reference or trainer.settings.teachers:
                 more = [Use("trainer", what, size) for what, size in trainer.scoring().items()]
                 yield Phase(devices, "log-probs", (*states, *more, *idle))
             if trainer.critic is not None:
@@ -402,7 +403,7 @@ def host_phase(facts: Facts) -> Phase:
         uses.append(Use("trainer", "processes", placement.num_train * _PROCESS_BYTES))
         totals: dict[str, float] = {}
         for stage in trainer.stages:
-            on_host = {"weights of the reference": stage.on_host(sleeps=False)}
+            on_host = {"weights of frozen models": stage.on_host(sleeps=False)}
             for what, size in (
                 *stage.states().items(),
                 *stage.training().items(),

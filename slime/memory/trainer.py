@@ -12,8 +12,10 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
+from typing import Any
 
 from slime.config.config import Config
+from slime.config.teachers import BASE, SELF
 from slime.memory.activations import (
     Recompute,
     StageActivations,
@@ -85,6 +87,10 @@ class TrainerSettings:
         staged: the moments come to the device in buckets for the step (else the step runs on the
             host).
         reference: a second model's weights come to the device for its log-probs.
+        teachers: models whose weights come to the device one after the other, to score.
+        teacher_heads: of these and the policy itself, so many leave their output layer on the
+            device for the loss (--opd-loss over the whole vocabulary).
+        teacher_tokens: of a rollout on this rank, whose hidden states teachers leave on the host.
         tokens: of the largest micro-batch, on this rank.
         longest: tokens of the longest sequence.
         assumed_length: ``longest`` is a guess, as no flag bounds it.
@@ -115,6 +121,9 @@ class TrainerSettings:
     master_on_host: float
     staged: bool
     reference: bool
+    teachers: int
+    teacher_heads: int
+    teacher_tokens: float
     tokens: int
     longest: int
     assumed_length: bool
@@ -166,6 +175,7 @@ class TrainerSettings:
             staged=staged,
             # with adapters it is the policy without them
             reference=algorithm.needs_reference and adapters is None,
+            **_teachers_of(config, layout),
             tokens=largest_micro_batch(config, layout, longest, on_gpu=on_gpu),
             longest=longest,
             assumed_length=assumed,
@@ -188,6 +198,9 @@ class TrainerSettings:
             self,
             spec=replace(self.spec, tie_embeddings=False),
             reference=False,
+            teachers=0,
+            teacher_heads=0,
+            teacher_tokens=0.0,
             with_logits=False,
             only=(),
             frozen=(),
@@ -356,7 +369,10 @@ class StageMemory:
         trainer."""
         settings = self.settings
         held = self.moments * settings.moments_on_host + self.master * settings.master_on_host
-        held += self.weights if settings.reference else 0.0
+        held += self.weights * (settings.reference + settings.teachers)
+        if self._has_output:
+            element = settings.element
+            held += settings.teacher_tokens * settings.spec.hidden_size * element
         if sleeps:
             held += self.weights + self.adapter_weights
             held += self.master * (1 - settings.master_on_host)
@@ -372,7 +388,27 @@ class StageMemory:
         }
         if self.settings.reference:
             found["weights of the reference"] = self.weights
+        elif self.settings.teachers:
+            found["weights of a teacher"] = self.weights
+        found |= self._teacher_heads()
         return found | self._rounded("linears" if self.settings.measured else self.settings.rounded)
+
+    def _teacher_heads(self) -> dict[str, float]:
+        """Output layers of teachers, and their hidden states of a micro-batch."""
+        settings = self.settings
+        if not settings.teacher_heads or not self._has_output:
+            return {}
+        spec = settings.spec
+        columns = spec.padded_vocab_size / settings.layout.tensor
+        row = spec.hidden_size * settings.element
+        return {
+            "output layers of teachers": settings.teacher_heads * columns * row,
+            "hidden states of teachers": settings.tokens * row,
+        }
+
+    @property
+    def _has_output(self) -> bool:
+        return self.number == self.settings.layout.pipeline - 1
 
     def _rounded(self, kind: str | None) -> dict[str, float]:
         """Weights as quantised engines have them, beside the plain ones. The ignore list, which is
@@ -405,6 +441,7 @@ class StageMemory:
             else sum(self._spread) * max(1.0, under_way),
             "temporaries of a layer": self._temporaries(),
             **self._output(),
+            **self._teacher_heads(),
             **self._rounded(settings.rounded),
         }
         if settings.on_gpu:
@@ -468,7 +505,7 @@ class StageMemory:
     def _output(self) -> dict[str, float]:
         """The last stage's log-probs: the rows that predict, and blocks of logits."""
         settings = self.settings
-        if self.number != settings.layout.pipeline - 1:
+        if not self._has_output:
             return {}
         spec = settings.spec
         rows = settings.tokens
@@ -542,6 +579,21 @@ def longest_sequence(config: Config) -> tuple[int, bool]:
         return cap, False
     prompt = config.data.rollout_max_prompt_len
     return rollout.rollout_max_response_len + (prompt or _ASSUMED_PROMPT), prompt is None
+
+
+def _teachers_of(config: Config, layout: Layout) -> dict[str, Any]:
+    """The fields of `TrainerSettings` about teachers."""
+    flags = config.distillation
+    own = [one for one in flags.teachers if one.source not in (SELF, BASE)]
+    is_whole = flags.in_trainer and flags.in_loss and not flags.opd_top_k
+    rollout = config.rollout
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    tokens = samples * rollout.rollout_max_response_len / layout.data
+    return {
+        "teachers": len(own),
+        "teacher_heads": len(flags.teachers) if is_whole else 0,
+        "teacher_tokens": tokens if is_whole else 0.0,
+    }
 
 
 def largest_micro_batch(config: Config, layout: Layout, longest: int, *, on_gpu: bool) -> int:

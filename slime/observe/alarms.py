@@ -214,7 +214,7 @@ _REWARD_FIX = (
 
 def constant_reward(rows: Rows, flags: Flags) -> Alarm | None:
     value = _constant_reward(rows)
-    if value is None or _is_mastered(rows, value):
+    if value is None or _is_mastered(rows, value) or flags.get("use_opd"):  # a teacher teaches
         return None
     if late_rewards(rows, flags):
         return None  # it says why
@@ -224,7 +224,7 @@ def constant_reward(rows: Rows, flags: Flags) -> Alarm | None:
 
 
 def no_contrast(rows: Rows, flags: Flags) -> Alarm | None:
-    if not _is_flat(rows, flags) or _constant_reward(rows) is not None:
+    if not _is_flat(rows, flags) or _constant_reward(rows) is not None or flags.get("use_opd"):
         return None
     steps = len(_flat_rows(rows)[0])
     detail = f"in the last {steps} steps no group had two different rewards: its advantages are 0"
@@ -235,6 +235,8 @@ def never_any_contrast(rows: Rows, flags: Flags) -> Alarm | None:
     """Check a run that ended too early for `no_contrast` and `constant_reward`."""
     steps = _trained(rows)
     if not 0 < len(steps) < _FLAT_STEPS or any(row["rollout/zero_std/ratio"] < 1 for row in steps):
+        return None
+    if flags.get("use_opd"):
         return None
     if late_rewards(rows, flags):
         return None  # it says why

@@ -46,7 +46,7 @@ def load_tokenizer(
             fix="pass --hf-checkpoint with a directory that holds config.json, weights and "
             "tokenizer",
         )
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         there = ", ".join(sorted(entry.name for entry in folder.iterdir())[:12]) or "nothing"
         raise UserError(
             f"the model directory '{path}' has no tokenizer",
@@ -78,6 +78,11 @@ def load_tokenizer(
             why=f"{type(error).__name__}: {first_line}",
             fix="check that its files are complete and fit the installed transformers version",
         ) from error
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Tell whether a directory holds the files of a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def _brings_code(folder: Path) -> bool:

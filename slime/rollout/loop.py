@@ -48,6 +48,7 @@ from slime.rollout.generate import (
 from slime.rollout.journal import Journal
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
 from slime.rollout.rewards.pool import RewardPool
+from slime.rollout.teachers import TeacherPool
 from slime.rollout.trajectory import GroupRunner, Trajectory
 from slime.rollout.user_rollouts import (
     call_rollout_fn,
@@ -117,6 +118,8 @@ class RolloutLoop:
         self._eval_sets: list[EvalSet] | None = None
         self._client: RolloutClient | None = None
         self._rewards: RewardPool | None = None
+        self._model_urls = models
+        self._teachers: TeacherPool | None = None
         self._end_tokens = end_token_ids(tokenizer, str(config.checkpoint.hf_checkpoint or ""))
         # by whether it is an evaluation
         self._under_way: dict[bool, list[GenerateState]] = {True: [], False: []}
@@ -153,6 +156,8 @@ class RolloutLoop:
             engine_urls = [worker.url for worker in await list_workers(router)]
         self._watched = watch_loop(loop, self._blocking_limit, lambda message: self.lost(message))
         self._rewards = RewardPool(config, self.args)
+        if config.distillation.use_opd:
+            self._teachers = TeacherPool(config, self.tokenizer, self._model_urls, self.base_url)
         self._eval_sets = await asyncio.to_thread(self._read_eval_sets)
         self._client = RolloutClient(
             self.base_url,
@@ -173,6 +178,8 @@ class RolloutLoop:
             await self._client.close()
         if self._rewards is not None:
             await self._rewards.close()
+        if self._teachers is not None:
+            await self._teachers.close()
         self._client = self._rewards = None
         forget_states(self.args)
         if self in _newest:
@@ -203,6 +210,8 @@ class RolloutLoop:
         `GroupRunner`."""
         limit = self.config.rollout.rollout_stall_timeout
         which = None if options.get("evaluation") else options["rollout_id"]
+        if not options.get("evaluation"):
+            options["teachers"] = self._teachers
 
         def on_failure(trajectory: Trajectory, error: Exception) -> None:
             self.record_failure(which, trajectory.samples, trajectory.activity.value, error)
@@ -325,6 +334,8 @@ class RolloutLoop:
             group_rm=self.config.reward.group_rm,
             mask_offpolicy=rollout.mask_offpolicy_in_partial_rollout,
         )
+        teachers = self._teachers
+        canary = {} if teachers is None else await teachers.begin(self._vocab_size)
         path = rollout.dynamic_sampling_filter_path
         sampler = DynamicSampler(
             runner,
@@ -346,6 +357,7 @@ class RolloutLoop:
         state.client.counters.take()
         async with _load_snapshots(state.client) as loads:
             collected = await sampler.collect()
+        taught = {} if teachers is None else canary | teachers.metrics()
         if rollout.rollout_sample_filter_path:
             views = [run.samples for run in collected.chosen]
             await call_with_groups("rollout_sample_filter_path", self.args, views, limit=limit)
@@ -357,7 +369,7 @@ class RolloutLoop:
         groups = [run.to_group() for run in collected.chosen]
         restored = self._journal.metrics() if self._journal is not None else {}
         metrics = _counters(collected, runner) | load_metrics(loads) | rewards.metrics()
-        return RolloutFnTrainOutput(groups, metrics | restored)
+        return RolloutFnTrainOutput(groups, metrics | restored | taught)
 
     def progress(self, evaluation: bool = False) -> dict[str, float]:
         """``done`` and ``target`` in prompts and ``tokens`` so far, of the oldest running rollout

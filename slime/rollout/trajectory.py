@@ -39,6 +39,7 @@ from slime.rollout.generate import (
     prompt_token_ids,
 )
 from slime.rollout.rewards.pool import RewardPool
+from slime.rollout.teachers import TeacherPool
 from slime.rollout.validate_generate_output import (
     check_values,
     finish_samples,
@@ -86,6 +87,7 @@ class Activity(StrEnum):
     QUEUED = "queued"
     GENERATING = "generating"
     HOOKS = "sample hooks"
+    TEACHER = "teacher"
     REWARD = "reward"
     FILTER = "filter"
     DONE = "done"
@@ -263,6 +265,7 @@ class GroupRunner:
     Args:
         state: tokenizer, client, sampling parameters.
         rewards: None when the samples bring their rewards along.
+        teachers: score what was generated; None when nothing is learned from any.
         rollout_id, evaluation: passed to hooks that ask for them.
         group_rm: score the finished group as a whole.
         mask_offpolicy: do not train on what an earlier rollout had generated of a resumed sample.
@@ -285,6 +288,7 @@ class GroupRunner:
         evaluation: bool = False,
         group_rm: bool = False,
         mask_offpolicy: bool = False,
+        teachers: TeacherPool | None = None,
         hook_limit: float | None = None,
         on_failure: Callable[[Trajectory, Exception], None] = lambda trajectory, error: None,
         ours: tuple[str, ...] = (),
@@ -297,6 +301,7 @@ class GroupRunner:
         self._hooks_turn = asyncio.Lock()
         self.state = state
         self.rewards = rewards
+        self.teachers = teachers
         self.rollout_id = rollout_id
         self.evaluation = evaluation
         self.group_rm = group_rm
@@ -331,7 +336,12 @@ class GroupRunner:
             except BaseExceptionGroup as errors:  # only what must stop the run gets here
                 raise errors.exceptions[0] from None
             is_unscored = group.is_generated and not group.is_scored
-            if self.group_rm and is_unscored and group.failure is None:
+            if (
+                self.group_rm
+                and is_unscored
+                and group.failure is None
+                and all([await self._ask_teacher(one) for one in group.trajectories])
+            ):
                 await self._score_group(group)
 
     async def _run_whole(self, function: Any, group: GroupRun) -> None:
@@ -367,8 +377,22 @@ class GroupRunner:
         self.last_progress = time.monotonic()
 
     async def _score_unless_group_rm(self, trajectory: Trajectory) -> None:
-        if trajectory.is_generated and not self.group_rm:
+        if not trajectory.is_generated:
+            return
+        if await self._ask_teacher(trajectory) and not self.group_rm:
             await self._score(trajectory)
+
+    async def _ask_teacher(self, trajectory: Trajectory) -> bool:
+        """Let teachers score the samples that they have not scored yet. False if the rollout ended
+        meanwhile: the samples then stay without reward, and are scored in the next one."""
+        if self.teachers is None:
+            return True
+        trajectory.enter(Activity.TEACHER)
+        with span(trajectory.samples, "teacher"):
+            for sample in trajectory.samples:
+                if await self._unless_aborted(self.teachers.score, sample) is None:
+                    return False
+        return True
 
     def _handle_error(self, trajectory: Trajectory, error: Exception) -> None:
         """Put the trajectory back during an abort, else fail it; raise what must stop the run."""

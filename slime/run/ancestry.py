@@ -48,6 +48,7 @@ _AFFECTS_TRAINING = {
     "rollout": ("rollout_data_postprocess_path",),
     "algorithm": ("",),
     "critic": ("",),
+    "distillation": ("",),
     "lora": ("",),
 }  # fmt: skip
 _WITHOUT_EFFECT = frozenset({"get_mismatch_metrics"})
@@ -211,7 +212,11 @@ def training_fingerprint(config: Config) -> str:
     among them."""
     values: dict[str, Any] = {}
     for group, prefixes in _AFFECTS_TRAINING.items():
-        is_off = {"lora": not config.lora.lora_rank, "critic": not config.algorithm.needs_critic}
+        is_off = {
+            "lora": not config.lora.lora_rank,
+            "critic": not config.algorithm.needs_critic,
+            "distillation": not config.distillation.use_opd,
+        }
         if is_off.get(group):
             continue  # runs of earlier releases keep their fingerprints
         values |= {
@@ -232,6 +237,10 @@ def training_fingerprint(config: Config) -> str:
             "ref_load": _content(checkpoint.ref_load),
             "ref_ckpt_step": checkpoint.ref_ckpt_step,
         }
+    values |= {
+        f"teacher {teacher.name}": _content(teacher.source)
+        for teacher in config.distillation.teachers
+    }
     if _depends_on_run_length(config):
         values |= {"num_rollout": config.rollout.num_rollout, "num_epoch": config.data.num_epoch}
     values = {

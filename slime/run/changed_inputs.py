@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.config.config import Config
 from slime.config.flag import option_of
+from slime.config.teachers import BASE, SELF
 from slime.data_path import split_name, split_slice
 from slime.errors import UserError
 from slime.files import content_fingerprint
@@ -116,12 +117,17 @@ def _inputs(config: Config) -> Iterator[tuple[str, str]]:
         yield from (
             (flag, one) for one in (value if isinstance(value, (list, tuple)) else [value]) if one
         )
+    yield from (
+        ("opd_teacher_load", teacher.source)
+        for teacher in config.distillation.teachers
+        if teacher.source not in (SELF, BASE)
+    )
     yield from (("eval_prompt_data", path) for path in (flags["eval_prompt_data"] or ())[1::2])
 
 
 def _fingerprint(flag: str, value: str) -> str:
     """Return a hash of the content, "" if the input does not exist."""
-    if flag in ("hf_checkpoint", "ref_load", "lora_adapter_path"):
+    if flag in ("hf_checkpoint", "ref_load", "lora_adapter_path", "opd_teacher_load"):
         return content_fingerprint(Path(value))
     if flag not in ("prompt_data", "eval_prompt_data"):
         return fingerprint(None, [value])

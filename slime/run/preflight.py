@@ -22,12 +22,14 @@ from slime.checkpoints.load_plan import (
     reference_adapter,
     resolve_critic,
     resolve_reference,
+    resolve_teacher,
 )
 from slime.cluster.engine_fit import check_fit, external_urls, fetch_engine_info
 from slime.compat.plugin_imports import check_plugin_imports
 from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.config.te_flags import is_installed, missing
+from slime.config.teachers import BASE, SELF, engine_teachers
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.hub import fetch_model, is_hub_name, local_data
@@ -73,6 +75,9 @@ def from_the_hub(config: Config) -> Config:
     local: dict[str, tuple[str | None, str]] = {}
     if model is not None and is_hub_name(model):
         local["hf_checkpoint"] = (model, str(fetch_model(model)))
+    teachers = _local_teachers(config)
+    if teachers != config.distillation.opd_teacher_load:
+        local["opd_teacher_load"] = (" ".join(config.distillation.opd_teacher_load), "")
     if data is not None and (copy := local_data(data)) != data:
         local["prompt_data"] = (data, copy)
     # the list alternates between names and paths
@@ -95,8 +100,24 @@ def from_the_hub(config: Config) -> Config:
         checkpoint = replace(checkpoint, hf_checkpoint=path, ref_load=reference)
     if "prompt_data" in local:
         rows = replace(rows, prompt_data=local["prompt_data"][1])
-    evaluation = replace(config.eval, eval_prompt_data=tuple(local_sets))
-    return replace(config, checkpoint=checkpoint, data=rows, eval=evaluation, origins=origins)
+    return replace(
+        config,
+        checkpoint=checkpoint,
+        data=rows,
+        eval=replace(config.eval, eval_prompt_data=tuple(local_sets)),
+        distillation=replace(config.distillation, opd_teacher_load=teachers),
+        origins=origins,
+    )
+
+
+def _local_teachers(config: Config) -> tuple[str, ...]:
+    """--opd-teacher-load with local paths in place of names on the hub."""
+    return tuple(
+        f"{teacher.name}={fetch_model(teacher.source)}" if is_hub_name(teacher.source) else value
+        for teacher, value in zip(
+            config.distillation.teachers, config.distillation.opd_teacher_load
+        )
+    )
 
 
 def check_flags(config: Config) -> None:
@@ -186,6 +207,11 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
     family = family_of(flags.hf_checkpoint, flags.model_name)
     served = {Path(flags.hf_checkpoint)} if needs_engines(config) else set()
     plans = [plan, *([resolve_reference(config)] if config.algorithm.needs_reference else [])]
+    plans += [
+        resolve_teacher(config, teacher)
+        for teacher in config.distillation.teachers
+        if teacher.source not in (SELF, BASE)
+    ]
     critics = set[Path]()
     if config.algorithm.needs_critic and not plan.is_resume:
         plans.append(resolve_critic(config, plan))
@@ -211,6 +237,41 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
     for adapter in (config.lora.lora_adapter_path, reference_adapter(config)):
         if adapter:
             check_adapter(adapter)
+
+
+def check_teachers(config: Config) -> None:
+    """Check that teachers know the policy's tokens by the same ids.
+
+    Raises:
+        UserError: one has another vocabulary, or its engine does not answer.
+    """
+    from slime.prompts.same_vocabulary import check_same_vocabulary
+
+    student = config.checkpoint.hf_checkpoint
+    for name, folder in _teacher_folders(config):
+        check_same_vocabulary(
+            str(student), folder, name, trust_remote_code=config.checkpoint.trust_remote_code
+        )
+
+
+def _teacher_folders(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield name and directory of each teacher whose directory is on this host."""
+    flags = config.distillation
+    found = [(teacher.name, teacher.source) for teacher in flags.teachers]
+    if flags.use_opd and not flags.in_trainer and needs_engines(config):
+        served = {
+            model.name: model.path
+            for model in engine_of(config).served_models(config)
+            if not model.is_policy
+        }
+        for teacher in engine_teachers(flags.opd_teacher_urls, served.keys()):
+            path = served.get(teacher.source)
+            if path is None:
+                path = str(fetch_engine_info(teacher.source).model.get("model_path"))
+            found.append((teacher.name, path))
+    for name, path in found:
+        if path not in (SELF, BASE) and Path(path).is_dir():
+            yield name, path
 
 
 def check_engine_flags(config: Config) -> None:
@@ -360,6 +421,7 @@ def _may_have_rewards(config: Config) -> bool:
         config.reward.rm_type
         or config.reward.custom_rm_path
         or config.algorithm.loss_type == "sft_loss"
+        or config.distillation.use_opd
         or rollout.custom_generate_function_path
         or rollout.rollout_function_path
         or data.data_source_path
@@ -528,6 +590,10 @@ def _check_export(config: Config) -> None:
         "--hf-checkpoint": flags.hf_checkpoint,
         "--lora-adapter-path": config.lora.lora_adapter_path,
         "--critic-load": config.critic.critic_load,
+    }
+    kept |= {
+        f"--opd-teacher-load {teacher.name}": teacher.source
+        for teacher in config.distillation.teachers
     }
     if flags.save_hf:
         kept["--output-dir"] = observe.output_dir

@@ -69,6 +69,7 @@ class TrainBatch:
         rollout_mask_sums: trained tokens of sample i's whole trajectory, >= 1, or their mean over
             its group's trajectories (CISPO): its denominator in the default loss.
         steps: the optimizer steps, in order.
+        teachers: the name of each sample's teacher, where the trainer holds them.
         payloads: columns of `slime.samples.payloads.PAYLOADS`, as far as the samples have them.
         global_stats: numbers over all ranks that every rank logs alike (reward mean, ...).
         recorded: samples, of any rank, whose tokens are recorded: what training knows of them is
@@ -89,6 +90,7 @@ class TrainBatch:
     steps: list[StepPlan]
     rollout_log_probs: list[torch.Tensor] | None = None
     teacher_log_probs: list[torch.Tensor] | None = None
+    teachers: list[str] = field(default_factory=list)
     weight_versions: list[tuple[int, ...]] = field(default_factory=list)
     metadata: list[dict[str, Any] | None] = field(default_factory=list)
     payloads: dict[str, list[torch.Tensor]] = field(default_factory=dict)

@@ -99,8 +99,9 @@ def _why_not(sample: Sample, sft: bool) -> str:
 class Columns:
     """One entry per sample in every list; the optional ones are None when no sample has the field.
 
-    ``loss_masks`` are 0/1 per response token, zeros for removed samples. ``payloads`` has the
-    columns of `slime.samples.payloads.PAYLOADS` that samples brought along.
+    ``loss_masks`` are 0/1 per response token, zeros for removed samples. ``teachers`` is empty
+    unless the trainer holds them. ``payloads`` has the columns of `slime.samples.payloads.PAYLOADS`
+    that samples brought along.
     """
 
     tokens: list[list[int]]
@@ -114,6 +115,7 @@ class Columns:
     truncated: list[bool]
     rollout_log_probs: list[list[float]] | None = None
     teacher_log_probs: list[list[float]] | None = None
+    teachers: list[str] = field(default_factory=list)
     weight_versions: list[tuple[int, ...]] = field(default_factory=list)
     metadata: list[dict[str, Any] | None] = field(default_factory=list)
     payloads: dict[str, list[Any]] = field(default_factory=dict)
@@ -196,6 +198,8 @@ def _optional(samples: list[Sample], masks: list[list[int]], name: str) -> list[
     values = [getattr(sample, name) for sample in samples]
     if all(value is None for value in values):
         return None
+    if name == "teacher_prompt_tokens":  # others have their own
+        return [[] if value is None else value for value in values]
     if name == "token_rewards":  # others earned theirs as a whole
         return [
             [0.0] * sample.response_length if value is None else value

@@ -12,6 +12,7 @@ import torch
 
 from slime.config.config import Config
 from slime.config.estimators import FACTS
+from slime.config.teachers import read_teachers, teacher_of
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.models import family_of, vocab_size_of
@@ -57,6 +58,8 @@ def to_train_batches(
         columns = columns_from_hook(returned, trainable, origin, vocab_size)
     else:
         columns = columns_from_samples(trainable, config, args)
+    if config.distillation.in_trainer:
+        columns.teachers = _teachers(columns, trainable, config)
     _check_lengths(columns, config)
     _check_sampling_mask(columns, config)
     schedule = _plan(columns, config, layout)
@@ -71,6 +74,24 @@ def to_train_batches(
     for shard in shards:
         _check_log_probs(shard, args)
     return shards
+
+
+def _teachers(columns: Columns, trainable: Trainable, config: Config) -> list[str]:
+    """The name of each sample's teacher. What a converter has made other samples of has metadata no
+    more, and so the default teacher.
+
+    Raises:
+        UserError: a sample names a teacher that there is not, or none of several.
+    """
+    flags = config.distillation
+    names = [teacher.name for teacher in read_teachers(flags.opd_teacher_load)]
+    same = len(columns.tokens) == len(trainable.samples)
+    metadata = [sample.metadata for sample in trainable.samples] if same else [{}]
+    found = [
+        teacher_of(one, flags.opd_teacher_key, names, f"sample {index}")
+        for one, index in zip(metadata, columns.sample_indices)
+    ]
+    return found if same else found * len(columns.tokens)
 
 
 def _check_lengths(columns: Columns, config: Config) -> None:
@@ -195,6 +216,7 @@ def _shard(
         steps=schedule.steps[rank],
         rollout_log_probs=floats(columns.rollout_log_probs),
         teacher_log_probs=floats(columns.teacher_log_probs),
+        teachers=pick(columns.teachers) if columns.teachers else [],
         weight_versions=pick(columns.weight_versions),
         metadata=pick(columns.metadata),
         payloads={

@@ -103,7 +103,7 @@ def _columns(result: Any, origin: str) -> dict[str, list[Any]]:
         values = column.tolist() if is_array else list(column)  # type: ignore[attr-defined]
         data[_HOOK_NAMES.get(name) or str(name)] = values
     missing = [name for name in ("tokens", "response_lengths", "rewards") if name not in data]
-    known = {f.name for f in fields(Columns)} - {"weight_versions", "payloads"}
+    known = {f.name for f in fields(Columns)} - {"weight_versions", "payloads", "teachers"}
     unknown = sorted(data.keys() - known - PAYLOADS.keys())
     if missing or unknown:
         raise FunctionFailed(

@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.samples.routed_experts import experts_problem
 from slime.samples.sampling_mask import mask_ids_problem, mask_offsets_problem
+from slime.samples.teacher_scores import prompt_problem, top_tokens_problem
 from slime.samples.token_rewards import token_rewards_problem
 
 
@@ -37,4 +38,6 @@ PAYLOADS = {
     "sampling_mask_ids": Payload("rollout_top_p_token_ids", mask_ids_problem),
     "sampling_mask_offsets": Payload("rollout_top_p_token_offsets", mask_offsets_problem),
     "token_rewards": Payload("token_rewards", token_rewards_problem),
+    "teacher_prompts": Payload("teacher_prompt_tokens", prompt_problem),
+    "teacher_top": Payload("teacher_top_tokens", top_tokens_problem),
 }

@@ -129,6 +129,8 @@ FIELDS: dict[str, SampleField] = {
     "teacher_log_probs": SampleField(
         "a list of numbers, or None", _either(list), is_per_token=True
     ),
+    "teacher_prompt_tokens": SampleField("a list of token ids, or None", _either(list)),
+    "teacher_top_tokens": SampleField("an array [2, R, k], or None", _anything),
     # `Sample.validate` knows which there are
     "status": SampleField("a Sample.Status", _anything, is_frozen=True),
     "metadata": SampleField("a dict", lambda value: isinstance(value, dict)),

@@ -190,6 +190,10 @@ class Sample:
     token_rewards: list[float] | None = None
     """The part of the reward that each response token earned, where the reward function has
     returned a list; ``reward`` is their sum."""
+    teacher_prompt_tokens: list[int] | None = None
+    """The prompt that the teacher sees, where it is another one (--opd-teacher-prompt-key)."""
+    teacher_top_tokens: Any = None
+    """The teacher's most likely tokens; see `slime.samples.teacher_scores`."""
     drawn_as: int | None = None
     """While its group waits to be drawn again: what the journal knows the group by."""
     as_drawn: dict[str, Any] | None = None
@@ -360,6 +364,7 @@ class Sample:
         self.loss_mask = self.rollout_log_probs = self.teacher_log_probs = None
         self.rollout_routed_experts = None
         self.rollout_top_p_token_ids = self.rollout_top_p_token_offsets = None
+        self.teacher_top_tokens = None
         self.weight_versions = []
         self.token_spans = []
         self.spec_info = SpecInfo()

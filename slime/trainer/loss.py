@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from slime.algorithms.divergence import DivergenceKind, top_divergence
 from slime.algorithms.estimators import ESTIMATORS
 from slime.algorithms.kl import kl_estimate
 from slime.algorithms.losses import (
@@ -152,10 +153,26 @@ def _policy_loss(
         )
         metrics["kl_loss"] = kl_loss
         loss = loss + flags.kl_loss_coef * kl_loss
+    if config.distillation.in_loss:
+        opd_loss = weighted_sum(_from_teacher(scores, inputs, config), inputs.weights)
+        metrics["opd_loss"] = opd_loss
+        loss = loss + config.distillation.opd_kl_coef * opd_loss
     return loss * inputs.loss_scale, {
         **metrics,
         **{name: weighted_sum(value, inputs.weights) for name, value in means.items()},
     }
+
+
+def _from_teacher(scores: TokenScores, inputs: LossInputs, config: Config) -> Tensor:
+    """[N]: the divergence of each token's distribution from its teacher's, with gradient."""
+    flags = config.distillation
+    assert scores.vocabulary is not None and inputs.teacher is not None
+    kind = cast(DivergenceKind, flags.opd_loss)
+    top = inputs.teacher.top
+    if top is None:
+        return scores.vocabulary.divergence(inputs.teacher.rows, kind, flags.opd_jsd_beta)
+    own = scores.vocabulary.log_probs_at(top.ids)
+    return top_divergence(own, top.log_probs.to(own.dtype), kind, beta=flags.opd_jsd_beta)
 
 
 def _correct_mismatch(

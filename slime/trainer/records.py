@@ -4,16 +4,52 @@ TrainBatch ─► RolloutTensors ─ per micro-batch ─► LossInputs ──┐
                    ▲                              TokenScores ─┴─► MicroBatchResult ─► StepOutcome
                    └──────────────── log-probs of the training pass ───┘
 
-The critic has `TokenValues` where the policy has `TokenScores`.
+The critic has `TokenValues` where the policy has `TokenScores`. What teachers say of the rollout is
+in `TeacherColumns`, of a micro-batch in `TeacherInputs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from slime.algorithms.divergence import DivergenceKind, OutputRows, TopTokens
+
+
+@dataclass
+class TeacherColumns:
+    """What teachers say of the rollout's response tokens, a tensor per sample; None: not asked for.
+
+    Attributes:
+        log_probs: [R_i], of the tokens.
+        top: the most likely tokens in the place of each, [R_i, k].
+        hidden: [R_i, H] in host memory: the hidden states from which the teacher predicts them.
+        names: the teacher of each sample.
+        heads: the output layer of each teacher [V / tp, H], and the temperature.
+    """
+
+    log_probs: list[Tensor] | None = None
+    top: list[TopTokens] | None = None
+    hidden: list[Tensor] | None = None
+    names: list[str] = field(default_factory=list)
+    heads: dict[str, tuple[Tensor, float]] = field(default_factory=dict)
+
+
+@dataclass
+class TeacherInputs:
+    """What a micro-batch's loss takes from teachers.
+
+    Attributes:
+        top: of all its tokens, [N, k].
+        rows: for each teacher the tokens that it teaches, int64, and what it predicts them from.
+    """
+
+    top: TopTokens | None = None
+    rows: list[tuple[Tensor, OutputRows]] = field(default_factory=list)
 
 
 @dataclass
@@ -40,6 +76,7 @@ class RolloutTensors:
     values: list[Tensor] | None = None
     value_outputs: list[Tensor] | None = None
     value_targets: list[Tensor] | None = None
+    teacher: TeacherColumns | None = None
     loss_masks: list[Tensor] = field(default_factory=list)
     before_training: list[int] | None = None
 
@@ -85,6 +122,22 @@ class LossInputs:
     trained_log_probs: Tensor | None = None
     value_outputs: Tensor | None = None
     value_targets: Tensor | None = None
+    teacher: TeacherInputs | None = None
+
+
+class Vocabulary(Protocol):
+    """The policy's distributions at a micro-batch's response tokens, blockwise. Every method is
+    collective where the vocabulary or the tokens are shared."""
+
+    def divergence(
+        self, teachers: Sequence[tuple[Tensor, OutputRows]], kind: DivergenceKind, beta: float
+    ) -> Tensor:
+        """Divergence from teachers, [N]: over the whole vocabulary, with gradient."""
+        ...
+
+    def log_probs_at(self, ids: Tensor) -> Tensor:
+        """Log-probs of several tokens each, [N, k] → [N, k], with gradient."""
+        ...
 
 
 @dataclass
@@ -95,11 +148,17 @@ class TokenScores:
         log_probs: of the tokens, under the temperature-scaled distribution.
         entropy: of that distribution at each token; None when not asked for.
         logits: [N, V / tp] over the real vocabulary, temperature-scaled; only for custom losses.
+        vocabulary: for losses that compare distributions.
+        top: the most likely tokens, when asked for.
+        rows: what the log-probs were computed from, when asked for; ``hidden`` [N, H] is whole.
     """
 
     log_probs: Tensor
     entropy: Tensor | None = None
     logits: Tensor | None = None
+    vocabulary: Vocabulary | None = None
+    top: TopTokens | None = None
+    rows: OutputRows | None = None
 
     @property
     def per_token(self) -> Tensor:

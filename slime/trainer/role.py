@@ -4,8 +4,9 @@
     policy      with the --loss-type     yes         yes
     reference   no                       no          once it differs from --ref-load
     critic      with the value loss      no          yes
+    teacher …   no                       no          no
 
-A model that only scores (a teacher) and has the policy's architecture is one more row here, a
+A model that only scores and has the policy's architecture is one more row here, a
 `slime.trainer.update.Scorer` and a field of `RolloutTensors` for its column: frozen models are
 weights swapped into the policy's chunks. A model with another head or one that learns also needs
 model chunks and an optimizer of its own, as the critic has (`slime.trainer.megatron.critic`).
@@ -15,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from slime.checkpoints.load_plan import LoadPlan, resolve_reference
+from slime.checkpoints.load_plan import LoadPlan, resolve_reference, resolve_teacher
 from slime.config.config import Config
+from slime.config.teachers import BASE, SELF
 from slime.trainer.loss import LOSS_TYPES, VALUE_LOSS, LossType
 
 POLICY = "policy"
@@ -66,7 +69,23 @@ def roles_of(config: Config) -> dict[str, Role]:
         )
     if config.algorithm.needs_critic:
         held.append(Role(name=CRITIC, loss=VALUE_LOSS, is_pushed=False, is_saved=True))
+    held += [
+        Role(
+            name=teacher_role(teacher.name),
+            loss=None,
+            is_pushed=False,
+            is_saved=False,
+            source=partial(resolve_teacher, teacher=teacher),
+        )
+        for teacher in config.distillation.teachers
+        if teacher.source not in (SELF, BASE)
+    ]
     return {role.name: role for role in held}
+
+
+def teacher_role(name: str) -> str:
+    """Return the role of a teacher that has weights of its own."""
+    return f"teacher {name}"
 
 
 def policy_loss(config: Config) -> LossType:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slime.algorithms.distillation import sampled_reverse_kl
 from slime.algorithms.reduce import token_weights, weighted_sum
 from slime.config.config import Config
 from slime.samples.batch import TrainBatch, TrainedTokens
@@ -71,6 +72,42 @@ def rollout_metrics(
         return {}
     totals = ranks.sum_over_replicas(torch.stack(list(sums.values())).float())
     return {f"rollout/{name}": value for name, value in zip(sums, totals.tolist())}
+
+
+def distillation_metrics(
+    config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors
+) -> dict[str, float]:
+    """How far the sampled tokens are from the teacher's taste, before training; see
+    `slime.algorithms.distillation.sampled_reverse_kl`. Collective."""
+    teacher = None if data.teacher is None else data.teacher.log_probs
+    old = data.rollout_log_probs if config.algorithm.use_rollout_logprobs else data.log_probs
+    if not ranks.has_output or teacher is None or old is None:
+        return {}
+    weights = _weights(config, ranks, batch, data, data.before_training)
+    apart = sampled_reverse_kl(old, teacher)
+    columns = {
+        "reverse_kl": apart,
+        "prefers_ratio": [(d < 0).float() for d in apart],
+        "first_quarter_reverse_kl": [d * _quarter(d, 0) for d in apart],
+        "last_quarter_reverse_kl": [d * _quarter(d, 3) for d in apart],
+    }
+    sums = {name: _weighted_sum(values, weights) for name, values in columns.items()}
+    for number, name in ((0, "first"), (3, "last")):
+        share = _weighted_sum([_quarter(d, number) for d in apart], weights)
+        sums[f"{name}_share"] = share
+    totals = dict(
+        zip(sums, ranks.sum_over_replicas(torch.stack(list(sums.values())).float()).tolist())
+    )
+    for name in ("first", "last"):
+        share = totals.pop(f"{name}_share")
+        totals[f"{name}_quarter_reverse_kl"] /= share or 1.0
+    return {f"rollout/opd_{name}": value for name, value in totals.items()}
+
+
+def _quarter(values: Tensor, number: int) -> Tensor:
+    """1 for the tokens of one quarter of a response."""
+    places = torch.arange(values.numel(), device=values.device)
+    return ((places * 4).div(max(values.numel(), 1), rounding_mode="floor") == number).float()
 
 
 def _weighted_sum(values: list[Tensor], weights: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.advantages import AdvantageInputs, whiten
+from slime.algorithms.distillation import distilled_advantages, sampled_reverse_kl
 from slime.algorithms.estimators import ESTIMATORS
 from slime.algorithms.kl import kl_estimate
 from slime.algorithms.reduce import token_weights
@@ -29,14 +30,22 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens
+from slime.trainer.distillation import teacher_columns_of, teacher_inputs
 from slime.trainer.dumps import RankDump, save_train_data, shard_of
 from slime.trainer.megatron import device
 from slime.trainer.memory import LargestMicroBatch, PhaseMemory
 from slime.trainer.non_finite import FailedStep, NonFiniteTraining
 from slime.trainer.ranks import Ranks
-from slime.trainer.records import LossInputs, MicroBatchResult, RolloutTensors, StepOutcome
+from slime.trainer.records import (
+    LossInputs,
+    MicroBatchResult,
+    RolloutTensors,
+    StepOutcome,
+    TeacherColumns,
+)
 from slime.trainer.role import POLICY, REFERENCE, policy_loss
 from slime.trainer.rollout_metrics import (
+    distillation_metrics,
     mean_of_steps,
     quantisation_metrics,
     rollout_metrics,
@@ -119,6 +128,11 @@ class Trainer(Learner, Protocol):
         per sample, without gradient; None on ranks without output layer."""
         ...
 
+    def score_by_teacher(self, batch: TrainBatch, name: str, found: TeacherColumns) -> None:
+        """Let the teacher of this name score its samples, into their places in ``found``, on ranks
+        with output layer."""
+        ...
+
 
 def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Train on one rollout.
@@ -140,6 +154,8 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
     data = _initial_tensors(trainer, batch)
 
     score(trainer, batch, data, timers, memory)
+    if config.distillation.use_opd:
+        score_by_teachers(trainer, batch, data, timers, memory)
     critic_steps: list[dict[str, float]] = []
     if trainer.critic is None:
         compute_advantages(trainer, batch, data)
@@ -158,6 +174,7 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
     metrics |= mean_of_steps(critic_steps)
     metrics |= worst_mismatch(ranks, data)
     metrics |= quantisation_metrics(config, ranks, batch, data)
+    metrics |= distillation_metrics(config, ranks, batch, data)
     metrics |= memory.metrics(ranks)
     return {**metrics, **timers.metrics(batch)}, steps
 
@@ -204,6 +221,7 @@ def reuses_log_probs(config: Config, batch: TrainBatch) -> bool:
         or flags.get_mismatch_metrics
         or flags.custom_advantage_function_path
         or config.rollout.rollout_data_postprocess_path
+        or config.distillation.in_advantage
     )
     facts = ESTIMATORS[flags.advantage_estimator].facts
     return (
@@ -251,6 +269,27 @@ def score(
             setattr(data, scorer.column, column)
 
 
+def score_by_teachers(
+    trainer: Trainer, batch: TrainBatch, data: RolloutTensors, timers: _Timers, memory: PhaseMemory
+) -> None:
+    """Fill ``teacher``: each teacher in the trainer scores its samples, or engines have scored them
+    already.
+
+    Raises:
+        UserError: samples carry no log-probs of a teacher in an engine; a teacher in the trainer
+            computes something else than when it was loaded.
+    """
+    ranks = trainer.ranks
+    if not trainer.config.distillation.in_trainer:
+        data.teacher = teacher_columns_of(batch, trainer.config, ranks.device)
+        return
+    found = TeacherColumns(names=batch.teachers)
+    with timers.measure("teacher_log_probs"), memory.phase("teacher_log_probs"):
+        for name in ranks.union(sorted(set(batch.teachers))):
+            trainer.score_by_teacher(batch, name, found)
+    data.teacher = found if ranks.has_output else None
+
+
 # -- advantages ------------------------------------------------------------------------------------
 
 
@@ -292,6 +331,8 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
             data.advantages = whiten(
                 data.advantages, data.loss_masks, ranks.sum_over_replicas, ranks.device
             )
+        if trainer.config.distillation.in_advantage:
+            _distil_advantages(trainer.config, data)
     change = functions.postprocess
     if change is not None:
         change_rollout(
@@ -317,6 +358,20 @@ def _kl_in_the_reward(config: Config, data: RolloutTensors) -> list[Tensor]:
     old = data.rollout_log_probs if flags.use_rollout_logprobs else data.log_probs
     assert old is not None and data.ref_log_probs is not None
     return [kl_estimate(lp, ref, flags.kl_loss_type) for lp, ref in zip(old, data.ref_log_probs)]
+
+
+def _distil_advantages(config: Config, data: RolloutTensors) -> None:
+    """Subtract the sampled reverse KL from the teacher. After whitening, so that its weight is that
+    of the flag whatever the rewards are."""
+    old = data.rollout_log_probs if config.algorithm.use_rollout_logprobs else data.log_probs
+    assert data.advantages is not None and old is not None
+    assert data.teacher is not None and data.teacher.log_probs is not None
+    data.advantages = distilled_advantages(
+        data.advantages,
+        sampled_reverse_kl(old, data.teacher.log_probs),
+        data.loss_masks,
+        config.distillation.opd_kl_coef,
+    )
 
 
 def _call_advantage_function(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> None:
@@ -515,6 +570,9 @@ def _loss_inputs(
         trained_log_probs=flat(data.log_probs) if compares else None,
         value_outputs=flat(data.value_outputs),
         value_targets=flat(data.value_targets),
+        teacher=teacher_inputs(data.teacher, samples, lengths, where)
+        if trainer.config.distillation.in_loss and data.teacher is not None
+        else None,
     )
 
 

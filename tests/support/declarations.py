@@ -243,7 +243,7 @@ def other_than_default(spec: FlagSpec) -> Any:
         return ("host:7",)
     if spec.kind in ("str", "json"):
         return ("x",) if spec.many else {"a": 1} if spec.kind == "json" else "x_{rollout_id}"
-    numbers = [n for n in (1.5, 7, 0.5) if n == 7 or spec.kind == "float"]
+    numbers = [n for n in (1.5, 7, 0.5, 0.25) if n == 7 or spec.kind == "float"]
     number = next(
         n
         for n in numbers

@@ -130,6 +130,17 @@ LAUNCHES = {
         "--critic-lr-warmup-iters 1 --num-critic-only-steps 1 --lambd 0.95 --critic-lambd 0.9 "
         "--value-clip 0.3 --normalize-values"
     ),
+    "distillation": Launch(
+        "--use-opd --opd-teacher-load near={outputs}/sync/checkpoints far=self "
+        "--opd-teacher-ckpt-step 1 --opd-loss jsd --opd-jsd-beta 0.3 --opd-top-k 4 "
+        "--opd-kl-coef 0.5 --opd-teacher-key kind --opd-teacher-prompt-key hint "
+        "--custom-generate-function-path tests.support.flag_reads.taught",
+        after="sync",
+    ),
+    "teachers": Launch(
+        "--use-opd --opd-teacher-urls near=teacher --opd-teacher-key kind "
+        "--sglang-config tests/support/teacher_groups.yaml --rollout-num-gpus 2 --no-colocate",
+    ),
 }
 
 
@@ -140,6 +151,14 @@ async def before_agents(args: Any, sample: Sample, sampling_params: dict[str, An
 
     async with agent_endpoint(args, sample, sampling_params):
         return await generate(args, sample, sampling_params)
+
+
+async def taught(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The built-in generation, of rows that name a teacher."""
+    from slime.rollout.generate import generate
+
+    sample.metadata |= {"kind": "near", "hint": "3 + 4"}
+    return await generate(args, sample, sampling_params)
 
 
 def reward(args: Any, sample: Sample, **_: Any) -> dict[str, float]:

@@ -52,6 +52,12 @@ def test_a_mismatch_that_the_engines_format_makes_is_told_as_that(
     assert alarm.fix.startswith(advice) and ("quantised" in alarm.detail) == (moved > 0.1)
 
 
+def test_equal_rewards_are_usual_where_a_teacher_teaches() -> None:
+    rows = steps(3, low=0.0, high=0.0, flat=1.0)
+    assert names(rows) and find_alarms(rows, flags={"use_opd": True}, ended=True) == []
+    assert find_alarms(rows[:1], flags={"use_opd": True}, ended=True) == []
+
+
 #: 8 of 24 prompts fill the context.
 NO_ROOM = {
     "rollout__truncated_ratio": 8 / 24, "rollout__prompt_too_long": 8.0,

@@ -95,7 +95,7 @@ def test_help_of_training(name: str, capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert expected in text
     assert "[no effect: it is about speed" in " ".join(text.split())
-    assert "--use-opd" not in text  # refused flags are in docs/flags.md
+    assert "--teacher-port" not in text  # refused flags are in docs/flags.md
 
 
 def test_help_of_one_topic(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,6 +112,10 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
     ("lr_warmup_init", 1.5): {"lr": 7.0},
     ("eval_pass_k", (7,)): {"n_samples_per_eval_prompt": 7},
     ("prefill_num_servers", 1): {"rollout_num_gpus": 2},
+    ("use_opd", True): {"custom_rm_path": "a.b"},
+    ("opd_type", "megatron"): {"opd_teacher_load": ("x",)},
+    ("opd_loss", "reverse_kl"): {"opd_teacher_load": ("x",)},
+    ("opd_loss", "jsd"): {"opd_teacher_load": ("x",)},
 }  # fmt: skip
 
 

@@ -169,7 +169,7 @@ def test_yaml_sets_the_same_names_and_flags_win(tmp_path: Path) -> None:
         ("- a", "must be a mapping"),
         ("a: [", "is not valid YAML"),
         ("num-rollout: 1\nnum_rollout: 2", "the key num_rollout comes twice"),
-        ("use_opd: true", "on-policy distillation is not in this version"),
+        ("teacher_port: 1", "the Megatron teacher server is not in this version"),
         ("config: other.yaml", "run.yaml: config cannot be set in this file"),
     ],
 )

@@ -301,6 +301,14 @@ def more_tokens_than_rows(f: Fault) -> None:
     make_tokenizer().save_pretrained(f.model)
 
 
+@provokes("teacher-vocabulary")
+def other_token_ids(f: Fault) -> None:
+    teacher = f.folder / "teacher"
+    shutil.copytree(f.model, teacher)
+    make_tokenizer().save_pretrained(teacher)
+    f.add("--use-opd", "--opd-teacher-load", teacher)
+
+
 @provokes("stop-tokens")
 def nothing_ends_a_turn(f: Fault) -> None:
     make_tokenizer(eos="<|endoftext|>").save_pretrained(f.model)

@@ -29,7 +29,7 @@ WRONG: list[tuple[str, str]] = [
     ("flag-missing", "-num-rollout"),
     ("flag-missing", "-hf-checkpoint"),
     ("flag-missing", "--num-epoch 1"),
-    ("flag-unsupported", "--use-opd"),
+    ("flag-unsupported", "--teacher-port 1"),
     ("flag-unsupported", "--update-weight-mode delta"),
     ("flag-unsupported", "--multimodal-keys images"),
     ("flag-without-effect", "--max-staleness 0 --debug-rollout-only"),

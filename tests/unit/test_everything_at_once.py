@@ -80,8 +80,8 @@ KNOWN: dict[str, tuple[Callable[[Mistakes], object], str]] = {
     "range": (lambda m: m.add("--gamma", "2"), "--gamma is 2"),
     "layout": (lambda m: m.add("--tensor-model-parallel-size", "2"), "cannot be divided by 2"),
     "not supported": (
-        lambda m: m.add("--use-opd"),
-        "on-policy distillation is not in this version",
+        lambda m: m.add("--teacher-port", "1"),
+        "the Megatron teacher server is not in this version",
     ),
     "data": (lambda m: m.add("--prompt-data", "nowhere.jsonl"), "nowhere.jsonl"),
     "evaluation": (

@@ -127,6 +127,21 @@ def test_pipeline_stages_differ(folders: dict[str, Path]) -> None:
     )
 
 
+def test_teachers_come_to_the_gpu_one_after_the_other(folders: dict[str, Path]) -> None:
+    two = {"use_opd": True, "opd_teacher_load": ["math=a", "code=b"]}
+    sampled = phases(plan_of(folders[DENSE], **two))
+    scoring = owned(sampled["GPU 0", "log-probs"], "trainer")
+    assert scoring["weights of a teacher"] == scoring["weights"]
+    assert not any("teacher" in what for what in owned(sampled["GPU 0", "train"], "trainer"))
+    plan = plan_of(folders[DENSE], **two, opd_loss="jsd")
+    heads = owned(phases(plan)["GPU 0", "train"], "trainer")["output layers of teachers"]
+    alone = {"use_opd": True, "opd_teacher_load": ["self"], "opd_loss": "jsd"}
+    own = plan_of(folders[DENSE], **alone)
+    assert owned(phases(own)["GPU 0", "train"], "trainer")["output layers of teachers"] * 2 == heads
+    assert ("GPU 0", "log-probs") not in phases(own)
+    assert plan.host > own.host  # two copies of the weights more
+
+
 def test_the_reference_comes_to_the_gpu_for_its_log_probs_only(folders: dict[str, Path]) -> None:
     plan = plan_of(folders[DENSE], 141, use_kl_loss=True, kl_loss_coef=0.1)
     found = phases(plan)

@@ -33,7 +33,7 @@ LINES: list[dict[str, Any]] = [
 ]
 #: What is not in this version; a line that asks for it is refused by this name.
 MISSING = (
-    *("GLM-5", "on-policy distillation"),
+    "GLM-5",
     *(
         "training of multi-token-prediction layers",
         "ending trainer processes",
@@ -46,8 +46,6 @@ REFUSED = {
     "release_train_0": ("ending trainer processes",),
     "run-glm5-744B-A40B": ("GLM-5",),
     "run-glm5.2-744B-A40B": ("GLM-5",),
-    "on_policy_distillation_run-qwen3-8B-opd-megatron": ("on-policy distillation",),
-    "qwen2.5_0.5B_opd_sglang_0": ("on-policy distillation",),
     "mimo_7B_mtp_only_grad_0": ("training of multi-token-prediction layers",),
     "run-mimo-7B-rl-eagle": ("training of multi-token-prediction layers",),
     "run-glm4.7-30B-A3B": ("training of multi-token-prediction layers",),
@@ -84,6 +82,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-4b-sft": ("Qwen/Qwen3-4B", {"rope_theta": 5000000, "max_position_embeddings": 262144}),
     "Qwen3-4B": ("Qwen/Qwen3-4B", {}),
+    "Qwen3-8B": (
+        "Qwen/Qwen3-4B",
+        {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
+    ),
     "Qwen3-0.6B": ("Qwen/Qwen3-0.6B", {}),
     "Qwen2.5-0.5B": (
         "Qwen/Qwen2.5-7B",
@@ -309,14 +311,17 @@ def test_a_spec_is_a_module_and_a_name() -> None:
 
 
 def test_everything_that_is_missing_is_told_at_once() -> None:
-    words = "--use-opd --opd-kl-coef 0.5 --update-weight-mode delta --sglang-port 1 --num-rollout 1"
+    words = (
+        "--teacher-port 1 --teacher-warmup-port 2 --update-weight-mode delta --sglang-port 1 "
+        "--num-rollout 1"
+    )
     _, errors = judge_args(words.split())
     told = [error.what for error in errors]
     assert (
         sum(text.endswith("in this version") for text in told) == 2
         and "--sglang-port cannot be set" in told
     )
-    assert any("--use-opd, --opd-kl-coef" in error.why for error in errors)
+    assert any("--teacher-port, --teacher-warmup-port" in error.why for error in errors)
 
 
 def test_prefill_servers_become_two_groups() -> None:

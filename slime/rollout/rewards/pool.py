@@ -120,6 +120,7 @@ class RewardPool:
         self._path = reward.custom_rm_path
         self._url = reward.rm_url
         self._timeout = reward.rm_timeout
+        self._needs_none = config.distillation.use_opd  # a teacher gives what is learned
         self._keys = [key for key in (reward.reward_key, reward.eval_reward_key) if key]
         num_workers = reward.rm_num_workers or min(8, os.cpu_count() or 1)
         self._grading = GradingPool(num_workers)
@@ -180,6 +181,8 @@ class RewardPool:
             value = await self._call(path, self._load(path), [sample], self._args, sample)
             return self._checked(value, self._named(path), sample)
         rm_type = sample.metadata.get("rm_type") or self._rm_type
+        if not rm_type and self._needs_none:
+            return 0.0
         if not rm_type:
             raise UserError(
                 f"there is no reward function for sample {sample.index}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slime.config.config import Config
 from slime.config.flag import option_of
+from slime.config.teachers import SELF
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens, TrainLayout
@@ -49,6 +50,7 @@ from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config
 from slime.paths import fill
 from slime.trainer.ci_checks import check_grad_norms, check_rollout
+from slime.trainer.distillation import note_teacher_scores, with_teacher_prompts
 from slime.trainer.megatron import adapters, forward, optimizer, parallel, te_layers
 from slime.trainer.megatron.critic import Critic
 from slime.trainer.megatron.engine_weights import EngineWeights
@@ -60,14 +62,33 @@ from slime.trainer.megatron.parallel import RankInfo
 from slime.trainer.megatron.replay import RoutingGuide, guide_for
 from slime.trainer.memory import PhaseMemory
 from slime.trainer.non_finite import FailedStep
-from slime.trainer.records import LossInputs, MicroBatchResult, StepOutcome, TokenScores
-from slime.trainer.role import CRITIC, POLICY, REFERENCE, Role, policy_loss, roles_of
+from slime.trainer.records import (
+    LossInputs,
+    MicroBatchResult,
+    StepOutcome,
+    TeacherColumns,
+    TokenScores,
+)
+from slime.trainer.role import (
+    CRITIC,
+    POLICY,
+    REFERENCE,
+    Role,
+    policy_loss,
+    roles_of,
+    teacher_role,
+)
 from slime.trainer.update import update
 from slime.trainer.user_functions import UserFunctions
+from slime.weights.canary import canary_tokens
 from slime.weights.route import flag_dtype
 from slime.weights.source import collect_adapters, save_hf
 
 logger = get_logger(__name__)
+
+_TEACHER_CANARY = 16
+#: The same weights and kernels give the same bits; atomics of a GPU move them by less than this.
+_TEACHER_TOLERANCE = 1e-3
 
 
 class MegatronBackend:
@@ -100,6 +121,8 @@ class MegatronBackend:
         self.rank_info = rank_info
         self.roles = roles_of(config)
         self.copies: dict[str, WeightsCopy] = {}
+        self._teachers = {teacher.name: teacher for teacher in config.distillation.teachers}
+        self._teacher_canaries: dict[str, Tensor] = {}
         self.reference_is_policy = False
         self.writer = CheckpointWriter(in_background=config.checkpoint.async_save)
         self.step_metrics: list[dict[str, float]] = []
@@ -218,12 +241,7 @@ class MegatronBackend:
         around them and load its state if there is one."""
         if self.adapters is not None:
             return self._load_adapters(plan, self.adapters)
-        for role in self._copied_roles():
-            iteration = saved_reference(plan) if role.is_saved else None
-            if iteration is None:
-                assert role.source is not None
-                self._load_weights(role.source(self.config))
-            self.copies[role.name] = WeightsCopy(self.model_chunks, iteration)
+        self._copy_frozen(plan)
         logger.info("%s", plan.note)
         if plan.kind == "hf":
             self._load_weights(plan)
@@ -232,6 +250,21 @@ class MegatronBackend:
             self._load_state(plan)
         return plan.start_rollout_id
 
+    def _copy_frozen(self, plan: LoadPlan) -> None:
+        """Load and copy the weights of the models that do not learn.
+
+        Args:
+            plan: the policy's.
+        """
+        for role in self._copied_roles():
+            iteration = saved_reference(plan) if role.is_saved else None
+            if iteration is None:
+                assert role.source is not None
+                source = role.source(self.config)
+                self._load_weights(source)
+                logger.info("%s", source.note)
+            self.copies[role.name] = WeightsCopy(self.model_chunks, iteration)
+
     def _load_adapters(self, plan: LoadPlan, own: AdapterConfig) -> int:
         """Load the base, and the adapters if there are any yet; build the optimizer around them.
 
@@ -239,6 +272,7 @@ class MegatronBackend:
             UserError: ``plan`` leads to another base than that of the reference model, which is the
                 base without adapters.
         """
+        self._copy_frozen(plan)
         base = resolve_reference(self.config)
         goes_on = holds_adapters(plan)
         if not goes_on and plan.path.resolve() != base.path.resolve():
@@ -549,9 +583,11 @@ class MegatronBackend:
             routes_itself = role != POLICY or again
             self.routing.prepare(batch, packed, "reference" if routes_itself else "score")
         copy = self.copies.get(role)
-        other = copy.swapped_in(self.model_chunks) if copy else nullcontext()
+        other: AbstractContextManager[None] = nullcontext()
+        if copy is not None:
+            other = copy.swapped_in(self.model_chunks)
         if self.adapters is not None and role == REFERENCE and copy is None:
-            other = adapters.without_adapters(self.model_chunks)
+            other = self._without_adapters()
         with other, self._computing(as_engines=as_engines):
             scores = forward.score(self.model_chunks, packed, **self._score_options(False))
         if not self.ranks.has_output:
@@ -564,6 +600,70 @@ class MegatronBackend:
                 by_sample[i] = values
         return by_sample
 
+    def score_by_teacher(self, batch: TrainBatch, name: str, found: TeacherColumns) -> None:
+        """Let a teacher score its samples; see `slime.trainer.update.Trainer`. Collective."""
+        flags = self.config.distillation
+        seen = with_teacher_prompts(batch)
+        micro_batches = [
+            [i for i in samples if batch.teachers[i] == name]
+            for step in batch.steps
+            for samples in step.micro_batches
+        ]
+        packed = self._pack(seen, micro_batches)
+        if self.routing is not None:
+            self.routing.prepare(seen, packed, "reference")
+        top_k = min(flags.opd_top_k, self.spec.vocab_size) if flags.in_loss else 0
+        options = {"top_k": top_k, "with_rows": flags.in_loss and not top_k}
+        with self._computing_as(name):
+            self._check_teacher(name)
+            scores = forward.score(
+                self.model_chunks, packed, **self._score_options(False), **options
+            )
+            if self.ranks.has_output:
+                note_teacher_scores(found, batch, name, packed, scores)
+
+    def _check_teacher(self, name: str) -> None:
+        """Compare the canary's log-probs with the first ones of this teacher, as which the model
+        computes now. Collective.
+
+        Raises:
+            UserError: they differ.
+        """
+        source = self._teachers[name].source
+        if source == SELF:  # its weights change
+            return
+        tokens = canary_tokens(self.spec.vocab_size, _TEACHER_CANARY)
+        found = torch.tensor(self._score_canary(tokens, self._score_options(False)) or [])
+        first = self._teacher_canaries.setdefault(name, found)
+        if first is found and self.ranks.is_reporting:
+            logger.info(
+                "teacher %s is %s: mean log-prob of the canary %.4f", name, source, found.mean()
+            )
+        differs = not torch.allclose(first, found, rtol=0.0, atol=_TEACHER_TOLERANCE)
+        if self.ranks.any_of_all(differs):
+            raise UserError(
+                f"teacher {name} ({source}) has other weights than when it was loaded",
+                why="its log-probs of the canary differ",
+                fix="report this with the command line and the log: nothing may change a teacher",
+            )
+
+    @contextmanager
+    def _computing_as(self, teacher: str) -> Iterator[None]:
+        """The model computes as the teacher of this name within."""
+        if self._teachers[teacher].source == SELF:
+            yield
+            return
+        copy = self.copies.get(teacher_role(teacher))
+        other = copy.swapped_in(self.model_chunks) if copy else nullcontext()
+        with self._without_adapters(), other:
+            yield
+
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        """The policy computes without adapters within, if it has any."""
+        if self.adapters is None:
+            return nullcontext()
+        return adapters.without_adapters(self.model_chunks)
+
     def canary_log_probs(
         self, tokens: list[int], *, plain: bool = False, base: bool = False
     ) -> list[float] | None:
@@ -575,16 +675,20 @@ class MegatronBackend:
             plain: by the weights that are trained, before anything is quantised.
             base: without adapters.
         """
+        quantised = None if plain else self.engine_weights
+        off = adapters.without_adapters(self.pushed_chunks) if base else nullcontext()
+        with off, quantised.swapped_in() if quantised else nullcontext():
+            return self._score_canary(tokens, self._score_options(False) | {"temperature": 1.0})
+
+    def _score_canary(self, tokens: list[int], options: dict[str, Any]) -> list[float] | None:
+        """Log-probs of ``tokens[1:]`` as the model computes now; None on ranks without output
+        layer. Collective."""
         batch = forward.canary_batch(tokens, self.layout.micro_batch_multiple)
         packed = self._pack(batch, batch.steps[0].micro_batches)
         if self.routing is not None:
             # experts are neither recorded nor replayed
             self.routing.prepare(batch, packed, "reference")
-        quantised = None if plain else self.engine_weights
-        off = adapters.without_adapters(self.pushed_chunks) if base else nullcontext()
-        with off, quantised.swapped_in() if quantised else nullcontext():
-            options = self._score_options(False) | {"temperature": 1.0}
-            scores = forward.score(self.pushed_chunks, packed, **options)
+        scores = forward.score(self.model_chunks, packed, **options)
         return scores[0].log_probs.tolist() if self.ranks.has_output else None
 
     def forward_backward(
@@ -704,4 +808,5 @@ class MegatronBackend:
             "with_entropy": training and loss.takes_entropy,
             "with_logits": training and loss.takes_logits,
             "chunk_size": self.config.train.log_probs_chunk_size,
+            "with_vocabulary": training and self.config.distillation.in_loss,
         }

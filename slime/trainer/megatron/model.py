@@ -37,6 +37,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from slime.algorithms.divergence import OutputRows
 from slime.algorithms.logprobs import LowRankLogits, VocabShard, linear_log_probs
 from slime.config.config import Config
 from slime.errors import UserError
@@ -64,6 +65,7 @@ from slime.trainer.megatron.packed import PackedMicroBatch
 from slime.trainer.megatron.provider import provided, specified_layers
 from slime.trainer.megatron.rotary import RotaryAngles
 from slime.trainer.megatron.sinks import SinkAttention
+from slime.trainer.megatron.vocabulary import BlockwiseVocabulary
 from slime.trainer.records import TokenScores
 
 _MEGATRON_NORMS = (WrappedTorchNorm, FusedLayerNorm)
@@ -111,6 +113,9 @@ class PolicyModel(GPTModel):
         with_entropy: bool = False,
         with_logits: bool = False,
         chunk_size: int = -1,
+        with_vocabulary: bool = False,
+        with_rows: bool = False,
+        top_k: int = 0,
     ) -> Tensor | TokenScores:
         """Hidden states [T, 1, H] on inner pipeline stages, `TokenScores` on the last."""
         hidden = self.hidden_states(batch)
@@ -144,7 +149,20 @@ class PolicyModel(GPTModel):
             log_probs = context.whole(log_probs)
             entropy = context.whole(entropy) if entropy is not None else None
             logits = context.whole(logits) if logits is not None else None
-        return TokenScores(log_probs, entropy, logits)
+        scores = TokenScores(log_probs, entropy, logits)
+        if with_vocabulary or with_rows or top_k:
+            assert low_rank is None, "refused at launch: an adapter of the output layer"
+            own = BlockwiseVocabulary(
+                OutputRows(rows, weight, temperature),
+                self.vocab_shard(),
+                chunk_size,
+                self._direct_grad(),
+                context,
+            )
+            scores.vocabulary = own if with_vocabulary else None
+            scores.rows = own.whole_rows() if with_rows else None
+            scores.top = own.top_tokens(top_k) if top_k else None
+        return scores
 
     def hidden_states(self, batch: PackedMicroBatch) -> Tensor:
         """[T, 1, H], after the final norm on the last stage; under sequence parallelism this rank's

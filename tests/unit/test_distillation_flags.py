@@ -1,0 +1,60 @@
+"""Flags of on-policy distillation: what follows from them, and which contradict each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime.config import make_config
+from slime.errors import UserError
+
+URL = {"opd_teacher_urls": ["http://teacher:30000"]}
+DIR = {"opd_teacher_load": ["teacher"]}
+
+
+def test_where_teachers_run_follows_from_what_names_them() -> None:
+    assert make_config().distillation.opd_type is None
+    assert make_config(use_opd=True, **DIR).distillation.opd_type == "megatron"
+    assert make_config(use_opd=True, **URL).distillation.opd_type == "sglang"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({}, "--use-opd has no teacher"),
+        ({"opd_type": "megatron"}, "needs --opd-teacher-load"),
+        ({**DIR, "opd_type": "sglang"}, "--opd-teacher-load has no effect with --opd-type sglang"),
+        ({**URL, "rollout_temperature": 0.8}, "--opd-type sglang with --rollout-temperature 0.8"),
+        ({**URL, "rollout_top_p": 0.9}, "--opd-type sglang with --use-sampling-mask"),
+        ({**URL, "opd_loss": "jsd"}, "over the whole vocabulary needs --opd-teacher-load"),
+        ({"custom_rm_path": "a.b", "opd_loss": "jsd", "opd_top_k": 4}, "needs a teacher"),
+        ({"opd_teacher_load": ["base"]}, "--opd-teacher-load base needs --lora-rank"),
+        ({"opd_teacher_load": ["a=x", "a=y"]}, "two teachers have the name 'a'"),
+        ({**DIR, "dynamic_sampling_filter_path": "a.b"}, "and no reward function"),
+        (
+            {**DIR, "loss_type": "custom_loss", "custom_loss_function_path": "a.b"}
+            | {"disable_compute_advantages_and_returns": True},
+            "exclude each other",
+        ),
+        (
+            {**DIR, "opd_loss": "jsd", "lora_rank": 4, "lora_target_modules": ["lm_head"]},
+            "an adapter of the output layer exclude each other",
+        ),
+        ({**DIR, "opd_jsd_beta": 1.0, "opd_loss": "jsd"}, "--opd-jsd-beta is 1"),
+    ],
+)
+def test_contradictions_are_refused(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_config(**{"use_opd": True, **flags})
+    assert said in caught.value.what
+
+
+def test_a_teacher_in_the_trainer_is_scaled_and_masked_as_the_policy() -> None:
+    config = make_config(use_opd=True, rollout_temperature=0.8, rollout_top_p=0.9, **DIR)
+    assert config.distillation.in_advantage and not config.warnings
+
+
+def test_a_function_that_scores_at_another_temperature_is_warned_of() -> None:
+    config = make_config(use_opd=True, custom_rm_path="a.b", rollout_temperature=0.8)
+    assert any("learns the teacher as it is at 1" in warning for warning in config.warnings)
