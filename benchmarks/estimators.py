@@ -27,7 +27,6 @@ SFT_STEPS = 300
 SFT_BATCH = 256
 #: Beside what all have: whitening where an estimator wants it, a critic's own learning rate.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "dr_grpo": {"lr": 2e-3},  # its loss is divided by the longest answer, not by the own length
     "ppo": {"critic_lr": 3e-3, "num_critic_only_steps": 2},
 }
 
@@ -112,8 +111,8 @@ def main() -> int:
         with (folder / "results.jsonl").open("a") as out:
             out.write(json.dumps(row) + "\n")
         curves.append(f"{name}={metrics}")
-    plot = [sys.executable, ROOT / "tools" / "plot_runs.py", "rollout/raw_reward"]
-    subprocess.run([*plot, folder / "curves.svg", *curves, "--title", "Reward"], check=True)
+    plot = [sys.executable, str(ROOT / "tools" / "plot_runs.py"), "rollout/raw_reward"]
+    subprocess.run([*plot, str(folder / "curves.svg"), *curves, "--title", "Reward"], check=True)
     return 0
 
 

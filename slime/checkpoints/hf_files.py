@@ -28,6 +28,7 @@ from slime.errors import UserError
 from slime.models import ModelFamily, ModelSpec
 from slime.models.layouts import TensorSource
 from slime.models.parameters import ModelParameters
+from slime.models.qwen3_next import write_interval
 
 if TYPE_CHECKING:
     import torch
@@ -130,6 +131,12 @@ class HfReader:
     def file_names(self) -> list[str]:
         """Names of the weight files."""
         return sorted(self._files)
+
+    def dtype_of(self, name: str) -> str:
+        """Return the name of a tensor's dtype as torch has it, without reading the tensor."""
+        from slime.checkpoints.safetensors_stream import DTYPE_NAMES
+
+        return DTYPE_NAMES[self._files[self._file_of[name]].get_slice(name).get_dtype()]
 
     @property
     def num_files(self) -> int:
@@ -468,4 +475,5 @@ def copy_assets(source: Path, target: Path, dtype: str | None = None) -> None:
         config = json.loads(config_path.read_text())
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
         config.pop("quantization_config", None)
+        write_interval(config)
         config_path.write_text(json.dumps(config, indent=2) + "\n")

@@ -40,6 +40,7 @@ from slime.models.ignore_list import (
     examine,
     idle_among,
     matrices,
+    refuse_delta_nets,
     refuse_stacks,
 )
 from slime.models.layouts import Transposed
@@ -117,6 +118,7 @@ def quantise_directory(
     """
     tables, weights = plain_weights(source, model_name)
     refuse_stacks(family_of(source, model_name), quantisation.method)
+    refuse_delta_nets(family_of(source, model_name), quantisation.method)
     found = examine(weights, quantisation)
     problems = found.problems()
     if problems:

@@ -18,13 +18,13 @@ from slime.files import replacing
 Table = dict[str, tuple[str, tuple[int, ...]]]
 
 #: Of the format; torch's names are `slime.engines.wire.buckets.dtype_name`'s.
-_NAMES = {
+DTYPE_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32",
     "U16": "uint16", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-_CODES = {name: code for code, name in _NAMES.items()}
+_CODES = {name: code for code, name in DTYPE_NAMES.items()}
 
 
 def read_table(path: Path) -> Table:
@@ -37,7 +37,7 @@ def read_table(path: Path) -> Table:
         names = content.keys()  # ``content`` is no dict
         pieces = {name: content.get_slice(name) for name in names}
         return {
-            name: (_NAMES[piece.get_dtype()], tuple(piece.get_shape()))
+            name: (DTYPE_NAMES[piece.get_dtype()], tuple(piece.get_shape()))
             for name, piece in pieces.items()
         }
 

@@ -13,7 +13,7 @@ import torch
 
 from slime.errors import UserError
 from slime.models import family_of
-from slime.models.mixers import mixer_of
+from slime.models.mixers import mixers_of
 from slime.models.quantised import is_mxfp4
 from slime.models.rotary import layer_frequencies
 from slime.models.spec import ModelSpec, RotaryKind, named_dtype
@@ -163,7 +163,10 @@ class Architecture:
         """
         family = family_of(config)
         spec = family.describe(config)
-        kv_heads, head_dim = mixer_of(spec.transformer, 0).kept_heads(spec)
+        kept = [mixer.kept_heads for mixer in mixers_of(spec.transformer)]
+        heads_of = next((heads for heads in kept if heads is not None), None)
+        no_heads = (spec.num_query_groups, spec.head_dim)
+        kv_heads, head_dim = no_heads if heads_of is None else heads_of(spec)
         return Architecture(
             family=family,
             spec=spec,

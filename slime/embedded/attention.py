@@ -21,27 +21,11 @@ import torch
 import torch.nn.functional as F
 
 from slime.embedded.kv_cache import BLOCK, CacheBlock, KVCache
+from slime.embedded.states import PrefillChunk, StateRows
 
 #: Part of a block is read in multiples of this many positions, so that there are few different
 #: shapes.
 _READ_STEP = 16
-
-
-@dataclass(frozen=True)
-class PrefillChunk:
-    """Consecutive new tokens of one sequence in a packed prefill.
-
-    Attributes:
-        slot: where its keys and values go.
-        start: position of the first new token; earlier positions are in the cache.
-        count: new tokens.
-        offset: row of the first one in the packed batch.
-    """
-
-    slot: int
-    start: int
-    count: int
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -81,6 +65,7 @@ class DecodeAttention:
         self._fixed_shapes = fixed_shapes
         self._plan = cache.plan_write(np.arange(len(lengths)), np.asarray(lengths) - 1)
         self._by_window: dict[int | None, _DecodeRows] = {}
+        self.states = None if cache.states is None else StateRows(cache.states, None, fixed_shapes)
 
     def __call__(
         self,
@@ -247,6 +232,9 @@ class PrefillAttention:
             [np.arange(span.start, span.start + span.count) for span in spans]
         )
         self._plan = cache.plan_write(slots, positions)
+        self.states = None
+        if cache.states is not None:
+            self.states = StateRows(cache.states, spans, fixed_shapes)
         self._masks = [
             None if span.start == 0 or fixed_shapes else _causal_mask(span, 0, None, cache.device)
             for span in spans

@@ -13,6 +13,10 @@ from slime.processes.host import python_module
 if TYPE_CHECKING:
     from slime.config.config import Config
 
+#: Copies of states of gated delta nets that a sequence keeps besides the live one
+#: (`slime.embedded.states`).
+STATE_COPIES = 2
+
 
 def embedded_command(
     config: Config, model_path: str, host: str, port: int, place: EnginePlace = ONE_GPU
@@ -62,6 +66,7 @@ def embedded_footprint(config: Config) -> EngineFootprint:
         kv_element=element,
         sequences=config.engine.embedded_max_slots,
         dequantises=True,
+        state_copies=STATE_COPIES,
     )
 
 

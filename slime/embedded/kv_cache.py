@@ -18,6 +18,7 @@ modulo its size, which is that of the window and `SPARE` more.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,7 +26,10 @@ import numpy as np
 import torch
 
 from slime.embedded.architecture import Architecture
+from slime.embedded.command import STATE_COPIES
 from slime.embedded.sequence import Sequence
+from slime.embedded.states import State, StateCache
+from slime.models.mixers import mixer_of
 
 #: Size of the first blocks; every block is a multiple of it.
 BLOCK = 64
@@ -57,7 +61,8 @@ class CacheBlock:
 
 
 class Place(NamedTuple):
-    """Where the cache has a layer: its number among those of its kind, and its window."""
+    """Where the cache has the keys and values of a layer: its number among those of its kind, and
+    its window. Layers that keep a state have no place of their own."""
 
     number: int
     window: int | None
@@ -101,6 +106,7 @@ class KVCache:
     Attributes:
         ring: of the layers with a window, None without such layers or storage; it grows with
             ``capacity`` up to ``ring_size``.
+        states: of gated delta nets; None for a model without them.
     """
 
     def __init__(
@@ -121,9 +127,14 @@ class KVCache:
         self.num_slots = 0
         self.places: list[Place] = []
         counts: dict[bool, int] = {True: 0, False: 0}
-        for window in map(arch.spec.window, range(arch.num_layers)):
+        self.states: StateCache | None = None
+        for layer in range(arch.num_layers):
+            window = arch.spec.window(layer)
             self.places.append(Place(counts[window is None], window))
-            counts[window is None] += 1
+            if mixer_of(arch.spec.transformer, layer).state is None:
+                counts[window is None] += 1
+            elif self.states is None:
+                self.states = StateCache(arch.spec, dtype, device)
         self._num_whole = counts[True]
         self._num_windowed = counts[False]
         window = max((place.window or 0 for place in self.places), default=0)
@@ -143,17 +154,18 @@ class KVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token in all layers."""
-        return self.arch.num_layers * self._layer_bytes
+        """Bytes of a token in all layers that keep keys and values."""
+        return (self._num_whole + self._num_windowed) * self._layer_bytes
 
     @property
     def _layer_bytes(self) -> int:
         return 2 * self.arch.num_kv_heads * self.arch.head_dim * self.dtype.itemsize
 
     def _slot_bytes(self, length: int) -> int:
-        """Storage of one slot of this length."""
+        """Storage of one slot of this length, copies of states included."""
         kept = self._num_whole * length + self._num_windowed * self._ring_for(length)
-        return kept * self._layer_bytes
+        states = 0 if self.states is None else (1 + STATE_COPIES) * self.states.slot_bytes
+        return kept * self._layer_bytes + states
 
     def _ring_for(self, length: int) -> int:
         """Size of the ring where slots have so many positions."""
@@ -246,7 +258,10 @@ class KVCache:
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` positions of one slot to another, and all that rings keep."""
+        """Copy the first ``length`` positions of one slot to another, all that rings keep, and the
+        live state."""
+        if self.states is not None:
+            self.states.copy(source, target)
         if self.ring is not None:
             for storage in (self.ring.keys, self.ring.values):
                 storage[:, target] = storage[:, source]
@@ -258,6 +273,8 @@ class KVCache:
     @torch.inference_mode()
     def swap(self, a: int, b: int, length_a: int, length_b: int) -> None:
         """Exchange two slots, of which the first ``length_*`` positions matter."""
+        if self.states is not None:
+            self.states.swap(a, b)
         if self.ring is not None:
             for storage in (self.ring.keys, self.ring.values):
                 storage[:, [a, b]] = storage[:, [b, a]]
@@ -271,6 +288,8 @@ class KVCache:
     @torch.inference_mode()
     def clear_slot(self, slot: int) -> None:
         """Zero a slot, after numbers that are not finite were written to it."""
+        if self.states is not None:
+            self.states.clear(slot)
         for block in [*self.blocks, *([self.ring] if self.ring else [])]:
             block.keys[:, slot].zero_()
             block.values[:, slot].zero_()
@@ -280,6 +299,8 @@ class KVCache:
         self.blocks = []
         self.ring = None
         self.num_slots = 0
+        if self.states is not None:
+            self.states.resize(0)
 
     @torch.inference_mode()
     def _new_block(self, start: int, size: int, layers: int | None = None) -> CacheBlock:
@@ -306,6 +327,8 @@ class KVCache:
     def _resize(self, slots: int) -> None:
         kept = min(slots, self.num_slots)
         self.num_slots = slots
+        if self.states is not None:
+            self.states.resize(slots)
         for block in [*self.blocks, *([self.ring] if self.ring else [])]:
             new = self._new_block(block.start, block.size, len(block.keys))
             new.keys[:, :kept] = block.keys[:, :kept]
@@ -342,6 +365,8 @@ class Slot:
         epoch: of the weights that computed them.
         last_used: larger is later.
         adapter: key of the adapter that computed them with the weights; 0 for the base alone.
+        state_at: tokens that the live state of gated delta nets has seen.
+        states: copies of states, by the tokens that they have seen, the oldest first.
     """
 
     sequence: Sequence | None = None
@@ -352,6 +377,8 @@ class Slot:
     last_used: int = 0
     experts: np.ndarray | None = None
     adapter: int = 0
+    state_at: int = 0
+    states: dict[int, State] = field(default_factory=dict)
 
     @property
     def is_free(self) -> bool:
@@ -409,10 +436,23 @@ class SlotTable:
             if bound <= best_length or slot.epoch != epoch or slot.adapter != adapter:
                 continue
             length = common_prefix(slot.tokens[:bound], tokens[:bound])
+            if self.cache.states is not None:
+                length = self._with_state(slot, length)
             if length > best_length and self.cache.keeps(length, slot.written):
                 best = index
                 best_length = length
         return best, best_length
+
+    def _with_state(self, slot: Slot, length: int) -> int:
+        """Return how many tokens a slot's best state up to ``length`` has seen; 0 without one.
+
+        In deterministic mode only multiples of a chunk count, so that what follows meets the same
+        chunks in every batch.
+        """
+        known = [*slot.states, slot.state_at]
+        if not self._reuse_decoded:
+            known = [position for position in known if position % BLOCK == 0]
+        return max((position for position in known if position <= length), default=0)
 
     def acquire(self, sequence: Sequence, source: int, length: int, epoch: int) -> int:
         """Give a sequence a slot and put the first ``length`` positions of slot ``source`` into
@@ -424,12 +464,25 @@ class SlotTable:
         tokens = _NO_TOKENS
         experts = None
         written = 0
+        states: dict[int, State] = {}
         if length:
+            states = {at: kept for at, kept in self._slots[source].states.items() if at <= length}
+            if self.cache.states is not None and self._slots[source].state_at != length:
+                self.cache.states.put(target, states[length])
             written = self._slots[source].written
             tokens = self._slots[source].tokens[:length]
             experts = self._slots[source].experts
         self._slots[target] = Slot(
-            sequence, tokens, length, written, epoch, self._clock, experts, key_of(sequence)
+            sequence,
+            tokens,
+            length,
+            written,
+            epoch,
+            self._clock,
+            experts,
+            key_of(sequence),
+            length,
+            states,
         )
         if sequence.experts is not None and experts is not None:
             sequence.experts.write(0, experts[:length])
@@ -439,6 +492,7 @@ class SlotTable:
         """A prefill computed the first ``num_prefilled`` tokens of a sequence."""
         slot = self._slots[self.slot_of(sequence)]
         slot.length = num_prefilled
+        slot.state_at = num_prefilled
         slot.written = max(slot.written, num_prefilled)
         if slot.epoch == epoch:
             slot.offer(sequence, num_prefilled)
@@ -447,7 +501,20 @@ class SlotTable:
         """Record how many positions of slots 0 … hold keys and values now."""
         for slot, length in zip(self._slots, lengths):
             slot.length = length
+            slot.state_at = length
             slot.written = max(slot.written, length)
+
+    def keep_states(self, sequence: Sequence, states: Mapping[int, State]) -> None:
+        """Keep copies of the states of a sequence, for others to continue from; the oldest copies
+        make room."""
+        kept = self._slots[self.slot_of(sequence)].states
+        kept.update(states)
+        while len(kept) > STATE_COPIES:
+            del kept[next(iter(kept))]
+
+    def share_states(self, source: Sequence, target: Sequence) -> None:
+        """Keep the copies of one sequence for another with the same tokens, too."""
+        self.keep_states(target, self._slots[self.slot_of(source)].states)
 
     def start_running(self, sequence: Sequence) -> None:
         """Move a sequence whose prefill is complete behind the running ones."""
@@ -477,6 +544,7 @@ class SlotTable:
         for slot in self._slots:
             slot.tokens = _NO_TOKENS
             slot.experts = None
+            slot.states = {}
             if slot.sequence is None:
                 slot.length = 0
 

@@ -16,16 +16,29 @@ import torch
 from slime.embedded.architecture import Architecture, Rope
 from slime.embedded.layers import ExpertMLP, Linear, Mlp, TokenEmbedding, rms_norm
 from slime.embedded.low_rank import AdaptedRows
+from slime.embedded.states import StateRows
 from slime.models.spec import RotaryKind
 
-Attend = Callable[
-    [int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor
-]
-"""(layer, queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], which it
-stores, too, sinks [heads]) → [tokens, heads * head_dim]."""
 
-Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries and keys, rotated, and values."""
+class Attend(Protocol):
+    """What the tokens of a forward pass see of those before them.
+
+    Attributes:
+        states: of gated delta nets; None for a model without them.
+    """
+
+    states: StateRows | None
+
+    def __call__(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], which it
+        stores, too, sinks [heads] → [tokens, heads * head_dim]."""
 
 
 class Observer(Protocol):
@@ -41,25 +54,21 @@ class Observer(Protocol):
 
 
 class MixerWeights(Protocol):
-    """The token mixer of one layer; its record in `slime.models.mixers` names the class.
+    """The token mixer of one layer; its record in `slime.models.mixers` names the class."""
 
-    Attributes:
-        sinks: score of each head that no token has, [heads]; None without.
-    """
-
-    @property
-    def sinks(self) -> torch.Tensor | None: ...
-
-    def project(
+    def mix(
         self,
+        layer: int,
         normed: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
         adapted: AdaptedRows | None,
-    ) -> Projected: ...
+    ) -> torch.Tensor:
+        """[tokens, hidden] → what the output projection takes.
 
-    def trimmed(self, mixed: torch.Tensor) -> torch.Tensor:
-        """The attention output without padding."""
+        Args:
+            rotary: cos and sin of the tokens' positions.
+        """
 
 
 @dataclass
@@ -133,15 +142,8 @@ class Decoder:
         for number, layer in enumerate(self.layers):
             before = hidden
             normed = self._normalised(hidden, layer.input_norm)
-            mixed = layer.attention.trimmed(
-                attend(
-                    number,
-                    *layer.attention.project(
-                        normed, *angles[self.arch.spec.rotary_kind(number)], adapted
-                    ),
-                    layer.attention.sinks,
-                )
-            )
+            rotary = angles[self.arch.spec.rotary_kind(number)]
+            mixed = layer.attention.mix(number, normed, rotary, attend, adapted)
             hidden = self._added(
                 partial(layer.output, mixed), hidden, layer.post_attention_norm, adapted
             )

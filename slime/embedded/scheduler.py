@@ -21,13 +21,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from slime.embedded.attention import DecodeAttention, PrefillAttention, PrefillChunk
+from slime.embedded.attention import DecodeAttention, PrefillAttention
 from slime.embedded.kv_cache import KVCache, SlotTable, common_prefix, key_of
 from slime.embedded.low_rank import AdaptedRows
 from slime.embedded.model import Attend
 from slime.embedded.sampler import sample, token_logprobs
 from slime.embedded.sequence import RoutedExperts, Sequence, SequenceStatus, rows_of
+from slime.embedded.states import PrefillChunk
 from slime.embedded.weights import WeightStore
+from slime.models.delta_rule import CHUNK
 
 #: A sequence waits for another's prefill when they share at least this many tokens.
 _WORTH_WAITING = 16
@@ -86,6 +88,8 @@ class Scheduler:
         self._followers: dict[Sequence, list[Sequence]] = {}
         self._leader_of_prompt: dict[tuple[int, bytes], Sequence] = {}
         self._done: list[Sequence] = []
+        # where others that wait for a prefill branch off, in a model whose layers keep states
+        self._branches: dict[Sequence, set[int]] = {}
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -183,11 +187,17 @@ class Scheduler:
         tokens = sequence.tokens()
         if _prompt_key(sequence) in self._leader_of_prompt:
             return False
-        return any(
-            other.adapter is sequence.adapter
-            and common_prefix(tokens, other.prompt) >= _WORTH_WAITING
-            for other in self._leader_of_prompt.values()
-        )
+        found = False
+        for other in self._leader_of_prompt.values():
+            if other.adapter is not sequence.adapter:
+                continue
+            shared = common_prefix(tokens, other.prompt)
+            if self.cache.states is None:
+                found = found or shared >= _WORTH_WAITING
+            elif shared - other.num_computed >= CHUNK:
+                self._branches.setdefault(other, set()).add(shared)
+                found = True
+        return found
 
     def _place(self, sequence: Sequence) -> None:
         """Give a sequence a slot with as much of its prefix as the cache has, or make it a
@@ -224,7 +234,8 @@ class Scheduler:
         spans = []
         offset = 0
         for (sequence, count), slot in zip(chunks, slots):
-            spans.append(PrefillChunk(slot, sequence.num_computed, count, offset))
+            keep = self._states_to_keep(sequence, count)
+            spans.append(PrefillChunk(slot, sequence.num_computed, count, offset, keep))
             offset += count
         hidden = self._forward_prefill(chunks, spans)
         seconds = time.monotonic() - begin
@@ -252,9 +263,32 @@ class Scheduler:
         for sequence in self.prefilling:
             if budget and id(sequence) not in followers:
                 count = min(sequence.num_to_compute, budget)
+                if self.cache.states is not None and count < sequence.num_to_compute:
+                    count -= (sequence.num_computed + count) % CHUNK
+                    if count <= 0 and chunks:
+                        break
+                    if count <= 0:  # the least that keeps the chunks where they are
+                        count = min(sequence.num_to_compute, CHUNK - sequence.num_computed % CHUNK)
                 chunks.append((sequence, count))
-                budget -= count
+                budget = max(0, budget - count)
         return chunks
+
+    def _states_to_keep(self, sequence: Sequence, count: int) -> tuple[int, ...]:
+        """Positions within the next ``count`` tokens of which copies of the state are kept: where
+        others branch off, and near the end of the prompt, for one that repeats it.
+
+        States exist at the borders of chunks.
+        """
+        if self.cache.states is None:
+            return ()
+        start = sequence.num_computed
+        end = start + count
+        wanted = {branch for branch in self._branches.get(sequence, ()) if branch <= end}
+        if end == sequence.length:
+            wanted.add(end - 1)
+            self._branches.pop(sequence, None)
+        borders = {start + (position - start) // CHUNK * CHUNK for position in wanted}
+        return tuple(sorted(border for border in borders if border > start))
 
     def _forward_prefill(
         self, chunks: list[tuple[Sequence, int]], spans: list[PrefillChunk]
@@ -269,7 +303,14 @@ class Scheduler:
         positions = torch.cat([torch.arange(span.start, span.start + span.count) for span in spans])
         attend = PrefillAttention(self.cache, spans, self.deterministic)
         places = [(sequence, span.start, span.count) for (sequence, _), span in zip(chunks, spans)]
-        return self._forward(ids.to(device), positions.to(device), attend, places)
+        hidden = self._forward(ids.to(device), positions.to(device), attend, places)
+        for number, ((sequence, _), span) in enumerate(zip(chunks, spans)):
+            if attend.states is not None and span.keep:
+                copies = attend.states.copies(number)
+                if span.start + span.count in span.keep:
+                    copies[span.start + span.count] = attend.states.cache.take(span.slot)
+                self.slots.keep_states(sequence, copies)
+        return hidden
 
     def _start(self, sequences: list[Sequence], hidden: torch.Tensor) -> None:
         """Sample the first token of sequences whose prefill is complete, and let them decode."""
@@ -383,6 +424,7 @@ class Scheduler:
             if follower.experts is not None and leader.experts is not None:
                 follower.experts.write(0, leader.experts.first(leader.num_computed))
             self.slots.record(follower, follower.num_computed, self.store.epoch)
+            self.slots.share_states(leader, follower)
             self._count_cached(follower, follower.num_computed - 1)
         return followers
 
@@ -427,6 +469,7 @@ class Scheduler:
 
     def _forget_leader(self, leader: Sequence) -> None:
         key = _prompt_key(leader)
+        self._branches.pop(leader, None)
         if self._leader_of_prompt.get(key) is leader:
             del self._leader_of_prompt[key]
 

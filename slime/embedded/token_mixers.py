@@ -1,4 +1,4 @@
-"""Token mixers of the decoder: how a layer makes queries, keys and values.
+"""Token mixers of the decoder: how a layer lets a token see those before it.
 
 `slime.models.mixers` names these classes, and `slime.embedded.weights` calls their ``build``.
 """
@@ -13,9 +13,15 @@ import torch.nn.functional as F
 from slime.embedded.architecture import Architecture
 from slime.embedded.layers import Linear, rms_norm
 from slime.embedded.low_rank import AdaptedRows
-from slime.embedded.model import Projected
+from slime.embedded.model import Attend
+from slime.embedded.states import StateRows, block_reads
 from slime.embedded.weights import WeightStore
+from slime.models import delta_rule
+from slime.models.delta_rule import CHUNK
 from slime.models.rotary import yarn_mscale
+
+Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries and keys, rotated, and values."""
 
 #: Epsilon of the norms inside multi-latent attention, whatever the config says for the others.
 _LATENT_EPS = 1e-6
@@ -42,18 +48,23 @@ class GroupedAttention:
             sinks=store.tensor_if_there(f"{prefix}core_attention.softmax_offset"),
         )
 
-    def project(
+    def mix(
         self,
+        layer: int,
         normed: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
         adapted: AdaptedRows | None,
-    ) -> Projected:
+    ) -> torch.Tensor:
+        heads = self._heads(self.qkv(normed, adapted=adapted), *rotary)
+        return attend(layer, *heads, self.sinks)
+
+    def _heads(self, mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projected:
         arch = self.arch
         heads = arch.num_heads
         kv_heads = arch.num_kv_heads
         head_dim = arch.head_dim
-        projected = self.qkv(normed, adapted=adapted).view(-1, heads + 2 * kv_heads, head_dim)
+        projected = mixed.view(-1, heads + 2 * kv_heads, head_dim)
         rotated = projected[:, : heads + kv_heads]
         values = projected[:, heads + kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
@@ -78,8 +89,207 @@ class GroupedAttention:
             return rms_norm(heads.flatten(1), weight, arch.rms_norm_eps).view_as(heads)
         return rms_norm(heads, weight, arch.rms_norm_eps, arch.zero_centred)
 
-    def trimmed(self, mixed: torch.Tensor) -> torch.Tensor:
-        return mixed
+
+@dataclass
+class GatedAttention(GroupedAttention):
+    """Grouped-query attention whose output is multiplied by the sigmoid of a gate. Each query head
+    is followed by its gate."""
+
+    @staticmethod
+    def build(store: WeightStore, prefix: str) -> GatedAttention:
+        return GatedAttention(**vars(GroupedAttention.build(store, prefix)))
+
+    def mix(
+        self,
+        layer: int,
+        normed: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+        adapted: AdaptedRows | None,
+    ) -> torch.Tensor:
+        arch = self.arch
+        width = arch.num_heads * arch.head_dim
+        projected = self.qkv(normed, adapted=adapted)
+        paired = projected[:, : 2 * width].view(-1, arch.num_heads, 2, arch.head_dim)
+        mixed = torch.cat([paired[:, :, 0].flatten(1), projected[:, 2 * width :]], dim=1)
+        gate = paired[:, :, 1].flatten(1).float().sigmoid()
+        out = attend(layer, *self._heads(mixed, *rotary), self.sinks)
+        return (out * gate).to(normed.dtype)
+
+
+@dataclass
+class GatedDeltaNet:
+    """A gated delta net: a convolution over the last tokens, and a state for each head.
+
+    Attributes:
+        in_proj: queries, keys and values, gates of the output, writing strengths, decays.
+        by_head: rows of the first four, and of the last two, lie together for each key head
+            (Qwen3-Next); else all heads of a kind lie together.
+        conv: [channels, 1, width], over queries, keys and values of all heads.
+    """
+
+    arch: Architecture
+    in_proj: Linear
+    by_head: bool
+    conv: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    norm: torch.Tensor
+
+    @staticmethod
+    def build(store: WeightStore, prefix: str) -> GatedDeltaNet:
+        match = store.arch.family.match_megatron(f"{prefix}in_proj.weight", store.arch.spec)
+        assert match is not None
+        return GatedDeltaNet(
+            store.arch,
+            store.linear(f"{prefix}in_proj"),
+            by_head=len(match.sources) == 2,
+            conv=store.tensor(f"{prefix}conv_weight"),
+            a_log=store.tensor(f"{prefix}A_log"),
+            dt_bias=store.tensor(f"{prefix}dt_bias"),
+            norm=store.tensor(f"{prefix}norm_weight"),
+        )
+
+    def mix(
+        self,
+        layer: int,
+        normed: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+        adapted: AdaptedRows | None,
+    ) -> torch.Tensor:
+        projected = self.in_proj(normed, adapted=adapted)
+        states = attend.states
+        assert states is not None
+        number = states.cache.numbers[layer]
+        assert number is not None
+        if not states.fixed_shapes:
+            compute = self._tokens if states.spans is None else self._spans
+            return compute(projected, states, number)
+        if states.spans is not None:
+            return self._blocks(projected, states, number)
+        rows = [StateRows(states.cache, None, first=row) for row in range(len(projected))]
+        return torch.cat([self._tokens(projected[row.first, None], row, number) for row in rows])
+
+    def _split(
+        self, projected: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[tokens, …] of queries, keys and values, of gates, of b and of a, by kind."""
+        sizes = self.arch.spec.delta_net
+        query, key, values, gates, _, _ = sizes.of_key_head
+        heads = sizes.value_heads
+        if not self.by_head:
+            mixed, gate, b, a = projected.split(
+                [sizes.mixed, sizes.key_heads * gates, heads, heads], dim=1
+            )
+            return mixed, gate, b, a
+        main, scalars = (
+            x.unflatten(1, (sizes.key_heads, -1))
+            for x in projected.split([projected.shape[1] - 2 * heads, 2 * heads], dim=1)
+        )
+        q, k, v, gate = (x.flatten(1) for x in main.split([query, key, values, gates], dim=2))
+        b, a = (x.flatten(1) for x in scalars.chunk(2, dim=2))
+        return torch.cat([q, k, v], dim=1), gate, b, a
+
+    def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        sizes = self.arch.spec.delta_net
+        width = sizes.key_heads * sizes.key
+        query, key, value = convolved.split([width, width, convolved.shape[1] - 2 * width], dim=1)
+        query, key = delta_rule.normalised(
+            *(x.unflatten(1, (sizes.key_heads, -1)) for x in (query, key))
+        )
+        return query, key, value.float().unflatten(1, (sizes.value_heads, -1))
+
+    def _gates(self, b: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return delta_rule.decay_of(a, self.a_log, self.dt_bias), b.float().sigmoid()
+
+    def _gated(self, output: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        gate = gate.reshape(output.shape)
+        return delta_rule.gated_norm(output, gate, self.norm, self.arch.rms_norm_eps).flatten(1)
+
+    def _tokens(self, projected: torch.Tensor, states: StateRows, number: int) -> torch.Tensor:
+        """One token of each sequence."""
+        mixed, gate, b, a = self._split(projected)
+        slots = slice(states.first, states.first + len(mixed))
+        history = states.cache.conv[number, slots]
+        window = torch.cat([history, mixed[:, :, None]], dim=2)
+        history.copy_(window[:, :, 1:])
+        heads = self._heads(delta_rule.convolved_step(window, self.conv[:, 0]))
+        state = states.cache.rule[number, slots]
+        output, new = delta_rule.recurrent_step(*heads, *self._gates(b, a), state)
+        state.copy_(new)
+        return self._gated(output, gate)
+
+    def _spans(self, projected: torch.Tensor, states: StateRows, number: int) -> torch.Tensor:
+        """New tokens of several sequences."""
+        spans = states.spans
+        assert spans is not None
+        mixed, gate, b, a = self._split(projected)
+        cache = states.cache
+        width = self.arch.spec.delta_net.conv
+        slots = torch.tensor([span.slot for span in spans], device=mixed.device)
+        is_new = torch.tensor([span.start == 0 for span in spans], device=mixed.device)
+        before = cache.conv[number, slots].masked_fill_(is_new[:, None, None], 0.0)
+        initial = cache.rule[number, slots].masked_fill_(is_new[:, None, None, None], 0.0)
+        rows = torch.cat([mixed, before.transpose(1, 2).flatten(0, 1)])
+        convolved = delta_rule.CausalConv.apply(rows, self.conv[:, 0], states.reads(width))
+
+        def keep(run: int, count: int, state: torch.Tensor) -> None:
+            span = spans[run]
+            if span.start + count in span.keep:
+                end = span.offset + count
+                states.keep(run, span.start + count, mixed[end - width + 1 : end].t(), state)
+
+        output, finals = delta_rule.chunked(
+            *self._heads(convolved), *self._gates(b, a), states.runs, initial, keep
+        )
+        cache.rule[number, slots] = finals
+        for span, old in zip(spans, before):
+            new = mixed[span.offset : span.offset + span.count].t()
+            cache.conv[number, span.slot] = torch.cat([old, new], dim=1)[:, 1 - width :]
+        return self._gated(output, gate)
+
+    def _blocks(self, projected: torch.Tensor, states: StateRows, number: int) -> torch.Tensor:
+        """New tokens of several sequences, in blocks of `CHUNK` rows. Spans begin at the borders of
+        these; a last block is filled up with zeros."""
+        spans = states.spans
+        assert spans is not None
+        outputs = []
+        for index, span in enumerate(spans):
+            for first in range(0, span.count, CHUNK):
+                count = min(CHUNK, span.count - first)
+                begin = span.offset + first
+                rows = projected[begin : begin + count]
+                outputs.append(self._block(rows, span.slot, span.start + first, states, number))
+                end = span.start + first + count
+                if end in span.keep and first + count < span.count:
+                    place = (number, span.slot)
+                    states.keep(index, end, states.cache.conv[place], states.cache.rule[place])
+        return torch.cat(outputs)
+
+    def _block(
+        self, projected: torch.Tensor, slot: int, start: int, states: StateRows, number: int
+    ) -> torch.Tensor:
+        count = len(projected)
+        filled = F.pad(projected, (0, 0, 0, CHUNK - count))
+        mixed, gate, b, a = self._split(filled)
+        width = self.arch.spec.delta_net.conv
+        history = states.cache.conv[number, slot]
+        state = states.cache.rule[number, slot]
+        if start == 0:
+            history.zero_()
+            state.zero_()
+        rows = torch.cat([mixed, history.t()])
+        reads = block_reads(width).to(mixed.device)
+        convolved = delta_rule.CausalConv.apply(rows, self.conv[:, 0], reads)
+        runs = delta_rule.Runs.of([count], device=mixed.device, size=CHUNK)
+        output, finals = delta_rule.chunked(
+            *self._heads(convolved), *self._gates(b, a), runs, state[None]
+        )
+        state.copy_(finals[0])
+        history.copy_(torch.cat([history, mixed[:count].t()], dim=1)[:, 1 - width :])
+        filled_output = F.pad(output, (0, 0, 0, 0, 0, CHUNK - count))
+        return self._gated(filled_output, gate)[:count]
 
 
 @dataclass
@@ -99,7 +309,6 @@ class LatentAttention:
     key_down: Linear
     key_norm: torch.Tensor
     key_value: Linear
-    sinks: None = None
 
     @staticmethod
     def build(store: WeightStore, prefix: str) -> LatentAttention:
@@ -119,7 +328,17 @@ class LatentAttention:
             key_value=store.linear(f"{prefix}linear_kv_up_proj"),
         )
 
-    def project(
+    def mix(
+        self,
+        layer: int,
+        normed: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+        adapted: AdaptedRows | None,
+    ) -> torch.Tensor:
+        return self._trimmed(attend(layer, *self._heads(normed, *rotary, adapted), None))
+
+    def _heads(
         self,
         normed: torch.Tensor,
         cos: torch.Tensor,
@@ -150,7 +369,8 @@ class LatentAttention:
         queries = queries * (self.scale * width**0.5)  # the kernels scale by 1 / sqrt(head_dim)
         return _padded(queries, width), _padded(keys, width), _padded(values, width)
 
-    def trimmed(self, mixed: torch.Tensor) -> torch.Tensor:
+    def _trimmed(self, mixed: torch.Tensor) -> torch.Tensor:
+        """The attention output without padding."""
         width = self.arch.head_dim
         value_dim = self.arch.spec.value_dim
         if value_dim == width:

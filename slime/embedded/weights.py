@@ -248,7 +248,7 @@ class WeightStore:
             WeightError: the model has no such parameter.
         """
         tied = name == "lm_head.weight" and self.arch.tie_word_embeddings
-        found = self.named.get("model.embed_tokens.weight" if tied else name)
+        found = self.named.get(self._embedding_name if tied else name)
         if found is None:
             raise WeightError(f"the model has no parameter {name}{self._nearest(name)}")
         return found
@@ -261,9 +261,7 @@ class WeightStore:
         """
         held = self.held
         chosen = list(names if names is not None else held)
-        tied = (
-            {"lm_head.weight": "model.embed_tokens.weight"} if self.arch.tie_word_embeddings else {}
-        )
+        tied = {"lm_head.weight": self._embedding_name} if self.arch.tie_word_embeddings else {}
         unknown = [name for name in chosen if tied.get(name, name) not in held]
         if unknown:
             raise WeightError(
@@ -352,8 +350,14 @@ class WeightStore:
         self._bind()
         lookup = TokenEmbedding(embedding, self._fixed_rows)
         if not arch.tie_word_embeddings:
-            self.parts["model.embed_tokens.weight"] = (lookup, slice(0, lookup.out_features))
+            self.parts[self._embedding_name] = (lookup, slice(0, lookup.out_features))
         return Decoder(arch, lookup, layers, norm, head, num_positions)
+
+    @property
+    def _embedding_name(self) -> str:
+        names = self._made_of("embedding.word_embeddings.weight")
+        assert names is not None
+        return names[0]
 
     def _build_layer(self, prefix: str, number: int) -> DecoderLayer:
         attention = f"{prefix}self_attention."

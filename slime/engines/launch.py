@@ -150,6 +150,8 @@ class EngineFootprint:
         fraction_option: where users set the fraction.
         adapters_at_once: adapters that memory is reserved for, if the run has adapters.
         dequantises: beside quantised weights it holds the plain ones that they stand for.
+        state_copies: of gated delta nets it keeps so many copies of a sequence's state besides the
+            live one.
     """
 
     tensor: int = 1
@@ -165,3 +167,4 @@ class EngineFootprint:
     fraction_option: str = ""
     adapters_at_once: int = RESIDENT_ADAPTERS
     dequantises: bool = False
+    state_copies: int = 0

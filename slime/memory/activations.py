@@ -207,6 +207,9 @@ def _experts(
     shared = int(facts.get("moe_shared_expert_intermediate_size") or 0) / layout.tensor * element
     if shared and "shared_experts" not in drop:
         parts["shared experts"] = (halves + has_input.of_down) * shared
+        if facts.get("moe_shared_expert_gate"):
+            share = 1 / layout.tensor if layout.sequence_parallel else 1.0
+            parts["gate of shared experts"] = (spec.hidden_size + 1) * share * element
     return parts, rows * per_row
 
 

@@ -136,7 +136,8 @@ def _starved(plan: MemoryPlan, goes_on: str) -> UserError:
     assert engine is not None
     memory = plan.device.nbytes
     fraction = engine.static_fraction(memory)
-    wanted = (engine.weights + 4 * engine.longest * engine.kv_per_token) / memory
+    sequence = engine.longest * engine.kv_per_token + engine.state_per_sequence
+    wanted = (engine.weights + 4 * sequence) / memory
     ways = []
     if wanted < 0.9:
         raised = math.ceil(wanted * 100 + 1) / 100

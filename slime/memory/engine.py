@@ -14,7 +14,7 @@ from slime.models import table_of
 from slime.models.adapters import AdapterConfig, adapter_family
 from slime.models.ignore_list import examine, matrices
 from slime.models.layouts import FusedQKV, LatentProjection
-from slime.models.mixers import mixer_of
+from slime.models.mixers import FLOAT32_BYTES, mixer_of
 from slime.models.quantised import Quantisation
 from slime.models.rules import ATTENTION
 from slime.models.spec import ModelSpec
@@ -133,6 +133,17 @@ class EngineSettings(EngineFootprint):
         kept = sum(one.kept(self.spec, self.attention, self.keeps_latents) for one in mixers)
         return kept * self.kv_element
 
+    @property
+    def state_per_sequence(self) -> float:
+        """Bytes of what gated delta nets keep of a sequence on a rank, whatever its length."""
+        held = 0.0
+        for layer in range(-(-self.spec.num_layers // self.pipeline)):
+            mixer = mixer_of(self.spec.transformer, layer)
+            if mixer.state is not None:
+                inputs, state = mixer.state(self.spec, self.attention)
+                held += inputs * self.element + state * FLOAT32_BYTES
+        return held * (1 + self.state_copies)
+
     def static_fraction(self, memory: float) -> float:
         """Share of a device of ``memory`` bytes for weights and KV cache: the user's choice, or
         about what the engine would choose."""
@@ -142,13 +153,16 @@ class EngineSettings(EngineFootprint):
         """Bytes of the KV cache on a device of ``memory`` bytes: what the fraction leaves, or what
         its sequences need at most."""
         if self.sequences is not None:
-            return self.sequences * self.longest * self.kv_per_token
+            own = self.longest * self.kv_per_token + self.state_per_sequence
+            return self.sequences * own
         fixed = self.weights + self.adapter_pool
         return max(0.0, self.static_fraction(memory) * memory - fixed)
 
     def kv_tokens(self, memory: float) -> int:
-        """Tokens that the KV cache holds, over all running requests of one engine."""
-        return int(self.kv_cache(memory) / self.kv_per_token)
+        """Tokens that the KV cache holds, over all running requests of one engine; those of the
+        longest sequences where each has a state besides."""
+        per_token = self.kv_per_token + self.state_per_sequence / self.longest
+        return int(self.kv_cache(memory) / per_token)
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:

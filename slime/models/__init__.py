@@ -32,7 +32,10 @@ from slime.models.phi3 import PHI3
 from slime.models.qwen2 import QWEN2
 from slime.models.qwen2_moe import QWEN2_MOE
 from slime.models.qwen3 import QWEN3
+from slime.models.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
+from slime.models.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
 from slime.models.qwen3_moe import QWEN3_MOE
+from slime.models.qwen3_next import QWEN3_NEXT
 from slime.models.seed_oss import SEED_OSS
 from slime.models.smollm3 import SMOLLM3
 from slime.models.spec import HfConfig, ModelSpec, read_hf_config
@@ -61,6 +64,11 @@ FAMILIES: tuple[ModelFamily, ...] = (
     MIXTRAL,
     QWEN2_MOE,
     DEEPSEEK_V2,
+    QWEN3_NEXT,
+    QWEN3_5_TEXT,
+    QWEN3_5,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_5_MOE,
     GPT_OSS,
 )
 

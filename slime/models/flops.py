@@ -43,7 +43,7 @@ class SequenceCost:
 
 def sequence_cost(family: ModelFamily, hf_config: HfConfig) -> SequenceCost:
     """Count 2 FLOPs per weight and token in the layers and the output layer, plus what the token
-    mixers compute per pair of tokens.
+    mixers compute per pair of tokens, or per token where they keep a state.
 
     Of the experts of a layer those count that a token passes; norms and biases are left out.
     """
@@ -59,11 +59,13 @@ def sequence_cost(family: ModelFamily, hf_config: HfConfig) -> SequenceCost:
                 else 1.0
             )
             passed += parameter.numel * share
+    beside = 0.0
     by_window: dict[int | None, float] = {}
     for layer in range(spec.num_layers):
         window = spec.window(layer)
-        cost = mixer_of(spec.transformer, layer).flops(spec)
-        by_window[window] = by_window.get(window, 0.0) + cost
+        mixer = mixer_of(spec.transformer, layer)
+        by_window[window] = by_window.get(window, 0.0) + mixer.flops(spec)
+        beside += mixer.token_flops(spec)
     quadratic = by_window.pop(None, 0.0)
     windowed = tuple((window, cost) for window, cost in by_window.items() if window is not None)
-    return SequenceCost(2.0 * passed, quadratic, windowed)
+    return SequenceCost(2.0 * passed + beside, quadratic, windowed)

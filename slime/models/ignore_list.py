@@ -286,6 +286,20 @@ def refuse_stacks(family: ModelFamily, method: str) -> None:
         )
 
 
+def refuse_delta_nets(family: ModelFamily, method: str) -> None:
+    """Refuse INT4 and FP8 of models with gated delta nets.
+
+    Raises:
+        UserError: the family has such layers.
+    """
+    if any("linear_attn." in name for rule in family.rules for name in rule.hf_names):
+        raise UserError(
+            f"models of the family {family.name} are not quantised by {method}",
+            why="which projections of gated delta nets engines hold quantised was not tried",
+            fix="take the model with plain weights",
+        )
+
+
 def check(family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> Findings:
     """`examine` of a quantised model's own list.
 
@@ -293,6 +307,7 @@ def check(family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> F
         UserError: with it engines would compute something else; names the modules.
     """
     refuse_stacks(family, quantisation.method)
+    refuse_delta_nets(family, quantisation.method)
     found = examine(matrices(family, spec), quantisation)
     if found.problems():
         raise UserError(

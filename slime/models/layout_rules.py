@@ -107,6 +107,9 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
             fix="drop it, or raise the size",
         )
     check_heads(spec.num_heads, tensor, megatron.context_parallel_size)
+    for mixer in mixers_of(spec.transformer):
+        if mixer.state is not None:
+            _check_key_heads(spec.delta_net.key_heads, tensor, megatron.context_parallel_size)
 
 
 def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:
@@ -196,6 +199,16 @@ def _expert_rules(spec: ModelSpec, config: Config) -> list[tuple[int, int, str, 
         ),
         (world, ranks, "trainer ranks", product),
     ]
+
+
+def _check_key_heads(heads: int, tensor: int, context: int) -> None:
+    if heads % (tensor * context):
+        raise UserError(
+            f"--context-parallel-size {context} does not fit this model",
+            why=f"gated delta nets run on whole sequences with the key heads divided: {heads} key "
+            f"heads are not divided by {tensor} tensor-parallel x {context} context-parallel ranks",
+            fix=f"let the product divide {heads}",
+        )
 
 
 def check_heads(heads: int, tensor_parallel: int, context_parallel: int) -> None:

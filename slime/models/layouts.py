@@ -18,10 +18,43 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+
+class DeltaNetSizes(NamedTuple):
+    """Heads of a gated delta net.
+
+    Attributes:
+        key_heads: of queries and of keys.
+        per_key: heads of values for each of them.
+        key, value: widths of a head.
+        conv: tokens that the convolution sees.
+    """
+
+    key_heads: int
+    per_key: int
+    key: int
+    value: int
+    conv: int
+
+    @property
+    def value_heads(self) -> int:
+        return self.key_heads * self.per_key
+
+    @property
+    def mixed(self) -> int:
+        """Queries, keys and values of all heads: the channels of the convolution."""
+        return self.key_heads * sum(self.of_key_head[:3])
+
+    @property
+    def of_key_head(self) -> tuple[int, int, int, int, int, int]:
+        """Rows that belong to one key head: query, key, values, gates, writing strengths (b) and
+        decays (a)."""
+        values = self.per_key * self.value
+        return self.key, self.key, values, values, self.per_key, self.per_key
 
 
 class ModelSizes(Protocol):
@@ -41,6 +74,9 @@ class ModelSizes(Protocol):
 
     @property
     def head_dim(self) -> int: ...
+
+    @property
+    def delta_net(self) -> DeltaNetSizes: ...
 
 
 class TensorSource(Protocol):
@@ -291,6 +327,43 @@ class FusedQKV(ParamMapping):
         return [part.reshape(-1, *rest) for part in parts]
 
 
+class GatedQKV(FusedQKV):
+    """Query, gate of the output, key and value in one parameter, by query group: query heads, their
+    gates, one key head, one value head.
+
+    In the Hugging Face tensor of queries each head is followed by its gate.
+    """
+
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+        query, key, value = (source[:] for source in sources)
+        groups = spec.num_query_groups
+        per_group = spec.num_heads // groups
+        expected = 2 * spec.num_heads * spec.head_dim
+        if query.shape[0] != expected:
+            raise ValueError(
+                f"query and gate have {query.shape[0]} rows, heads and head size make it {expected}"
+            )
+        rest = query.shape[1:]
+        by_head = query.reshape(groups, per_group, 2, spec.head_dim, *rest)
+        paired = by_head.transpose(1, 2).reshape(groups, -1, *rest)
+        parts = [paired, *(x.reshape(groups, spec.head_dim, *rest) for x in (key, value))]
+        rows = _joined(parts, 1).flatten(0, 1)
+        start, end = shard.bounds(rows.shape[0], "query, gate, key and value rows")
+        return rows[start:end]
+
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
+        groups = spec.num_query_groups
+        per_group = spec.num_heads // groups
+        fused = _joined(pieces, 0)
+        rest = fused.shape[1:]
+        grouped = fused.reshape(groups, -1, *rest)
+        query, key, value = grouped.split(
+            [2 * per_group * spec.head_dim, spec.head_dim, spec.head_dim], dim=1
+        )
+        by_head = query.reshape(groups, 2, per_group, spec.head_dim, *rest).transpose(1, 2)
+        return [by_head.reshape(-1, *rest), *(x.reshape(-1, *rest) for x in (key, value))]
+
+
 class StackedQKV(ParamMapping):
     """Query, key and value as in `FusedQKV`, from one Hugging Face tensor that has all queries
     above all keys above all values (Phi-3)."""
@@ -411,6 +484,52 @@ class StackedRows(ParamMapping):
 
 
 @dataclass(frozen=True)
+class KeyHeadRows(ParamMapping):
+    """Rows of several tensors that belong to the same key head of a gated delta net, together.
+
+    With two heads, and sources of which one has queries q above keys k and one has values v, the
+    parameter is ``q0 k0 v0 | q1 k1 v1``. Ranks get whole key heads.
+
+    Attributes:
+        sources: of each Hugging Face tensor the blocks that lie above each other in it, each for
+            all key heads; of a block the kinds of rows that lie together for each head, by their
+            places in `DeltaNetSizes.of_key_head`.
+    """
+
+    sources: tuple[tuple[tuple[int, ...], ...], ...]
+    tp_axis = 0
+
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+        heads = spec.delta_net.key_heads
+        first, last = shard.bounds(heads, "key heads")
+        parts = []
+        for source, widths in zip(sources, self._widths(spec), strict=True):
+            if source.shape[0] != heads * sum(widths):
+                raise ValueError(
+                    f"it has {source.shape[0]} rows, key heads and their sizes make it "
+                    f"{heads * sum(widths)}"
+                )
+            begin = 0
+            for size in widths:
+                rows = source[begin + first * size : begin + last * size]
+                parts.append(rows.reshape(last - first, size, *rows.shape[1:]))
+                begin += heads * size
+        return _joined(parts, 1).flatten(0, 1)
+
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
+        whole = _joined(pieces, 0)
+        by_head = whole.reshape(spec.delta_net.key_heads, -1, *whole.shape[1:])
+        widths = self._widths(spec)
+        blocks = iter(by_head.split([size for source in widths for size in source], dim=1))
+        return [_joined([next(blocks).flatten(0, 1) for _ in source], 0) for source in widths]
+
+    def _widths(self, spec: ModelSizes) -> list[list[int]]:
+        """Rows of a key head in each block of each source."""
+        rows = spec.delta_net.of_key_head
+        return [[sum(rows[i] for i in block) for block in source] for source in self.sources]
+
+
+@dataclass(frozen=True)
 class SomeParts(ParamMapping):
     """A fused parameter of which some parts have no Hugging Face tensor: their rows are zeros.
 
@@ -452,6 +571,7 @@ ROW = RowParallel()
 VOCAB = VocabParallel()
 TRANSPOSED_VOCAB = TransposedVocabParallel()
 QKV = FusedQKV()
+GATED_QKV = GatedQKV()
 STACKED_QKV = StackedQKV()
 GATE_UP = GateUp()
 STACKED_GATE_UP = StackedGateUp()

@@ -5,10 +5,8 @@ embedded engine have to know of a mixer. `mixer_of` gives the record of a layer.
 
 A further kind of attention is a new record here, its axes in `slime.models.rules.Width`, a class
 for the embedded engine, and a class for packed sequences in `slime.trainer.megatron.model` where
-Megatron's takes none. A mixer that keeps a state per sequence (gated delta net) needs more:
-``kept`` and ``kept_heads`` count entries per token, and so does the embedded engine's cache;
-``flops`` count pairs of tokens. The configuration of Megatron and the shape of that cache are those
-of layer 0.
+Megatron's takes none. Layers of a model may have different mixers, as long as these share one
+configuration of Megatron, and those that keep keys and values keep heads of one shape.
 """
 
 from __future__ import annotations
@@ -17,10 +15,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slime.models.layouts import COLUMN, LATENT, QKV, REPLICATED, ROW, STACKED_QKV, Layout
+from slime.models.layouts import (
+    COLUMN,
+    GATED_QKV,
+    LATENT,
+    QKV,
+    REPLICATED,
+    ROW,
+    STACKED_QKV,
+    KeyHeadRows,
+    Layout,
+)
 from slime.models.rules import (
     ATTENTION,
     HF_ATTENTION,
+    HF_DELTA_NET,
     HF_LAYER,
     MEGATRON_LAYER,
     LayerCondition,
@@ -73,7 +82,11 @@ class TokenMixer:
             recomputed) → bytes by what they are.
         kept: entries that an engine rank keeps per token and layer: (spec, ranks that divide the
             attention, whether the engine keeps latents).
-        kept_heads: (heads, width) of keys and of values in an engine that keeps them whole.
+        kept_heads: (heads, width) of keys and of values in an engine that keeps them whole; None
+            for a mixer that keeps a state instead.
+        state: (entries of the convolution's inputs, entries of the float32 state) that an engine
+            rank keeps per sequence and layer, whatever its length: (spec, ranks).
+        token_flops: forward FLOPs per layer and token beside the products with weights.
         has_query_groups: several query heads may share a head of keys and values.
         embedded: "module:class" of the embedded engine; its ``build`` reads the layer's weights.
         megatron_config: "module:class" of Megatron's configuration.
@@ -88,12 +101,14 @@ class TokenMixer:
     flops: Callable[[ModelSpec], float]
     saved: Callable[[ModelSpec, Layout, Kernels, set[str]], dict[str, float]]
     kept: Callable[[ModelSpec, int, bool], int]
-    kept_heads: Callable[[ModelSpec], tuple[int, int]]
+    kept_heads: Callable[[ModelSpec], tuple[int, int]] | None
     has_query_groups: bool
     embedded: str
     megatron_config: str
     megatron_overrides: dict[str, Any] = field(default_factory=dict)
     unread_flags: Mapping[str, str] = field(default_factory=dict)
+    state: Callable[[ModelSpec, int], tuple[int, int]] | None = None
+    token_flops: Callable[[ModelSpec], float] = lambda spec: 0.0
 
 
 _INPUT_NORM = Rule(
@@ -248,6 +263,177 @@ GROUPED_ATTENTION = TokenMixer(
 )
 
 
+# -- attention whose output is gated ---------------------------------------------------------------
+
+
+def _is_delta_net(spec: ModelSpec, layer: int) -> bool:
+    return mixer_of(spec.transformer, layer) is GATED_DELTA_NET
+
+
+def _of_attention(rule: Rule) -> Rule:
+    """The same rule, for the layers of a hybrid that have attention."""
+
+    def applies(spec: ModelSpec, layer: int) -> bool:
+        return rule.applies(spec, layer) and not _is_delta_net(spec, layer)
+
+    if rule.layout is not QKV or rule.columns is None:
+        return replace(rule, when=applies)
+    return replace(rule, layout=GATED_QKV, rows=("query and gate", "key", "key"), when=applies)
+
+
+def _gated_saved(
+    spec: ModelSpec, layout: Layout, kernels: Kernels, recomputed: set[str]
+) -> dict[str, float]:
+    """The one kernel for norms and rotation takes no gates."""
+    parts = _attention_saved(spec, layout, replace(kernels, fused=False), recomputed)
+    width = spec.num_heads / layout.tensor * spec.head_dim
+    # it lies in the mixed product; kept are its sigmoid and what is gated, too
+    gate = width * (2 * kernels.element + FLOAT32_BYTES)
+    return parts | {"gate of the attention output": gate}
+
+
+GATED_ATTENTION = replace(
+    GROUPED_ATTENTION,
+    name="gated attention",
+    rules=tuple(_of_attention(rule) for rule in _ATTENTION_RULES),
+    widths={
+        **GROUPED_ATTENTION.widths,
+        "query and gate": lambda spec: 2 * spec.num_heads * spec.head_dim,
+    },
+    saved=_gated_saved,
+    embedded="slime.embedded.token_mixers:GatedAttention",
+)
+
+
+# -- gated delta net (arXiv:2412.06464): a state per head in place of keys and values --------------
+
+#: What `slime.models.layouts.DeltaNetSizes.of_key_head` counts.
+_QUERY, _KEY, _VALUES, _GATES, _WRITES, _DECAYS = range(6)
+
+
+def _delta(
+    megatron: str,
+    hf: str | tuple[str, ...],
+    layout: Any,
+    rows: Any,
+    columns: Any = None,
+) -> Rule:
+    names = (hf,) if isinstance(hf, str) else hf
+    return Rule(
+        ATTENTION + megatron,
+        tuple(HF_DELTA_NET + name for name in names),
+        layout,
+        rows,
+        columns,
+        _is_delta_net,
+    )
+
+
+_DELTA_RULES = (
+    replace(_INPUT_NORM, when=_is_delta_net),
+    _delta(
+        "conv_weight",
+        "conv1d.weight",
+        KeyHeadRows((((_QUERY,), (_KEY,), (_VALUES,)),)),
+        "delta keys, values",
+        (1, "convolved"),
+    ),
+    _delta("A_log", "A_log", COLUMN, "delta value heads"),
+    _delta("dt_bias", "dt_bias", COLUMN, "delta value heads"),
+    _delta("norm_weight", "norm.weight", REPLICATED, "delta value"),
+    _delta("linear_proj.weight", "out_proj.weight", ROW, "hidden", "delta values"),
+)
+#: Qwen3-Next: two matrices, whose rows lie together for each key head.
+_BY_HEAD = _delta(
+    "in_proj.weight",
+    ("in_proj_qkvz.weight", "in_proj_ba.weight"),
+    KeyHeadRows((((_QUERY, _KEY, _VALUES, _GATES),), ((_WRITES, _DECAYS),))),
+    ("delta keys, values, gates", "delta writes, decays"),
+    "hidden",
+)
+#: Qwen3.5: four matrices, in which all heads of a kind lie together.
+_BY_KIND = _delta(
+    "in_proj.weight",
+    tuple(f"in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+    KeyHeadRows((((_QUERY,), (_KEY,), (_VALUES,)), ((_GATES,),), ((_WRITES,),), ((_DECAYS,),))),
+    ("delta keys, values", "delta values", "delta value heads", "delta value heads"),
+    "hidden",
+)
+SPLIT_DELTA_RULES = (_BY_KIND, *_DELTA_RULES)
+
+#: Last parts of the names of their Linear layers.
+DELTA_PROJECTIONS = frozenset(
+    name.removesuffix(".weight").rpartition(".")[2]
+    for rule in (_BY_HEAD, *SPLIT_DELTA_RULES)
+    if rule.is_linear
+    for name in rule.hf_names
+)
+
+#: Tokens per chunk of the kernels.
+_CHUNK = 64
+
+
+def _delta_saved(
+    spec: ModelSpec, layout: Layout, kernels: Kernels, recomputed: set[str]
+) -> dict[str, float]:
+    sizes = spec.delta_net
+    element = kernels.element
+    mixed = sizes.mixed / layout.tensor
+    heads = sizes.value_heads / layout.tensor
+    values = heads * sizes.value
+    parts = {
+        "projections": (mixed + values + 2 * heads) * element,
+        "output of the delta rule": values * FLOAT32_BYTES,
+        "gated norm": values * element,
+    }
+    if layout.context > 1:
+        parts["exchanged over context ranks"] = (mixed + 2 * heads) * element
+    if kernels.fused:
+        # the convolution's output, normalised queries and keys, and the chunks' triangular systems
+        parts["kernels"] = (2 * mixed + _CHUNK * heads) * element + 5 * heads * FLOAT32_BYTES
+    return parts
+
+
+def _delta_state(spec: ModelSpec, ranks: int) -> tuple[int, int]:
+    sizes = spec.delta_net
+    heads = sizes.value_heads // ranks
+    return sizes.mixed // ranks * (sizes.conv - 1), heads * sizes.key * sizes.value
+
+
+def _delta_flops(spec: ModelSpec) -> float:
+    """Reading and writing the state, and the products within a chunk."""
+    sizes = spec.delta_net
+    within = 4 * _CHUNK * (sizes.key + sizes.value)
+    return float(sizes.value_heads * (6 * sizes.key * sizes.value + within))
+
+
+GATED_DELTA_NET = TokenMixer(
+    name="gated delta net",
+    rules=(_BY_HEAD, *_DELTA_RULES),
+    widths={
+        "delta keys, values": lambda spec: spec.delta_net.mixed,
+        "delta values": lambda spec: spec.delta_net.value_heads * spec.delta_net.value,
+        "delta value heads": lambda spec: spec.delta_net.value_heads,
+        "delta value": lambda spec: spec.delta_net.value,
+        "delta keys, values, gates": lambda spec: (
+            spec.delta_net.key_heads * sum(spec.delta_net.of_key_head[:4])
+        ),
+        "delta writes, decays": lambda spec: 2 * spec.delta_net.value_heads,
+        "convolved": lambda spec: spec.delta_net.conv,
+    },
+    divided_rows=lambda spec: [(spec.delta_net.key_heads, "key heads of gated delta nets")],
+    flops=lambda spec: 0.0,
+    saved=_delta_saved,
+    kept=lambda spec, ranks, latents: 0,
+    kept_heads=None,
+    has_query_groups=False,
+    embedded="slime.embedded.token_mixers:GatedDeltaNet",
+    megatron_config="megatron.core.transformer.transformer_config:TransformerConfig",
+    state=_delta_state,
+    token_flops=_delta_flops,
+)
+
+
 # -- multi-latent attention (DeepSeek-V2, arXiv:2405.04434): low-rank queries, keys and values -----
 
 
@@ -366,17 +552,22 @@ LATENT_ATTENTION = TokenMixer(
     unread_flags={"add_qkv_bias": "multi-latent attention has no biases"},
 )
 
-MIXERS = (GROUPED_ATTENTION, LATENT_ATTENTION)
+MIXERS = (GROUPED_ATTENTION, GATED_ATTENTION, GATED_DELTA_NET, LATENT_ATTENTION)
 
 
 def mixer_of(transformer: Mapping[str, Any], layer: int) -> TokenMixer:
-    """Return the token mixer of layer ``layer`` (global, from 0). All layers of the models in the
-    tables have the same.
+    """Return the token mixer of layer ``layer`` (global, from 0).
 
     Args:
-        transformer: `ModelSpec.transformer`.
+        transformer: `ModelSpec.transformer`. Its ``linear_attention_freq`` has a 1 for each gated
+            delta net.
     """
-    return LATENT_ATTENTION if transformer.get("multi_latent_attention") else GROUPED_ATTENTION
+    if transformer.get("multi_latent_attention"):
+        return LATENT_ATTENTION
+    delta_nets = transformer.get("linear_attention_freq")
+    if delta_nets and delta_nets[layer]:
+        return GATED_DELTA_NET
+    return GATED_ATTENTION if transformer.get("attention_output_gate") else GROUPED_ATTENTION
 
 
 def mixers_of(transformer: Mapping[str, Any]) -> list[TokenMixer]:

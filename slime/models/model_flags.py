@@ -119,6 +119,20 @@ def _refuse(wrong: list[str]) -> None:
         )
 
 
+#: Fields that only some families describe; the others have no such part.
+_OF_SOME_FAMILIES = {
+    "attention_output_gate",
+    "layernorm_zero_centered_gamma",
+    "moe_shared_expert_gate",
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+}
+
+
 def _of_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
     by_field = {
         spec.attribute: spec for spec in all_flags().values() if "transformer" in spec.sections
@@ -127,7 +141,10 @@ def _of_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> I
     for name, value in given.items():
         flag = by_field[name]
         if name in described:
-            if name == "moe_layer_freq":
+            if name == "linear_attention_freq" and isinstance(value, int):
+                freq = range(1, described["num_layers"] + 1)
+                agrees = [int(layer % value != 0) for layer in freq] == described[name]
+            elif name == "moe_layer_freq":
                 agrees = _pattern(value, described) == _pattern(described[name], described)
             elif name == "window_attn_skip_freq" and described[name] is not None:
                 agrees = _windows(value, described) == list(described[name])
@@ -135,6 +152,8 @@ def _of_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> I
                 agrees = _equal(value, described[name])
             if not agrees:
                 yield _contradiction(flag.dest, value, described[name])
+        elif name in _OF_SOME_FAMILIES and value != flag.default:
+            yield _contradiction(flag.dest, value, None)
         elif (
             is_dense
             and name.startswith("moe_")
@@ -175,6 +194,7 @@ def _beside_transformer(spec: ModelSpec) -> dict[str, Any]:
         "swiglu": spec.activation == "silu" and shape["gated_linear_unit"],
         "group_query_attention": shape["num_query_groups"] < shape["num_attention_heads"],
         "untie_embeddings_and_output_weights": not spec.tie_embeddings,
+        "use_gated_attention": bool(shape.get("attention_output_gate")),
         "post_self_attn_layernorm": spec.post_norms,
         "post_mlp_layernorm": spec.post_norms,
     }

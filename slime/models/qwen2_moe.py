@@ -71,22 +71,24 @@ def _singular(rule: Rule) -> Rule:
     )
 
 
+#: Experts with a shared one that has a gate.
+GATED_MOE_RULES = (
+    *(_singular(rule) for rule in MOE_RULES),
+    Rule(
+        MLP + "shared_experts.gate_weight",
+        HF_MLP + "shared_expert_gate.weight",
+        REPLICATED,
+        1,
+        "hidden",
+        is_moe_layer,
+    ),
+)
+
 QWEN2_MOE = ModelFamily(
     name="qwen2_moe",
     model_types=("qwen2_moe",),
     architectures=("Qwen2MoeForCausalLM",),
-    rules=(
-        *DENSE_RULES,
-        *(_singular(rule) for rule in MOE_RULES),
-        Rule(
-            MLP + "shared_experts.gate_weight",
-            HF_MLP + "shared_expert_gate.weight",
-            REPLICATED,
-            1,
-            "hidden",
-            is_moe_layer,
-        ),
-    ),
+    rules=DENSE_RULES + GATED_MOE_RULES,
     make_spec=_spec,
     ignored=COMPUTED_BUFFERS,
 )

@@ -14,6 +14,7 @@ MEGATRON_LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
 ATTENTION = MEGATRON_LAYER + "self_attention."
 HF_ATTENTION = HF_LAYER + "self_attn."
+HF_DELTA_NET = HF_LAYER + "linear_attn."
 MLP = MEGATRON_LAYER + "mlp."
 HF_MLP = HF_LAYER + "mlp."
 
@@ -24,12 +25,16 @@ layers."""
 Width = Literal[
     "vocab", "hidden", "inner", "gate and up", "head", "heads", "query", "key", "query, key, value",
     "attended", "query rank", "key rank", "key rank, position", "keys, values", "experts",
-    "expert inner", "expert gate and up", "shared inner",
+    "expert inner", "expert gate and up", "shared inner", "query and gate", "delta keys, values",
+    "delta values", "delta value heads", "delta value", "delta keys, values, gates",
+    "delta writes, decays", "convolved",
 ]  # fmt: skip
 """Name of an axis of a parameter; `slime.models.table.width` gives its size.
 
 "query" and "key" are all heads together, "key" also of values; "attended" is the output of
 attention, before the projection. The ranks and "keys, values" belong to multi-latent attention.
+The axes of a gated delta net: "delta keys, values" are the queries, keys and values of all heads,
+"delta value" is one head's; "convolved" is the width of its convolution.
 """
 Size = Width | int
 """An axis by its name, or its size where the model does not decide it (the rank of an adapter)."""
@@ -47,7 +52,7 @@ class Rule:
             layout, rows and columns are those of one expert.
         layout: how the one is made of the others.
         rows: their first axis; one name for all of them, or one for each.
-        columns: their second axis; None for vectors.
+        columns: their second axis; None for vectors, several for tensors of more axes.
         when: where the rule applies; None means always.
         is_buffer: it is not trained: it has no gradient and no optimizer state.
         tied_to: for the output layer: the Hugging Face name that takes the place of ``hf`` when
@@ -58,7 +63,7 @@ class Rule:
     hf: str | tuple[str, ...]
     layout: ParamMapping
     rows: Size | tuple[Size, ...] = "hidden"
-    columns: Size | None = None
+    columns: Size | tuple[Size, ...] | None = None
     when: LayerCondition | None = None
     is_buffer: bool = False
     tied_to: str | None = None
@@ -99,7 +104,8 @@ class Rule:
         """Tell whether its tensors are weights of Linear layers; embeddings, routers and the gates
         of shared experts, which also have two axes, are not, nor are stacks of experts."""
         no_layer = self.is_embedding or self.is_stacked or self.rows in ("experts", 1)
-        return self.columns is not None and not no_layer
+        is_matrix = self.columns is not None and not isinstance(self.columns, tuple)
+        return is_matrix and not no_layer
 
     def applies(self, spec: ModelSpec, layer: int) -> bool:
         return self.when is None or self.when(spec, layer)

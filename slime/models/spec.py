@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from slime.errors import UserError
+from slime.models.layouts import DeltaNetSizes
 
 #: Kinds of scaling that `slime.models.rotary` computes.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -218,6 +219,19 @@ class ModelSpec:
         if size is None or not self.transformer["window_attn_skip_freq"][layer]:
             return None
         return int(size[0]) + 1
+
+    @property
+    def delta_net(self) -> DeltaNetSizes:
+        """The heads of the layers that are gated delta nets."""
+        facts = self.transformer
+        key_heads = int(facts["linear_num_key_heads"])
+        return DeltaNetSizes(
+            key_heads,
+            int(facts["linear_num_value_heads"]) // key_heads,
+            int(facts["linear_key_head_dim"]),
+            int(facts["linear_value_head_dim"]),
+            int(facts["linear_conv_kernel_dim"]),
+        )
 
     @property
     def has_sinks(self) -> bool:

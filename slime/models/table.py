@@ -87,8 +87,9 @@ def shapes_of(rule: Rule, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
     """Shapes of the Hugging Face tensors of a rule, in their order; of stacks, those of one
     expert."""
     rows = rule.rows if isinstance(rule.rows, tuple) else (rule.rows,) * len(rule.hf_names)
-    columns = () if rule.columns is None else (width(spec, rule.columns),)
-    return tuple((width(spec, name), *columns) for name in rows)
+    columns = rule.columns if isinstance(rule.columns, tuple) else (rule.columns,)
+    others = [width(spec, name) for name in columns if name is not None]
+    return tuple((width(spec, name), *others) for name in rows)
 
 
 Cut = Literal["none", "tensor", "expert", "experts alone"]
@@ -170,6 +171,8 @@ class ModelFamily:
         ignored: regular expressions (full match) of Hugging Face tensors that this family does not
             use; counted, not loaded. A group named ``mtp_layer`` must be the number of one of the
             layers for multi-token prediction that follow the decoder's.
+        carried: regular expressions of those of them that an export copies from the model that it
+            started from, since whoever loads it expects them.
         fused: Linear layers that an engine concatenates as it loads them; a weight push keeps them
             together.
     """
@@ -180,6 +183,7 @@ class ModelFamily:
     rules: tuple[Rule, ...]
     make_spec: Callable[[dict[str, Any]], ModelSpec]
     ignored: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
     fused: tuple[FusedLoad, ...] = ()
 
     def describe(self, hf_config: HfConfig) -> ModelSpec:
@@ -226,6 +230,8 @@ class ModelFamily:
         places = [(rule, -1) for rule in rules if not rule.is_of_layer]
         places += [(rule, layer) for layer in layers for rule in rules if rule.is_of_layer]
         for rule, layer in places:
+            if not rule.applies(spec, layer):
+                continue
             name = rule.megatron_names[0].format(layer=layer, expert="")
             count = spec.num_experts if rule.is_expert else 1
             shapes = shapes_of(rule, spec)
@@ -240,7 +246,7 @@ class ModelFamily:
                 here = last and not (first and spec.tie_embeddings)
             else:
                 here = rule.is_of_layer or last
-            if here and rule.applies(spec, layer):
+            if here:
                 yield found
 
     def match_megatron(self, name: str, spec: ModelSpec) -> Match | None:
@@ -299,6 +305,10 @@ class ModelFamily:
                 if found:
                     return rule, {key: int(value) for key, value in found.groupdict().items()}
         return None
+
+    def is_carried(self, hf_name: str) -> bool:
+        """Tell whether an export copies a tensor that is not trained."""
+        return any(re.fullmatch(pattern, hf_name) for pattern in self.carried)
 
     def is_ignored(self, hf_name: str, spec: ModelSpec) -> bool:
         """Tell whether a tensor is known to be unused: listed in ``ignored``, or the output layer

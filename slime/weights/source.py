@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slime.checkpoints.gathering import PlacedParameter, batches, gather, whole_bytes
-from slime.checkpoints.hf_files import HfWriter
+from slime.checkpoints.hf_files import HfReader, HfWriter
 from slime.checkpoints.hf_io import collective_device, match_of, match_parameter
 from slime.checkpoints.megatron_names import Placement, global_parameters
 from slime.checkpoints.peft_files import write_adapter
@@ -351,7 +351,7 @@ def write_hf(
     dtype: torch.dtype | None = None,
 ) -> Path:
     """Write plain weights as a Hugging Face directory (sharded safetensors, index, config,
-    tokenizer). Collective.
+    tokenizer). Collective. Tensors that the family's table carries along come from ``assets_from``.
 
     Rank 0 writes, into a hidden directory that is renamed when it is complete.
 
@@ -368,13 +368,31 @@ def write_hf(
         return Path(directory)
     try:
         with HfWriter(directory, assets_from) as writer:
+            start = _start_of(assets_from)
             for name, tensor in tensors:
-                writer.add(name, tensor.to(dtype_in(dtype, name, tensor.dtype)))
+                target = dtype_in(dtype, name, tensor.dtype)
+                if start is not None and name.endswith(_DTYPES_OF_START) and name in start.names():
+                    target = dtype_of(start.dtype_of(name))
+                writer.add(name, tensor.to(target))
+            for name in sorted(start.names()) if start is not None else ():
+                if source.parameters.family.is_carried(name):
+                    writer.add(name, start[name][:])
     except (OSError, UserError):
         exhaust(tensors)  # the other ranks are inside its collectives
         raise
     logger.info("wrote %.2f GB of weights to %s", writer.total_bytes / 1e9, directory)
     return Path(directory)
+
+
+#: Tensors whose dtype differs between published checkpoints of one architecture: the trainer holds
+#: them in float32, and an export has the dtype that the model started with.
+_DTYPES_OF_START = ("linear_attn.A_log", "linear_attn.norm.weight")
+
+
+def _start_of(directory: str | Path) -> HfReader | None:
+    """Open the weights that a model started from; None if there are none beside the config."""
+    has_weights = any(Path(directory).glob("*.safetensors"))
+    return HfReader(directory) if has_weights else None
 
 
 def exhaust(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -23,6 +23,16 @@ from slime.engines.request_fields import parse_params
 
 VOCAB = 384
 EOS = 257
+HYBRID: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "llama_scaled": {
@@ -72,6 +82,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "qwen3_next": {
+        **HYBRID,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 24,
+    },
+    "qwen3_5_text": HYBRID | {"tie_word_embeddings": True},
     "gpt_oss": {
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
@@ -149,7 +167,7 @@ def tiny_model(shape: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         vocab_size=VOCAB,
         hidden_size=48,
         intermediate_size=80,
-        num_hidden_layers=2,
+        num_hidden_layers=fields.pop("num_hidden_layers", 2),
         max_position_embeddings=512,
         bos_token_id=None,
         initializer_range=0.15,

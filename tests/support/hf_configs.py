@@ -14,6 +14,13 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "model_configs.json").read_text()
 )
 
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+}
 ARCHITECTURES = {family.name: family.architectures[0] for family in FAMILIES}
 EXPERTS = {"moe_intermediate_size": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 DENSE_FIRST = {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 0}
@@ -31,12 +38,23 @@ EXTRA: dict[str, dict[str, object]] = {
     "gpt_oss": {"num_local_experts": 4, "sliding_window": 8},
     "deepseek_v2": {**DENSE_FIRST, **LATENT, "norm_topk_prob": False, "q_lora_rank": None},
     "gemma3_text": {"sliding_window": 8},
+    "qwen3_next": {**HYBRID, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": {
+        **HYBRID,
+        **EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+    },
     "olmo3": {"sliding_window": 8},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "glm4_moe": {**DENSE_FIRST, "attention_bias": True, "use_qk_norm": True},
     "glm4_moe_lite": {**DENSE_FIRST, **LATENT},
     "deepseek_v3": {**DENSE_FIRST, **LATENT, "n_group": 1, "topk_group": 1},
 }
+
+#: Families whose config.json describes the decoder inside, as one of the other family.
+NESTED = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
 def config_of(family: str, **changes: object) -> dict:
@@ -57,4 +75,7 @@ def config_of(family: str, **changes: object) -> dict:
         "sliding_window": None,
         **EXTRA.get(family, {}),
     }
+    if family in NESTED:  # the decoder is described inside
+        text = config_of(NESTED[family], **changes)
+        return {**config, "text_config": text, "vision_config": {}}
     return config | changes

@@ -51,6 +51,12 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 #: config.json of a tiny model of every family, in the variants that differ in parameters.
@@ -72,6 +78,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {**DECODER, "model_type": "gpt_oss", "num_local_experts": 4},
     "deepseek_v3": {**DECODER, **EXPERTS, **LATENT, "model_type": "deepseek_v3"},
+    "qwen3_5_text": {**DECODER, **DELTA, "model_type": "qwen3_5_text"},
+    "qwen3_next": {
+        **DECODER,
+        **DELTA,
+        **EXPERTS,
+        "model_type": "qwen3_next",
+        "shared_expert_intermediate_size": 56,
+    },
     "deepseek_v3, whole queries": {
         **DECODER,
         **EXPERTS,
@@ -177,7 +191,11 @@ def kernels_of_a_gpu() -> Iterator[None]:
     with (
         patch.object(layers.F, "rms_norm", InputKeepingNorm.apply),
         patch.dict(sys.modules, {module.__name__: module}),
-        patch.object(attention.PackedSelfAttention, "_takes_one_pass", lambda self, hidden: True),
+        patch.object(
+            attention.PackedSelfAttention,
+            "_takes_one_pass",
+            lambda self, hidden: not self.config.attention_output_gate,
+        ),
     ):
         yield
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slime.samples.batch import TrainBatch
@@ -65,6 +66,45 @@ def parity_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> d
         "weights": named(),
         "reporting": backend.is_reporting_rank,
     }
+
+
+def gradients_in_double(
+    info: Any, flags: dict[str, Any], batches: list[TrainBatch]
+) -> dict[str, Tensor]:
+    """The gradients of one rank with everything but A_log and the norms of gated delta nets in
+    float64, where rounding hides no error."""
+    from unittest.mock import patch
+
+    from slime.trainer.megatron import model
+    from slime.trainer.megatron.backend import MegatronBackend
+    from slime.weights.source import ModelSource
+
+    arguments = model._trainer_arguments
+    with (
+        patch.object(model, "parameter_dtype", lambda config: torch.float64),
+        patch.object(
+            model,
+            "_trainer_arguments",
+            lambda *args: {**arguments(*args), "gradient_accumulation_fusion": False},
+        ),
+        patch.object(Tensor, "float", lambda self: self.to(torch.float64)),
+    ):
+        backend = MegatronBackend(
+            trainer_config(
+                **LOSS,
+                **flags,
+                accumulate_allreduce_grads_in_fp32=False,
+                actor_num_gpus_per_node=info.world_size,
+            ),
+            info,
+        )
+        backend.setup()
+
+        def named() -> dict[str, Tensor]:
+            source = ModelSource(backend.model_chunks, backend.hf_config)
+            return {name: tensor.clone() for name, tensor in source.tensors()}
+
+        return whole_gradients(backend, batches[backend.data_parallel_rank], named)
 
 
 def _scores(backend: Any, batch: TrainBatch) -> tuple[list[Tensor], list[Tensor]]:

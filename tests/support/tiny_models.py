@@ -3,11 +3,13 @@ compared with."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.support.trainer_ranks import VOCAB
 
@@ -316,6 +318,45 @@ OTHER_FAMILIES |= {
 }
 
 
+#: Of gated delta nets: three value heads for each key head, of another width.
+DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.25},
+}
+OTHER_FAMILIES |= {
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        {
+            **DELTA,
+            **CHOSEN_EXPERTS,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_5_text": (transformers.Qwen3_5TextConfig, {**DELTA, "tie_word_embeddings": True}),
+}
+
+
+OTHER_FAMILIES["qwen3_5_moe_text"] = (
+    transformers.Qwen3_5MoeTextConfig,
+    {
+        **DELTA,
+        "moe_intermediate_size": 24,
+        "num_experts_per_tok": 2,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 40,
+    },
+)
+#: Families that have them.
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+
 def save_tiny(kind: str, directory: Path) -> torch.nn.Module:
     """A random transformers model whose every parameter and buffer matters, saved to
     ``directory``."""
@@ -323,7 +364,8 @@ def save_tiny(kind: str, directory: Path) -> torch.nn.Module:
         config_class, extra = LLAMA_LIKE[kind]
         return _save(config_class(**{**SMALL, **extra}), directory, scale=5)
     config_class, extra = OTHER_FAMILIES[kind]
-    return _save(config_class(**{**SHAPE, **extra}), directory, scale=8)
+    # the norm behind a gated delta net makes the most of rounding as it is
+    return _save(config_class(**{**SHAPE, **extra}), directory, scale=3 if kind in HYBRIDS else 8)
 
 
 #: Of `save_moe`: experts of a layer, and how many of them a token passes.
@@ -373,4 +415,26 @@ def _save(config: Any, directory: Path, *, scale: float) -> torch.nn.Module:
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
     model.save_pretrained(directory)
+    if config.model_type.startswith("qwen3_5_moe"):
+        stack_experts(directory)
     return model
+
+
+def stack_experts(directory: Path) -> None:
+    """Write experts as published checkpoints of Qwen3.5 have them, [experts, out, in] with gate
+    above up; transformers writes them one by one."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    single = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
+    layers: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    for name in list(tensors):
+        if found := single.fullmatch(name):
+            experts = layers.setdefault(found[1], {})
+            experts.setdefault(int(found[2]), {})[found[3]] = tensors.pop(name)
+    for name, experts in layers.items():
+        order = [experts[number] for number in range(len(experts))]
+        tensors[f"{name}.gate_up_proj"] = torch.stack(
+            [torch.cat([one["gate_proj"], one["up_proj"]]) for one in order]
+        )
+        tensors[f"{name}.down_proj"] = torch.stack([one["down_proj"] for one in order])
+    save_file(tensors, file, metadata={"format": "pt"})

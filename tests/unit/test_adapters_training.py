@@ -133,6 +133,7 @@ def test_loss_and_gradients_are_those_of_peft(
         ("deepseek_v3", False),
         ("glm4_moe", False),
         ("gpt_oss", False),
+        ("qwen3_5_text", False),
     ],
 )
 def test_loss_and_gradients_are_those_of_the_definition(

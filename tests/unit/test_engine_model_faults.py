@@ -28,3 +28,21 @@ def test_experts_in_mxfp4_are_refused_with_sglang_alone() -> None:
     engine_kind("sglang").check_model(spec, plain)
     with pytest.raises(UserError, match=r"MXFP4(.|\n)*quantised-to-hf"):
         engine_kind("sglang").check_model(spec, stored)
+
+
+def test_hybrids_whose_layers_sglang_would_not_find_are_refused_with_it_alone() -> None:
+    text = PUBLISHED["Qwen/Qwen3.5-9B"]["config"]
+    published = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": False}
+    silent = {**text, "full_attention_interval": None}
+    with_gaps = {**silent, "layer_types": ["full_attention", *text["layer_types"][1:]]}
+    for config, said in (
+        (text, "no class for text models"),
+        ({**published, "text_config": silent}, "kinds of this model's layers"),
+        ({**published, "text_config": with_gaps}, "kinds of this model's layers"),
+    ):
+        spec = family_of(config).model_spec(config)
+        engine_kind("embedded").check_model(spec, config)
+        with pytest.raises(UserError, match=said):
+            engine_kind("sglang").check_model(spec, config)
+    for config in (published, PUBLISHED["Qwen/Qwen3-Next-80B-A3B-Instruct"]["config"]):
+        engine_kind("sglang").check_model(family_of(config).model_spec(config), config)

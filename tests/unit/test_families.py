@@ -21,13 +21,14 @@ from slime.embedded.architecture import Architecture, Rope
 from slime.errors import UserError
 from slime.models import FAMILIES, family_of
 from slime.models.flops import sequence_cost
+from slime.models.mixers import mixer_of
 from slime.models.model_flags import check_model_flags, merge_transformer
 from slime.models.parameters import ModelParameters
 from slime.models.rotary import layer_frequencies
 from slime.models.spec import check_same_model
 from slime.trainer.megatron.moe_layer import expert_layers
-from tests.support.hf_configs import PUBLISHED
-from tests.support.tiny_models import OTHER_FAMILIES, save_tiny
+from tests.support.hf_configs import NESTED, PUBLISHED
+from tests.support.tiny_models import HYBRIDS, OTHER_FAMILIES, save_tiny
 from tests.support.trainer_ranks import make_batch
 from tests.support.trainers import gradients, trainer
 
@@ -47,7 +48,8 @@ def test_log_probs_equal_transformers_and_weights_come_back(kind: str, tmp_path:
         with torch.no_grad():
             logp = (model(tokens[None]).logits[0] / 0.8).log_softmax(-1)
         theirs = logp[:-1].gather(1, tokens[1:, None])[-response:, 0]
-        assert torch.allclose(ours, theirs, atol=5e-6, rtol=0)
+        tolerance = 5e-4 if kind in HYBRIDS else 5e-6
+        assert torch.allclose(ours, theirs, atol=tolerance, rtol=0)
     saved, back = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert back.keys() == saved.keys()
     assert all(torch.equal(back[name], saved[name]) for name in saved)
@@ -254,7 +256,9 @@ def test_weights_with_another_rope_are_another_model(model: str) -> None:
         {"rope_theta": 12345.0, "rope_scaling": None},
         {"rope_theta": 1e4, "rope_scaling": settings},
     ):
-        config = {**PUBLISHED[model]["config"], **change}
+        published = PUBLISHED[model]["config"]
+        kept = {key: value for key, value in published.items() if key != "rope_parameters"}
+        config = {**kept, **change}
         if config["model_type"] == "phi3" and change["rope_scaling"]:
             continue  # refused by itself
         with pytest.raises(
@@ -297,7 +301,8 @@ def test_rotary_settings_that_go_into_the_attention() -> None:
         config = PUBLISHED[model]["config"]
         spec = family_of(config).model_spec(config)
         assert spec.transformer["rotary_interleaved"] == (spec.family in ("glm", "glm4"))
-        assert spec.rotary_percent == (0.5 if spec.family in ("glm", "glm4", "glm4_moe") else 1.0)
+        percent = 0.5 if spec.family in ("glm", "glm4", "glm4_moe") else 1.0
+        assert spec.rotary_percent == (0.25 if spec.family in HYBRIDS else percent)
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -317,11 +322,14 @@ def test_numbers_of_parameters_of_published_models(model: str) -> None:
             )
             passed += round(torch.Size(shape).numel() * chosen)
     assert total == pytest.approx(PUBLISHED[model]["parameters"], rel=2e-3)
-    assert sequence_cost(family, config).linear == pytest.approx(2 * passed, rel=1e-6)
+    layers = range(spec.num_layers)
+    beside = sum(mixer_of(spec.transformer, layer).token_flops(spec) for layer in layers)
+    assert sequence_cost(family, config).linear == pytest.approx(2 * passed + beside, rel=1e-6)
 
 
 def test_every_family_has_a_published_model_and_a_tiny_one() -> None:
     names = {family.name for family in FAMILIES}
+    names -= NESTED.keys()  # the same decoder, described inside
     assert {config["config"]["model_type"] for config in PUBLISHED.values()} == names
     assert {kind.split(",")[0] for kind in OTHER_FAMILIES} >= names - {
         "llama",

@@ -7,7 +7,14 @@ import pkgutil
 import pytest
 
 from slime.models import FAMILIES
-from slime.models.mixers import MIXERS, TokenMixer, mixer_of, mixers_of
+from slime.models.mixers import (
+    GATED_ATTENTION,
+    GATED_DELTA_NET,
+    MIXERS,
+    TokenMixer,
+    mixer_of,
+    mixers_of,
+)
 from slime.models.table import shapes_of
 from tests.support.memory_jobs import FAMILIES as CONFIGS
 
@@ -17,6 +24,26 @@ def test_a_record_names_classes_that_exist(mixer: TokenMixer) -> None:
     assert callable(pkgutil.resolve_name(mixer.embedded).build)
     fields = pkgutil.resolve_name(mixer.megatron_config).__dataclass_fields__
     assert {*mixer.megatron_overrides, *mixer.unread_flags} <= fields.keys()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
+def test_the_layers_of_a_hybrid_have_two_mixers(name: str) -> None:
+    """Each rule of a mixer applies to its layers alone, and no axis has two sizes."""
+    config = CONFIGS[name]
+    family = next(one for one in FAMILIES if config["model_type"] in one.model_types)
+    spec = family.model_spec(config)
+    kinds = [mixer_of(spec.transformer, layer) for layer in range(spec.num_layers)]
+    assert kinds == [GATED_DELTA_NET] * 3 + [GATED_ATTENTION]
+    assert mixers_of(spec.transformer) == [GATED_DELTA_NET, GATED_ATTENTION]
+    assert not GATED_DELTA_NET.widths.keys() & GATED_ATTENTION.widths.keys()
+    for layer in range(spec.num_layers):
+        rules = [rule for rule in family.rules if rule.applies(spec, layer) and rule.is_of_layer]
+        shapes = [shapes_of(rule, spec) for rule in rules]
+        assert all(size > 0 for shape in shapes for tensor in shape for size in tensor)
+        names = [rule.megatron_names[0] for rule in rules]
+        assert len(names) == len(set(names))
+        is_delta_net = any(rule.megatron_names[0].endswith("A_log") for rule in rules)
+        assert is_delta_net == (kinds[layer] is GATED_DELTA_NET)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4", "deepseek_v3", "deepseek_v3, whole queries"])
@@ -30,5 +57,6 @@ def test_the_rules_of_a_layer_are_those_of_its_mixer(name: str) -> None:
     assert set(mixer.rules) <= set(family.rules)
     shapes = [shapes_of(rule, spec) for rule in mixer.rules if rule.applies(spec, 0)]
     assert all(size > 0 for shape in shapes for tensor in shape for size in tensor)
+    assert mixer.kept_heads is not None
     heads, width = mixer.kept_heads(spec)
     assert mixer.kept(spec, 1, False) <= 2 * heads * width

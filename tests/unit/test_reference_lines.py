@@ -33,7 +33,7 @@ LINES: list[dict[str, Any]] = [
 ]
 #: What is not in this version; a line that asks for it is refused by this name.
 MISSING = (
-    *("Qwen3.5 and Qwen3.6", "GLM-5", "on-policy distillation"),
+    *("GLM-5", "on-policy distillation"),
     *(
         "training of multi-token-prediction layers",
         "ending trainer processes",
@@ -43,22 +43,7 @@ MISSING = (
 )
 #: Lines by name → what they are refused for.
 REFUSED = {
-    **dict.fromkeys(
-        (
-            *(
-                "coding_agent_rl_run_qwen36_35b_a3b_swe_8nodes",
-                "fully_async_run-qwen3.5-9B-fully_async",
-            ),
-            *(
-                "full_disk_weight_update_0",
-                "qwen3.5_0.8B_gsm8k_async_short_0",
-                "qwen3.5_0.8B_gsm8k_short_0",
-            ),
-            *("qwen3.6_35B_A3B_pd_mooncake_0", "run-qwen3.5-35B-A3B-sft"),
-        ),
-        ("Qwen3.5 and Qwen3.6",),
-    ),
-    "release_train_0": ("Qwen3.5 and Qwen3.6", "ending trainer processes"),
+    "release_train_0": ("ending trainer processes",),
     "run-glm5-744B-A40B": ("GLM-5",),
     "run-glm5.2-744B-A40B": ("GLM-5",),
     "on_policy_distillation_run-qwen3-8B-opd-megatron": ("on-policy distillation",),
@@ -75,7 +60,11 @@ REFUSED = {
 CONTRADICTIONS = {"run-glm4.7-30B-A3B": ["8 trainer GPUs cannot be divided by 16"]}
 #: Lines whose engines draft with weights, which no push would update: refused as soon as engines
 #: are asked.
-WITH_DRAFTS = {"glm4.7_30B_A3B_pd_mooncake_0", "run-deepseek-r1"}
+WITH_DRAFTS = {
+    "glm4.7_30B_A3B_pd_mooncake_0",
+    "qwen3.6_35B_A3B_pd_mooncake_0",
+    "run-deepseek-r1",
+}
 #: Beginning of a model's name → the published model whose config.json it has, and what differs.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-30B-A3B": ("Qwen/Qwen3-30B-A3B", {}),
@@ -108,6 +97,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size": 151936,
         },
     ),
+    "Qwen3.5-9B": ("Qwen/Qwen3.5-9B", {}),
+    "Qwen3.5-0.8B": (
+        "Qwen/Qwen3.5-9B",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "layer_types": None,
+            "linear_num_value_heads": 16,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    **dict.fromkeys(("Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B"), ("Qwen/Qwen3.5-35B-A3B", {})),
     "GLM-Z1-9B": ("zai-org/GLM-4-9B-0414", {}),
     "GLM-4.7-Flash": ("zai-org/GLM-4.7-Flash", {}),
     "DeepSeek-R1": ("deepseek-ai/DeepSeek-V3", {}),
@@ -138,6 +142,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+}
+#: Published models of these text models also see images: what their config.json has outside.
+OUTER: dict[str, dict[str, Any]] = {
+    text: {"model_type": outer, "architectures": [f"{name}ForConditionalGeneration"]}
+    for text, outer, name in (
+        ("qwen3_5_text", "qwen3_5", "Qwen3_5"),
+        ("qwen3_5_moe_text", "qwen3_5_moe", "Qwen3_5Moe"),
+    )
 }
 #: Server groups of a policy on its own, for lines whose YAML is not here.
 GROUPS = {"sglang": [{"name": "policy", "server_groups": [{"worker_type": "regular"}]}]}
@@ -173,6 +185,12 @@ def config_json(argv: list[str], folder: Path) -> Path:
     name = Path(values_of(argv, "--hf-checkpoint")[-1]).name
     published, changes = next(found for start, found in MODELS.items() if name.startswith(start))
     config = {**PUBLISHED[published]["config"], **changes}
+    if outer := OUTER.get(config["model_type"]):
+        config = {
+            **outer,
+            "text_config": config,
+            "tie_word_embeddings": config["tie_word_embeddings"],
+        }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -241,7 +259,6 @@ def test_refusals_name_only_lines_that_are_there() -> None:
 @pytest.mark.parametrize(
     ("module", "named"),
     [
-        ("slime_plugins.models.qwen3_next", "Qwen3-Next"),
         ("slime_plugins.models.minimax_m2", "MiniMax-M2"),
         ("slime_plugins.models.gemma4", "Gemma"),
         ("slime_plugins.models.glm5.glm5", "GLM-5"),
@@ -254,18 +271,28 @@ def test_a_spec_of_a_missing_family_is_refused_by_its_name(module: str, named: s
     assert named in caught.value.what and "; " not in caught.value.what
 
 
-def test_model_flags_alone_name_the_families_that_have_such_layers() -> None:
-    _, errors = judge_args(
-        ["--use-gated-attention", "--attention-output-gate", "--apply-layernorm-1p"]
-    )
-    (found,) = [error for error in errors if "in this version" in error.what]
-    assert found.what == "Qwen3.5, Qwen3.6 and Qwen3-Next are not in this version"
-    assert "--attention-output-gate" in found.why
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ({"attention_output_gate": True}, "--attention-output-gate, but it has none"),
+        ({"linear_num_key_heads": 8}, "--linear-num-key-heads 8, but it has none"),
+        ({"use_gated_attention": True}, "--use-gated-attention, but it is False"),
+    ],
+)
+def test_flags_of_a_hybrid_contradict_other_models(flag: dict[str, Any], said: str) -> None:
+    config = PUBLISHED["Qwen/Qwen3-4B"]["config"]
+    with pytest.raises(UserError, match=said):
+        check_model_flags(make_config(**flag).megatron, family_of(config).model_spec(config))
 
 
 @pytest.mark.parametrize(
     ("module", "family"),
-    [("slime_plugins.models.glm4", "GLM-4"), ("slime_plugins.models.gptoss", "gpt-oss")],
+    [
+        ("slime_plugins.models.glm4", "GLM-4"),
+        ("slime_plugins.models.gpt_oss", "gpt-oss"),
+        ("slime_plugins.models.qwen3_5", "Qwen3.5"),
+        ("slime_plugins.models.qwen3_next", "Qwen3-Next"),
+    ],
 )
 def test_the_spec_of_a_family_that_is_built_in_stands_for_its_table(
     module: str, family: str

@@ -31,6 +31,7 @@ from slime.engines.sglang.versions import check_version, installed_version
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.adapters import AdapterConfig, adaptable, adapted_layers
+from slime.models.mixers import DELTA_PROJECTIONS
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily
 from slime.processes.host import python_module
@@ -123,6 +124,7 @@ def check_adapters(config: Config, options: Mapping[str, Any], where: str = "") 
     """
     if not config.lora.lora_rank:
         return
+    _check_adapted_layers(config)
 
     def refuse(option: str, why: str, fix: str = "leave it out") -> NoReturn:
         value = options[option]
@@ -169,6 +171,17 @@ def check_adapters(config: Config, options: Mapping[str, Any], where: str = "") 
             "max_loras_per_batch",
             "it counts the base as one, so that no adapter could be used beside it",
             "pass 3, the default here: the base and two versions of the policy",
+        )
+
+
+def _check_adapted_layers(config: Config) -> None:
+    adapters = AdapterConfig.of(config)
+    found = sorted(DELTA_PROJECTIONS & adapters.targets) if adapters is not None else []
+    if found:
+        raise UserError(
+            "adapters of gated delta nets are not served by SGLang",
+            why=f"the targets include {', '.join(found)}, which SGLang 0.5.16 gives no adapters",
+            fix=f"pass --lora-exclude-modules {' '.join(found)}, or --rollout-engine embedded",
         )
 
 

@@ -20,7 +20,9 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
         UserError: a scaled rotary embedding in Gemma 3, which SGLang leaves out (0.5.16,
             ``models/gemma3_causal.py``: all layers get the type "default"). Experts in MXFP4, which
             SGLang lays out anew as it starts (0.5.16, ``layers/quantization/mxfp4.py``), so that no
-            weights can be loaded into them afterwards.
+            weights can be loaded into them afterwards. Text models of Qwen3.5 on their own, and
+            hybrids whose kinds of layers it would not find (0.5.16, ``models/qwen3_5.py``,
+            ``configs/qwen3_next.py``).
     """
     if is_mxfp4(config):
         raise UserError(
@@ -29,6 +31,7 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             fix="slime convert quantised-to-hf makes plain weights, which --hf-checkpoint then "
             "names; or pass --rollout-engine embedded, which holds plain weights",
         )
+    _check_hybrid(spec, config)
     if spec.family == "gemma3_text" and spec.rotary_scaling is not None:
         kind = spec.rotary_scaling["rope_type"]
         raise UserError(
@@ -36,4 +39,28 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             why="SGLang 0.5.16 gives layers that see everything an unscaled embedding, so that its "
             "log-probs drift from the trainer's as positions grow",
             fix="pass --rollout-engine embedded, or choose Gemma 3 270M or 1B, which scale nothing",
+        )
+
+
+def _check_hybrid(spec: ModelSpec, config: Mapping[str, Any]) -> None:
+    if spec.family in ("qwen3_5_text", "qwen3_5_moe_text"):
+        raise UserError(
+            "SGLang has no class for text models of Qwen3.5",
+            why=f"the model_type is {config.get('model_type')!r}; SGLang 0.5.16 knows the models "
+            "that see images, too (Qwen3_5ForConditionalGeneration)",
+            fix="pass --rollout-engine embedded, or the checkpoint with the vision tower, whose "
+            "text part is trained",
+        )
+    kinds = spec.transformer.get("linear_attention_freq")
+    if not kinds:
+        return
+    interval = config.get("text_config", config).get("full_attention_interval")
+    found = interval and [int((layer + 1) % interval != 0) for layer in range(spec.num_layers)]
+    if found != kinds:
+        raise UserError(
+            "SGLang would not find the kinds of this model's layers",
+            why="it reads full_attention_interval of config.json, which is "
+            f"{interval}, and ignores layer_types",
+            fix="add the interval to config.json if every n-th layer has attention; else pass "
+            "--rollout-engine embedded",
         )

@@ -234,9 +234,9 @@ def unpack(
         yield entry.name, buffer[entry.offset : end].view(dtype_of(entry.dtype)).view(entry.shape)
 
 
-#: Tensors that routers read in float32 whatever the model's dtype; SGLang and the published
-#: checkpoints keep them so.
-FLOAT32_NAMES = ("e_score_correction_bias",)
+#: Tensors that are read in float32 whatever the model's dtype: what routers add to scores, and the
+#: decays of gated delta nets. SGLang keeps them so.
+FLOAT32_NAMES = ("e_score_correction_bias", "linear_attn.A_log")
 SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
 
 

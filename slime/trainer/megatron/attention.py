@@ -148,20 +148,38 @@ class PackedSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         assert packed_seq_params is not None and packed_seq_params.rotary is not None
         heads = self._heads_in_one_pass if self._takes_one_pass(hidden_states) else self._heads
-        query, key, value = heads(hidden_states, *packed_seq_params.rotary[self.rotary_kind])
+        query, key, value, *gates = heads(
+            hidden_states, *packed_seq_params.rotary[self.rotary_kind]
+        )
         core = functools.partial(self.core_attention, sequences=packed_seq_params)
         out = attend(self, core, query, key, value)
-        return self.linear_proj(out.reshape(out.size(0), 1, -1))
+        for gate in gates:
+            out = out * gate.to(torch.promote_types(gate.dtype, torch.float32)).sigmoid()
+        return self.linear_proj(out.to(query.dtype).reshape(out.size(0), 1, -1))
 
-    def _heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [T, heads, dim], key and value [T, groups, dim], ready for attention."""
-        query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden))
+    def _heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Query [T, heads, dim], key and value [T, groups, dim], ready for attention; where its
+        output is gated, the gates [T, heads, dim], too."""
+        gated = self.config.attention_output_gate
+        found = self.get_query_key_value_tensors(hidden, output_gate=gated)
+        query, key, value, *gates = (x.squeeze(1) for x in found)
         interleaved = self.config.rotary_interleaved
         return (
             Rotate.apply(query, cos, sin, interleaved),
             Rotate.apply(key, cos, sin, interleaved),
             value,
+            *(self._own_part(gate, query) for gate in gates),
         )
+
+    def _own_part(self, gate: Tensor, query: Tensor) -> Tensor:
+        """The gates of the rank's own query heads: Megatron returns those of a whole group where
+        several ranks share its keys and values."""
+        gate = gate.reshape(query.size(0), -1, query.size(-1))
+        own = query.size(1)
+        if gate.size(1) == own:
+            return gate
+        place = self.pg_collection.tp.rank() % (gate.size(1) // own)
+        return gate[:, place * own : (place + 1) * own]
 
     def _takes_one_pass(self, hidden: Tensor) -> bool:
         """Tell whether kernels can be used, norms of queries and keys are ours if there are any,
@@ -169,12 +187,11 @@ class PackedSelfAttention(SelfAttention):
         kinds = {type(self.q_layernorm), type(self.k_layernorm)}
         known = kinds == {RMSNorm} or kinds <= {IdentityOp, type(None)}
         whole_groups = self.config.num_query_groups >= self.world_size
-        return hidden.is_cuda and known and whole_groups and device.has_kernels()
+        is_plain = known and whole_groups and not self.config.attention_output_gate
+        return hidden.is_cuda and is_plain and device.has_kernels()
 
-    def _heads_in_one_pass(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Do what `_heads` does, in one kernel."""
+    def _heads_in_one_pass(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Do what `_heads` does without gates, in one kernel."""
         from slime.trainer.kernels.attention_heads import SplitNormRotate
 
         mixed, _ = self.get_query_key_value_tensors(hidden, split_qkv=False)

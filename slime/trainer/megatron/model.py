@@ -25,6 +25,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -33,19 +34,21 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from slime.algorithms.logprobs import LowRankLogits, VocabShard, linear_log_probs
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.models.layout_rules import virtual_stages
-from slime.models.mixers import mixer_of
+from slime.models.mixers import GATED_DELTA_NET, mixer_of, mixers_of
 from slime.models.model_flags import merge_transformer
 from slime.models.rotary import layer_frequencies
 from slime.models.spec import ModelSpec, RotaryKind
 from slime.trainer.megatron import te_layers
 from slime.trainer.megatron.adapters import give_gradient
 from slime.trainer.megatron.attention import PackedAttention, PackedSelfAttention
+from slime.trainer.megatron.delta_net import delta_net_spec
 from slime.trainer.megatron.layers import (
     Embedding,
     RMSNorm,
@@ -275,6 +278,7 @@ def build_model_chunks(
             )
         else:
             layers = local_layers(transformer, vp_stage)
+        put_in_delta_nets(layers, transformer, spec, vp_stage)
         put_in_parts(layers, transformer, spec, core_attention=core)
         return model(
             spec,
@@ -349,6 +353,33 @@ def local_layers(config: TransformerConfig, vp_stage: int | None) -> Transformer
     # Megatron's spec for it needs a package, and its experts are replaced anyway
     plain.moe_grouped_gemm = False
     return get_gpt_decoder_block_spec(plain, use_transformer_engine=False, vp_stage=vp_stage)
+
+
+def put_in_delta_nets(
+    block: TransformerBlockSubmodules,
+    config: TransformerConfig,
+    spec: ModelSpec,
+    vp_stage: int | None,
+) -> None:
+    """Put gated delta nets in the place of attention, in the layers that the model has them in.
+
+    What a ``--spec`` of the user's has in these places stays.
+    """
+    if GATED_DELTA_NET not in mixers_of(spec.transformer):
+        return
+    layout = config.pipeline_model_parallel_layout
+    if layout is None:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        numbers = [first + i for i in range(len(block.layer_specs))]
+    else:
+        numbers = layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
+    for place, number in enumerate(numbers):
+        layer = block.layer_specs[place]
+        is_delta_net = mixer_of(spec.transformer, number) is GATED_DELTA_NET
+        if is_delta_net and layer.submodules.self_attention.module is SelfAttention:
+            own = copy.deepcopy(layer)  # several layers may share one
+            own.submodules.self_attention = delta_net_spec(spec)
+            block.layer_specs[place] = own
 
 
 def put_in_parts(

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -30,6 +31,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from slime.algorithms.logprobs import KeptTokens
+from slime.models.delta_rule import Runs, reached
 from slime.models.spec import RotaryKind
 from slime.trainer.megatron.context import ContextGroup, ContextSplit
 from slime.trainer.megatron.moe_router import Routing
@@ -103,6 +105,63 @@ class PaddedLayout:
 
 
 @dataclass
+class DeltaRuns:
+    """The tokens of a micro-batch as gated delta nets see them: a run for each prompt and one for
+    each branch that continues it.
+
+    Attributes:
+        lengths, parents: of each run, as `slime.models.delta_rule.Runs` has them.
+    """
+
+    lengths: list[int]
+    parents: list[int]
+    device: torch.device
+    _reads: dict[int, Tensor] = field(default_factory=dict, init=False)
+
+    @staticmethod
+    def of(branches: Sequence[Sequence[int]], device: torch.device) -> DeltaRuns:
+        """Read the lengths of each prompt and of the branches behind it.
+
+        Example (a response alone goes on from its prompt; of two, one token each):
+            >>> runs = DeltaRuns.of([[3, 2], [2, 1, 1]], torch.device("cpu"))
+            >>> runs.lengths, runs.parents
+            ([5, 2, 1, 1], [-1, -1, 1, 1])
+        """
+        lengths: list[int] = []
+        parents: list[int] = []
+        for prompt, *others in branches:
+            own = [length for length in others if length]
+            if len(own) < 2:
+                lengths.append(prompt + sum(own))
+                parents.append(-1)
+                continue
+            parent = len(lengths)
+            lengths += [prompt, *own]
+            parents += [-1, *[parent] * len(own)]
+        return DeltaRuns(lengths, parents, device)
+
+    @property
+    def are_whole(self) -> bool:
+        """No run continues another."""
+        return max(self.parents) < 0
+
+    @cached_property
+    def chunks(self) -> Runs:
+        return Runs.of(self.lengths, self.parents, self.device)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """int64 [runs + 1], in host memory: where each run begins, and the end of the last."""
+        return torch.tensor([0, *accumulate(self.lengths)])
+
+    def reads(self, width: int) -> Tensor:
+        """Which rows a convolution of this width reads (`slime.models.delta_rule.reached`)."""
+        if width not in self._reads:
+            self._reads[width] = reached(self.lengths, self.parents, width).to(self.device)
+        return self._reads[width]
+
+
+@dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron's description of packed sequences, plus what is worth computing once per
     micro-batch.
@@ -110,6 +169,8 @@ class PackedSequences(PackedSeqParams):
     Attributes:
         lengths: tokens of each sequence, padding sequence included.
         positions: int64 [T], 0-based within each sample.
+        branches: the same by prompt and responses: of each sequence the length of its prompt and of
+            each branch behind it.
         padded: the same tokens as dense blocks; None for the packed kernel.
         rotary: (cos, sin) of every position for each rotary embedding of the model's layers, filled
             by the model on first use.
@@ -119,11 +180,17 @@ class PackedSequences(PackedSeqParams):
     """
 
     lengths: list[int] = field(default_factory=list)
+    branches: list[list[int]] = field(default_factory=list)
     positions: Tensor | None = None
     padded: PaddedLayout | None = None
     rotary: dict[RotaryKind, tuple[Tensor, Tensor]] | None = None
     context: ContextSplit | None = None
     routing: Routing | None = None
+
+    @cached_property
+    def delta_runs(self) -> DeltaRuns:
+        """All tokens of the micro-batch, as gated delta nets see them."""
+        return DeltaRuns.of(self.branches, self.cu_seqlens_q.device)
 
 
 @dataclass
@@ -405,6 +472,7 @@ def _describe(branches: list[list[int]], options: PackingOptions) -> PackedSeque
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         lengths=lengths,
+        branches=branches,
         padded=padded_layout(branches).to(options.device) if options.dense else None,
     )
 

@@ -1,0 +1,192 @@
+"""States of gated delta nets: a row ("slot") per sequence, as in the cache of keys and values.
+
+A layer keeps the last inputs of its convolution, and a matrix per head. Unlike keys and values,
+these belong to one position: a sequence can continue from another's only where a state was kept.
+The live state stands behind the last computed token. Prefill also keeps copies of states in the
+midst of a prompt, where others are likely to branch off (`Scheduler`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from slime.models.delta_rule import CHUNK, Runs
+from slime.models.mixers import FLOAT32_BYTES, mixer_of
+from slime.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of all layers at one position.
+
+    Attributes:
+        conv: [layers, channels, width - 1], inputs of the convolution, oldest first.
+        rule: float32 [layers, value heads, key width, value width].
+    """
+
+    conv: torch.Tensor
+    rule: torch.Tensor
+
+
+class StateCache:
+    """Live states of all slots.
+
+    Args:
+        dtype: of the convolution's inputs.
+    Attributes:
+        numbers: of each layer of the model among those that keep a state; None for the others.
+        conv: [layers, slots, channels, width - 1].
+        rule: float32 [layers, slots, value heads, key width, value width].
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        sizes = spec.delta_net
+        self.numbers: list[int | None] = []
+        count = 0
+        for layer in range(spec.num_layers):
+            keeps_state = mixer_of(spec.transformer, layer).state is not None
+            self.numbers.append(count if keeps_state else None)
+            count += keeps_state
+        self._conv_shape = (sizes.mixed, sizes.conv - 1)
+        self._rule_shape = (sizes.value_heads, sizes.key, sizes.value)
+        self._num_layers = count
+        self._dtype = dtype
+        self._device = device
+        self.slot_bytes = count * (
+            sizes.mixed * (sizes.conv - 1) * dtype.itemsize
+            + sizes.value_heads * sizes.key * sizes.value * FLOAT32_BYTES
+        )
+        self.conv, self.rule = self._empty(0)
+
+    def _empty(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        place = (self._num_layers, slots)
+        conv = torch.zeros(*place, *self._conv_shape, dtype=self._dtype, device=self._device)
+        rule = torch.zeros(*place, *self._rule_shape, dtype=torch.float32, device=self._device)
+        return conv, rule
+
+    @torch.inference_mode()
+    def resize(self, slots: int) -> None:
+        """Have so many slots, and keep what the first ones hold."""
+        conv, rule = self._empty(slots)
+        kept = min(slots, self.conv.shape[1])
+        conv[:, :kept] = self.conv[:, :kept]
+        rule[:, :kept] = self.rule[:, :kept]
+        self.conv = conv
+        self.rule = rule
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int) -> None:
+        """Copy one slot to another."""
+        self.conv[:, target] = self.conv[:, source]
+        self.rule[:, target] = self.rule[:, source]
+
+    @torch.inference_mode()
+    def swap(self, a: int, b: int) -> None:
+        """Exchange two slots."""
+        for storage in (self.conv, self.rule):
+            storage[:, [a, b]] = storage[:, [b, a]]
+
+    @torch.inference_mode()
+    def clear(self, slot: int) -> None:
+        """Zero a slot."""
+        self.conv[:, slot].zero_()
+        self.rule[:, slot].zero_()
+
+    @torch.inference_mode()
+    def take(self, slot: int) -> State:
+        """Return a copy of a slot's live state."""
+        return State(self.conv[:, slot].clone(), self.rule[:, slot].clone())
+
+    @torch.inference_mode()
+    def put(self, slot: int, state: State) -> None:
+        """Make a copy of ``state`` the live state of a slot."""
+        self.conv[:, slot] = state.conv
+        self.rule[:, slot] = state.rule
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Consecutive new tokens of one sequence in a packed prefill.
+
+    Attributes:
+        slot: where its keys and values go.
+        start: position of the first new token; earlier positions are in the cache.
+        count: new tokens.
+        offset: row of the first one in the packed batch.
+        keep: positions behind ``start``, multiples of `CHUNK` apart from it, at which copies of the
+            state are kept.
+    """
+
+    slot: int
+    start: int
+    count: int
+    offset: int
+    keep: tuple[int, ...] = ()
+
+
+@dataclass
+class StateRows:
+    """The sequences of one forward pass, as a gated delta net sees them.
+
+    Attributes:
+        spans: of a prefill; None where each row is one token, of the slots from ``first`` on.
+        fixed_shapes: deterministic mode: a token is computed in the same shapes, whatever is
+            computed with it and wherever its prompt is cut.
+        kept: (number of the span, position) → for each layer so far, conv and rule as of `State`.
+    """
+
+    cache: StateCache
+    spans: list[PrefillChunk] | None
+    fixed_shapes: bool = False
+    first: int = 0
+    kept: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = field(
+        default_factory=dict
+    )
+    _reads: torch.Tensor | None = None
+
+    @cached_property
+    def runs(self) -> Runs:
+        """How the new tokens of the spans are cut into chunks."""
+        assert self.spans is not None
+        return Runs.of([span.count for span in self.spans], device=self.cache.conv.device)
+
+    def reads(self, width: int) -> torch.Tensor:
+        """int64 [width, tokens]: the rows that a convolution reads, of the new tokens above
+        ``width - 1`` earlier inputs of each span."""
+        assert self.spans is not None
+        if self._reads is None:
+            total = sum(span.count for span in self.spans)
+            columns = []
+            for number, span in enumerate(self.spans):
+                first = total + number * (width - 1)
+                line = torch.cat(
+                    [
+                        torch.arange(first, first + width - 1),
+                        torch.arange(span.offset, span.offset + span.count),
+                    ]
+                )
+                columns.append(torch.stack([line[j : j + span.count] for j in range(width)]))
+            self._reads = torch.cat(columns, dim=1).to(self.cache.conv.device)
+        return self._reads
+
+    def keep(self, span: int, position: int, conv: torch.Tensor, rule: torch.Tensor) -> None:
+        """Keep a copy of one layer's state at a position of a span."""
+        self.kept.setdefault((span, position), []).append((conv.clone(), rule.clone()))
+
+    def copies(self, number: int) -> dict[int, State]:
+        """Position → state, of those that a span was to keep within it."""
+        return {
+            position: State(*(torch.stack(parts) for parts in zip(*layers)))
+            for (span, position), layers in self.kept.items()
+            if span == number
+        }
+
+
+def block_reads(width: int) -> torch.Tensor:
+    """int64 [width, CHUNK]: what a convolution reads of `CHUNK` new tokens above ``width - 1``
+    earlier inputs."""
+    line = torch.cat([torch.arange(CHUNK, CHUNK + width - 1), torch.arange(CHUNK)])
+    return torch.stack([line[j : j + CHUNK] for j in range(width)])

@@ -1,0 +1,97 @@
+"""Qwen3.5, 3.6 and 3.8 with experts: Qwen3.5's layers, and Qwen3-Next's experts in one stack per
+projection and layer; a softmax router whose chosen scores are always normalised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from slime.models.decoder import softmax_router
+from slime.models.layouts import STACKED_GATE_UP
+from slime.models.mixers import GATED_ATTENTION, SPLIT_DELTA_RULES
+from slime.models.qwen2_moe import GATED_MOE_RULES
+from slime.models.qwen3_5 import VISION, gates, inside, text_config
+from slime.models.qwen3_next import MTP, hybrid_spec
+from slime.models.rules import HF_MLP, Rule
+from slime.models.spec import ModelSpec, require
+from slime.models.table import COMPUTED_BUFFERS, MLP_NORM, OUTER_RULES, ModelFamily
+
+#: transformers' Qwen3_5MoeTextConfig, where config.json is silent.
+_DEFAULTS = {
+    "vocab_size": 248320,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "moe_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+def _text_spec(config: dict[str, Any]) -> ModelSpec:
+    return _moe_spec({**_DEFAULTS, **config}, "qwen3_5_moe_text")
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    return _moe_spec({**_DEFAULTS, **text_config(config)}, "qwen3_5_moe")
+
+
+def _moe_spec(config: dict[str, Any], family: str) -> ModelSpec:
+    config = {
+        **config,
+        "intermediate_size": require(config, "moe_intermediate_size"),  # no layer is dense
+        "norm_topk_prob": True,
+    }
+    return hybrid_spec(
+        config,
+        family,
+        moe_layer_freq=1,
+        moe_shared_expert_intermediate_size=int(config["shared_expert_intermediate_size"]),
+        moe_shared_expert_gate=True,
+        **softmax_router(config),
+        **gates(config),
+    )
+
+
+def _stacked(rule: Rule) -> Rule:
+    """The same rule for a stack of experts, gate rows above up rows."""
+    if not rule.is_expert:
+        return rule
+    if len(rule.hf_names) == 1:
+        return replace(rule, hf=HF_MLP + "experts.down_proj")
+    return replace(
+        rule,
+        hf=HF_MLP + "experts.gate_up_proj",
+        layout=STACKED_GATE_UP,
+        rows="expert gate and up",
+    )
+
+
+_RULES = (
+    *OUTER_RULES,
+    *GATED_ATTENTION.rules,
+    *SPLIT_DELTA_RULES,
+    MLP_NORM,
+    *(_stacked(rule) for rule in GATED_MOE_RULES),
+)
+
+QWEN3_5_MOE_TEXT = ModelFamily(
+    name="qwen3_5_moe_text",
+    model_types=("qwen3_5_moe_text",),
+    architectures=("Qwen3_5MoeForCausalLM",),
+    rules=_RULES,
+    make_spec=_text_spec,
+    ignored=COMPUTED_BUFFERS + MTP,
+    carried=MTP,
+)
+
+QWEN3_5_MOE = ModelFamily(
+    name="qwen3_5_moe",
+    model_types=("qwen3_5_moe",),
+    architectures=("Qwen3_5MoeForConditionalGeneration",),
+    rules=inside(_RULES),
+    make_spec=_spec,
+    ignored=MTP + VISION,
+    carried=MTP + VISION,
+)

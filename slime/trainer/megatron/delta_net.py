@@ -1,0 +1,312 @@
+"""Gated delta nets (arXiv:2412.06464) over packed sequences.
+
+    hidden ─► in_proj ──► query, key, value ─► convolution ─► gated delta rule ─► norm · gate ─► out
+                      └─► gate, b (how much is written), a (how much decays)
+
+Rows of ``in_proj`` and channels of the convolution lie together for each key head, so that tensor
+and context parallelism cut them anywhere between two heads. A context-parallel rank computes whole
+sequences for its part of the heads, as in attention (`slime.trainer.megatron.context`). Samples
+that share a prompt continue from the state in which the prompt ends.
+
+On a CPU, and where micro-batches share prompts, torch computes the rule (`slime.models.delta_rule`)
+and computes it again in the backward pass, so that only its inputs are kept. On GPUs the kernels of
+flash-linear-attention do, if that is installed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from slime.log import get_logger
+from slime.models import delta_rule
+from slime.models.layouts import DeltaNetSizes
+from slime.models.spec import ModelSpec
+from slime.trainer.megatron.context import swap
+from slime.trainer.megatron.packed import DeltaRuns, PackedSequences
+
+logger = get_logger(__name__)
+
+#: Parameters that tensor parallelism cuts, and the first axis of each.
+_CUT = {"conv_weight": 0, "A_log": 0, "dt_bias": 0}
+
+
+@dataclass
+class DeltaNetParts:
+    """Classes of the two Linear layers; Transformer Engine's take their places."""
+
+    in_proj: type | ModuleSpec = ColumnParallelLinear
+    linear_proj: type | ModuleSpec = RowParallelLinear
+
+
+def delta_net_spec(spec: ModelSpec) -> ModuleSpec:
+    """Return the spec that takes the place of attention in a layer that is a gated delta net."""
+    return ModuleSpec(
+        module=PackedGatedDeltaNet,
+        params={"sizes": spec.delta_net},
+        submodules=DeltaNetParts(),
+    )
+
+
+class PackedGatedDeltaNet(MegatronModule):
+    """A gated delta net in the place, and with the call, of Megatron's self-attention.
+
+    A_log and the norm's weight are float32 whatever the model's dtype: some published checkpoints
+    have them so, and the others lose nothing.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: DeltaNetParts,
+        layer_number: int,
+        *,
+        sizes: DeltaNetSizes,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp"])
+        self.layer_number = layer_number
+        self.tp_group = groups.tp
+        self.sizes = sizes
+        self.key_heads = sizes.key_heads // self.tp_group.size()
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            sizes.key_heads * sum(sizes.of_key_head),
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="qkv",
+            tp_group=self.tp_group,
+        )
+        own = config.params_dtype
+        self.conv_weight = self._cut_parameter((sizes.mixed, 1, sizes.conv), own, self._draw)
+        self.A_log = self._cut_parameter((sizes.value_heads,), torch.float32, _spread)
+        self.dt_bias = self._cut_parameter((sizes.value_heads,), own, torch.ones_like)
+        self.norm_weight = torch.nn.Parameter(torch.ones(sizes.value))
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            sizes.value_heads * sizes.value,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="proj",
+            tp_group=self.tp_group,
+        )
+
+    def _cut_parameter(
+        self, shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], Tensor]
+    ) -> torch.nn.Parameter:
+        """This rank's rows of a parameter that is drawn as a whole, so that random weights do not
+        depend on the layout."""
+        whole = fill(torch.empty(shape, dtype=torch.float32))
+        part = whole.chunk(self.tp_group.size())[self.tp_group.rank()]
+        parameter = torch.nn.Parameter(part.to(dtype).contiguous())
+        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        return parameter
+
+    def _draw(self, weight: Tensor) -> Tensor:
+        self.config.init_method(weight)
+        return weight
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, H] → ([T, 1, H], None); under sequence parallelism T is this rank's part."""
+        assert packed_seq_params is not None
+        sequences = packed_seq_params
+        projected, _ = self.in_proj(hidden_states)
+        by_head = projected.view(projected.size(0), self.key_heads, -1)
+        query, key, values, gates, writes, decays = self.sizes.of_key_head
+        mixed, gate, scalars = by_head.split([query + key + values, gates, writes + decays], dim=-1)
+        output = self._mixed_over_time(mixed, scalars, sequences)
+        gate = gate.unflatten(2, (self.sizes.per_key, -1))
+        output = output.view(gate.shape)
+        # each rank sees its own heads alone, so the gradient is the sum over the ranks
+        weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
+        normed = _recomputed(
+            delta_rule.gated_norm, output, gate, weight, self.config.layernorm_epsilon
+        )
+        return self.linear_proj(normed.reshape(normed.size(0), 1, -1))
+
+    def _mixed_over_time(
+        self, mixed: Tensor, scalars: Tensor, sequences: PackedSequences
+    ) -> Tensor:
+        """The rule's output [t, value heads, value width] for this rank's tokens, from queries,
+        keys and values [t, key heads, …] and b and a [t, key heads, …]."""
+        weights = [self.conv_weight[:, 0], self.A_log, self.dt_bias]
+        context = sequences.context
+        if context is None:
+            return self._rule(mixed, scalars, *weights, sequences.delta_runs)
+        place = context.place
+        parts = [x.reshape(x.size(0), place.size, -1) for x in (mixed, scalars)]
+        heads = self.key_heads // place.size
+        mixed, scalars = (x.flatten(0, 1).unflatten(1, (heads, -1)) for x in swap(parts, place))
+        own = [x.chunk(place.size)[place.rank] for x in weights]
+        output = self._rule(mixed, scalars, *own, sequences.delta_runs)
+        return context.to_tokens(output)
+
+    def _rule(
+        self,
+        mixed: Tensor,
+        scalars: Tensor,
+        conv_weight: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        runs: DeltaRuns,
+    ) -> Tensor:
+        compute = _with_kernels if mixed.is_cuda and runs.are_whole and _kernels() else _with_torch
+        arguments = (mixed, scalars, conv_weight, a_log, dt_bias, runs, self.sizes)
+        return (_recomputed if compute is _with_torch else _computed)(compute, *arguments)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the rank's parameters as parts of the whole ones."""
+        found: dict[str, Any] = {}
+        for name, module in self.named_children():
+            found |= module.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
+        own = {name: getattr(self, name) for name in (*_CUT, "norm_weight")}
+        return found | make_sharded_tensors_for_checkpoint(own, prefix, _CUT, sharded_offsets)
+
+
+def _computed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    return function(*arguments)
+
+
+def _recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """``function(*arguments)``, of which only the arguments are kept; the backward pass computes it
+    again."""
+    if not torch.is_grad_enabled():
+        return function(*arguments)
+    found = checkpoint(
+        function,
+        *arguments,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        determinism_check="none",
+    )
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _spread(values: Tensor) -> Tensor:
+    """log of values between 1 and 16, as many as there are heads."""
+    return torch.linspace(1.0, 16.0, values.numel()).log()
+
+
+def _heads(convolved: Tensor, heads: int, sizes: DeltaNetSizes) -> tuple[Tensor, Tensor, Tensor]:
+    """Query and key [T, key heads, width], values [T, value heads, width]."""
+    by_head = convolved.view(convolved.size(0), heads, -1)
+    query, key, values = by_head.split(sizes.of_key_head[:3], dim=-1)
+    return query, key, values.reshape(values.size(0), -1, sizes.value)
+
+
+def _gates(
+    scalars: Tensor, a_log: Tensor, dt_bias: Tensor, sizes: DeltaNetSizes
+) -> tuple[Tensor, Tensor]:
+    """The decays, and how much is written, [T, value heads] each."""
+    b, a = (x.reshape(x.size(0), -1) for x in scalars.split(sizes.per_key, dim=-1))
+    beta = b.to(torch.promote_types(b.dtype, torch.float32)).sigmoid()
+    return delta_rule.decay_of(a, a_log, dt_bias), beta
+
+
+def _with_torch(
+    mixed: Tensor,
+    scalars: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    runs: DeltaRuns,
+    sizes: DeltaNetSizes,
+) -> Tensor:
+    """mixed and scalars [T, key heads, …] → [T, value heads, value width]."""
+    reads = runs.reads(sizes.conv)
+    convolved = delta_rule.CausalConv.apply(mixed.flatten(1), conv_weight, reads)
+    query, key, value = _heads(convolved, scalars.size(1), sizes)
+    query, key = delta_rule.normalised(query, key)
+    decay, beta = _gates(scalars, a_log, dt_bias, sizes)
+    return delta_rule.chunked(query, key, value, decay, beta, runs.chunks)[0]
+
+
+def _with_kernels(
+    mixed: Tensor,
+    scalars: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    runs: DeltaRuns,
+    sizes: DeltaNetSizes,
+) -> Tensor:
+    """Compute what `_with_torch` does, of runs that continue none."""
+    kernels = _kernels()
+    assert kernels is not None
+    convolve, rule = kernels
+    ends = runs.ends.to(mixed.device, non_blocking=True)
+    convolved, _ = convolve(
+        mixed.flatten(1)[None], conv_weight.contiguous(), activation="silu", cu_seqlens=ends
+    )
+    query, key, value = _heads(convolved[0], scalars.size(1), sizes)
+    decay, beta = _gates(scalars, a_log, dt_bias, sizes)
+    output, _ = rule(
+        query.contiguous()[None],
+        key.contiguous()[None],
+        value.contiguous()[None],
+        g=decay[None],
+        beta=beta.to(value.dtype)[None],
+        scale=sizes.key**-0.5,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=ends,
+        cu_seqlens_cpu=runs.ends,
+    )
+    return output[0]
+
+
+@functools.cache
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The convolution and the rule of flash-linear-attention; None where it is not installed."""
+    try:
+        from fla.modules.causal_conv1d import causal_conv1d
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError as error:
+        logger.warning(
+            "gated delta nets are computed by torch, which is many times slower than kernels on "
+            "this GPU (%s); pip install fla-core",
+            error,
+        )
+        return None
+    logger.info("gated delta nets by flash-linear-attention")
+    return causal_conv1d, chunk_gated_delta_rule
