@@ -260,7 +260,9 @@ def reserve_port(host: str = "0.0.0.0", port: int | None = None) -> PortReservat
     """
     folder = Path(tempfile.gettempdir()) / f"slime-ports-{os.getuid()}"
     folder.mkdir(exist_ok=True)
-    tried = random.sample(range(_FIRST_PORT, _LAST_PORT), _PORT_TRIES) if port is None else [port]
+    # not of the global generator: programs that seed it alike would all try the same ports
+    ports = random.SystemRandom().sample(range(_FIRST_PORT, _LAST_PORT), _PORT_TRIES)
+    tried = ports if port is None else [port]
     for number in tried:
         lock = open(folder / f"{number}.lock", "w")  # noqa: SIM115  held open as the lock
         try:

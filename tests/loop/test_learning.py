@@ -34,6 +34,7 @@ SAMPLING = {
     "glm4": [],
     "glm4_moe": [],
     "deepseek_v3": ["--rollout-temperature", "0.7"],
+    "gpt_oss": [],
 }
 
 
@@ -119,7 +120,7 @@ REPLAY = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_they_agree_with_the_engines_experts(run: Run, family: str) -> None:
     """In samples of two turns that end with the answer of a tool, which no engine computed."""
     flags = [*REPLAY, "--custom-generate-function-path", "tests.support.toy.with_a_tool"]
