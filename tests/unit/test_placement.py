@@ -82,7 +82,7 @@ def test_a_ray_of_its_own_is_not_asked_for_more_than_the_host_carries(
 
 def only_port(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     """`reserve_port` tries no other one."""
-    monkeypatch.setattr(random, "sample", lambda population, k: [port])
+    monkeypatch.setattr(random.SystemRandom, "sample", lambda self, population, k: [port])
 
 
 def test_a_reserved_port_is_not_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +94,13 @@ def test_a_reserved_port_is_not_given_twice(monkeypatch: pytest.MonkeyPatch) -> 
     again = reserve_port("127.0.0.1")
     assert again.port == first.port
     again.release()
+
+
+def test_programs_with_one_seed_draw_ports_of_their_own() -> None:
+    """Hypothesis seeds the global generator, and so do users: it must not choose the port."""
+    before = random.getstate()
+    reserve_port("127.0.0.1").release()
+    assert random.getstate() == before
 
 
 def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
