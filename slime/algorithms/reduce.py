@@ -79,13 +79,37 @@ def sequence_mean(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
     """
     if values.numel() == 0:  # a rank with nothing to train; there is no reduction over no segments
         return values * masks
-    unchecked = values.is_cuda  # looking at the lengths would wait for the device
-    sums = torch.segment_reduce(
-        values * masks, "sum", lengths=lengths, unsafe=unchecked, initial=0.0
-    )
-    counts = torch.segment_reduce(
-        masks.to(values.dtype), "sum", lengths=lengths, unsafe=unchecked, initial=0.0
-    )
+    sums = sequence_sum(values, masks, lengths)
+    counts = sequence_sum(torch.ones_like(values), masks, lengths)
     return torch.repeat_interleave(
         sums / counts.clamp(min=1.0), lengths, output_size=values.numel()
+    )
+
+
+def sequence_sum(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
+    """The sum of each sample over its trained tokens.
+
+    Args:
+        values, masks: flat [sum of R_i].
+        lengths: int64 [samples], R_i.
+    Returns:
+        [samples]; 0 for a sample without trained tokens. Differentiable in ``values``; a NaN on a
+        token that is not trained does no harm.
+
+    Example:
+        >>> v, m = torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([1.0, 1.0, 0.0])
+        >>> sequence_sum(v, m, torch.tensor([2, 1])).tolist()
+        [4.0, 0.0]
+    """
+    if lengths.numel() == 0:
+        return values.new_zeros(0)
+    if values.numel() == 0:
+        return values.new_zeros(lengths.numel())
+    # looking at the lengths would wait for the device
+    return torch.segment_reduce(
+        torch.where(masks != 0, values, 0.0),
+        "sum",
+        lengths=lengths,
+        unsafe=values.is_cuda,
+        initial=0.0,
     )
