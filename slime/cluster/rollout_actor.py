@@ -31,6 +31,7 @@ from slime.prompts.prepare import CheckedRows, remember, remembered
 from slime.prompts.source import load_source, make_source, save_source, source_again
 from slime.samples.batch import TrainBatch, TrainedTokens, TrainLayout
 from slime.samples.types import Group, VersionWindow
+from slime.user_code.hooks import RolloutFnTrainOutput
 
 logger = get_logger(__name__)
 
@@ -177,10 +178,8 @@ class RolloutActor:
         from slime.samples.convert import to_train_batches
 
         started = time.perf_counter()
-        if self.config.algorithm.loss_type == "sft_loss":
-            from slime.rollout.sft import sft_rollout
-
-            output = await sft_rollout(self.config, self.source, self.tokenizer, rollout_id)
+        if self.config.algorithm.trains_on_data:
+            output = await self._read_rollout(rollout_id)
         else:
             output = await self.loop.generate_batch(rollout_id, versions)
         groups: list[Group] = output.samples
@@ -199,6 +198,14 @@ class RolloutActor:
             versions for batch in batches for versions in batch.weight_versions if versions
         )
         return RolloutResult(rollout_id, shards, metrics, dict(sampled_by), untold())
+
+    async def _read_rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
+        """Return groups with the data's own answers."""
+        from slime.rollout.preferences import preference_rollout
+        from slime.rollout.sft import sft_rollout
+
+        read = sft_rollout if self.config.algorithm.preference is None else preference_rollout
+        return await read(self.config, self.source, self.tokenizer, rollout_id)
 
     async def load_dump(
         self, rollout_id: int, layout: TrainLayout, versions: VersionWindow
@@ -269,9 +276,9 @@ class RolloutActor:
         if trained:
             writing = asyncio.to_thread(self.recorder.record_training, rollout_id, trained)
             self._recording = asyncio.ensure_future(writing)
-        trains_on_answers = self.config.algorithm.loss_type != "sft_loss"
+        generates = not self.config.algorithm.trains_on_data
         metrics: dict[str, float] = (
-            self.loop.take_idle() if self.loop is not None and trains_on_answers else {}
+            self.loop.take_idle() if self.loop is not None and generates else {}
         )
         return metrics | {"perf/rollout_memory_gb": self._footprint.gigabytes(os.getpid())}
 

@@ -128,8 +128,8 @@ class Cluster:
         self._should_stop = should_stop
         self._on_progress = on_progress
         self._on_push = on_push
-        is_sft = config.algorithm.loss_type == "sft_loss"  # its engines, if any, only evaluate
-        self.is_sequential = is_sft or config.sync.async_buffer_size == 0
+        uses_data = config.algorithm.trains_on_data  # its engines, if any, only evaluate
+        self.is_sequential = uses_data or config.sync.async_buffer_size == 0
         self._started_ray = False
         self._slots: GpuSlots | None = None
         self._rollout: RolloutHandle | None = None

@@ -7,7 +7,7 @@ import re
 
 from slime.config.draft import Draft
 from slime.config.estimators import FACTS
-from slime.config.flag import option_of
+from slime.config.flag import DATA_LOSSES, option_of
 from slime.errors import UserError
 
 #: NCCL's algorithms that add up in the same order every time.
@@ -150,10 +150,11 @@ def _algorithm(draft: Draft) -> None:
         raise UserError("--get-mismatch-metrics needs --custom-tis-function-path")
     if draft["loss_type"] == "custom_loss" and draft["custom_loss_function_path"] is None:
         raise UserError("--loss-type custom_loss needs --custom-loss-function-path")
-    if draft["loss_type"] == "sft_loss" and draft["n_samples_per_prompt"] != 1:
+    loss = draft["loss_type"]
+    if loss in DATA_LOSSES and draft["n_samples_per_prompt"] != 1:
         raise UserError(
-            f"--loss-type sft_loss with --n-samples-per-prompt {draft['n_samples_per_prompt']}",
-            why="supervised fine-tuning trains on the data's own answers, one per prompt",
+            f"--loss-type {loss} with --n-samples-per-prompt {draft['n_samples_per_prompt']}",
+            why="it trains on the data's own answers, one row per prompt",
             fix="pass --n-samples-per-prompt 1",
         )
 
@@ -220,6 +221,38 @@ def _critic(draft: Draft) -> None:
         )
 
 
+#: Flags that a reward model cannot be trained with, and why.
+_WITHOUT_REWARD_MODEL = {
+    "lora_rank": "its head is trained with all other weights, and an adapter has no head",
+    "eval_prompt_data": "engines would generate with it, and it has no vocabulary",
+    "eval_config": "engines would generate with it, and it has no vocabulary",
+    "custom_model_provider_path": "the function builds a model of the vocabulary",
+    "spec": "it is built by the model's own table",
+    "fake_quantisation": "no engine serves it",
+}
+
+
+def _preferences(draft: Draft) -> None:
+    if draft["loss_type"] != "preference_loss":
+        return
+    loss = draft["preference_loss"]
+    if loss == "kto" and draft["rollout_batch_size"] < 2:
+        raise UserError(
+            "--preference-loss kto with --rollout-batch-size 1",
+            why="each prompt is scored with the answer of another row, too",
+            fix="pass --rollout-batch-size 2 or more",
+        )
+    if loss != "reward_model":
+        return
+    for dest, why in _WITHOUT_REWARD_MODEL.items():
+        if draft[dest] and draft[dest] != "none":
+            raise UserError(
+                f"{option_of(dest)} and --preference-loss reward_model exclude each other",
+                why=why,
+                fix=f"leave {option_of(dest)} out",
+            )
+
+
 def _lora(draft: Draft) -> None:
     if not draft["lora_rank"]:
         return
@@ -242,7 +275,7 @@ def _lora(draft: Draft) -> None:
             why="it changes the base's routers, which a push of adapters does not bring to engines",
             fix="leave --moe-router-bias-update-rate out",
         )
-    if draft["lora_dropout"] and draft["loss_type"] != "sft_loss":
+    if draft["lora_dropout"] and draft["loss_type"] not in DATA_LOSSES:
         draft.warnings.append(
             f"--lora-dropout {draft['lora_dropout']:g}: the policy that is trained differs from "
             "the one that generated and was scored, which reinforcement learning takes for a step"
@@ -366,6 +399,7 @@ STEPS = (
     _precision,
     _batches,
     _algorithm,
+    _preferences,
     _trained,
     _lora,
     _deterministic,

@@ -18,6 +18,7 @@ from slime.config.groups_algorithm import AlgorithmConfig
 from slime.config.groups_critic import CriticConfig
 from slime.config.groups_lora import LoraConfig
 from slime.config.groups_megatron import MegatronConfig
+from slime.config.groups_preference import PreferenceConfig
 from slime.config.groups_quantised import QuantisedConfig
 from slime.config.groups_rollout import (
     DataConfig,
@@ -105,6 +106,7 @@ class Config:
     eval: EvalConfig
     algorithm: AlgorithmConfig
     critic: CriticConfig
+    preference: PreferenceConfig
     train: TrainConfig
     megatron: MegatronConfig
     lora: LoraConfig

@@ -277,7 +277,7 @@ def check_context(config: Config) -> None:
     if config.eval.eval_prompt_data or config.eval.eval_config:
         limits["--eval-max-response-len"] = config.eval.eval_max_response_len
     why = f"config.json of {path} has max_position_embeddings {context}"
-    if config.algorithm.loss_type == "sft_loss":
+    if config.algorithm.trains_on_data:
         return
     for option, limit in limits.items():
         capped = config.rollout.rollout_max_context_len
@@ -359,7 +359,7 @@ def _may_have_rewards(config: Config) -> bool:
     return bool(
         config.reward.rm_type
         or config.reward.custom_rm_path
-        or config.algorithm.loss_type == "sft_loss"
+        or config.algorithm.trains_on_data
         or rollout.custom_generate_function_path
         or rollout.rollout_function_path
         or data.data_source_path

@@ -33,8 +33,15 @@ from slime.trainer.dumps import RankDump, save_train_data, shard_of
 from slime.trainer.megatron import device
 from slime.trainer.memory import LargestMicroBatch, PhaseMemory
 from slime.trainer.non_finite import FailedStep, NonFiniteTraining
+from slime.trainer.preferences import labels_of, preference_step
 from slime.trainer.ranks import Ranks
-from slime.trainer.records import LossInputs, MicroBatchResult, RolloutTensors, StepOutcome
+from slime.trainer.records import (
+    LossInputs,
+    MicroBatchResult,
+    PreferenceStep,
+    RolloutTensors,
+    StepOutcome,
+)
 from slime.trainer.role import POLICY, REFERENCE, policy_loss
 from slime.trainer.rollout_metrics import (
     mean_of_steps,
@@ -113,10 +120,20 @@ class Trainer(Learner, Protocol):
         ...
 
     def log_probs(
-        self, batch: TrainBatch, role: str, *, as_engines: bool = False, store_prefix: str = ""
+        self,
+        batch: TrainBatch,
+        role: str,
+        *,
+        as_engines: bool = False,
+        store_prefix: str = "",
+        micro_batches: list[list[int]] | None = None,
     ) -> list[Tensor] | None:
         """Log-probs of the response tokens by the model of this `slime.trainer.role.Role`: [R_i]
-        per sample, without gradient; None on ranks without output layer."""
+        per sample, without gradient; None on ranks without output layer.
+
+        Args:
+            micro_batches: the samples to score, others get zeros; None: all.
+        """
         ...
 
 
@@ -218,7 +235,9 @@ SCORERS = (
     Scorer(
         column="ref_log_probs",
         role=REFERENCE,
-        is_wanted=lambda config, batch: config.algorithm.needs_reference,
+        is_wanted=lambda config, batch: (
+            config.algorithm.needs_reference and batch.ref_log_probs is None
+        ),
         phase="ref_log_probs",
     ),
     Scorer(
@@ -443,10 +462,17 @@ def _train_step(
     """Compute the gradients of all micro-batches, check them, apply them."""
     step = batch.steps[step_id]
     is_policy = learner is trainer
+    preferences = (
+        preference_step(trainer, batch, data, step)
+        if trainer.config.algorithm.preference is not None
+        else None
+    )
     prefix = "train/" if is_policy else "train/critic-"
     with memory.phase("forward_backward" if is_policy else "critic_forward_backward"):
         results = learner.forward_backward(
-            batch, step_id, lambda samples: _loss_inputs(trainer, batch, data, step, samples)
+            batch,
+            step_id,
+            lambda samples: _loss_inputs(trainer, batch, data, step, samples, preferences),
         )
     if is_policy:
         _note_log_probs(trainer, batch, data, results, step_id)
@@ -477,7 +503,12 @@ def _train_step(
 
 
 def _loss_inputs(
-    trainer: Trainer, batch: TrainBatch, data: RolloutTensors, step: StepPlan, samples: list[int]
+    trainer: Trainer,
+    batch: TrainBatch,
+    data: RolloutTensors,
+    step: StepPlan,
+    samples: list[int],
+    preferences: PreferenceStep | None = None,
 ) -> LossInputs:
     """The flat tensors of one micro-batch."""
     flags = trainer.config.algorithm
@@ -514,6 +545,7 @@ def _loss_inputs(
         trained_log_probs=flat(data.log_probs) if compares else None,
         value_outputs=flat(data.value_outputs),
         value_targets=flat(data.value_targets),
+        preferences=None if preferences is None else labels_of(batch, samples, preferences, where),
     )
 
 
@@ -530,7 +562,8 @@ def _note_log_probs(
     """
     if not (trainer.ranks.has_output and reuses_log_probs(trainer.config, batch)):
         return
-    if trainer.config.algorithm.use_rollout_logprobs and len(batch.steps) > 1:
+    flags = trainer.config.algorithm
+    if flags.preference is not None or (flags.use_rollout_logprobs and len(batch.steps) > 1):
         if step_id > 0:
             return
         data.before_training = sorted(
@@ -634,6 +667,7 @@ def _initial_tensors(trainer: Trainer, batch: TrainBatch) -> RolloutTensors:
     return RolloutTensors(
         loss_masks=on_device(batch.loss_masks) or [],
         rollout_log_probs=on_device(batch.rollout_log_probs),
+        ref_log_probs=on_device(batch.ref_log_probs),
     )
 
 

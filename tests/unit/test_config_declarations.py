@@ -111,6 +111,7 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
     ("lr_warmup_init", 1.5): {"lr": 7.0},
     ("eval_pass_k", (7,)): {"n_samples_per_eval_prompt": 7},
     ("prefill_num_servers", 1): {"rollout_num_gpus": 2},
+    ("preference_loss", "kto"): {"rollout_batch_size": 2},
 }  # fmt: skip
 
 

@@ -26,9 +26,9 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_550,
     "algorithms": 860,  # preference losses
-    "checkpoints": 4_500,
+    "checkpoints": 4_600,  # reward models
     "cli": 2_350,
-    "cluster": 4_450,
+    "cluster": 4_500,
     "compat": 1_400,
     "config": 5_000,  # flags of the critic, of preference losses
     "diagnosis": 4_200,
@@ -41,14 +41,14 @@ BUDGETS = {
     "observe": 3_050,
     "page": 1_600,
     "processes": 1_040,  # the preloaded process
-    "prompts": 3_800,
-    "rollout": 8_600,
+    "prompts": 4_000,  # rows of preferences
+    "rollout": 8_900,  # preferences
     "run": 2_050,
-    "samples": 1_750,  # rewards of tokens and turns
+    "samples": 1_920,  # whole pairs
     "sandbox": 950,
-    "trainer": 7_200,  # the critic
+    "trainer": 7_350,  # the critic, preferences
     "user_code": 1_000,
-    "weights": 2_950,
+    "weights": 3_000,
 }
 #: Programs that run without the package keep their time constants.
 STANDALONE = {
