@@ -80,6 +80,8 @@ class RolloutActor:
         # writes the last rollout's training data beside its samples
         self._recording: asyncio.Future[None] | None = None
         self.journal: Any = None  # a `slime.rollout.journal.Journal`, unless it is switched off
+        # a `slime.rollout.reference_cache.ReferenceCache`, where preferences need a reference
+        self.references: Any = None
         log_to_file_only(
             "rollout", run_path / "logs", config.observe.log_level, *config.for_hiding()
         )
@@ -100,6 +102,7 @@ class RolloutActor:
         from slime.observe.recorder import Recorder
         from slime.prompts.tokenizer import load_tokenizer
         from slime.rollout.journal import open_journal
+        from slime.rollout.reference_cache import reference_cache
         from slime.rollout.rewards.row_checks import RewardJudge
 
         assert self.config.checkpoint.hf_checkpoint is not None
@@ -111,8 +114,9 @@ class RolloutActor:
         self.recorder = Recorder(
             self.run_path, self.config, decode=lambda tokens: str(self.tokenizer.decode(tokens))
         )
-        folder = RunFolder(self.run_path, self.config.observe.stage or None).journal
-        self.journal = open_journal(self.config, folder)
+        folder = RunFolder(self.run_path, self.config.observe.stage or None)
+        self.journal = open_journal(self.config, folder.journal)
+        self.references = reference_cache(self.config, folder.reference_log_probs)
         if self.config.debug.dump_details:  # so that the dumped tokens can be read anywhere
             self.tokenizer.save_pretrained(Path(self.config.debug.dump_details) / "tokenizer")
         data = self.config.data
@@ -187,6 +191,9 @@ class RolloutActor:
         generated = time.perf_counter()
         batches = to_train_batches(groups, self.config, layout, rollout_id)
         metrics |= batches[0].global_stats
+        if self.references is not None:
+            is_known = await asyncio.to_thread(self.references.fill, batches)
+            metrics["rollout/reference_known"] = float(is_known)
         shards = self._put_shards(batches, groups)
         self._groups_of[rollout_id] = [group.index for group in groups]
         converted = time.perf_counter()
@@ -273,6 +280,9 @@ class RolloutActor:
         """
         self.source.mark_consumed(self._groups_of.pop(rollout_id, []))
         await self._wait_until_recorded()
+        if self.references is not None:
+            await asyncio.to_thread(self.references.add, trained)
+            trained = [one for one in trained if one.ref_log_probs is None]
         if trained:
             writing = asyncio.to_thread(self.recorder.record_training, rollout_id, trained)
             self._recording = asyncio.ensure_future(writing)

@@ -8,6 +8,7 @@ import re
 from slime.config.draft import Draft
 from slime.config.estimators import FACTS
 from slime.config.flag import DATA_LOSSES, option_of
+from slime.config.preferences import PREFERENCE_FACTS
 from slime.errors import UserError
 
 #: NCCL's algorithms that add up in the same order every time.
@@ -236,6 +237,11 @@ def _preferences(draft: Draft) -> None:
     if draft["loss_type"] != "preference_loss":
         return
     loss = draft["preference_loss"]
+    if draft.is_given("label_key") and PREFERENCE_FACTS[loss].takes_pairs:
+        draft.warnings.append(
+            f"--label-key {draft['label_key']} has no effect with --preference-loss {loss}: which "
+            "answer is the better one is told by the columns"
+        )
     if loss == "kto" and draft["rollout_batch_size"] < 2:
         raise UserError(
             "--preference-loss kto with --rollout-batch-size 1",

@@ -51,11 +51,13 @@ class TrainedTokens:
     Attributes:
         advantages: float32 [R], as the loss took them.
         log_prob_diffs: float32 [R], the trainer's log-prob before training minus the engine's.
+        ref_log_probs: float32 [R] of the reference model, of samples that are to be remembered.
     """
 
     key: SampleKey
     advantages: np.ndarray | None = None
     log_prob_diffs: np.ndarray | None = None
+    ref_log_probs: np.ndarray | None = None
 
 
 @dataclass

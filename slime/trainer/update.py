@@ -46,6 +46,7 @@ from slime.trainer.role import POLICY, REFERENCE, policy_loss
 from slime.trainer.rollout_metrics import (
     mean_of_steps,
     quantisation_metrics,
+    reference_tokens,
     rollout_metrics,
     sum_metrics,
     trained_tokens,
@@ -170,6 +171,7 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
 
     _dump(trainer, batch, data)
     trainer.trained_tokens = trained_tokens(ranks, batch, data)
+    trainer.trained_tokens += reference_tokens(config, ranks, batch, data)
     metrics = {**batch.global_stats, **rollout_metrics(config, ranks, batch, data)}
     metrics |= mean_of_steps(steps, first_only=config.algorithm.use_rollout_logprobs)
     metrics |= mean_of_steps(critic_steps)
@@ -560,9 +562,10 @@ def _note_log_probs(
 
     Only those from before training can be compared with the engine's: the first step's samples.
     """
-    if not (trainer.ranks.has_output and reuses_log_probs(trainer.config, batch)):
-        return
     flags = trainer.config.algorithm
+    has_none = flags.trains_reward_model or not trainer.ranks.has_output
+    if has_none or not reuses_log_probs(trainer.config, batch):
+        return
     if flags.preference is not None or (flags.use_rollout_logprobs and len(batch.steps) > 1):
         if step_id > 0:
             return

@@ -17,8 +17,9 @@ from slime.errors import UserError
 from slime.prompts.prepare import remember
 from slime.prompts.source import PromptSource
 from slime.rollout.preferences import generate_preferences
+from slime.rollout.reference_cache import ReferenceCache, _model_digest
 from slime.rollout.validate_rows import DataReport, validate_data
-from slime.samples.batch import TrainLayout
+from slime.samples.batch import TrainedTokens, TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.packing import PackingRules, plan_steps
 from slime.samples.types import Group, Sample
@@ -450,3 +451,55 @@ def test_a_reward_model_is_a_classifier_of_transformers(model: Path, tmp_path: P
     theirs = [classifier(tokens[None, :-1]).logits.item() for tokens in batch.tokens]
     assert ours == pytest.approx(theirs, abs=2e-5)
     assert max(ours) - min(ours) > 1e-3
+
+
+# -- log-probs of the reference, kept --------------------------------------------------------------
+
+
+def test_kept_log_probs_are_those_that_were_computed(tmp_path: Path) -> None:
+    """Also where a crash has cut off the last record, and in another order and shards."""
+    path = tmp_path / "kept" / "model.bin"
+    cache = ReferenceCache(path)
+    batch = batch_for("dpo")
+    assert not cache.fill([batch]) and batch.ref_log_probs is None
+    computed = [torch.randn(n) for n in batch.response_lengths]
+    cache.add(
+        [TrainedTokens(batch.key(i), ref_log_probs=v.numpy()) for i, v in enumerate(computed)]
+    )
+    path.write_bytes(path.read_bytes() + b"cut off")
+    again = ReferenceCache(path)
+    members = (5, 4, 1, 0)
+    parts = [shard(batch, members, [[0, 1, 2, 3]]), shard(batch, (2, 3, 6, 7), [[0, 1], [2, 3]])]
+    assert again.fill(parts) and len(again) == 8
+    assert parts[0].ref_log_probs is not None
+    for place, i in enumerate(members):
+        assert torch.equal(parts[0].ref_log_probs[place], computed[i])
+    other = batch_for("dpo", seed=1)
+    assert not again.fill([batch, other]) and batch.ref_log_probs is None
+    again.add([TrainedTokens(other.key(0), ref_log_probs=computed[0].numpy())])
+    assert len(ReferenceCache(path)) == 9
+
+
+def test_another_reference_model_or_precision_has_another_cache(model: Path) -> None:
+    def digest(**flags: Any) -> str:
+        return _model_digest(trainer_config(**flags_for(model, "dpo"), **flags))
+
+    before = digest()
+    assert digest() == before and digest(fp32=False, bf16=True) != before
+    (model / "model.safetensors").touch()
+    assert digest() != before
+
+
+def test_a_rollout_that_is_known_trains_as_one_that_is_scored(model: Path) -> None:
+    found = []
+    for known in (False, True):
+        backend = trainer(**flags_for(model, "dpo"))
+        batch = batch_for("dpo")
+        try:
+            if known:
+                batch.ref_log_probs = backend.log_probs(batch, "reference")
+            found.append([backend.train(batch)["train/loss"] for _ in range(3)])
+            assert len(backend.trained_tokens) == (0 if known else 8)
+        finally:
+            backend.close()
+    assert found[0] == found[1]
