@@ -82,6 +82,7 @@ class RolloutActor:
         self.journal: Any = None  # a `slime.rollout.journal.Journal`, unless it is switched off
         # a `slime.rollout.reference_cache.ReferenceCache`, where preferences need a reference
         self.references: Any = None
+        self._held_out: list[Group] | None = None
         log_to_file_only(
             "rollout", run_path / "logs", config.observe.log_level, *config.for_hiding()
         )
@@ -243,6 +244,23 @@ class RolloutActor:
         output = await self.loop.evaluate(rollout_id, before_training=is_first)
         self.recorder.record_evaluation(name, rollout_id, output.data)
         return dict(output.metrics or {})
+
+    async def held_out(self, layout: TrainLayout) -> list[ray.ObjectRef]:
+        """Return the pairs of --eval-preference-data, one shard per data-parallel rank."""
+        from slime.rollout.preferences import held_out_groups
+        from slime.samples.convert import to_train_batches
+
+        if self._held_out is None:
+            self._held_out = await asyncio.to_thread(held_out_groups, self.config, self.tokenizer)
+        batches = to_train_batches(self._held_out, self.config, layout, 0)
+        if self.references is not None:
+            await asyncio.to_thread(self.references.fill, batches)
+        return [ray.put(batch) for batch in batches]
+
+    async def keep_references(self, scored: Sequence[TrainedTokens]) -> None:
+        """Keep log-probs of the reference model that the trainer has computed."""
+        if self.references is not None:
+            await asyncio.to_thread(self.references.add, scored)
 
     async def use_adapter(self, version: int, cut: bool) -> None:
         """Have requests name the policy's adapter of this version.
@@ -421,6 +439,16 @@ class RolloutHandle:
     def begin_evaluation(self, rollout_id: int) -> ray.ObjectRef:
         """Return a ref to metrics ``eval/…``."""
         return self._actor.evaluate.remote(rollout_id)
+
+    def held_out(self, layout: TrainLayout) -> list[ray.ObjectRef]:
+        """Return the held-out pairs, one shard per data-parallel rank."""
+        shards: list[ray.ObjectRef] = self._answer(
+            self._actor.held_out.remote(layout), "reading the held-out pairs"
+        )
+        return shards
+
+    def keep_references(self, scored: Sequence[TrainedTokens]) -> None:
+        self._answer(self._actor.keep_references.remote(scored), "keeping log-probs")
 
     def mark_consumed(
         self, rollout_id: int, trained: Sequence[TrainedTokens] = ()

@@ -454,6 +454,18 @@ class Cluster:
         """Push the trainer's weights to the engines (`WeightPush.push`)."""
         return self._weights.push() if self._weights is not None else {}
 
+    def evaluate_preferences(self) -> dict[str, float]:
+        """Score the pairs of --eval-preference-data with the trainer's weights; return metrics
+        ``eval/…``, none without such pairs."""
+        if self._trainers is None or not self.config.preference.eval_preference_data:
+            return {}
+        rollout = require_launched(self._rollout)
+        shards = rollout.held_out(self._trainers.layout)
+        with self._trainer_onloaded():
+            metrics, tokens = self._trainers.evaluate(shards)
+        rollout.keep_references(tokens)
+        return metrics
+
     def begin_evaluation(self, rollout_id: int) -> Generating | None:
         """Start an evaluation of the engines' weights; None if there is nothing to evaluate."""
         if self._engines is None or not has_evaluation(self.config):

@@ -35,6 +35,11 @@ class PreferenceConfig:
     """Column of the worse answer."""
     completion_key: str = flag("completion", needs=_KTO, read_by="collection")
     """Column of the answer that --label-key (default: label) judges, true or false."""
+    eval_preference_data: str | None = flag(
+        None, needs=_PREFERENCES, read_by=("driver", "collection")
+    )
+    """Held-out rows of the same columns, which the trainer scores before training, every
+    --eval-interval rollouts and at the end (eval/reward_accuracy and others)."""
     preference_beta: float = derived(
         "0.1; 2 with preference_loss simpo",
         range=finite(0, "the weight of a log-ratio", above=True),

@@ -19,8 +19,11 @@ from typing import Any
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.prompts.conversation import Messages
+from slime.prompts.dataset_folders import EVALUATION
 from slime.prompts.preference_rows import conversation_of
+from slime.prompts.prepare import read_samples
 from slime.prompts.sft_encoding import Encoded, SftTotals, TrainedSequence
+from slime.prompts.source import prompt_checker
 from slime.rollout.finish import finish_rollout
 from slime.rollout.sft import draw_groups, sft_encoding, sft_limits, tell_drawn
 from slime.samples.batch import CHOSEN, MISMATCHED, REJECTED
@@ -67,6 +70,35 @@ def generate_preferences(
         desirable = sum(group.trajectories[0][0].reward == CHOSEN for group in drawn.groups)
         counts["rollout/preference_desirable"] = desirable / len(drawn.groups)
     return RolloutFnTrainOutput(drawn.groups, counts)
+
+
+def held_out_groups(config: Config, tokenizer: Any) -> list[Group]:
+    """The rows of ``--eval-preference-data``, but for those that training would leave out.
+
+    Raises:
+        UserError: a row that cannot be encoded, or none that can be used.
+    """
+    path = config.preference.eval_preference_data
+    assert path is not None
+    encoder = PreferenceEncoder(config, tokenizer)
+    limit = sft_limits(config)[0]
+    groups = []
+    drawn = read_samples(path, prompt_checker(config, tokenizer), EVALUATION)
+    encoder.read_ahead(drawn)
+    for number, sample in enumerate(drawn):
+        sample.index = number
+        samples = encoder.encode(sample)
+        if samples and all(limit is None or len(one.tokens) <= limit for one in samples):
+            groups.append(Group(number, [samples]))
+    if len(groups) < (1 if encoder.takes_pairs else 2):
+        raise UserError(
+            f"--eval-preference-data {path} has too few rows that can be scored",
+            why=f"{len(groups)} of {len(drawn)} are neither too long nor pairs of equal answers",
+            fix="take other data, or raise --seq-length",
+        )
+    if not encoder.takes_pairs:
+        _add_mismatched(groups, limit)
+    return groups
 
 
 class PreferenceEncoder:

@@ -142,6 +142,14 @@ def _data_sets(config: Config, tokenizer: Any, errors: list[UserError]) -> Itera
             lambda: data_judge(config, tokenizer) or RewardJudge.of_training(config),
             errors,
         )
+    if config.preference.eval_preference_data:
+        yield from _opened(
+            config.preference.eval_preference_data,
+            lambda path: open_rows(path, EVALUATION),
+            lambda: prompt_checker(config, tokenizer),
+            lambda: PreferenceJudge(config, tokenizer),
+            errors,
+        )
     for dataset in [] if config.eval.eval_function_path else eval_datasets(config):
         yield from _opened(
             dataset.path,

@@ -308,6 +308,7 @@ def check_context(config: Config) -> None:
 
 def check_rewards(config: Config) -> None:
     """Check that samples get rewards, and that the reward functions which flags name exist."""
+    from slime.rollout.rewards import reward_model
     from slime.rollout.rewards.pool import check_rm_type
     from slime.user_code.hooks import RewardFunction
 
@@ -346,6 +347,8 @@ def check_rewards(config: Config) -> None:
         str(rm_type).removeprefix("boxed_")
         for rm_type in (reward.rm_type, *(dataset.rm_type for dataset in datasets))
     }
+    if reward_model.NAME in rm_types:
+        reward_model.check_directory(reward.rm_path)
     if "remote_rm" in rm_types and not reward.rm_url:
         raise UserError(
             "--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path"

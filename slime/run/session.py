@@ -339,8 +339,11 @@ class Session:
         """
         if self.cluster.is_sequential or self.step >= self.schedule.num_rollout:
             with self.sinks.phase("evaluate"):
+                metrics = self.cluster.evaluate_preferences()
                 evaluating = self.cluster.begin_evaluation(rollout_id)
-                return self.cluster.collect_evaluation(evaluating) if evaluating is not None else {}
+                if evaluating is not None:
+                    metrics |= self.cluster.collect_evaluation(evaluating)
+                return metrics
         evaluating = self.cluster.begin_evaluation(rollout_id)
         self._background_evaluation = (
             _BackgroundEvaluation(self.step, self.staleness.version, evaluating)

@@ -116,6 +116,12 @@ class Trainer(Learner, Protocol):
     @property
     def critic(self) -> ValueLearner | None: ...
 
+    def losses(
+        self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]
+    ) -> list[MicroBatchResult]:
+        """`forward_backward` without gradients."""
+        ...
+
     def critic_turn(self) -> AbstractContextManager[None]:
         """The critic can compute inside, and the policy need not."""
         ...
@@ -179,6 +185,38 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
     metrics |= quantisation_metrics(config, ranks, batch, data)
     metrics |= memory.metrics(ranks)
     return {**metrics, **timers.metrics(batch)}, steps
+
+
+def evaluate(trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
+    """Score held-out preferences without training on them. Collective.
+
+    Returns:
+        Metrics ``eval/…`` by the names of training, means over all pairs; equal on every rank that
+        holds the output layer, {} on others.
+    """
+    config = trainer.config
+    ranks = trainer.ranks
+    data = _initial_tensors(trainer, batch)
+    largest = LargestMicroBatch.of(batch.steps, batch.total_lengths, batch.sample_indices)
+    score(trainer, batch, data, _Timers(), PhaseMemory(config, ranks.device, largest))
+    means: dict[str, float] = {}
+    total = sum(step.global_batch_size for step in batch.steps)
+    for step_id, step in enumerate(batch.steps):
+        known = preference_step(trainer, batch, data, step)
+        results = trainer.losses(
+            batch,
+            step_id,
+            lambda samples, step=step, known=known: _loss_inputs(
+                trainer, batch, data, step, samples, known
+            ),
+        )
+        share = step.global_batch_size / total
+        for name, value in sum_metrics(config, ranks, results).items():
+            if name == "loss":  # with --preference-sft-coef it is more than is to be compared
+                continue
+            means[f"eval/{name}"] = means.get(f"eval/{name}", 0.0) + share * value
+    trainer.trained_tokens = reference_tokens(config, ranks, batch, data)
+    return means
 
 
 # -- score -----------------------------------------------------------------------------------------

@@ -50,6 +50,8 @@ PLACES: dict[str, tuple[Part, ...]] = {
     "rollout/loop.py": ("collection", "generation"),
     "rollout/metrics.py": ("collection", "samples"),
     "rollout/preferences.py": ("collection", "generation"),
+    # it tells reference models of the trainer apart
+    "rollout/reference_cache.py": ("collection", "trainer"),
     "rollout/rewards/pool.py": ("collection", "generation"),
     "rollout/sft.py": ("collection", "generation"),
     "samples": ("samples",),

@@ -42,8 +42,8 @@ BUDGETS = {
     "page": 1_600,
     "processes": 1_040,  # the preloaded process
     "prompts": 4_000,  # rows of preferences
-    "rollout": 8_900,  # preferences
-    "run": 2_050,
+    "rollout": 9_000,  # preferences, reward models
+    "run": 2_070,
     "samples": 1_920,  # whole pairs
     "sandbox": 950,
     "trainer": 7_350,  # the critic, preferences

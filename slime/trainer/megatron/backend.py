@@ -65,7 +65,7 @@ from slime.trainer.memory import PhaseMemory
 from slime.trainer.non_finite import FailedStep
 from slime.trainer.records import LossInputs, MicroBatchResult, StepOutcome, TokenScores
 from slime.trainer.role import CRITIC, POLICY, REFERENCE, Role, policy_loss, roles_of
-from slime.trainer.update import update
+from slime.trainer.update import evaluate, update
 from slime.trainer.user_functions import UserFunctions
 from slime.weights.route import flag_dtype
 from slime.weights.source import collect_adapters, save_hf, save_reward_model
@@ -354,6 +354,12 @@ class MegatronBackend:
             self.copies[REFERENCE].take(self.model_chunks, batch.rollout_id)
         return metrics
 
+    def evaluate(self, batch: TrainBatch) -> dict[str, float]:
+        """Score held-out preferences; see `slime.trainer.update.evaluate`. Collective."""
+        for chunk in self.model_chunks:
+            chunk.eval()
+        return evaluate(self, batch)
+
     def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> Path | None:
         """After training rollout ``rollout_id``: a checkpoint with ``--save``, Hugging Face form
         with ``--save-hf``.
@@ -640,6 +646,25 @@ class MegatronBackend:
             return forward.forward_backward(
                 self.model_chunks, packed, loss_of, gradient_scale=gradient_scale, **options
             )
+
+    @torch.no_grad()
+    def losses(
+        self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]
+    ) -> list[MicroBatchResult]:
+        """Loss and metrics of ``batch.steps[step_id]``, as `forward_backward` without gradients.
+        Collective."""
+        packed = self._pack(batch, batch.steps[step_id].micro_batches)
+        if self.routing is not None:
+            self.routing.prepare(batch, packed, "reference")
+        with self._computing():
+            scores = forward.score(self.model_chunks, packed, **self._score_options(False))
+        loss_type = policy_loss(self.config)
+        found = []
+        for micro_batch, score in zip(packed, scores):
+            inputs = inputs_of(micro_batch.samples)
+            _, metrics = micro_batch_loss(loss_type, score, inputs, self.config, self.functions)
+            found.append(MicroBatchResult(micro_batch.samples, metrics, score.per_token))
+        return found
 
     def _count_experts(self, batch: TrainBatch, packed: list[PackedMicroBatch]) -> None:
         """A forward pass over the step, for a balance loss over all of its tokens. Collective."""
