@@ -456,7 +456,7 @@ class Cluster:
 
     def evaluate_preferences(self) -> dict[str, float]:
         """Score the pairs of --eval-preference-data with the trainer's weights; return metrics
-        ``eval/…``, none without such pairs."""
+        ``eval/preferences/…``, none without such pairs."""
         if self._trainers is None or not self.config.preference.eval_preference_data:
             return {}
         rollout = require_launched(self._rollout)

@@ -39,7 +39,7 @@ class PreferenceConfig:
         None, needs=_PREFERENCES, read_by=("driver", "collection")
     )
     """Held-out rows of the same columns, which the trainer scores before training, every
-    --eval-interval rollouts and at the end (eval/reward_accuracy and others)."""
+    --eval-interval rollouts and at the end (eval/preferences/reward_accuracy and others)."""
     preference_beta: float = derived(
         "0.1; 2 with preference_loss simpo",
         range=finite(0, "the weight of a log-ratio", above=True),

@@ -191,6 +191,11 @@ def is_supervised(stage: Stage) -> bool:
     return config_value(stage.config, "loss_type") in DATA_LOSSES
 
 
+def learns_preferences(stage: Stage) -> bool:
+    """Whether a stage learns from preferences (``--loss-type preference_loss``)."""
+    return config_value(stage.config, "loss_type") == "preference_loss"
+
+
 def elapsed(stage: Stage) -> float | None:
     """Return seconds from the stage's start to its end (or to now while it runs)."""
     start = stage.summary.get("started") or (stage.rows[0].get("time") if stage.rows else None)

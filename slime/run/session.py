@@ -514,6 +514,8 @@ class Session:
         lines.append(f"  report: {self.run.report_path}")
         if self._state == "stopped" and saving.newest():
             lines.append(f"  next: {slime_command()} resume {self.run.path}")
+        elif saving.model and self.config.algorithm.trains_reward_model:
+            lines.append(f"  next: --rm-type reward_model --rm-path {saving.model} in another run")
         elif saving.model:
             lines.append(f"  next: {slime_command()} chat {self.run.path}")
         print("\n".join(lines), file=sys.stderr)

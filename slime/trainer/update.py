@@ -191,7 +191,7 @@ def evaluate(trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
     """Score held-out preferences without training on them. Collective.
 
     Returns:
-        Metrics ``eval/…`` by the names of training, means over all pairs; equal on every rank that
+        Metrics ``eval/preferences/…`` by the names of training, means over all pairs; equal on every rank that
         holds the output layer, {} on others.
     """
     config = trainer.config
@@ -203,18 +203,20 @@ def evaluate(trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
     total = sum(step.global_batch_size for step in batch.steps)
     for step_id, step in enumerate(batch.steps):
         known = preference_step(trainer, batch, data, step)
-        results = trainer.losses(
-            batch,
-            step_id,
-            lambda samples, step=step, known=known: _loss_inputs(
-                trainer, batch, data, step, samples, known
-            ),
-        )
+
+        def inputs_of(
+            samples: list[int], step: StepPlan = step, known: PreferenceStep = known
+        ) -> LossInputs:
+            return _loss_inputs(trainer, batch, data, step, samples, known)
+
+        results = trainer.losses(batch, step_id, inputs_of)
         share = step.global_batch_size / total
         for name, value in sum_metrics(config, ranks, results).items():
             if name == "loss":  # with --preference-sft-coef it is more than is to be compared
                 continue
-            means[f"eval/{name}"] = means.get(f"eval/{name}", 0.0) + share * value
+            means[f"eval/preferences/{name}"] = (
+                means.get(f"eval/preferences/{name}", 0.0) + share * value
+            )
     trainer.trained_tokens = reference_tokens(config, ranks, batch, data)
     return means
 

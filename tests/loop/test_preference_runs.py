@@ -9,9 +9,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
 from benchmarks.toy_models import DIGIT
 from slime.__main__ import main
+from slime.rollout.debug_data import load_samples
 from tests.support.runs import Run
 
 #: A pair prefers the answer with `DIGIT`.
@@ -57,11 +60,11 @@ def test_dpo_learns_and_scores_the_reference_once(run: Run, pairs: Path) -> None
     assert (known[:3], known[4:]) == ([0.0] * 3, [1.0] * 2)
     [kept] = (result.path / "reference_log_probs").iterdir()
     size = kept.stat().st_size
-    scored = result.series("eval/preference_loss")
+    scored = result.series("eval/preferences/preference_loss")
     assert scored[0] == pytest.approx(math.log(2.0), abs=1e-6) and len(scored) == 3
     assert scored[-1] < scored[1] < scored[0]
-    assert result.series("eval/reward_accuracy")[-1] >= 0.9
-    assert not (set(result.rows[0]) & {"rollout/advantages", "eval/loss"})
+    assert result.series("eval/preferences/reward_accuracy")[-1] >= 0.9
+    assert not (set(result.rows[0]) & {"rollout/advantages", "eval/preferences/loss"})
     again = run(name, *flags(pairs, "dpo", 4), "--load", result.path / "checkpoints")
     assert again.series("rollout/reference_known")[6:] == [1.0] * 6
     assert kept.stat().st_size == size
@@ -93,12 +96,17 @@ def test_a_reward_model_learns_and_becomes_a_reward(
         rewards.append(float(mean))
     assert rewards[0] > rewards[1] + 1.0
 
-    # and in a run, where the policy learns to please it
+    # and in a run, where it scores the tokens of each sample
     trained = run(
         "pleasing",
         *("--rm-type", "reward_model", "--rm-path", exported, "--colocate"),
-        *("--rollout-batch-size", 4, "--n-samples-per-prompt", 4, "--num-rollout", 24),
-        *("--rollout-max-response-len", 4),
+        *("--rollout-batch-size", 4, "--n-samples-per-prompt", 2, "--num-rollout", 1),
+        *("--rollout-max-response-len", 4, "--save-debug-rollout-data"),
+        str(tmp_path / "{rollout_id}.pt"),
     )
-    pleased = trained.series("rollout/raw_reward")
-    assert sum(pleased[-2:]) / 2 > sum(pleased[:2]) / 2 + 0.5, pleased
+    samples = load_samples(tmp_path / "0.pt")
+    classifier = AutoModelForSequenceClassification.from_pretrained(exported, dtype=torch.float32)
+    for sample in samples:
+        score = classifier(torch.tensor([sample.tokens])).logits.item()
+        assert sample.reward == pytest.approx(score, abs=1e-5)
+    assert len({sample.reward for sample in samples}) > 4 and trained.series("train/grad_norm")[0]
