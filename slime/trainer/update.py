@@ -191,8 +191,8 @@ def evaluate(trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
     """Score held-out preferences without training on them. Collective.
 
     Returns:
-        Metrics ``eval/preferences/…`` by the names of training, means over all pairs; equal on every rank that
-        holds the output layer, {} on others.
+        Metrics ``eval/preferences/…`` by the names of training, means over all pairs; equal on
+        every rank that holds the output layer, {} on others.
     """
     config = trainer.config
     ranks = trainer.ranks

@@ -503,3 +503,29 @@ def test_a_rollout_that_is_known_trains_as_one_that_is_scored(model: Path) -> No
         finally:
             backend.close()
     assert found[0] == found[1]
+
+
+def reward_job(info: Any, flags: dict[str, Any], rollouts: int, save: bool) -> list[float]:
+    """Losses of some rollouts, after which a checkpoint may be saved."""
+    config = trainer_config(**flags, actor_num_gpus_per_node=info.world_size)
+    backend = MegatronBackend(config, info)
+    first = backend.setup()
+    found = [
+        backend.train(batch_for("reward_model"))["train/preference_loss"]
+        for _ in range(first, first + rollouts)
+    ]
+    if save:
+        backend.save(first + rollouts - 1)
+    backend.close()
+    return found
+
+
+def test_a_reward_model_goes_on_from_its_checkpoint_at_another_layout(
+    model: Path, tmp_path: Path, ranks: Pools
+) -> None:
+    flags = flags_for(model, "reward_model") | {"optimizer": "adam", "lr": 2e-3}
+    [whole] = ranks.run(1, reward_job, flags, 4, False)
+    saved = flags | {"save": str(tmp_path / "saved")}
+    halves = ranks.run(2, reward_job, saved | parity.TP2, 2, True)
+    [rest] = ranks.run(1, reward_job, flags | {"load": saved["save"]}, 2, False)
+    assert [*halves[0], *rest] == pytest.approx(whole, rel=1e-4)
