@@ -40,8 +40,8 @@ test: $(STAMP)
 test-parts test-runs: test-%: $(STAMP)
 	$(BIN)/python -m pytest -m "not full and not gpu" $(FOLDERS.$*) $(ARGS) || { status=$$?; test -n "$(ARGS)" -a $$status = 5; }
 
-FOLDERS.parts := tests/unit tests/first_hour
-FOLDERS.runs := tests/contracts tests/loop
+FOLDERS.parts := tests/unit
+FOLDERS.runs := tests/contracts tests/loop tests/first_hour
 
 # While you work: what the change against AGAINST (main) concerns, in a minute and a half.
 check: lint types

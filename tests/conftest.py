@@ -15,6 +15,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # also the threads of tests that ask for several
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Doctor warns of it, and every launch of a test would compile what it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import hypothesis
 import pytest

@@ -7,6 +7,7 @@ python tools/make_docs.py
     docs/troubles.md        from slime/diagnosis/data/
     docs/import-paths.md    from slime/compat/import_paths.toml
     docs/lora.md            its table of what fits, from the memory plan
+    docs/algorithms.md      its table of estimators, from slime/algorithms/estimators.py
     docs/coming-from.md     its tables, from slime/config/data/other_systems.toml and the flag tables
 """
 
@@ -383,10 +384,47 @@ def _returns_section(classes: list[ast.ClassDef]) -> str:
     return "\n".join(parts)
 
 
+# -- tables inside of written pages ----------------------------------------------------------------
+
+_TABLE_BEGIN = "<!-- begin of the table by tools/make_docs.py -->\n"
+_TABLE_END = "<!-- end of the table by tools/make_docs.py -->"
+
+
+def _page_with_table(name: str, table: str) -> str:
+    """The page with the table between its marks made anew."""
+    before, _, rest = _read_page(name).partition(_TABLE_BEGIN)
+    _, _, after = rest.partition(_TABLE_END)
+    return f"{before}{_TABLE_BEGIN}{table}{_TABLE_END}{after}"
+
+
+# -- docs/algorithms.md ----------------------------------------------------------------------------
+
+
+def _estimators_table() -> str:
+    from slime.algorithms.estimators import ESTIMATORS
+
+    lines = [
+        "| estimator | reward of a sample | advantage of a token | loss of a token | mean over | "
+        "choose it for |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in ESTIMATORS.items():
+        mean = "each trajectory, then trajectories"
+        if row.facts.averages_group:
+            mean = "all tokens of a group, then groups"
+        if row.facts.sums_tokens:
+            mean = "sums over `--rollout-max-response-len`, then trajectories"
+        paper = re.sub(r"arXiv:(\d{4}\.\d{5})", r"[\1](https://arxiv.org/abs/\1)", row.paper)
+        words = row.words
+        lines.append(
+            f"| `{name}`: {paper} | {words.reward} | {words.advantage} | {words.loss} | {mean} | "
+            f"{words.choose} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 # -- docs/lora.md ----------------------------------------------------------------------------------
 
-_FITS_BEGIN = "<!-- begin of the table by tools/make_docs.py -->\n"
-_FITS_END = "<!-- end of the table by tools/make_docs.py -->"
 _FITS = (
     ("HuggingFaceTB/SmolLM2-135M", 1, {}),
     ("Qwen/Qwen3-0.6B", 1, {}),
@@ -397,13 +435,6 @@ _FITS = (
 )
 _GPU_SIZES = (24, 48, 80)
 _CONTEXTS = (2, 4, 8, 16, 32, 64)
-
-
-def lora_page(text: str) -> str:
-    """docs/lora.md with its table of what fits made anew, from the memory plan."""
-    before, _, rest = text.partition(_FITS_BEGIN)
-    _, _, after = rest.partition(_FITS_END)
-    return f"{before}{_FITS_BEGIN}{_fits_table()}{_FITS_END}{after}"
 
 
 def _fits_table() -> str:
@@ -472,7 +503,8 @@ def _longest(model: Path, gpus: int, positions: int, flags: dict[str, Any]) -> d
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "docs/lora.md": lambda: lora_page((ROOT / "docs" / "lora.md").read_text(encoding="utf-8")),
+    "docs/lora.md": lambda: _page_with_table("docs/lora.md", _fits_table()),
+    "docs/algorithms.md": lambda: _page_with_table("docs/algorithms.md", _estimators_table()),
     "docs/flags.md": flags_page,
     "docs/hooks.md": lambda: hooks_page(
         (ROOT / "slime" / "user_code" / "hooks.py").read_text(encoding="utf-8"),

@@ -183,7 +183,9 @@ class Speech:
         self._shows_tools = shows_tools(tokenizer)
         self._takes_any_order = takes_any_order(tokenizer)
         special = set(special_tokens(tokenizer).values())
-        self._thinks_in_special = reasoning is not None and reasoning.end in special
+        self._thinks_in_special = reasoning is not None and any(
+            token and token in reasoning.end for token in special
+        )
 
     @staticmethod
     def of(tokenizer: Any, family: str, end_tokens: Collection[int]) -> Speech:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from slime.errors import UserError
+
 Baseline = Callable[[Sequence[float]], list[float]]
 """The rewards of a group's trajectories → what is subtracted from each of them."""
 
-#: Added to the standard deviation, so that a group of equal rewards gets advantages of zero.
+Divisor = Callable[[Sequence[float]], float]
+"""The rewards of a group's trajectories → what the centred ones are divided by; 0: by nothing."""
+
+#: Added to a divisor.
 EPSILON = 1e-6
 
 
@@ -25,33 +30,87 @@ def group_mean(rewards: Sequence[float]) -> list[float]:
     return [_mean(rewards)] * len(rewards)
 
 
+def leave_one_out_mean(rewards: Sequence[float]) -> list[float]:
+    """The mean of the other trajectories of the group, for each trajectory; its own reward for one
+    that is alone, so that its advantage is zero.
+
+    Source: Ahmadian et al., "Back to Basics" (arXiv:2402.14740), section 3.2 (RLOO).
+
+    Example:
+        >>> leave_one_out_mean([1.0, 0.0, 0.5])
+        [0.25, 0.75, 0.5]
+    """
+    others = len(rewards) - 1
+    if others == 0 or min(rewards) == max(rewards):
+        return list(rewards)
+    total = math.fsum(rewards)
+    return [(total - reward) / others for reward in rewards]
+
+
+def group_deviation(rewards: Sequence[float]) -> float:
+    """The unbiased standard deviation of the group (n − 1); 0 for a single trajectory.
+
+    Source: Shao et al., "DeepSeekMath" (arXiv:2402.03300), section 4.1.2.
+
+    Example:
+        >>> group_deviation([1.0, 0.0, 0.5])
+        0.5
+    """
+    if len(rewards) == 1:
+        return 0.0
+    mean = _mean(rewards)
+    return math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
+
+
+def mean_reward(rewards: Sequence[float]) -> float:
+    """The mean of the group. Divided by their success rate, groups that seldom succeed count more:
+    the gradient is that of the log-likelihood of success, to the order of the group's size.
+
+    Source: "Maximum Likelihood Reinforcement Learning" (arXiv:2602.02710).
+
+    Raises:
+        UserError: a reward is below 0.
+
+    Example:
+        >>> mean_reward([1.0, 0.0, 0.0, 0.0])
+        0.25
+    """
+    if min(rewards) < 0:
+        raise UserError(
+            f"--advantage-estimator maxrl met a reward of {min(rewards):g}",
+            why="it divides by the mean reward of a group, which has to be a success rate",
+            fix="return rewards of 0 and more (0 and 1 for wrong and right), or choose "
+            "--advantage-estimator grpo",
+        )
+    return _mean(rewards)
+
+
 def normalise_rewards(
     rewards: Sequence[float],
     groups: Sequence[int],
     trajectories: Sequence[int],
     *,
     baseline: Baseline | None = group_mean,
-    scale: bool = True,
+    divisor: Divisor | None = group_deviation,
 ) -> list[float]:
-    """(r − baseline) / (standard deviation of its group + 1e-6), as in GRPO (arXiv:2402.03300,
-    section 4.1.2).
+    """(r − baseline) / (divisor of its group + 1e-6).
 
     Statistics go by group id, whatever the sizes of the groups, and count each trajectory once:
-    samples that one trajectory fanned out into enter with their mean. The deviation is the unbiased
-    one (n − 1); a group of a single trajectory, and one whose trajectories are all equal in the
-    mean (two players whose rewards add up to 0), is only centred. Sums are exact (`math.fsum`), so
+    samples that one trajectory fanned out into enter with their mean. A group whose divisor is 0 is
+    only centred: for the deviation a group of a single trajectory, and one whose trajectories are
+    all equal in the mean (two players whose rewards add up to 0). Sums are exact (`math.fsum`), so
     the order of the samples does not matter.
 
     Args:
         rewards: one per sample.
         groups, trajectories: ids, one per sample; a trajectory belongs to one group.
-        baseline: what is subtracted; None returns the rewards as they are, not scaled either.
-        scale: divide by the deviation.
+        baseline: what is subtracted; None returns the rewards as they are, not divided either.
+        divisor: what the difference is divided by; None: by nothing.
     Returns:
         One number per sample, in their order.
 
     Example (group 0 has two trajectories, one of which fanned out; group 1 has two):
-        >>> normalise_rewards([1, 1, 0, 5, 5], [0, 0, 0, 1, 1], [0, 0, 1, 2, 3], scale=False)
+        >>> normalise_rewards([1, 1, 0, 5, 5], [0, 0, 0, 1, 1], [0, 0, 1, 2, 3], divisor=None)
         [0.5, 0.5, -0.5, 0.0, 0.0]
     """
     if baseline is None:
@@ -60,24 +119,19 @@ def normalise_rewards(
     for reward, group, trajectory in zip(rewards, groups, trajectories):
         by_group.setdefault(group, {}).setdefault(trajectory, []).append(float(reward))
     subtracted: dict[tuple[int, int], float] = {}
-    divisor: dict[int, float] = {}
+    divisors: dict[int, float] = {}
     for group, members in by_group.items():
         means = [_mean(values) for values in members.values()]
         subtracted |= {
             (group, trajectory): b for trajectory, b in zip(members, baseline(means), strict=True)
         }
-        deviation = _deviation(means) if scale and len(means) > 1 else 0.0
-        divisor[group] = deviation + EPSILON if deviation else 1.0
+        spread = divisor(means) if divisor is not None else 0.0
+        divisors[group] = spread + EPSILON if spread else 1.0
     return [
-        (float(reward) - subtracted[group, trajectory]) / divisor[group]
+        (float(reward) - subtracted[group, trajectory]) / divisors[group]
         for reward, group, trajectory in zip(rewards, groups, trajectories)
     ]
 
 
 def _mean(values: Sequence[float]) -> float:
     return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
-
-
-def _deviation(values: Sequence[float]) -> float:
-    mean = _mean(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

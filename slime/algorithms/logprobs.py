@@ -62,6 +62,39 @@ class LowRankLogits:
     give: Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class KeptTokens:
+    """The tokens that each row's distribution is over: what top-k, top-p and min-p left when it was
+    sampled. A row without any is over the whole vocabulary.
+
+    Attributes:
+        ids: int64 [n], row after row.
+        rows: int64 [n], the row of each.
+        bounds: where those of each row begin and end, N + 1 numbers in host memory.
+        whole: bool [N, 1], rows without any.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    bounds: list[int]
+    whole: Tensor
+
+    def part(self, lo: int, hi: int) -> KeptTokens:
+        """The same of rows lo to hi."""
+        own = slice(self.bounds[lo], self.bounds[hi])
+        bounds = [bound - own.start for bound in self.bounds[lo : hi + 1]]
+        return KeptTokens(self.ids[own], self.rows[own] - lo, bounds, self.whole[lo:hi])
+
+    def left_out(self, lo: int, hi: int) -> Tensor:
+        """Whether each row leaves out each of the tokens lo to hi: bool [rows, hi - lo]."""
+        width = hi - lo
+        # others share a column behind the last, so that no size depends on the values
+        column = torch.where((self.ids >= lo) & (self.ids < hi), self.ids - lo, width)
+        out = torch.ones(self.whole.size(0), width + 1, dtype=torch.bool, device=self.ids.device)
+        out[self.rows, column] = False
+        return out[:, :width] & ~self.whole
+
+
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -73,6 +106,7 @@ def linear_log_probs(
     chunk_size: int = -1,
     grad_accumulator: Tensor | None = None,
     low_rank: LowRankLogits | None = None,
+    kept: KeptTokens | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(hidden @ weight.T / temperature)[target] of each row, and the entropy of each
     row's distribution.
@@ -94,6 +128,8 @@ def linear_log_probs(
             to it and not returned to autograd: Megatron's ``main_grad``, which saves a copy of the
             largest matrix of the model.
         low_rank: is added to the logits; differentiable as ``hidden`` and ``weight`` are.
+        kept: what each row's distribution, and its entropy, is over; None: the whole vocabulary.
+            Every target is among its row's.
     Returns:
         (log_probs [N] float32, entropy [N] float32 or None).
     Source: the running softmax is Milakov & Gimelshein (arXiv:1805.02867); computing it blockwise
@@ -115,6 +151,7 @@ def linear_log_probs(
         _rows_per_block(hidden, chunk_size),
         grad_accumulator,
         None if low_rank is None else low_rank.give,
+        kept,
     )
     factors = (None, None) if low_rank is None else (low_rank.hidden, low_rank.up)
     log_probs, entropy = _LinearLogProbs.apply(hidden, weight, targets, options, *factors)
@@ -129,6 +166,7 @@ class _Options:
     rows: int
     grad_accumulator: Tensor | None
     give_up: Callable[[Tensor], Tensor] | None
+    kept: KeptTokens | None
 
     def columns(self, device: torch.device, rows: int) -> int:
         """Vocabulary rows per block, so that a block of logits has the size that suits the
@@ -162,7 +200,7 @@ class _LinearLogProbs(torch.autograd.Function):
         stats = torch.zeros(4, n, dtype=dtype, device=hidden.device)
         for lo in range(0, n, options.rows):
             rows = slice(lo, min(lo + options.rows, n))
-            inputs = _LogitInputs(hidden[rows], weight, None if low is None else low[rows], up)
+            inputs = _inputs_of(rows, hidden, weight, low, up, options)
             stats[:, rows] = _running_softmax(inputs, targets[rows], options)
         log_sum, target, mean = _combine(stats, options.shard.group)
         log_probs = target - log_sum
@@ -193,7 +231,7 @@ class _LinearLogProbs(torch.autograd.Function):
         for lo in range(0, hidden.size(0), options.rows):
             rows = slice(lo, min(lo + options.rows, hidden.size(0)))
             entropy_part = None if grad_entropy is None else (grad_entropy[rows], entropy[rows])
-            inputs = _LogitInputs(hidden[rows], weight, None if low is None else low[rows], up)
+            inputs = _inputs_of(rows, hidden, weight, low, up, options)
             block, low_block = _backward_rows(
                 inputs,
                 targets[rows],
@@ -217,19 +255,43 @@ class _LinearLogProbs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _LogitInputs:
-    """What a block of rows makes its logits of."""
+    """What a block of rows makes its logits of; ``start`` is the token of the weight's first
+    row."""
 
     hidden: Tensor
     weight: Tensor
     low: Tensor | None
     up: Tensor | None
+    kept: KeptTokens | None
+    start: int
 
     def logits(self, lo: int, hi: int) -> Tensor:
-        """[rows, hi - lo], of these rows of the vocabulary."""
+        """[rows, hi - lo], of these rows of the weight."""
         logits = self.hidden @ self.weight[lo:hi].t()
         if self.low is not None and self.up is not None:
             logits.addmm_(self.low, self.up[lo:hi].t())
+        if self.kept is not None:
+            lowest = max(_LOWEST, torch.finfo(logits.dtype).min)
+            logits.masked_fill_(self.kept.left_out(lo + self.start, hi + self.start), lowest)
         return logits
+
+
+def _inputs_of(
+    rows: slice,
+    hidden: Tensor,
+    weight: Tensor,
+    low: Tensor | None,
+    up: Tensor | None,
+    options: _Options,
+) -> _LogitInputs:
+    return _LogitInputs(
+        hidden[rows],
+        weight,
+        None if low is None else low[rows],
+        up,
+        None if options.kept is None else options.kept.part(rows.start, rows.stop),
+        options.shard.start,
+    )
 
 
 def _running_softmax(inputs: _LogitInputs, targets: Tensor, options: _Options) -> Tensor:

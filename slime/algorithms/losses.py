@@ -7,12 +7,14 @@ a field of the `slime.algorithms.estimators.Estimator`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from slime.algorithms.reduce import sequence_mean
+from slime.algorithms.reduce import sequence_mean, sequence_sum
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class PolicyInputs:
         lengths: int64 [samples], response tokens of each sample.
         eps_clip, eps_clip_high: the ratio is clipped to [1 - eps_clip, 1 + eps_clip_high].
         eps_clip_c: dual clip, > 1: for A < 0 the loss is at most -c·A. None switches it off.
+        sapo_tau_pos, sapo_tau_neg: steepness of SAPO's gate for A > 0, and for the others.
     """
 
     log_probs: Tensor
@@ -37,6 +40,8 @@ class PolicyInputs:
     eps_clip: float = 0.2
     eps_clip_high: float = 0.2
     eps_clip_c: float | None = None
+    sapo_tau_pos: float = 1.0
+    sapo_tau_neg: float = 1.05
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,27 @@ def cispo_loss(inputs: PolicyInputs) -> PolicyLoss:
     return PolicyLoss(loss, (weight != ratio).to(loss.dtype), ppo_kl)
 
 
+def sapo_loss(inputs: PolicyInputs) -> PolicyLoss:
+    """-f(ρ)A with the soft gate f(ρ) = 4/τ · sigmoid(τ(ρ - 1)) in place of a clip.
+
+    The gradient by ρ is 1 at ρ = 1 and decays smoothly on both sides, so no token is cut off. τ is
+    ``sapo_tau_pos`` for A > 0, else ``sapo_tau_neg``. No token counts as clipped.
+
+    Source: Gao et al., "Soft Adaptive Policy Optimization" (arXiv:2511.20347), eq. 5-6.
+
+    Example (at the ratio 1 the loss is -2/τ · A):
+        >>> one = torch.ones(1)
+        >>> sapo_loss(PolicyInputs(0 * one, 0 * one, one, one, torch.tensor([1]))).loss.item()
+        -2.0
+    """
+    ppo_kl = inputs.old_log_probs - inputs.log_probs
+    ratio = importance_ratio(-ppo_kl)
+    tau = torch.full_like(inputs.advantages, inputs.sapo_tau_neg)
+    tau = tau.masked_fill(inputs.advantages > 0, inputs.sapo_tau_pos)
+    loss = -4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * inputs.advantages
+    return PolicyLoss(loss, torch.zeros_like(loss), ppo_kl)
+
+
 def sft_loss(log_probs: Tensor) -> Tensor:
     """Negative log-likelihood of each token.
 
@@ -149,6 +175,30 @@ def _clipped(inputs: PolicyInputs, ppo_kl: Tensor) -> PolicyLoss:
 
 
 # -- what is multiplied with the loss: tokens that a slightly different distribution produced ------
+
+Level = Literal["token", "sequence", "geometric"]
+"""What an importance ratio is taken of: a token, the product over a sample's trained tokens, or
+their geometric mean, which does not depend on the sample's length."""
+
+
+def log_ratio_at(level: Level, log_ratio: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
+    """Log-ratios per token → at a level, given to each token of the sample.
+
+    Args:
+        log_ratio, masks: flat [T].
+        lengths: int64 [samples].
+
+    Example:
+        >>> r, m, n = torch.tensor([0.5, 0.25, 1.0]), torch.ones(3), torch.tensor([2, 1])
+        >>> log_ratio_at("sequence", r, m, n).tolist()
+        [0.75, 0.75, 1.0]
+        >>> log_ratio_at("geometric", r, m, n).tolist()
+        [0.375, 0.375, 1.0]
+    """
+    if level == "token":
+        return log_ratio
+    total = sequence_sum if level == "sequence" else sequence_mean
+    return total(torch.where(masks != 0, log_ratio, 0.0), masks, lengths)
 
 
 @dataclass(frozen=True)
@@ -202,6 +252,57 @@ def icepop(log_ratio: Tensor, low: float, high: float) -> Correction:
     return Correction(
         weights,
         {"tis": ratio, "tis_clipfrac": outside.to(ratio.dtype), "tis_abs": (ratio - 1.0).abs()},
+    )
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """``keep`` [T], 0 or 1, and metrics [T] to be averaged as the loss is."""
+
+    keep: Tensor
+    metrics: dict[str, Tensor]
+
+
+def rejection_mask(
+    log_ratio: Tensor,
+    masks: Tensor,
+    lengths: Tensor,
+    level: Level,
+    low: float,
+    high: float,
+    veto: float | None,
+) -> Rejection:
+    """Leave out what trainer and engine see too differently: tokens, or whole samples, whose ratio
+    at ``level`` is outside of [low, high], and samples of which any trained token has a ratio below
+    ``veto``. Weights and denominators stay what they were.
+
+    Args:
+        log_ratio, masks: flat [T]; log-ratio without gradient, as `truncated_importance_sampling`
+            takes it.
+        lengths: int64 [samples].
+    Source: Liu et al., "When Speed Kills Stability" (2025), on sequence masks; Li et al.,
+    "Trust Region Masking" (arXiv:2512.23075), on the geometric level.
+
+    Example (the first sample has a token that the trainer finds a thousand times less likely):
+        >>> r = torch.log(torch.tensor([1.0, 0.001, 1.0]))
+        >>> rejection_mask(
+        ...     r, torch.ones(3), torch.tensor([2, 1]), "token", 0.0, 2.0, veto=0.01).keep.tolist()
+        [0.0, 0.0, 1.0]
+    """
+    at_level = log_ratio_at(level, log_ratio, masks, lengths)
+    too_low = at_level < (math.log(low) if low > 0 else -math.inf)
+    too_high = at_level > math.log(high)
+    vetoed = torch.zeros_like(too_low)
+    if veto is not None:
+        impossible = (log_ratio < math.log(veto)) & (masks != 0)
+        vetoed = sequence_sum(impossible.to(log_ratio.dtype), masks, lengths) > 0
+    metrics = {"rs_fraction_low": too_low, "rs_fraction_high": too_high}
+    if veto is not None:
+        metrics["rs_fraction_veto"] = vetoed
+    keep = ~(too_low | too_high | vetoed)
+    return Rejection(
+        keep.to(log_ratio.dtype),
+        {name: value.to(log_ratio.dtype) for name, value in metrics.items()},
     )
 
 

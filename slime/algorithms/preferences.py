@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime.algorithms.reduce import sequence_sum
+from slime.algorithms.reduce import sample_sums
 from slime.config.preferences import PREFERENCE_FACTS, PreferenceFacts
 
 
@@ -75,12 +75,12 @@ def sequence_scores(
         >>> s.sums.tolist(), s.log_ratios.tolist(), s.lengths.tolist()
         ([-3.0, -3.0], [0.5, -1.0], [2.0, 1.0])
     """
-    sums = sequence_sum(values, masks, lengths)
+    sums = sample_sums(values, masks, lengths)
     if reference is None:
         ratios = torch.zeros_like(sums)
     else:
-        ratios = sequence_sum(values - reference, masks, lengths)
-    counts = sequence_sum(torch.ones_like(values), masks, lengths)
+        ratios = sample_sums(values - reference, masks, lengths)
+    counts = sample_sums(torch.ones_like(values), masks, lengths)
     return SequenceScores(sums, ratios, counts)
 
 

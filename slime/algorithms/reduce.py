@@ -77,17 +77,33 @@ def sequence_mean(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
         >>> sequence_mean(v, m, torch.tensor([2, 1])).tolist()
         [2.0, 2.0, 5.0]
     """
-    if values.numel() == 0:  # a rank with nothing to train; there is no reduction over no segments
-        return values * masks
-    sums = sequence_sum(values, masks, lengths)
     counts = sequence_sum(torch.ones_like(values), masks, lengths)
-    return torch.repeat_interleave(
-        sums / counts.clamp(min=1.0), lengths, output_size=values.numel()
-    )
+    return sequence_sum(values, masks, lengths) / counts.clamp(min=1.0)
 
 
 def sequence_sum(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
-    """The sum of each sample over its trained tokens.
+    """The sum of each sample over its trained tokens, given back to each of its tokens.
+
+    Args:
+        values, masks: flat [sum of R_i].
+        lengths: int64 [samples], R_i.
+    Returns:
+        flat [sum of R_i]; 0 for a sample without trained tokens. Differentiable in ``values``.
+
+    Example:
+        >>> v, m = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([1.0, 1.0, 0.0])
+        >>> sequence_sum(v, m, torch.tensor([2, 1])).tolist()
+        [4.0, 4.0, 0.0]
+    """
+    if values.numel() == 0:  # a rank with nothing to train; there is no reduction over no segments
+        return values * masks
+    return torch.repeat_interleave(
+        sample_sums(values, masks, lengths), lengths, output_size=values.numel()
+    )
+
+
+def sample_sums(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
+    """The sum of each sample over its trained tokens, one number per sample.
 
     Args:
         values, masks: flat [sum of R_i].
@@ -98,18 +114,15 @@ def sequence_sum(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
 
     Example:
         >>> v, m = torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([1.0, 1.0, 0.0])
-        >>> sequence_sum(v, m, torch.tensor([2, 1])).tolist()
+        >>> sample_sums(v, m, torch.tensor([2, 1])).tolist()
         [4.0, 0.0]
     """
-    if lengths.numel() == 0:
-        return values.new_zeros(0)
-    if values.numel() == 0:
+    if values.numel() == 0:  # there is no reduction over no segments
         return values.new_zeros(lengths.numel())
-    # looking at the lengths would wait for the device
     return torch.segment_reduce(
         torch.where(masks != 0, values, 0.0),
         "sum",
         lengths=lengths,
-        unsafe=values.is_cuda,
+        unsafe=values.is_cuda,  # looking at the lengths would wait for the device
         initial=0.0,
     )

@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from slime.checkpoints.directory import partial_dir, publish
+from slime.checkpoints.mxfp4 import Mxfp4Tensor, base_names
 from slime.errors import UserError
 from slime.models import ModelFamily, ModelSpec
+from slime.models.layouts import TensorSource
 from slime.models.parameters import ModelParameters
 
 if TYPE_CHECKING:
@@ -113,18 +115,32 @@ class HfReader:
                     fix=f"download {file_name} and {INDEX} again from the same revision",
                 )
             self._file_of.update(dict.fromkeys(names, file_name))
+        self._mxfp4 = base_names(sorted(self._file_of))
 
     def names(self) -> set[str]:
-        return set(self._file_of)
+        """Names of the tensors; stacks that are stored in MXFP4 count as the plain ones that they
+        stand for."""
+        parts = {part for pair in self._mxfp4.values() for part in pair}
+        return (set(self._file_of) - parts) | set(self._mxfp4)
 
     def file_of(self, name: str) -> str:
-        return self._file_of[name]
+        return self._file_of[self._mxfp4[name][0] if name in self._mxfp4 else name]
+
+    @property
+    def file_names(self) -> list[str]:
+        """Names of the weight files."""
+        return sorted(self._files)
 
     @property
     def num_files(self) -> int:
         return len(self._files)
 
-    def __getitem__(self, name: str) -> LazyTensor:
+    def __getitem__(self, name: str) -> TensorSource:
+        if name in self._mxfp4:
+            return Mxfp4Tensor(*(self._stored(part) for part in self._mxfp4[name]))
+        return self._stored(name)
+
+    def _stored(self, name: str) -> LazyTensor:
         return LazyTensor(self._files[self._file_of[name]].get_slice(name))
 
     def verify(self, family: ModelFamily, spec: ModelSpec) -> list[str]:
@@ -173,7 +189,7 @@ class HfReader:
         cut."""
         wrong = []
         for name, shape in shapes.items():
-            found = tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
+            found = tuple(self[name].shape)
             if found != shape and not (shape[0] == spec.vocab_size and found[1:] == shape[1:]):
                 wrong.append(f"{name} is {list(found)} and would be {list(shape)}")
         if wrong:

@@ -22,7 +22,7 @@ from slime.checkpoints.megatron_names import ModelPart, Placement, global_parame
 from slime.engines.wire import expert_runs
 from slime.errors import UserError
 from slime.models import Match, ModelFamily, family_of
-from slime.models.layouts import Shard, TensorSource, VocabParallel
+from slime.models.layouts import OneExpert, Shard, TensorSource, VocabParallel
 from slime.models.parameters import ModelParameters
 from slime.models.spec import HfConfig, ModelSpec
 
@@ -215,9 +215,12 @@ def _read_piece(
 ) -> torch.Tensor:
     shard = shard_of(match, placement)
     sources = " + ".join(match.sources)
+    found: list[TensorSource] = [reader[source] for source in match.sources]
+    if match.rule.is_stacked:
+        found = [OneExpert(stack, match.expert) for stack in found]
     try:
         padded = with_padding_of(match, target, spec, shard)
-        piece = match.rule.layout.load([reader[source] for source in match.sources], shard, padded)
+        piece = match.rule.layout.load(found, shard, padded)
     except ValueError as error:
         raise UserError(
             f"{sources} does not fit {name}",

@@ -23,7 +23,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(
     r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias|adapter\.\w+?)(?=\d+$))(\d+)"
 )
-_STACKED = re.compile(r"\.experts\.linear_fc[12]\.(weight|adapter\.\w+)$")
+_STACKED = re.compile(r"\.experts\.linear_fc[12]\.(weight|bias|adapter\.\w+)$")
 
 ModelPart = Literal["everything", "base", "adapters", "trunk"]
 """Which parameters of a model are meant: with adapters, those of the base or those of the
@@ -115,11 +115,13 @@ def global_parameters(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(global name, local tensor) of every parameter of this rank, and of its persistent buffers.
 
-    Stacked experts come one by one, as views: ``…mlp.experts.linear_fc1.weight{expert}``.
+    Stacked experts come one by one, as views: ``…mlp.experts.linear_fc1.weight{expert}``, and so do
+    their biases.
 
     Args:
         in_runs: stacked experts come many at a time, ``…linear_fc1.weight{first}-{last}`` [experts,
-            out, in].
+            out, in]; for tables whose checkpoints hold experts one by one, none of which has
+            biases.
         part: of the model.
 
     Example (second of two pipeline stages of a four-layer model):
@@ -135,8 +137,9 @@ def global_parameters(
         for name, tensor in [*chunk.named_parameters(), *buffers]:
             if not belongs(name, part):
                 continue
-            # a side that all experts of a layer share is a matrix
-            is_stacked = _STACKED.search(name) and tensor.dim() == 3
+            found = _STACKED.search(name)
+            # a side of adapters that all experts of a layer share is a matrix
+            is_stacked = found and (tensor.dim() == 3 or found[1] == "bias")
             if is_stacked and in_runs:
                 weights = tensor.detach()
                 stem = _globalised(name, numbers, first_expert)

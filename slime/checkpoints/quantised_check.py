@@ -59,8 +59,7 @@ def verify_quantised(
 
 def tables_of(reader: HfReader) -> dict[str, Table]:
     """Weight file → what is in it."""
-    files = sorted({reader.file_of(name) for name in reader.names()})
-    return {file: read_table(reader.directory / file) for file in files}
+    return {file: read_table(reader.directory / file) for file in reader.file_names}
 
 
 def counted(reader: HfReader, spec: ModelSpec) -> str:

@@ -2,7 +2,8 @@
 shard.
 
     quantise_directory(plain, target, quantisation)     bfloat16 ─► INT4 or FP8
-    dequantise_directory(quantised, target, dtype)      FP8 or INT4 ─► bfloat16
+    store_in_mxfp4(plain, target)                       bfloat16 ─► MXFP4, stacks of experts alone
+    dequantise_directory(quantised, target, dtype)      FP8, INT4 or MXFP4 ─► bfloat16
 
 Each shard of the source becomes one of the target under the same name, and is on the disk when the
 next one begins: a conversion that was killed goes on with the first shard that is not there. Memory
@@ -25,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from slime.checkpoints.directory import partial_dir, partial_path, publish
 from slime.checkpoints.hf_files import INDEX, SINGLE, HfReader, check_export, copy_assets
+from slime.checkpoints.mxfp4 import BLOCK, BLOCKS, SCALES, base_names, decode, encode
 from slime.checkpoints.quantised_check import counted, tables_of, verify_quantised
 from slime.checkpoints.safetensors_stream import Table, read_table, write_stream
 from slime.engines.wire.buckets import dtype_name, dtype_of
@@ -33,9 +35,17 @@ from slime.errors import UserError
 from slime.files import write_atomically
 from slime.log import get_logger
 from slime.models import family_of, read_hf_config
-from slime.models.ignore_list import WeightMatrix, examine, idle_among, matrices
+from slime.models.ignore_list import (
+    WeightMatrix,
+    examine,
+    idle_among,
+    matrices,
+    refuse_stacks,
+)
+from slime.models.layouts import Transposed
 from slime.models.parameters import ModelParameters
-from slime.models.quantised import NIBBLES, Quantisation
+from slime.models.quantised import MXFP4, NIBBLES, Quantisation, is_mxfp4
+from slime.models.table import shapes_of
 
 logger = get_logger(__name__)
 
@@ -106,6 +116,7 @@ def quantise_directory(
             finite.
     """
     tables, weights = plain_weights(source, model_name)
+    refuse_stacks(family_of(source, model_name), quantisation.method)
     found = examine(weights, quantisation)
     problems = found.problems()
     if problems:
@@ -169,6 +180,8 @@ def dequantise_directory(
         UserError: the source is not whole, or not quantised by a method that is known here.
     """
     config = read_hf_config(source)
+    if is_mxfp4(config):
+        return _decode_mxfp4(source, target, dtype, model_name)
     quantisation = Quantisation.read(config)
     if quantisation is None:
         raise UserError(
@@ -190,6 +203,107 @@ def dequantise_directory(
             f"{work.module}.weight": dequantise(work.module, stored, quantisation.scheme, dtype)
         }
 
+    job = _QuantiseJob(
+        source, _files_of(tables), target, plan, compute, {"dequantised": dtype_name(dtype)}
+    )
+    return job.run({"quantization_config": None}, dtype_name(dtype), model_name)
+
+
+def store_in_mxfp4(source: Path, target: Path, model_name: str | None = None) -> Converted:
+    """Write ``source`` with its stacks of experts in MXFP4, as gpt-oss is published.
+
+    Raises:
+        UserError: the source is not whole, its weights are not plain, it has no stacks that are
+            stored as [in, out], their input is no multiple of 32, a weight is not finite.
+    """
+    tables, _ = plain_weights(source, model_name)
+    family = family_of(source, model_name)
+    rules = [
+        rule
+        for rule in family.rules
+        if rule.is_stacked and isinstance(rule.layout, Transposed) and rule.columns is not None
+    ]
+    if not rules:
+        raise UserError(
+            f"{source} is of the family {family.name}, which is not stored in MXFP4",
+            why="the form is that of stacks of experts [experts, in, out]",
+            fix="slime convert hf-to-int4 and hf-to-fp8 quantise other models",
+        )
+    spec = family.describe(source)
+    wide = [shapes_of(rule, spec)[0][0] for rule in rules]
+    if any(columns % BLOCK for columns in wide):
+        raise UserError(
+            f"{source} cannot be stored in MXFP4",
+            why=f"its experts have inputs of {' and '.join(map(str, wide))}; {BLOCK} numbers share "
+            "a scale",
+        )
+
+    def convert(name: str, dtype: str, shape: tuple[int, ...]) -> _Work:
+        found = family.match_hf(name)
+        if found is None or found[0] not in rules:
+            return _Work((name,), {name: (dtype, shape)})
+        experts, columns, rows = shape
+        count = columns // BLOCK
+        parts = {
+            name + BLOCKS: ("uint8", (experts, rows, count, BLOCK // 2)),
+            name + SCALES: ("uint8", (experts, rows, count)),
+        }
+        return _Work((name,), parts, name)
+
+    def compute(work: _Work, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        weight = stored[work.module]
+        if not torch.isfinite(weight).all():
+            raise UserError(
+                f"{work.module} of {source} has NaN or infinite numbers",
+                why="MXFP4 has no such numbers",
+                fix="take a checkpoint from before the training that made it went wrong",
+            )
+        parts = [encode(expert.t()) for expert in weight]
+        return {
+            name: torch.stack(tensors)
+            for name, tensors in zip(work.results, zip(*parts, strict=True), strict=True)
+        }
+
+    plan = {
+        file: [convert(name, *table[name]) for name in sorted(table)]
+        for file, table in tables.items()
+    }
+    job = _QuantiseJob(source, _files_of(tables), target, plan, compute, {"quantised": MXFP4})
+    spared = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
+    config = {
+        "quant_method": MXFP4,
+        "modules_to_not_convert": [*spared, "model.embed_tokens", "lm_head"],
+    }
+    return job.run({"quantization_config": config}, None, model_name)
+
+
+def _decode_mxfp4(
+    source: Path, target: Path, dtype: torch.dtype, model_name: str | None
+) -> Converted:
+    """Write a model that is stored in MXFP4 with plain weights."""
+    family = family_of(source, model_name)
+    reader = HfReader(source, names_only=True)
+    reader.verify(family, family.describe(source))
+    tables = tables_of(reader)
+    stacks = base_names([name for table in tables.values() for name in table])
+    by_blocks = {blocks: (stem, scales) for stem, (blocks, scales) in stacks.items()}
+    scales = {name for _, name in stacks.values()}
+
+    def convert(name: str, kind: str, shape: tuple[int, ...]) -> _Work:
+        if name not in by_blocks:
+            return _Work((name,), {name: (kind, shape)})
+        stem, own = by_blocks[name]
+        experts, rows, count, _ = shape
+        return _Work((name, own), {stem: (dtype_name(dtype), (experts, count * BLOCK, rows))}, stem)
+
+    def compute(work: _Work, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        blocks, own = (stored[name] for name in work.sources)
+        return {work.module: decode(blocks, own, dtype).transpose(1, 2).contiguous()}
+
+    plan = {
+        file: [convert(name, *table[name]) for name in sorted(table) if name not in scales]
+        for file, table in tables.items()
+    }
     job = _QuantiseJob(
         source, _files_of(tables), target, plan, compute, {"dequantised": dtype_name(dtype)}
     )

@@ -2,6 +2,7 @@
 
 slime convert hf-to-int4 --hf_model_path GLM-4.5-Air --save_path GLM-4.5-Air-INT4 --group_size 32
 slime convert hf-to-fp8 --hf_model_path Qwen3-4B --save_path Qwen3-4B-FP8 --block_size 128 128
+slime convert hf-to-mxfp4 --hf_model_path exports/30 --save_path gpt-oss-tuned
 slime convert quantised-to-hf --hf_model_path DeepSeek-V3 --save_path DeepSeek-V3-bf16
 """
 
@@ -39,8 +40,14 @@ def add_commands(
     flag("per_tensor", "one scale for each weight instead", action="store_true")
     _shared(flag)
     flag = add(
+        "hf-to-mxfp4",
+        "gpt-oss with its experts in MXFP4, as it is published, from a Hugging Face directory",
+        hf_to_mxfp4,
+    )
+    _shared(flag, has_rules=False)
+    flag = add(
         "quantised-to-hf",
-        "plain weights from a Hugging Face directory in FP8 or INT4",
+        "plain weights from a Hugging Face directory in FP8, INT4 or MXFP4",
         quantised_to_hf,
     )
     flag("dtype", "of the weights", choices=_DTYPES, default="bfloat16")
@@ -92,6 +99,18 @@ def hf_to_fp8(options: argparse.Namespace) -> str:
     return _quantised(
         options, "fp8", Fp8((0, 0), "weight_scale") if options.per_tensor else Fp8((rows, columns))
     )
+
+
+def hf_to_mxfp4(options: argparse.Namespace) -> str:
+    """Store stacks of experts in MXFP4.
+
+    Raises:
+        UserError: as `slime.checkpoints.quantised_files.store_in_mxfp4`.
+    """
+    from slime.checkpoints.quantised_files import store_in_mxfp4
+
+    _check_paths(options)
+    return str(store_in_mxfp4(options.hf_model_path, options.save_path, options.model_name))
 
 
 def quantised_to_hf(options: argparse.Namespace) -> str:

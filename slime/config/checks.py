@@ -188,7 +188,7 @@ def _staleness(draft: Draft) -> None:
             fix=f"pass --max-staleness {interval - 1} or more, or --update-weights-interval "
             f"{most + 1} or less",
         )
-    corrections = ("use_tis", "use_rollout_logprobs", "mask_offpolicy_in_partial_rollout")
+    corrections = ("use_tis", "use_rs", "use_rollout_logprobs", "mask_offpolicy_in_partial_rollout")
     takes_them = (
         most is not None
         and draft["stale_samples"] == "correct"

@@ -6,6 +6,7 @@ import os
 import re
 
 from slime.config.draft import Draft
+from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.estimators import FACTS
 from slime.config.flag import DATA_LOSSES, option_of
 from slime.config.preferences import PREFERENCE_FACTS
@@ -147,6 +148,12 @@ def _algorithm(draft: Draft) -> None:
             f"--tis-clip-low {draft['tis_clip_low']:g} is more than --tis-clip "
             f"{draft['tis_clip']:g}"
         )
+    _check_sampling_mask(draft)
+    if draft["rs_lower_bound"] > draft["rs_upper_bound"]:
+        raise UserError(
+            f"--rs-lower-bound {draft['rs_lower_bound']:g} is more than --rs-upper-bound "
+            f"{draft['rs_upper_bound']:g}"
+        )
     if draft["get_mismatch_metrics"] and draft["custom_tis_function_path"] is None:
         raise UserError("--get-mismatch-metrics needs --custom-tis-function-path")
     if draft["loss_type"] == "custom_loss" and draft["custom_loss_function_path"] is None:
@@ -157,6 +164,34 @@ def _algorithm(draft: Draft) -> None:
             f"--loss-type {loss} with --n-samples-per-prompt {draft['n_samples_per_prompt']}",
             why="it trains on the data's own answers, one row per prompt",
             fix="pass --n-samples-per-prompt 1",
+        )
+
+
+def _check_sampling_mask(draft: Draft) -> None:
+    flags = " and ".join(draft.truncations())
+    if draft["use_sampling_mask"] and not flags:
+        raise UserError(
+            "--use-sampling-mask has no effect",
+            why="without --rollout-top-k, --rollout-top-p or --rollout-min-p every token is drawn "
+            "from the whole vocabulary",
+            fix="leave it out",
+        )
+    if flags and not draft["use_sampling_mask"] and draft["loss_type"] not in DATA_LOSSES:
+        draft.warnings.append(
+            f"{flags} leaves tokens out of what is sampled from, and log-probs are of the whole "
+            "vocabulary: ratios are those of another distribution, of which long runs have "
+            "collapsed (--use-sampling-mask corrects it; a generate function has to ask the engine "
+            "for return_sampling_mask)"
+        )
+    engine = draft["rollout_engine"]
+    unbounded = ENGINE_OPTIONS[engine].mask_needs_top_k and draft["rollout_top_k"] <= 0
+    if draft["use_sampling_mask"] and unbounded:
+        raise UserError(
+            f"--use-sampling-mask with {flags}",
+            why=f"{engine} tells which tokens were left to be sampled from only where their number "
+            "is bounded, and without them log-probs are not those of what was sampled",
+            fix="leave --rollout-top-k out, or --no-use-sampling-mask for log-probs of the whole "
+            "vocabulary",
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.config.flag import FlagSpec
+from slime.config.flag import FlagSpec, option_of
 
 
 @dataclass
@@ -90,6 +90,11 @@ class Draft:
     def differs(self, dest: str) -> bool:
         """Whether the user asked for something else than the default."""
         return self.is_given(dest) and self.values[dest] != self.specs[dest].default
+
+    def truncations(self) -> list[str]:
+        """The flags, with their values, that leave tokens out of what is sampled from."""
+        off = {"rollout_top_k": (None, -1), "rollout_top_p": (1.0,), "rollout_min_p": (0.0,)}
+        return [f"{option_of(dest)} {self[dest]:g}" for dest in off if self[dest] not in off[dest]]
 
     def derive(self, dest: str, value: Any, formula: str) -> None:
         """Set ``dest``, unless the user or an earlier derivation did."""

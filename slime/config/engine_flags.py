@@ -29,17 +29,20 @@ class EngineFlags:
             others.
         spans_nodes: one engine may have GPUs of several nodes.
         splits_prefill: some engines may prefill for others that decode.
+        mask_needs_top_k: it tells which tokens were left to be sampled from only where top-k bounds
+            their number.
     """
 
     section: str = ""
     spans_nodes: bool = False
     splits_prefill: bool = False
+    mask_needs_top_k: bool = False
 
 
 #: By the name of ``--rollout-engine``.
 ENGINE_OPTIONS = {
     "embedded": EngineFlags(),
-    "sglang": EngineFlags("sglang", spans_nodes=True, splits_prefill=True),
+    "sglang": EngineFlags("sglang", spans_nodes=True, splits_prefill=True, mask_needs_top_k=True),
 }
 
 

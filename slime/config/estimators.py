@@ -9,7 +9,16 @@ from typing import Literal
 
 #: The values of the flag.
 EstimatorName = Literal[
-    "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
+    "grpo",
+    "dr_grpo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "rloo",
+    "maxrl",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "ppo",
 ]
 
 
@@ -27,12 +36,15 @@ class EstimatorFacts:
         discounts: ``--gamma`` acts.
         needs_whitening: advantages have to be normalised over the batch
             (``--normalize-advantages``).
+        clips_ratio: ``--eps-clip`` and ``--eps-clip-high`` act.
         dual_clip: ``--eps-clip-c`` acts.
         clips_weight: ``--eps-clip`` bounds the importance weight instead of the loss; as published
             from above alone.
         averages_group: each group counts alike and within it each trained token, instead of each
             trajectory alike and within it each of its tokens. ``--calculate-per-token-loss``
             overrides both.
+        sums_tokens: a trajectory's token losses are summed and divided by
+            ``--rollout-max-response-len``, whatever its length, instead of by its own length.
         needs_critic: advantages are computed from the values of a critic, a second model that
             learns.
     """
@@ -44,9 +56,11 @@ class EstimatorFacts:
     takes_token_kl: bool
     discounts: bool
     needs_whitening: bool
+    clips_ratio: bool
     dual_clip: bool
     clips_weight: bool
     averages_group: bool
+    sums_tokens: bool
     needs_critic: bool
 
 
@@ -61,9 +75,26 @@ FACTS: dict[str, EstimatorFacts] = {
             takes_token_kl=False,
             discounts=False,
             needs_whitening=False,
+            clips_ratio=True,
             dual_clip=True,
             clips_weight=False,
             averages_group=False,
+            sums_tokens=False,
+            needs_critic=False,
+        ),
+        EstimatorFacts(
+            name="dr_grpo",
+            group_relative=True,
+            std_normalized=False,
+            reuses_train_logprobs=True,
+            takes_token_kl=False,
+            discounts=False,
+            needs_whitening=False,
+            clips_ratio=True,
+            dual_clip=True,
+            clips_weight=False,
+            averages_group=False,
+            sums_tokens=True,
             needs_critic=False,
         ),
         EstimatorFacts(
@@ -74,9 +105,11 @@ FACTS: dict[str, EstimatorFacts] = {
             takes_token_kl=False,
             discounts=False,
             needs_whitening=False,
+            clips_ratio=True,
             dual_clip=True,
             clips_weight=False,
             averages_group=False,
+            sums_tokens=False,
             needs_critic=False,
         ),
         EstimatorFacts(
@@ -87,9 +120,56 @@ FACTS: dict[str, EstimatorFacts] = {
             takes_token_kl=False,
             discounts=False,
             needs_whitening=False,
+            clips_ratio=True,
             dual_clip=False,
             clips_weight=True,
             averages_group=True,
+            sums_tokens=False,
+            needs_critic=False,
+        ),
+        EstimatorFacts(
+            name="sapo",
+            group_relative=True,
+            std_normalized=True,
+            reuses_train_logprobs=True,
+            takes_token_kl=False,
+            discounts=False,
+            needs_whitening=False,
+            clips_ratio=False,
+            dual_clip=False,
+            clips_weight=False,
+            averages_group=False,
+            sums_tokens=False,
+            needs_critic=False,
+        ),
+        EstimatorFacts(
+            name="rloo",
+            group_relative=True,
+            std_normalized=False,
+            reuses_train_logprobs=True,
+            takes_token_kl=False,
+            discounts=False,
+            needs_whitening=False,
+            clips_ratio=True,
+            dual_clip=True,
+            clips_weight=False,
+            averages_group=False,
+            sums_tokens=False,
+            needs_critic=False,
+        ),
+        EstimatorFacts(
+            name="maxrl",
+            group_relative=True,
+            std_normalized=False,
+            reuses_train_logprobs=True,
+            takes_token_kl=False,
+            discounts=False,
+            needs_whitening=False,
+            clips_ratio=True,
+            dual_clip=True,
+            clips_weight=False,
+            averages_group=False,
+            sums_tokens=False,
             needs_critic=False,
         ),
         EstimatorFacts(
@@ -100,9 +180,11 @@ FACTS: dict[str, EstimatorFacts] = {
             takes_token_kl=True,
             discounts=True,
             needs_whitening=True,
+            clips_ratio=True,
             dual_clip=True,
             clips_weight=False,
             averages_group=False,
+            sums_tokens=False,
             needs_critic=False,
         ),
         EstimatorFacts(
@@ -113,9 +195,11 @@ FACTS: dict[str, EstimatorFacts] = {
             takes_token_kl=True,
             discounts=False,
             needs_whitening=True,
+            clips_ratio=True,
             dual_clip=True,
             clips_weight=False,
             averages_group=False,
+            sums_tokens=False,
             needs_critic=False,
         ),
         EstimatorFacts(
@@ -126,9 +210,11 @@ FACTS: dict[str, EstimatorFacts] = {
             takes_token_kl=True,
             discounts=True,
             needs_whitening=False,
+            clips_ratio=True,
             dual_clip=True,
             clips_weight=False,
             averages_group=False,
+            sums_tokens=False,
             needs_critic=True,
         ),
     )

@@ -25,6 +25,22 @@ from slime.config.preferences import PREFERENCE_FACTS, PreferenceFacts, Preferen
 
 _PENALTY = finite(0, "a penalty; below 0 it would reward leaving the reference model")
 _CLIP = at_least(0, "a distance from the ratio 1")
+_HAS_CLIP = unless(
+    "advantage_estimator",
+    *estimators_where("clips_ratio", False),
+    why="its gate is soft; --sapo-tau-pos and --sapo-tau-neg set it",
+)
+_SAPO = on("advantage_estimator", "sapo")
+_MEAN_IS_FREE = unless(
+    "advantage_estimator",
+    *estimators_where("sums_tokens"),
+    why="its mean divides sums of token losses by --rollout-max-response-len",
+)
+_STEEPNESS = finite(0, "the steepness of a sigmoid", above=True)
+_LOG_PROBS_DIFFER = unless(
+    "use_rollout_logprobs",
+    why="with the engine's log-probs as the old policy's there is no mismatch to correct",
+)
 _OWN_REWARDS = unless("custom_reward_post_process_path", why="it replaces the group's statistics")
 _OWN_COLUMNS = unless(
     "custom_convert_samples_to_train_data_path",
@@ -74,9 +90,11 @@ class AlgorithmConfig:
     """Train without advantages (SFT, custom losses)."""
     custom_advantage_function_path: str | None = flag(None, needs=SAMPLES)
     """Function (args, rollout_data) that sets advantages and returns."""
-    eps_clip: float = flag(0.2, range=_CLIP, needs=(SAMPLES, _CUSTOM_MAY_READ))
+    eps_clip: float = flag(0.2, range=_CLIP, needs=(SAMPLES, _CUSTOM_MAY_READ, _HAS_CLIP))
     """Lower clip range of the policy ratio."""
-    eps_clip_high: float = derived("eps_clip", range=_CLIP, needs=(SAMPLES, _CUSTOM_MAY_READ))
+    eps_clip_high: float = derived(
+        "eps_clip", range=_CLIP, needs=(SAMPLES, _CUSTOM_MAY_READ, _HAS_CLIP)
+    )
     """Upper clip range of the policy ratio."""
     eps_clip_c: float | None = flag(
         None,
@@ -87,11 +105,16 @@ class AlgorithmConfig:
             unless(
                 "advantage_estimator",
                 *estimators_where("dual_clip", False),
-                why="it clips the importance weight, not the loss",
+                why="it has no clipped loss that could be bounded",
             ),
         ),
     )
     """Bound of dual-clip PPO, > 1."""
+    sapo_tau_pos: float = flag(1.0, range=_STEEPNESS, needs=_SAPO)
+    """Steepness of SAPO's gate for positive advantages: the higher, the faster a token's gradient
+    decays with its ratio."""
+    sapo_tau_neg: float = flag(1.05, range=_STEEPNESS, needs=_SAPO)
+    """The same for negative advantages."""
     kl_coef: float = flag(
         0.0,
         range=_PENALTY,
@@ -188,6 +211,34 @@ class AlgorithmConfig:
     )
     """A weight outside the bounds: truncate takes the bound, icepop leaves the token out (published
     with 0.5 and 5)."""
+    tis_level: Literal["token", "sequence", "geometric"] = flag("token", needs=on("use_tis"))
+    """What a weight is computed of: each token, the product over a sample's trained tokens, or
+    their geometric mean."""
+    use_rs: bool = flag(
+        False,
+        needs=(
+            POLICY_LOSS,
+            _LOG_PROBS_DIFFER,
+            unless("custom_tis_function_path", why="only that function can read it", warns=True),
+        ),
+    )
+    """Reject tokens or samples that trainer and engine see too differently: they leave the loss,
+    its denominators stay."""
+    rs_level: Literal["token", "sequence", "geometric"] = flag("token", needs=on("use_rs"))
+    """What is rejected by which ratio: a token by its own, a whole sample by the product or by the
+    geometric mean of its tokens' ratios."""
+    rs_lower_bound: float = derived(
+        "1 / rs_upper_bound", range=finite(0, "an importance ratio"), needs=on("use_rs")
+    )
+    """Reject below this ratio."""
+    rs_upper_bound: float = flag(
+        2.0, range=finite(0, "an importance ratio", above=True), needs=on("use_rs")
+    )
+    """Reject above this ratio (published for the geometric level: 1.001)."""
+    rs_veto_threshold: float | None = flag(
+        None, range=finite(0, "an importance ratio", above=True), needs=on("use_rs")
+    )
+    """Reject a sample with any trained token whose ratio is below this (published: 1e-4)."""
     custom_tis_function_path: str | None = flag(
         None, needs=on("use_tis") | on("get_mismatch_metrics")
     )
@@ -195,13 +246,25 @@ class AlgorithmConfig:
     get_mismatch_metrics: bool = flag(False, needs=POLICY_LOSS)
     """Log the mismatch between engine and trainer as --custom-tis-function-path measures it,
     without correcting."""
-    custom_pg_loss_reducer_function_path: str | None = flag(None, needs=POLICY_LOSS)
+    custom_pg_loss_reducer_function_path: str | None = flag(
+        None, needs=(POLICY_LOSS, _MEAN_IS_FREE)
+    )
     """Function that makes the reducer of the policy loss."""
     calculate_per_token_loss: bool = flag(
         False,
-        needs=unless("loss_type", "preference_loss", why="preferences are averaged over pairs"),
+        needs=(
+            _MEAN_IS_FREE,
+            unless("loss_type", "preference_loss", why="preferences are averaged over pairs"),
+        ),
     )
     """Average the loss over the tokens of a step, instead of over rollouts (CISPO: over groups)."""
+    use_sampling_mask: bool = derived(
+        "on with rollout_top_k, rollout_top_p or rollout_min_p, unless your function generates",
+        needs=SAMPLES,
+        read_by=("generation", "samples"),
+    )
+    """Compute log-probs over the tokens that top-k, top-p and min-p left to be sampled from, in
+    engine and trainer alike."""
     use_opsm: bool = flag(False, needs=POLICY_LOSS)
     """Off-policy sequence masking."""
     opsm_delta: float = flag(1e-4, range=at_least(0, "a KL divergence"), needs=on("use_opsm"))
@@ -215,6 +278,17 @@ class AlgorithmConfig:
         if preference is not None:
             return preference.needs_reference
         return not self.trains_on_data and (self.use_kl_loss or self.kl_coef != 0)
+
+    @property
+    def averages_tokens(self) -> bool:
+        """Each trained token of a step counts alike in its averages."""
+        return self.calculate_per_token_loss or self.sums_tokens
+
+    @property
+    def sums_tokens(self) -> bool:
+        """Token losses of a trajectory are summed and divided by a constant
+        (`slime.config.estimators.EstimatorFacts.sums_tokens`)."""
+        return self.loss_type == "policy_loss" and FACTS[self.advantage_estimator].sums_tokens
 
     @property
     def needs_critic(self) -> bool:

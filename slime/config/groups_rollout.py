@@ -127,7 +127,9 @@ class RolloutConfig:
     """Sampling temperature, > 0; log-probs are of the tempered distribution."""
     rollout_top_p: float = flag(1.0, range=PROBABILITY, needs=GENERATES)
     """Nucleus sampling: smallest set of tokens with this probability."""
-    rollout_top_k: int = flag(-1, range=TOP_K, needs=GENERATES)
+    rollout_top_k: int = derived(
+        "-1; 512 with use_sampling_mask and SGLang", range=TOP_K, needs=GENERATES
+    )
     """Sample among the k most probable tokens; -1: all."""
     rollout_min_p: float = flag(
         0.0, range=Interval(0, 1, what="a fraction of a probability"), needs=GENERATES
@@ -142,7 +144,7 @@ class RolloutConfig:
     rollout_max_response_len: int = derived(
         "rollout_max_context_len or seq_length minus 1 when set, else 1024",
         range=SOME,
-        read_by=("driver", "generation"),
+        read_by=("driver", "generation", "samples", "training"),
     )
     """Most new tokens per sample."""
     rollout_request_tokens: int | None = derived(
@@ -301,6 +303,27 @@ class RewardConfig:
     """Seconds after which a reward call is given up."""
     rm_num_workers: int = derived("CPU cores of this host, at most 8", range=SOME, needs=GENERATES)
     """Worker processes of CPU-bound reward functions."""
+    overlong_buffer_len: int | None = flag(
+        None,
+        range=SOME,
+        needs=(
+            SAMPLES,
+            unless("custom_reward_post_process_path", why="it computes the rewards itself"),
+            unless(
+                "custom_convert_samples_to_train_data_path", why="it computes the rewards itself"
+            ),
+        ),
+        read_by="samples",
+    )
+    """Penalise the last N tokens before --rollout-max-response-len (DAPO's overlong penalty; 4096
+    of 20480 as published): a reward falls linearly by --overlong-penalty-factor."""
+    overlong_penalty_factor: float = flag(
+        1.0,
+        range=finite(0, "what the longest answers lose of their reward", above=True),
+        needs=on("overlong_buffer_len"),
+        read_by="samples",
+    )
+    """What an answer at the limit loses of its reward."""
     custom_reward_post_process_path: str | None = flag(
         None,
         needs=SAMPLES

@@ -39,7 +39,11 @@ MISSING_FAMILIES = tuple(
 )
 
 #: Modules of the reference system → the family here whose table takes their place.
-BUILT_IN: dict[str, str] = {_PLUGINS + "glm4": "GLM-4"}
+BUILT_IN: dict[str, str] = {
+    _PLUGINS + "glm4": "GLM-4",
+    _PLUGINS + "gptoss": "gpt-oss",
+    _PLUGINS + "gpt_oss": "gpt-oss",
+}
 
 
 def missing_family(given: UserFlags, set_flags: frozenset[str]) -> UserError | None:

@@ -31,6 +31,10 @@ DEFAULT_SAMPLES = 8
 _CHECKPOINT_SPACING = 120.0
 
 
+#: Bounds the tokens that an engine tells a token was sampled from. A nucleus is seldom larger.
+MASKED_TOP_K = 512
+
+
 def resolve(
     given: UserFlags, specs: Mapping[str, FlagSpec], entry: str = "train", is_run: bool = False
 ) -> Draft:
@@ -54,11 +58,12 @@ def resolve(
         derive_batch_sizes,
         _micro_batches,
         _sampling,
+        _engine,
+        _sampling_mask,
         _evaluation,
         _algorithm,
         _references,
         _checkpoints,
-        _engine,
     ):
         step(draft)
     return draft
@@ -305,6 +310,11 @@ def _algorithm(draft: Draft) -> None:
         PREFERENCE_FACTS[preference].beta or 0.1,
         f"preference_loss {preference}",
     )
+    draft.derive(
+        "rs_lower_bound",
+        1 / draft["rs_upper_bound"],
+        f"1 / rs_upper_bound {draft['rs_upper_bound']:g}",
+    )
     draft.copy("critic_lr", "lr")
     draft.copy("critic_lr_warmup_iters", "lr_warmup_iters")
     draft.copy("critic_lambd", "lambd")
@@ -317,6 +327,29 @@ def _algorithm(draft: Draft) -> None:
             f"{estimator.upper()} clips the importance weight from above only; its lower clip is "
             "off when --eps-clip is 1 or more"
         )
+
+
+def _sampling_mask(draft: Draft) -> None:
+    flags = draft.truncations()
+    generates = ("custom_generate_function_path", "rollout_function_path")
+    own = [option_of(dest) for dest in generates if draft[dest]]
+    reason = f"with {' and '.join(flags)}" if flags else "no token is left out of the sampling"
+    if flags and own:
+        reason = f"{' and '.join(own)} asks the engine itself"
+    draft.derive(
+        "use_sampling_mask",
+        bool(flags) and not own and draft["loss_type"] not in DATA_LOSSES,
+        reason,
+    )
+    engine = ENGINE_OPTIONS[draft["rollout_engine"]]
+    if draft["use_sampling_mask"] and engine.mask_needs_top_k:
+        draft.derive(
+            "rollout_top_k",
+            MASKED_TOP_K,
+            f"{MASKED_TOP_K}, as the engine tells which tokens were left to be sampled from only "
+            "where their number is bounded",
+        )
+    draft.derive("rollout_top_k", -1, "-1")
 
 
 def _references(draft: Draft) -> None:

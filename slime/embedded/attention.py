@@ -83,17 +83,22 @@ class DecodeAttention:
         self._by_window: dict[int | None, _DecodeRows] = {}
 
     def __call__(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim] → [rows,
-        heads * head_dim]."""
+        """queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim], sinks
+        [heads] → [rows, heads * head_dim]."""
         self._plan.write(layer, keys, values)
         place, window = self._cache.places[layer]
         if window not in self._by_window:
             self._by_window[window] = _DecodeRows(
                 self._cache, self._lengths, self._fixed_shapes, window
             )
-        return self._by_window[window].attend(place, queries, keys.shape[1])
+        return self._by_window[window].attend(place, queries, keys.shape[1], sinks)
 
 
 class _DecodeRows:
@@ -138,10 +143,14 @@ class _DecodeRows:
         )
         self._scores: torch.Tensor | None = None
 
-    def attend(self, layer: int, queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    def attend(
+        self, layer: int, queries: torch.Tensor, kv_heads: int, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         rows, heads, head_dim = queries.shape
         grouped = queries.reshape(rows * kv_heads, heads // kv_heads, head_dim)
-        weights = self._softmax(self._masked_scores(layer, grouped, kv_heads))
+        if sinks is not None:
+            sinks = sinks.float().view(kv_heads, -1).repeat(rows, 1)
+        weights = self._softmax(self._masked_scores(layer, grouped, kv_heads), sinks)
         output: torch.Tensor | None = None
         for read in self._reads:
             batch = read.rows * kv_heads
@@ -178,15 +187,31 @@ class _DecodeRows:
             )
         return self._scores.view(batch, group, num_keys)
 
-    def _softmax(self, scores: torch.Tensor) -> torch.Tensor:
+    def _softmax(self, scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         if len(self._runs) == 1 and self._runs[0][2] == scores.shape[-1]:
-            return torch.softmax(scores, dim=-1)
+            return softmax_with_sinks(scores, sinks)
         kv_heads = scores.shape[0] // self._mask.shape[0]
         weights = torch.zeros_like(scores)
         for first, last, num_keys in self._runs:
             part = slice(first * kv_heads, last * kv_heads)
-            weights[part, :, :num_keys] = torch.softmax(scores[part, :, :num_keys], dim=-1)
+            own = None if sinks is None else sinks[part]
+            weights[part, :, :num_keys] = softmax_with_sinks(scores[part, :, :num_keys], own)
         return weights
+
+
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The softmax over the last axis of float32 scores, and a sink in each row that takes its share
+    and gives nothing.
+
+    Args:
+        sinks: float32, shaped as the scores without their last axis, or broadcasting to that; None:
+            the plain softmax.
+    """
+    weights = torch.softmax(scores, dim=-1)
+    if sinks is None:
+        return weights
+    others = torch.sigmoid(torch.logsumexp(scores, dim=-1) - sinks)
+    return weights * others[..., None]
 
 
 def exact_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -228,13 +253,18 @@ class PrefillAttention:
         ]
 
     def __call__(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]; like
-        queries, flat."""
+        """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], sinks
+        [heads]; like queries, flat."""
         window = self._cache.places[layer].window
         if window is not None:  # the ring may lose what these tokens see
-            output = self._in_window(layer, queries, keys, values, window)
+            output = self._in_window(layer, queries, keys, values, window, sinks)
             self._plan.write(layer, keys, values)
             return output
         self._plan.write(layer, keys, values)
@@ -243,16 +273,17 @@ class PrefillAttention:
             rows = slice(span.offset, span.offset + span.count)
             if self._fixed_shapes:
                 read = partial(self._up_to, layer, span.slot)
-                output[rows] = _in_fixed_blocks(span, queries[rows], keys.shape[1], read)
+                output[rows] = _in_fixed_blocks(span, queries[rows], keys.shape[1], read, sinks)
             elif span.start == 0:
                 new_keys = keys[rows].transpose(0, 1)
                 new_values = values[rows].transpose(0, 1)
-                output[rows] = _sdpa(queries[rows], new_keys, new_values, None)
+                output[rows] = _sdpa(queries[rows], new_keys, new_values, None, sinks)
             else:
                 output[rows] = _sdpa(
                     queries[rows],
                     *self._cache.read(layer, span.slot, span.start + span.count),
                     mask,
+                    sinks,
                 )
         return output.view(queries.shape[0], -1)
 
@@ -266,6 +297,7 @@ class PrefillAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
         window: int,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend to what the ring keeps of earlier tokens, and to the new ones."""
         output = torch.empty_like(queries)
@@ -280,10 +312,12 @@ class PrefillAttention:
             ]
             if self._fixed_shapes:
                 read = partial(_part_of, line, first, window)
-                output[rows] = _in_fixed_blocks(span, queries[rows], keys.shape[1], read, window)
+                output[rows] = _in_fixed_blocks(
+                    span, queries[rows], keys.shape[1], read, sinks, window
+                )
             else:
                 mask = _causal_mask(span, first, window, queries.device)
-                output[rows] = _sdpa(queries[rows], line[0], line[1], mask)
+                output[rows] = _sdpa(queries[rows], line[0], line[1], mask, sinks)
         return output.view(queries.shape[0], -1)
 
 
@@ -308,6 +342,7 @@ def _in_fixed_blocks(
     queries: torch.Tensor,
     kv_heads: int,
     read: Callable[[int], tuple[torch.Tensor, torch.Tensor, int]],
+    sinks: torch.Tensor | None,
     window: int | None = None,
 ) -> torch.Tensor:
     """Attend in blocks of queries.
@@ -319,6 +354,8 @@ def _in_fixed_blocks(
     heads, head_dim = queries.shape[1:]
     group = heads // kv_heads
     end = span.start + span.count
+    if sinks is not None:  # in the order of the scores' rows
+        sinks = sinks.float().view(kv_heads, 1, group).expand(-1, BLOCK, -1).flatten(1)
     pieces = []
     for start in range(span.start - span.start % BLOCK, end, BLOCK):
         first = max(start, span.start)
@@ -333,19 +370,39 @@ def _in_fixed_blocks(
         keys, values, begin = read(start)
         scores = exact_scores(q, keys.contiguous()) * head_dim**-0.5
         mask = _block_mask(start, group, begin, window, q.device)
-        weights = torch.softmax(scores + mask, dim=-1).to(values.dtype)
+        weights = softmax_with_sinks(scores + mask, sinks).to(values.dtype)
         out = torch.bmm(weights, values.contiguous())
         out = out.view(kv_heads, BLOCK, group, head_dim).transpose(0, 1)
         pieces.append(out[first - start : last - start].reshape(last - first, heads, head_dim))
     return torch.cat(pieces)
 
 
+#: Scores of this many pairs are made at a time where sinks need them.
+_SCORES_AT_ONCE = 1 << 24
+
+
 def _sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """q [count, heads, d], k and v [kv_heads, keys, d]; causal without a mask → [count, heads,
     d]."""
     count, heads, head_dim = q.shape
+    if sinks is not None:
+        step = max(1, _SCORES_AT_ONCE // (heads * k.shape[1]))
+        parts = []
+        for start in range(0, count, step):
+            rows = slice(start, min(start + step, count))
+            seen = torch.ones(rows.stop, k.shape[1], dtype=torch.bool, device=q.device).tril_()
+            parts.append(
+                _explicit_with_sinks(
+                    q[rows], k, v, seen[start:] if mask is None else mask[rows], sinks
+                )
+            )
+        return torch.cat(parts)
     kv_heads = k.shape[0]
     group = heads // kv_heads
     grouped = q.view(count, kv_heads, group, head_dim).permute(1, 2, 0, 3)
@@ -354,6 +411,21 @@ def _sdpa(
         grouped, keys, values, attn_mask=mask, is_causal=mask is None
     )
     return result.permute(2, 0, 1, 3).reshape(count, heads, head_dim)
+
+
+def _explicit_with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """As `_sdpa`; its kernel does not tell the log-sum-exp that sinks need."""
+    count, heads, head_dim = q.shape
+    kv_heads = k.shape[0]
+    grouped = q.view(count, kv_heads, -1, head_dim).transpose(0, 1).flatten(1, 2)
+    scores = exact_scores(grouped.contiguous(), k.contiguous()) * head_dim**-0.5
+    scores = scores.view(kv_heads, count, -1, k.shape[1])
+    scores = scores.masked_fill(~mask[None, :, None], -math.inf)
+    weights = softmax_with_sinks(scores, sinks.float().view(kv_heads, 1, -1)).to(v.dtype)
+    mixed = torch.bmm(weights.flatten(1, 2), v.contiguous()).view(kv_heads, count, -1, head_dim)
+    return mixed.transpose(0, 1).reshape(count, heads, head_dim)
 
 
 def sees(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:

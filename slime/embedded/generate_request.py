@@ -29,7 +29,7 @@ from slime.engines.request_fields import (
 _FIELDS = (
     "rid", "text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len",
     "top_logprobs_num", "return_text_in_logprobs", "return_routed_experts",
-    "routed_experts_start_len", "stream", "lora_path",
+    "routed_experts_start_len", "return_sampling_mask", "stream", "lora_path",
 )  # fmt: skip
 #: Known to SGLang for every kind of request, without effect on what is generated; and for
 #: ``/generate`` alone.
@@ -51,7 +51,7 @@ UNSUPPORTED = (
 _UNSUPPORTED = (
     *UNSUPPORTED, "input_embeds", "positional_embed_overrides", "image_data", "video_data",
     "audio_data", "mm_hashes", "token_ids_logprob", "multi_item_delimiter_indices",
-    "return_sampling_mask", "return_indexer_topk", "return_entropy", "return_bytes",
+    "return_indexer_topk", "return_entropy", "return_bytes",
     "require_reasoning", "lora_id", "bootstrap_pair_key", "decode_tp_size",
 )  # fmt: skip
 
@@ -155,6 +155,13 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
             "--enable-return-routed-experts",
             "return_routed_experts",
         )
+    masks = each("return_sampling_mask", False, FLAG)
+    if any(mask and not (item.filters or item.greedy) for mask, item in zip(masks, params)):
+        raise BadRequest(
+            "return_sampling_mask needs top_k, top_p or min_p: every token is sampled from the "
+            "whole vocabulary",
+            "return_sampling_mask",
+        )
     expert_starts = each("routed_experts_start_len", 0, integer(0))
     adapters = [limits.adapter(name) for name in each("lora_path", None, TEXT)]
     rids = _rids(body.get("rid"), count, n, is_batch)
@@ -181,6 +188,7 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
                 num_top_logprobs=tops[index] if wants else 0,
                 stream=stream,
                 adapter=adapters[index],
+                keeps_mask=masks[index],
             )
             jobs.append(Job(sequence, params[index], wants, with_text, experts_start))
     return GenerateRequest(jobs, is_single=not is_batch and n == 1, stream=stream, n=n)
@@ -197,6 +205,7 @@ def make_sequence(
     num_top_logprobs: int = 0,
     stream: bool = False,
     adapter: Adapter | None = None,
+    keeps_mask: bool = False,
 ) -> Sequence:
     """Make a sequence whose ``max_new_tokens`` fits the context.
 
@@ -233,6 +242,7 @@ def make_sequence(
         num_top_logprobs=num_top_logprobs,
         stream=stream,
         adapter=adapter,
+        keeps_mask=keeps_mask,
     )
 
 

@@ -244,6 +244,9 @@ class Answer:
         if self._tokenizer is not None:
             body["text"] = final_text(self.job, self._tokenizer)
         body["meta_info"] = meta_info(self.job, self._tokenizer, count, sequence.final_version)
+        if sequence.sampling_mask is not None:
+            body["meta_info"]["output_token_sampling_mask"] = sequence.sampling_mask[:count]
+            body["meta_info"]["output_token_sampling_logprobs"] = sequence.sampling_logprobs[:count]
         if self.job.experts_start is not None:
             assert sequence.experts is not None
             start = self.job.experts_start

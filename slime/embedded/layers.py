@@ -17,13 +17,14 @@ import torch.nn.functional as F
 
 from slime.embedded.architecture import ExpertLayers
 from slime.embedded.low_rank import FIXED_ROWS, AdaptedRows, padded
+from slime.models.activations import gated
 
 
 class Linear:
     """``y = x Wᵀ + b`` for x [rows, in_features].
 
     Args:
-        weight: [out_features, in_features], contiguous.
+        weight: [out_features, in_features]; the transpose of a contiguous matrix will do.
         bias: [out_features] or None.
         fixed_rows: multiply in blocks of exactly `FIXED_ROWS` rows, padded, so that a row's result
             does not depend on its neighbours.
@@ -114,11 +115,19 @@ def rms_norm(
 
 @dataclass
 class Mlp:
-    """``down(activation(gate x) · up x)``; gate and up in one matrix."""
+    """``down(activation(gate x) · up x)``; gate and up in one matrix.
+
+    Attributes:
+        limit, offset: as of `slime.models.activations.gated`.
+        interleaved: the matrix has gate at even and up at odd rows, not all gates first.
+    """
 
     gate_up: Linear
     down: Linear
     activation: Callable[[torch.Tensor], torch.Tensor]
+    limit: float | None = None
+    offset: float = 0.0
+    interleaved: bool = False
 
     def __call__(
         self,
@@ -126,8 +135,12 @@ class Mlp:
         residual: torch.Tensor | None = None,
         adapted: AdaptedRows | None = None,
     ) -> torch.Tensor:
-        gate, up = self.gate_up(x, adapted=adapted).chunk(2, dim=-1)
-        return self.down(self.activation(gate).mul_(up), residual, adapted)
+        mixed = self.gate_up(x, adapted=adapted)
+        gate, up = (
+            mixed.unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else mixed.chunk(2, -1)
+        )
+        inner = gated(gate, up, self.activation, self.limit, self.offset)
+        return self.down(inner.contiguous(), residual, adapted)
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -145,6 +158,7 @@ class ExpertMLP:
 
     Attributes:
         gate: [experts, hidden].
+        gate_bias: [experts], of the logits; None without.
         bias: [experts], added to the scores for the choice only; None without.
         shared_gate: [1, hidden], which weighs the shared experts' output; None without.
     """
@@ -155,6 +169,7 @@ class ExpertMLP:
     experts: list[Mlp]
     shared: Mlp | None
     shared_gate: torch.Tensor | None = None
+    gate_bias: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -171,9 +186,10 @@ class ExpertMLP:
             given: choices [tokens, k] to take in place of the router's own, a row of -1 leaves it
                 to the router.
         """
-        weights, choices = route(
-            self.facts, F.linear(x.float(), self.gate.float()), self.bias, given
-        )
+        logits = F.linear(x.float(), self.gate.float())
+        if self.gate_bias is not None:
+            logits += self.gate_bias.float()
+        weights, choices = route(self.facts, logits, self.bias, given)
         if chosen is not None:
             chosen.append(choices)
         output = torch.zeros_like(x) if residual is None else residual.clone()

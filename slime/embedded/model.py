@@ -18,9 +18,11 @@ from slime.embedded.layers import ExpertMLP, Linear, Mlp, TokenEmbedding, rms_no
 from slime.embedded.low_rank import AdaptedRows
 from slime.models.spec import RotaryKind
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]), which
-it stores, too → [tokens, heads * head_dim]."""
+Attend = Callable[
+    [int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor
+]
+"""(layer, queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], which it
+stores, too, sinks [heads]) → [tokens, heads * head_dim]."""
 
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries and keys, rotated, and values."""
@@ -39,7 +41,14 @@ class Observer(Protocol):
 
 
 class MixerWeights(Protocol):
-    """The token mixer of one layer; its record in `slime.models.mixers` names the class."""
+    """The token mixer of one layer; its record in `slime.models.mixers` names the class.
+
+    Attributes:
+        sinks: score of each head that no token has, [heads]; None without.
+    """
+
+    @property
+    def sinks(self) -> torch.Tensor | None: ...
 
     def project(
         self,
@@ -130,6 +139,7 @@ class Decoder:
                     *layer.attention.project(
                         normed, *angles[self.arch.spec.rotary_kind(number)], adapted
                     ),
+                    layer.attention.sinks,
                 )
             )
             hidden = self._added(

@@ -38,7 +38,8 @@ class Sampled:
 def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> Sampled:
     """Sample one token per row; row i of logits [rows, vocab] belongs to ``sequences[i]``.
 
-    Fills ``top_logprobs`` of the sequences that want them.
+    Fills ``top_logprobs``, ``sampling_mask`` and ``sampling_logprobs`` of the sequences that want
+    them.
     """
     probs = _probabilities(logits, sequences)
     targets = torch.from_numpy(
@@ -50,7 +51,14 @@ def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> Sampled:
         tokens[greedy] = probs[greedy].argmax(dim=-1)
     for row, sequence in enumerate(sequences):
         if sequence.params.filters:
-            tokens[row] = _draw_filtered(probs[row], sequence, float(targets[row]))
+            tokens[row], kept = _draw_filtered(probs[row], sequence, float(targets[row]))
+            if sequence.sampling_mask is not None:
+                mass = probs[row, kept].sum()
+                sequence.sampling_mask.append(kept.tolist())
+                sequence.sampling_logprobs.append(float((probs[row, tokens[row]] / mass).log()))
+        elif sequence.sampling_mask is not None:  # greedy
+            sequence.sampling_mask.append([int(tokens[row])])
+            sequence.sampling_logprobs.append(0.0)
     logprobs = probs.gather(1, tokens[:, None]).squeeze(1).log()
     for row, sequence in enumerate(sequences):
         if sequence.num_top_logprobs:
@@ -152,8 +160,11 @@ def _draw(probs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, tor
     return (block * width + within).squeeze(1), totals.squeeze(1)
 
 
-def _draw_filtered(probs: torch.Tensor, sequence: Sequence, target: float) -> int:
-    """Draw from what top-k, top-p and min-p leave of probs [vocab].
+def _draw_filtered(
+    probs: torch.Tensor, sequence: Sequence, target: float
+) -> tuple[int, torch.Tensor]:
+    """Draw from what top-k, top-p and min-p leave of probs [vocab]; the token, and the tokens that
+    are left.
 
     As SGLang: top-p keeps a token while the probability of those before it is at most top_p,
     without renormalising after top-k. Only as many of the largest entries are sorted as are needed.
@@ -175,7 +186,7 @@ def _draw_filtered(probs: torch.Tensor, sequence: Sequence, target: float) -> in
     sums = (values * kept).cumsum(dim=0)
     goal = min(target * float(sums[-1]), float(sums[-1]) * (1 - 1e-15))
     index = int(torch.searchsorted(sums, goal, right=True))
-    return int(tokens[min(index, candidates - 1)])
+    return int(tokens[min(index, candidates - 1)]), tokens[kept]
 
 
 @lru_cache

@@ -57,6 +57,7 @@ class Sequence:
         seed: of its sampling noise; with the token's position it decides the draw.
         text: decodes the output, when stop strings are to be found in it.
         logprob_start: first prompt position whose log-prob is wanted; None for none.
+        keeps_mask: the tokens that each one is drawn from are wanted.
         adapter: computes it together with the base from the first token to the last, even if it is
             unloaded meanwhile; None for the base alone.
     """
@@ -74,6 +75,7 @@ class Sequence:
         num_top_logprobs: int = 0,
         stream: bool = False,
         adapter: Adapter | None = None,
+        keeps_mask: bool = False,
     ) -> None:
         self.rid = rid
         self.adapter = adapter
@@ -90,6 +92,8 @@ class Sequence:
         self.output_ids: list[int] = []
         self.output_logprobs: list[float] = []
         self.top_logprobs: list[list[tuple[float, int]]] = []
+        self.sampling_mask: list[list[int]] | None = [] if keeps_mask else None
+        self.sampling_logprobs: list[float] = []
         self.input_logprobs: list[float] = []
         self.input_top_logprobs: list[list[tuple[float, int]]] = []
         self.versions: list[tuple[int, str]] = []

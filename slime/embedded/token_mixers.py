@@ -30,11 +30,17 @@ class GroupedAttention:
     qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    sinks: torch.Tensor | None
 
     @staticmethod
     def build(store: WeightStore, prefix: str) -> GroupedAttention:
-        norms = [store.tensor_if_there(f"{prefix}{part}_layernorm.weight") for part in "qk"]
-        return GroupedAttention(store.arch, store.linear(f"{prefix}linear_qkv"), *norms)
+        return GroupedAttention(
+            store.arch,
+            store.linear(f"{prefix}linear_qkv"),
+            q_norm=store.tensor_if_there(f"{prefix}q_layernorm.weight"),
+            k_norm=store.tensor_if_there(f"{prefix}k_layernorm.weight"),
+            sinks=store.tensor_if_there(f"{prefix}core_attention.softmax_offset"),
+        )
 
     def project(
         self,
@@ -93,6 +99,7 @@ class LatentAttention:
     key_down: Linear
     key_norm: torch.Tensor
     key_value: Linear
+    sinks: None = None
 
     @staticmethod
     def build(store: WeightStore, prefix: str) -> LatentAttention:

@@ -10,27 +10,51 @@ from __future__ import annotations
 import json
 import pkgutil
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from slime.checkpoints.hf_files import HfReader
 from slime.embedded.architecture import Architecture, ExpertLayers
 from slime.embedded.layers import ExpertMLP, Linear, Mlp, TokenEmbedding
 from slime.embedded.model import Decoder, DecoderLayer
 from slime.embedded.quantised_weights import StoredForm
 from slime.engines.wire.buckets import dtype_in, dtype_name, fingerprint
 from slime.errors import UserError
-from slime.models import read_hf_config
+from slime.models import Match, read_hf_config
 from slime.models.activations import ACTIVATIONS
+from slime.models.layouts import INTERLEAVED_GATE_UP, Transposed
 from slime.models.mixers import mixer_of
 from slime.models.parameters import ModelParameters
-from slime.models.quantised import Quantisation
+from slime.models.quantised import Quantisation, is_mxfp4
 
 
 class WeightError(Exception):
     """An update that cannot be applied: unknown name, wrong shape, missing tensor. Nothing was
     changed by it."""
+
+
+@dataclass
+class _StackedExpert:
+    """The place of one expert's layer in stacks [experts, …]; their memory may move."""
+
+    number: int
+    weights: torch.Tensor
+    biases: torch.Tensor | None
+    is_transposed: bool
+    linear: Linear = field(init=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        own = self.weights[self.number]
+        return own.t() if self.is_transposed else own
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return None if self.biases is None else self.biases[self.number]
 
 
 class WeightStore:
@@ -175,24 +199,45 @@ class WeightStore:
             WeightError: parameters missing or surplus, or of another shape.
         """
         files = _files_of(Path(path))
-        expected = set(self.names)
+        if is_mxfp4(read_hf_config(path)):
+            return self._load_decoded(Path(path), version)
         shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             with _open(file) as content:
                 for name in content.keys():  # noqa: SIM118  not a dict
-                    if name in expected or not self.arch.family.is_ignored(name, self.arch.spec):
+                    if self._takes(name):
                         shapes[name] = tuple(content.get_slice(name).get_shape())
+        self._begin_directory(path, shapes)
+        for file in files:
+            with _open(file) as content:
+                names = [name for name in content.keys() if name in shapes]  # noqa: SIM118
+                self.update(((name, content.get_tensor(name)) for name in names), version)
+        return len(shapes)
+
+    def _load_decoded(self, path: Path, version: str | None) -> int:
+        """Read a directory whose stacks of experts are stored in MXFP4."""
+        reader = HfReader(path)
+        shapes = {name: tuple(reader[name].shape) for name in reader.names() if self._takes(name)}
+        self._begin_directory(path, shapes)
+        for name in shapes:
+            self.update([(name, reader[name][...])], version)
+        return len(shapes)
+
+    def _takes(self, name: str) -> bool:
+        """Tell whether a tensor of a directory is a parameter, or would be an error."""
+        return name in self._stored_names or not self.arch.family.is_ignored(name, self.arch.spec)
+
+    @cached_property
+    def _stored_names(self) -> frozenset[str]:
+        return frozenset(self.names)
+
+    def _begin_directory(self, path: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         absent = [name for name in self.names if name not in shapes]
         if absent:
             raise WeightError(f"{path} lacks {len(absent)} parameters of the model: {_few(absent)}")
         self.check(shapes.items())
         self.broken = f"an update from {path} stopped half way"
         self.pushed = set()
-        for file in files:
-            with _open(file) as content:
-                names = [name for name in content.keys() if name in shapes]  # noqa: SIM118
-                self.update(((name, content.get_tensor(name)) for name in names), version)
-        return len(shapes)
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -290,6 +335,8 @@ class WeightStore:
         arch = self.arch
         self._owners: list[torch.Tensor] = []
         self._bindings: list[tuple[str, torch.Tensor, int, int]] = []
+        self._stacks: dict[str, torch.Tensor] = {}
+        self._of_stacks: list[_StackedExpert] = []
         embedding = self.tensor("embedding.word_embeddings.weight")
         layers = [
             self._build_layer(f"decoder.layers.{number}.", number)
@@ -326,10 +373,18 @@ class WeightStore:
         )
 
     def _mlp(self, prefix: str, expert: str = "") -> Mlp:
+        facts = self.arch.spec.transformer
+        match = self.arch.family.match_megatron(
+            f"{prefix}linear_fc1.weight{expert}", self.arch.spec
+        )
+        assert match is not None
         return Mlp(
             self.linear(f"{prefix}linear_fc1", expert),
             self.linear(f"{prefix}linear_fc2", expert),
             ACTIVATIONS[self.arch.spec.activation],
+            limit=facts.get("activation_func_clamp_value"),
+            offset=float(facts.get("glu_linear_offset", 0.0)),
+            interleaved=match.rule.layout == Transposed(INTERLEAVED_GATE_UP),
         )
 
     def _experts(self, prefix: str, facts: ExpertLayers) -> ExpertMLP:
@@ -341,6 +396,7 @@ class WeightStore:
             experts=[self._mlp(f"{prefix}experts.", str(number)) for number in range(facts.count)],
             shared=self._mlp(f"{prefix}shared_experts.") if has_shared else None,
             shared_gate=self.tensor_if_there(f"{prefix}shared_experts.gate_weight"),
+            gate_bias=self.tensor_if_there(f"{prefix}router.bias"),
         )
 
     def _made_of(self, name: str) -> tuple[str, ...] | None:
@@ -350,9 +406,12 @@ class WeightStore:
         return None if match is None else match.sources
 
     def linear(self, name: str, expert: str = "") -> Linear:
-        names = self._made_of(f"{name}.weight{expert}")
+        match = self.arch.family.match_megatron(f"{name}.weight{expert}", self.arch.spec)
+        assert match is not None, name
+        names = match.sources
         biases = self._made_of(f"{name}.bias{expert}")
-        assert names is not None, name
+        if match.rule.is_stacked:
+            return self._expert_of_stack(match, biases)
         bias = None if biases is None else self._allocate(biases)
         linear = Linear(self._allocate(names), bias, self._fixed_rows)
         first = 0
@@ -361,6 +420,26 @@ class WeightStore:
             self.parts[source] = (linear, slice(first, last))
             first = last
         return self._bound(linear, names)
+
+    def _expert_of_stack(self, match: Match, biases: tuple[str, ...] | None) -> Linear:
+        """Multiply by one expert's part of a stack of Hugging Face tensors, which is held as it
+        is."""
+        (name,) = match.sources
+        is_transposed = isinstance(match.rule.layout, Transposed)
+        one = _StackedExpert(
+            match.expert,
+            self._stack(name),
+            None if biases is None else self._stack(biases[0]),
+            is_transposed,
+        )
+        self._of_stacks.append(one)
+        one.linear = Linear(one.weight, one.bias, self._fixed_rows)
+        return self._bound(one.linear, match.sources)
+
+    def _stack(self, name: str) -> torch.Tensor:
+        if name not in self._stacks:
+            self._stacks[name] = self._allocate((name,))
+        return self._stacks[name]
 
     def _bound(self, linear: Linear, names: tuple[str, ...]) -> Linear:
         self.linears.append(linear)
@@ -394,6 +473,9 @@ class WeightStore:
 
     def _bind(self) -> None:
         self.named = {name: owner[first:last] for name, owner, first, last in self._bindings}
+        for one in self._of_stacks:
+            one.linear.weight = one.weight
+            one.linear.bias = one.bias
 
     def _nearest(self, name: str) -> str:
         import difflib

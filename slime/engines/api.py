@@ -89,7 +89,8 @@ class GenerateResult:
 
     Attributes:
         token_ids: sampled tokens, the stop token included.
-        log_probs: one per token, temperature-scaled, before top-p / top-k.
+        log_probs: one per token, temperature-scaled, before top-p / top-k; of a request with
+            ``return_sampling_mask`` behind them.
         text: the decoded tokens.
         finish_reason: "stop" | "length" | "abort".
         meta_info: everything the engine said, ``weight_version`` and cache counters included.
@@ -119,10 +120,18 @@ class GenerateResult:
             raise EngineError(
                 "/generate", f"the answer has {num_log_probs} log-probs for {num_tokens} tokens"
             )
+        log_probs = [pair[0] for pair in pairs]
+        if (sampled := meta.get("output_token_sampling_logprobs")) is not None:
+            if len(sampled) != num_tokens or None in sampled:
+                raise EngineError(
+                    "/generate",
+                    f"the answer has sampling log-probs {sampled!r:.200} for {num_tokens} tokens",
+                )
+            log_probs = sampled
         reason = meta.get("finish_reason") or {}
         return GenerateResult(
             token_ids=[int(pair[1]) for pair in pairs] if pairs else token_ids,
-            log_probs=[float(pair[0]) for pair in pairs],
+            log_probs=[float(value) for value in log_probs],
             text=body.get("text", ""),
             finish_reason=reason.get("type", "") if isinstance(reason, dict) else str(reason),
             meta_info=meta,

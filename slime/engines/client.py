@@ -43,7 +43,7 @@ _FIRST_POLL = 0.02
 _LONGEST_POLL = 1.0
 #: Fields of a request that sglang-router 0.3.2 leaves out of what it forwards (it reads requests
 #: into a fixed form).
-_NOT_FORWARDED = ("return_routed_experts", "routed_experts_start_len")
+_NOT_FORWARDED = ("return_routed_experts", "routed_experts_start_len", "return_sampling_mask")
 #: Sampling parameters that it forwards; of others, which it leaves out as well, the engine is to
 #: say if it knows them.
 _FORWARDED_PARAMS = {field.name for field in dataclasses.fields(SamplingParams)} - {

@@ -60,7 +60,8 @@ class EngineKind:
         served_models: which models a run's engines serve, on which groups of GPUs.
         check_flags: refuses what an engine could not do for this run; looks at flags and
             environment variables only.
-        check_model: refuses a model that the engine is known to compute otherwise than the trainer.
+        check_model: refuses a model, by its spec and config.json, that the engine is known to
+            compute otherwise than the trainer, or that pushes cannot reach in it.
         check_installed: refuses an environment that cannot start it.
         weights_dtype: of the policy's weights, in its own words.
         computed_here: its model can be computed in another process of this system, part by part
@@ -89,7 +90,7 @@ class EngineKind:
     health_path: str = "/health"
     served_models: Callable[[Config], list[ServedModel]] = only_the_policy
     check_flags: Callable[[Config], None] = lambda config: None
-    check_model: Callable[[ModelSpec], None] = lambda spec: None
+    check_model: Callable[[ModelSpec, Mapping[str, Any]], None] = lambda spec, config: None
     check_installed: Callable[[], object] = lambda: None
     computed_here: bool = False
     reads_generation_config: bool = False

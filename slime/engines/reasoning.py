@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime.engines import harmony
+
 
 @dataclass(frozen=True)
 class SplitReasoning:
@@ -21,10 +23,15 @@ class SplitReasoning:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The marks that a model puts around its reasoning."""
+    """The marks that a model puts around its reasoning.
+
+    Attributes:
+        in_template: what a chat template has that teaches it; "": the closing mark.
+    """
 
     begin: str
     end: str
+    in_template: str = ""
 
     def split(self, text: str, *, opened: bool = False) -> SplitReasoning:
         """Split a whole answer.
@@ -47,11 +54,36 @@ class ReasoningFormat:
         return prompt_end.rstrip().endswith(self.begin)
 
 
+class ChannelReasoning(ReasoningFormat):
+    """Reasoning on a channel of its own (`slime.engines.harmony`)."""
+
+    def split(self, text: str, *, opened: bool = False) -> SplitReasoning:
+        """Split a whole answer; calls of tools stay in the rest as they are written, other messages
+        as their text."""
+        found = list(harmony.messages(self.begin + text if opened else text))
+        if all(not one.channel for one in found):
+            return SplitReasoning(None, text)
+        thoughts = [one.content for one in found if one.is_reasoning]
+        rest = "".join(
+            one.written() if one.recipient else one.content for one in found if not one.is_reasoning
+        )
+        return SplitReasoning("\n\n".join(thoughts) if thoughts else None, rest)
+
+
 THINK = ReasoningFormat("<think>", "</think>")
-#: The first is that of Qwen3, DeepSeek-R1 and V3.1 and GLM-4.5, the second that of Magistral.
-FORMATS = (THINK, ReasoningFormat("[THINK]", "[/THINK]"))
+_ANALYSIS = "<|channel|>analysis<|message|>"
+#: The first is that of Qwen3, DeepSeek-R1 and V3.1 and GLM-4.5, the second that of Magistral, the
+#: third that of gpt-oss.
+FORMATS = (
+    THINK,
+    ReasoningFormat("[THINK]", "[/THINK]"),
+    ChannelReasoning(_ANALYSIS, "<|end|><|start|>assistant", _ANALYSIS),
+)
 
 
 def reasoning_format(template: str | None) -> ReasoningFormat | None:
     """Find the marks of a model with this chat template; None if the template has none."""
-    return next((found for found in FORMATS if template and found.end in template), None)
+    return next(
+        (found for found in FORMATS if template and (found.in_template or found.end) in template),
+        None,
+    )

@@ -16,10 +16,13 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import orjson
+
+from slime.engines import harmony
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,29 @@ class ToolFormat:
             if any(mark.startswith(text[-count:]) for mark in marks):
                 return len(text) - len(text[:-count].rstrip())
         return len(text) - len(text.rstrip())
+
+
+class ChannelToolFormat(ToolFormat):
+    """Calls as messages to a tool (`slime.engines.harmony`). Reasoning on a channel of its own is
+    left out of the text."""
+
+    def read(self, text: str, tools: Tools, *, ended: bool) -> Reply:
+        found = list(harmony.messages(text))
+        before = list(takewhile(lambda one: not one.recipient, found))
+        behind = found[len(before) :]
+        said = "".join(one.content for one in before if not one.is_reasoning)
+        calls = tuple(_until_broken(self.parse(text, tools)))
+        if ended:
+            if not found and harmony.may_be_a_head(text):
+                said = text
+            elif not calls:
+                said += "".join(one.written() for one in behind)
+            return Reply(said, calls)
+        if not any(one.channel for one in found) and harmony.may_be_a_head(text):
+            said = ""
+        elif found and not (behind or found[-1].is_whole or found[-1].is_reasoning):
+            said = said[: len(said) - harmony.held_back(found[-1].content)]
+        return Reply(said, calls[: sum(one.is_whole for one in behind)])
 
 
 def _until_broken(calls: Iterator[Call]) -> Iterator[Call]:
@@ -302,6 +328,13 @@ def _mistral(text: str, tools: Tools) -> Iterator[Call]:
             yield from map(_call, value if isinstance(value, list) else [value])
 
 
+def _harmony(text: str, tools: Tools) -> Iterator[Call]:
+    """A message to functions.NAME, whose content is its arguments."""
+    for message in harmony.messages(text):
+        if message.recipient:
+            yield Call(message.tool, _arguments(_DECODER.decode(message.content.strip())))
+
+
 _DEEPSEEK_BEGINS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 #: Where the marks of several are in a template, the first of them is meant.
 FORMATS: dict[str, ToolFormat] = {
@@ -346,6 +379,14 @@ FORMATS: dict[str, ToolFormat] = {
         ("[TOOL_CALLS]",),
         ("mistral", "mixtral"),
         "mistral",
+        special_marks=True,
+    ),
+    "harmony": ChannelToolFormat(
+        ("<|start|>assistant to=",),
+        _harmony,
+        ("<|channel|>", "functions"),
+        ("gpt_oss",),
+        "gpt-oss",
         special_marks=True,
     ),
     "llama": ToolFormat(

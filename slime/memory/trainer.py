@@ -231,7 +231,12 @@ class RankParameter:
 def rank_parameters(spec: ModelSpec, layout: Layout, stage: int) -> list[RankParameter]:
     """List the parameters of each rank of pipeline stage ``stage``, exactly. ``spec`` has the
     vocabulary padded for the layout."""
-    cuts = {"none": 1, "tensor": layout.tensor, "expert": layout.expert * layout.expert_tensor}
+    cuts = {
+        "none": 1,
+        "tensor": layout.tensor,
+        "expert": layout.expert * layout.expert_tensor,
+        "experts alone": layout.expert,
+    }
     layers = layout.layers_of(stage, spec.num_layers)
     whole = table_of(spec).parameters(
         spec, layers, first=stage == 0, last=stage == layout.pipeline - 1

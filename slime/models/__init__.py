@@ -20,6 +20,7 @@ from slime.models.glm import GLM
 from slime.models.glm4 import GLM4
 from slime.models.glm4_moe import GLM4_MOE
 from slime.models.glm4_moe_lite import GLM4_MOE_LITE
+from slime.models.gpt_oss import GPT_OSS
 from slime.models.granite import GRANITE
 from slime.models.llama import LLAMA
 from slime.models.mimo import MIMO
@@ -60,6 +61,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     MIXTRAL,
     QWEN2_MOE,
     DEEPSEEK_V2,
+    GPT_OSS,
 )
 
 __all__ = [

@@ -75,6 +75,11 @@ def decoder_spec(
         "add_qkv_bias": add_qkv_bias,
         "qk_layernorm": qk_layernorm,
         "rotary_interleaved": rotary_interleaved,
+        "softmax_type": "vanilla",
+        "window_size": None,
+        "window_attn_skip_freq": None,
+        "activation_func_clamp_value": None,
+        "glu_linear_offset": 0.0,
         "num_moe_experts": None,
         "multi_latent_attention": False,
         "hidden_dropout": 0.0,
@@ -97,7 +102,13 @@ def decoder_spec(
 
 
 #: transformers' names of activations → those of `slime.models.activations`.
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "quick_gelu": "quick_gelu",
+}
 
 #: Fields by which other architectures change what is computed without any tensor of their own, and
 #: the values that change nothing. transformers' classes for the families here do not read them;

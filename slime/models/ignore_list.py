@@ -271,12 +271,28 @@ def idle_among(found: Findings, tensors: Iterable[str]) -> tuple[str, ...]:
     return tuple(rule for rule in found.idle if not any(map(_matcher(rule), known)))
 
 
+def refuse_stacks(family: ModelFamily, method: str) -> None:
+    """Refuse INT4 and FP8 where all experts of a layer are one tensor.
+
+    Raises:
+        UserError: the family is one of these.
+    """
+    if family.stacks_experts:
+        raise UserError(
+            f"models of the family {family.name} are not quantised by {method}",
+            why="their experts are stacks, of which no engine holds a form in INT4 or FP8",
+            fix="take the model with plain weights; slime convert hf-to-mxfp4 stores stacks in "
+            "4-bit floats",
+        )
+
+
 def check(family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> Findings:
     """`examine` of a quantised model's own list.
 
     Raises:
         UserError: with it engines would compute something else; names the modules.
     """
+    refuse_stacks(family, quantisation.method)
     found = examine(matrices(family, spec), quantisation)
     if found.problems():
         raise UserError(

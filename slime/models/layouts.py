@@ -53,6 +53,39 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True)
+class OneExpert:
+    """One expert's tensor in a stack [experts, …]; indexing reads the bytes of this expert only."""
+
+    stack: TensorSource
+    number: int
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return tuple(self.stack.shape[1:])
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        own = slice(self.number, self.number + 1)
+        rest = index if isinstance(index, tuple) else (index,)
+        return self.stack[(own, *rest)][0]
+
+
+@dataclass(frozen=True)
+class _TransposedSource:
+    """The transpose of a matrix, read by slices."""
+
+    matrix: TensorSource
+
+    @property
+    def shape(self) -> Sequence[int]:
+        rows, columns = self.matrix.shape
+        return columns, rows
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        return self.matrix[columns, rows].t()
+
+
+@dataclass(frozen=True)
 class Shard:
     """Piece ``rank`` of ``size`` of a parameter, along the mapping's tensor-parallel axis."""
 
@@ -318,6 +351,48 @@ class StackedGateUp(ParamMapping):
         return [_joined(GATE_UP.export(pieces, spec), 0)]
 
 
+class InterleavedGateUp(ParamMapping):
+    """Gate and up projection as in `GateUp`, from one Hugging Face tensor [2·I, …] that has gate
+    rows at even and up rows at odd places (gpt-oss)."""
+
+    tp_axis = 0
+
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+        (mixed,) = sources
+        half, rest = divmod(mixed.shape[0], 2)
+        if rest:
+            raise ValueError(f"gate and up interleaved have {mixed.shape[0]} rows, an odd number")
+        start, end = shard.bounds(half, "intermediate features")
+        rows = mixed[2 * start : 2 * end]
+        return _joined([rows[0::2], rows[1::2]], 0)
+
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
+        import torch
+
+        gate, up = GATE_UP.export(pieces, spec)
+        return [torch.stack([gate, up], dim=1).flatten(0, 1)]
+
+
+@dataclass(frozen=True)
+class Transposed(ParamMapping):
+    """Matrices that Hugging Face tensors hold as [in, out].
+
+    Attributes:
+        plain: how the transposed ones make the parameter.
+    """
+
+    plain: ParamMapping
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tp_axis", self.plain.tp_axis)
+
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+        return self.plain.load([_TransposedSource(source) for source in sources], shard, spec)
+
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
+        return [tensor.t() for tensor in self.plain.export(pieces, spec)]
+
+
 @dataclass(frozen=True)
 class StackedRows(ParamMapping):
     """Matrices of one shape above each other, whole on every rank.
@@ -380,3 +455,4 @@ QKV = FusedQKV()
 STACKED_QKV = StackedQKV()
 GATE_UP = GateUp()
 STACKED_GATE_UP = StackedGateUp()
+INTERLEAVED_GATE_UP = InterleavedGateUp()

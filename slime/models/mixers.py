@@ -116,7 +116,7 @@ def _attention_flops(spec: ModelSpec) -> float:
 
 _WIDE_NORMS: tuple[tuple[str, Width], ...] = (("q", "query"), ("k", "key"))
 
-#: Biases and norms of queries and keys apply where the spec has them.
+#: Biases, sinks, and norms of queries and keys apply where the spec has them.
 _ATTENTION_RULES = (
     replace(
         _INPUT_NORM,
@@ -142,6 +142,13 @@ _ATTENTION_RULES = (
         HF_ATTENTION + "o_proj.bias",
         REPLICATED,
         when=lambda spec, layer: spec.output_bias,
+    ),
+    Rule(
+        ATTENTION + "core_attention.softmax_offset",
+        HF_ATTENTION + "sinks",
+        COLUMN,
+        "heads",
+        when=lambda spec, layer: spec.has_sinks,
     ),
     *(
         Rule(
@@ -222,6 +229,7 @@ GROUPED_ATTENTION = TokenMixer(
     rules=_ATTENTION_RULES,
     widths={
         "head": lambda spec: spec.head_dim,
+        "heads": lambda spec: spec.num_heads,
         "query": lambda spec: spec.num_heads * spec.head_dim,
         "key": lambda spec: spec.num_query_groups * spec.head_dim,
         "query, key, value": lambda spec: (

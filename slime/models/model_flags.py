@@ -129,6 +129,8 @@ def _of_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> I
         if name in described:
             if name == "moe_layer_freq":
                 agrees = _pattern(value, described) == _pattern(described[name], described)
+            elif name == "window_attn_skip_freq" and described[name] is not None:
+                agrees = _windows(value, described) == list(described[name])
             else:
                 agrees = _equal(value, described[name])
             if not agrees:
@@ -187,9 +189,19 @@ def _pattern(freq: Any, described: Mapping[str, Any]) -> list[int]:
     )
 
 
+def _windows(freq: Any, described: Mapping[str, Any]) -> list[int]:
+    """``window_attn_skip_freq`` layer by layer: an integer n means that every n-th layer has no
+    window."""
+    if not isinstance(freq, int):
+        return list(freq)
+    return [int((layer + 1) % freq != 0) for layer in range(described["num_layers"])]
+
+
 def _equal(one: Any, other: Any) -> bool:
     if one is None or other is None:
         return one is other
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return list(one) == list(other)
     if isinstance(one, float) or isinstance(other, float):
         return abs(one - other) <= 1e-9 * max(abs(one), abs(other))
     return bool(one == other)

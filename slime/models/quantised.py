@@ -24,6 +24,8 @@ Method = Literal["compressed-tensors", "fp8"]
 Parts = dict[str, tuple[str, tuple[int, ...]]]
 """Last part of a stored tensor's name → (dtype, shape)."""
 
+#: ``quant_method`` of models whose stacks of experts are stored in 4-bit floats.
+MXFP4 = "mxfp4"
 #: Linear layers that published FP8 models leave as they are; engines know it where config.json has
 #: no list.
 FOR_FP8 = ("lm_head", r"re:.*eh_proj.*", r"re:.*shared_head\.head.*")
@@ -130,13 +132,14 @@ class Quantisation:
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> Quantisation | None:
-        """Read a plain config.json; None if the model is not quantised.
+        """Read a plain config.json; None if engines hold plain weights: the model is not quantised,
+        or it is stored in MXFP4 (`is_mxfp4`).
 
         Raises:
             UserError: a method or scheme that is not known here, by its name.
         """
         settings = config.get("quantization_config")
-        if not settings:
+        if not settings or is_mxfp4(config):
             return None
         if not isinstance(settings, Mapping):
             raise UserError(
@@ -169,6 +172,14 @@ class Quantisation:
         return f"{self.scheme} ({self.method})"
 
 
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Tell whether a directory stores its experts in MXFP4 (gpt-oss). That is a form of files
+    alone: `slime.checkpoints.hf_files` reads them as plain weights, which trainer and embedded
+    engine then hold."""
+    settings = config.get("quantization_config")
+    return isinstance(settings, Mapping) and settings.get("quant_method") == MXFP4
+
+
 def format_of(config: Mapping[str, Any]) -> str:
     """Return the words for how a config.json says that weights are quantised, also by a method that
     is not known here; "" for plain ones.
@@ -178,6 +189,8 @@ def format_of(config: Mapping[str, Any]) -> str:
         'awq'
     """
     settings = config.get("quantization_config")
+    if is_mxfp4(config):
+        return "MXFP4"
     try:
         return str(Quantisation.read(config) or "")
     except UserError:

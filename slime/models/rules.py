@@ -22,9 +22,9 @@ LayerCondition = Callable[[ModelSpec, int], bool]
 layers."""
 
 Width = Literal[
-    "vocab", "hidden", "inner", "gate and up", "head", "query", "key", "query, key, value",
+    "vocab", "hidden", "inner", "gate and up", "head", "heads", "query", "key", "query, key, value",
     "attended", "query rank", "key rank", "key rank, position", "keys, values", "experts",
-    "expert inner", "shared inner",
+    "expert inner", "expert gate and up", "shared inner",
 ]  # fmt: skip
 """Name of an axis of a parameter; `slime.models.table.width` gives its size.
 
@@ -42,7 +42,9 @@ class Rule:
     Attributes:
         megatron: parameter name, or several spellings of it (Transformer Engine fuses norms into
             the layer behind).
-        hf: one or several tensor names, in the order that ``layout`` wants them.
+        hf: one or several tensor names, in the order that ``layout`` wants them. Of experts, names
+            without ``{expert}`` are stacks: their first axis is the experts of the layer, and
+            layout, rows and columns are those of one expert.
         layout: how the one is made of the others.
         rows: their first axis; one name for all of them, or one for each.
         columns: their second axis; None for vectors.
@@ -74,6 +76,11 @@ class Rule:
         return "{expert}" in self.megatron_names[0]
 
     @property
+    def is_stacked(self) -> bool:
+        """Tell whether its tensors are stacks of all experts of a layer."""
+        return self.is_expert and "{expert}" not in self.hf_names[0]
+
+    @property
     def is_of_layer(self) -> bool:
         return "{layer}" in self.megatron_names[0]
 
@@ -90,8 +97,8 @@ class Rule:
     @property
     def is_linear(self) -> bool:
         """Tell whether its tensors are weights of Linear layers; embeddings, routers and the gates
-        of shared experts, which also have two axes, are not."""
-        no_layer = self.is_embedding or self.rows in ("experts", 1)
+        of shared experts, which also have two axes, are not, nor are stacks of experts."""
+        no_layer = self.is_embedding or self.is_stacked or self.rows in ("experts", 1)
         return self.columns is not None and not no_layer
 
     def applies(self, spec: ModelSpec, layer: int) -> bool:

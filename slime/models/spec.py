@@ -87,6 +87,7 @@ class ModelSpec:
         logits_scale: factor on the logits.
         output_bias, mlp_bias: the projection behind attention, the matrices of dense MLPs have
             biases.
+        expert_biases: routers and the matrices of routed experts have biases.
         normalised_scores: a router divides the scores of the experts that it chose by their sum.
         num_mtp_layers: layers for multi-token prediction that a checkpoint has behind the
             decoder's; not trained.
@@ -111,6 +112,7 @@ class ModelSpec:
     logits_scale: float = 1.0
     output_bias: bool = False
     mlp_bias: bool = False
+    expert_biases: bool = False
     normalised_scores: bool = True
     num_mtp_layers: int = 0
     padded_vocab_size: int = field(default=0)
@@ -216,6 +218,11 @@ class ModelSpec:
         if size is None or not self.transformer["window_attn_skip_freq"][layer]:
             return None
         return int(size[0]) + 1
+
+    @property
+    def has_sinks(self) -> bool:
+        """Tell whether each head has a learned score that no token has (an attention sink)."""
+        return self.transformer.get("softmax_type") == "learnable"
 
     @property
     def num_experts(self) -> int:

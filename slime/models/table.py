@@ -65,6 +65,7 @@ _WIDTHS: dict[Width, Callable[[ModelSpec], int]] = {
     "gate and up": lambda spec: 2 * int(spec.transformer["ffn_hidden_size"]),
     "experts": lambda spec: spec.num_experts,
     "expert inner": lambda spec: int(spec.transformer["moe_ffn_hidden_size"]),
+    "expert gate and up": lambda spec: 2 * int(spec.transformer["moe_ffn_hidden_size"]),
     "shared inner": lambda spec: int(
         spec.transformer.get("moe_shared_expert_intermediate_size") or 0
     ),
@@ -83,15 +84,16 @@ def width(spec: ModelSpec, name: Size) -> int:
 
 
 def shapes_of(rule: Rule, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the Hugging Face tensors of a rule, in their order."""
+    """Shapes of the Hugging Face tensors of a rule, in their order; of stacks, those of one
+    expert."""
     rows = rule.rows if isinstance(rule.rows, tuple) else (rule.rows,) * len(rule.hf_names)
     columns = () if rule.columns is None else (width(spec, rule.columns),)
     return tuple((width(spec, name), *columns) for name in rows)
 
 
-Cut = Literal["none", "tensor", "expert"]
-"""What divides a parameter: nothing, tensor parallelism, or expert and expert tensor
-parallelism."""
+Cut = Literal["none", "tensor", "expert", "experts alone"]
+"""What divides a parameter: nothing, tensor parallelism, expert and expert tensor parallelism, or
+expert parallelism alone."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +133,10 @@ class Parameter:
 
     @property
     def cut(self) -> Cut:
-        return (
-            "expert" if self.is_expert else "none" if self.rule.layout.tp_axis is None else "tensor"
-        )
+        is_whole = self.rule.layout.tp_axis is None
+        if self.is_expert:
+            return "experts alone" if is_whole else "expert"
+        return "none" if is_whole else "tensor"
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,11 @@ class ModelFamily:
         spec = self.describe(hf_config)
         check_trainable(spec)
         return spec
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Tell whether checkpoints hold all experts of a layer in one tensor."""
+        return any(rule.is_stacked for rule in self.rules)
 
     def load_groups(self, spec: ModelSpec) -> LoadGroups:
         """Return the groups of tensors that an engine must be given in one load call."""
@@ -269,7 +277,10 @@ class ModelFamily:
         for rule, layer in places:
             if rule.applies(spec, layer):
                 shapes = shapes_of(rule, spec)
-                for expert in range(spec.num_experts) if rule.is_expert else [-1]:
+                if rule.is_stacked:
+                    shapes = tuple((spec.num_experts, *shape) for shape in shapes)
+                one_by_one = rule.is_expert and not rule.is_stacked
+                for expert in range(spec.num_experts) if one_by_one else [-1]:
                     yield from zip(
                         _filled(rule, {"layer": layer, "expert": expert}, spec).exports, shapes
                     )

@@ -63,6 +63,7 @@ class GenerateState:
         end_tokens: that end an answer unless ``ignore_eos`` is set.
         request_tokens: most new tokens to ask for in one request; a longer answer takes several.
         routed_experts: ask the engine which experts it used, for the trainer to use them again.
+        sampling_mask: ask it which tokens each one was drawn from, too.
         vocab_size: of the model; None where it is not known.
         loop: the event loop that everything runs on.
         processor: of images and other media; always None in this version, plugins look for it.
@@ -85,6 +86,7 @@ class GenerateState:
     end_tokens: frozenset[int] = frozenset()
     request_tokens: int | None = None
     routed_experts: bool = False
+    sampling_mask: bool = False
     vocab_size: int | None = None
     loop: asyncio.AbstractEventLoop | None = None
     processor: Any = None
@@ -326,18 +328,20 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
 async def _ask(state: GenerateState, sample: Sample, params: dict[str, Any]) -> GenerateResult:
     """The engine's answer; through a plugin's own ``post`` where it has put one in place of
     ours."""
-    experts = {"return_routed_experts": True} if state.routed_experts else {}
+    wanted = {"return_routed_experts": True} if state.routed_experts else {}
+    if state.sampling_mask:
+        wanted["return_sampling_mask"] = True
     if (post := override_of("post")) is not None:
         body = {
             "input_ids": sample.tokens,
             "sampling_params": params,
             "return_logprob": True,
-            **experts,
+            **wanted,
         }
         return GenerateResult.from_json(await post(f"{state.client.base_url}/generate", body))
     rid = f"{sample.session_id}-{uuid.uuid4().hex[:8]}"
     return await state.client.generate(
-        sample.tokens, params, rid=rid, routing_key=sample.session_id or "", **experts
+        sample.tokens, params, rid=rid, routing_key=sample.session_id or "", **wanted
     )
 
 

@@ -250,6 +250,7 @@ class RolloutLoop:
                     end_tokens=self._end_tokens,
                     request_tokens=rollout.rollout_request_tokens,
                     routed_experts=self.config.train.use_rollout_routing_replay,
+                    sampling_mask=self.config.algorithm.use_sampling_mask and not evaluation,
                     vocab_size=self._vocab_size,
                     templated=self.config.data.apply_chat_template,
                     loop=asyncio.get_running_loop(),

@@ -145,14 +145,14 @@ def warn_of_old_plugins(config: Config) -> None:
 def check_architecture(config: Config) -> None:
     """Check that the model's family is known, that no flag contradicts the model or has no effect,
     and that the parallel layout fits. Reads only config.json."""
-    from slime.models import family_of
+    from slime.models import family_of, read_hf_config
 
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
     spec = family_of(flags.hf_checkpoint, flags.model_name).model_spec(flags.hf_checkpoint)
     check_model_flags(config.megatron, spec)
     if needs_engines(config):
-        engine_of(config).check_model(spec)
+        engine_of(config).check_model(spec, read_hf_config(flags.hf_checkpoint))
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
     stop_ids = {

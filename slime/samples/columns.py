@@ -234,14 +234,28 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
         return _rewards_from_hook(returned, samples, origin)
     rewards = [sample.get_reward_value(args) for sample in samples]
     estimator = ESTIMATORS[config.algorithm.advantage_estimator]
+    keeps_spread = not config.algorithm.grpo_std_normalization and estimator.facts.std_normalized
     normalised = normalise_rewards(
-        rewards,
+        [reward + overlong_penalty(sample, config) for sample, reward in zip(samples, rewards)],
         trainable.group_ids,
         trainable.trajectory_ids,
         baseline=estimator.baseline if config.algorithm.rewards_normalization else None,
-        scale=estimator.facts.std_normalized and config.algorithm.grpo_std_normalization,
+        divisor=None if keeps_spread else estimator.divisor,
     )
     return [_raw_reward(sample, reward) for sample, reward in zip(samples, rewards)], normalised
+
+
+def overlong_penalty(sample: Sample, config: Config) -> float:
+    """What a long answer loses of its reward: 0 up to ``--overlong-buffer-len`` tokens below the
+    limit, then linearly down to ``-overlong_penalty_factor`` at the limit.
+
+    Source: Yu et al., "DAPO" (arXiv:2503.14476), eq. 13.
+    """
+    buffer = config.reward.overlong_buffer_len
+    if buffer is None:
+        return 0.0
+    excess = sample.response_length - (config.rollout.rollout_max_response_len - buffer)
+    return -config.reward.overlong_penalty_factor * min(max(excess / buffer, 0.0), 1.0)
 
 
 def _raw_reward(sample: Sample, reward: float) -> float:

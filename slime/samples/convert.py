@@ -60,6 +60,7 @@ def to_train_batches(
     else:
         columns = columns_from_samples(trainable, config, args)
     _check_lengths(columns, config)
+    _check_sampling_mask(columns, config)
     preference = config.algorithm.preference
     if preference is not None:
         check_preferences(columns.trajectory_ids, columns.rewards, preference)
@@ -93,6 +94,17 @@ def _check_lengths(columns: Columns, config: Config) -> None:
             f"{length} tokens)",
             why="they cannot have come from the built-in generation, which is limited to it",
             fix="raise --seq-length, or cut the samples in the generate function",
+        )
+
+
+def _check_sampling_mask(columns: Columns, config: Config) -> None:
+    if config.algorithm.use_sampling_mask and "sampling_mask_offsets" not in columns.payloads:
+        raise UserError(
+            "--use-sampling-mask needs the tokens that top-k and top-p left to be sampled from",
+            why="the samples of this rollout carry none",
+            fix="pass the engine's meta_info to sample.append_response_tokens, and ask the engine "
+            "for return_sampling_mask; or sample without --rollout-top-k, --rollout-top-p and "
+            "--rollout-min-p",
         )
 
 

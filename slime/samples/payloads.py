@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.samples.routed_experts import experts_problem
+from slime.samples.sampling_mask import mask_ids_problem, mask_offsets_problem
 from slime.samples.token_rewards import token_rewards_problem
 
 
@@ -33,5 +34,7 @@ class Payload:
 #: Name of the column → payload. A sample that trains no token may lack it; its entry is empty.
 PAYLOADS = {
     "routed_experts": Payload("rollout_routed_experts", experts_problem),
+    "sampling_mask_ids": Payload("rollout_top_p_token_ids", mask_ids_problem),
+    "sampling_mask_offsets": Payload("rollout_top_p_token_offsets", mask_offsets_problem),
     "token_rewards": Payload("token_rewards", token_rewards_problem),
 }

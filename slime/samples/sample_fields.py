@@ -92,7 +92,6 @@ def _unread(why: str) -> SampleField:
 
 
 _NO_VISION = "vision-language models are not in this version"
-_NO_NUCLEUS = "log-probs of training are over the whole vocabulary, whatever --rollout-top-p"
 _COUNTS = "left as it is: counters of the engine's calls"
 
 FIELDS: dict[str, SampleField] = {
@@ -122,8 +121,9 @@ FIELDS: dict[str, SampleField] = {
     "rollout_log_probs": SampleField(
         "a list of numbers, or None", _either(list), is_frozen=True, is_per_token=True
     ),
-    "rollout_top_p_token_ids": _unread(_NO_NUCLEUS),
-    "rollout_top_p_token_offsets": _unread(_NO_NUCLEUS),
+    # `slime.samples.sampling_mask.mask_problem` checks them
+    "rollout_top_p_token_ids": SampleField("an array, or None", _anything, is_frozen=True),
+    "rollout_top_p_token_offsets": SampleField("an array, or None", _anything, is_frozen=True),
     "rollout_routed_experts": SampleField("an array, or None", _anything, is_frozen=True),
     "remove_sample": SampleField("True or False", _is_flag),
     "teacher_log_probs": SampleField(

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 from slime.errors import UserError
 from slime.samples.routed_experts import decode_routed_experts
 from slime.samples.sample_fields import as_list, kind_problem, number_problem, reward_number
+from slime.samples.sampling_mask import extended_mask, mask_problem
 from slime.user_code.loading import FunctionFailed, described, shown
 
 
@@ -162,8 +163,11 @@ class Sample:
     rollout_log_probs: list[float] | None = None
     """Engine's log-prob of each response token under the temperature-scaled distribution; 0 where
     not sampled."""
-    rollout_top_p_token_ids: list[int] | None = None
-    rollout_top_p_token_offsets: list[int] | None = None
+    rollout_top_p_token_ids: Any = None
+    """Tokens that top-k, top-p and min-p left to be sampled from, one response token after the
+    other; see `slime.samples.sampling_mask`."""
+    rollout_top_p_token_offsets: Any = None
+    """[response_length + 1]: where those of each response token begin and end."""
     rollout_routed_experts: Any = None
     remove_sample: bool = False
     """Trained on with a loss mask of zeros: counts as a rollout of the batch, adds no tokens."""
@@ -285,6 +289,9 @@ class Sample:
         if text is not None:
             self.response += text
         meta = meta_info or {}
+        self._extend_sampling_mask(
+            before, len(tokens), meta.get("output_token_sampling_mask") if trainable else None
+        )
         runs = (meta.get("token_weight_versions") if trainable else None) or [
             [0, meta.get("weight_version")]
         ]
@@ -302,6 +309,13 @@ class Sample:
             self._apply_terminal_info(meta_info)
 
     append = append_response_tokens
+
+    def _extend_sampling_mask(self, before: int, count: int, kept: Any) -> None:
+        if kept is None and self.rollout_top_p_token_offsets is None:
+            return
+        self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = extended_mask(
+            self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets, before, kept, count
+        )
 
     def _update_experts(self, args: Any, meta_info: dict[str, Any]) -> None:
         """Take over which experts the engine sent each token to: int32 [tokens - 1, layers, experts
@@ -343,9 +357,9 @@ class Sample:
         self.tokens = self.tokens[: self.prompt_length]
         self.response = ""
         self.response_length = 0
-        self.loss_mask = self.rollout_log_probs = self.teacher_log_probs = (
-            self.rollout_routed_experts
-        ) = None
+        self.loss_mask = self.rollout_log_probs = self.teacher_log_probs = None
+        self.rollout_routed_experts = None
+        self.rollout_top_p_token_ids = self.rollout_top_p_token_offsets = None
         self.weight_versions = []
         self.token_spans = []
         self.spec_info = SpecInfo()
@@ -396,6 +410,12 @@ class Sample:
                     f"{len(values)} {name} for {self.response_length} response tokens",
                     "give one entry per token",
                 )
+        mask = (self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets)
+        if mask_fault := mask_problem(*mask, self.response_length):
+            refuse(
+                mask_fault,
+                "pass the engine's meta_info to sample.append_response_tokens, which sets both",
+            )
         if not isinstance(self.status, str) or self.status not in list(SampleStatus):
             refuse(f"status {shown(self.status)}", f"set it to one of: {', '.join(SampleStatus)}")
         self.status = SampleStatus(self.status)

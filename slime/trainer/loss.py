@@ -15,7 +15,9 @@ from slime.algorithms.losses import (
     PolicyInputs,
     icepop,
     importance_ratio,
+    log_ratio_at,
     off_policy_sequence_mask,
+    rejection_mask,
     sft_loss,
     truncated_importance_sampling,
 )
@@ -23,6 +25,7 @@ from slime.algorithms.preferences import PREFERENCES, PreferenceInputs, sequence
 from slime.algorithms.reduce import sequence_mean, weighted_sum
 from slime.algorithms.values import clipped_value_loss
 from slime.config.config import Config
+from slime.config.groups_algorithm import AlgorithmConfig
 from slime.errors import UserError
 from slime.trainer.records import LossInputs, TokenScores, TokenValues
 from slime.trainer.user_functions import LOSS, REDUCER, TIS, UserFunctions
@@ -169,6 +172,8 @@ def _policy_loss(
             eps_clip=flags.eps_clip,
             eps_clip_high=flags.eps_clip_high,
             eps_clip_c=flags.eps_clip_c,
+            sapo_tau_pos=flags.sapo_tau_pos,
+            sapo_tau_neg=flags.sapo_tau_neg,
         )
     )
     token_loss = policy.loss
@@ -182,7 +187,7 @@ def _policy_loss(
     if inputs.rollout_log_probs is not None:
         trained = log_probs.detach() if flags.use_rollout_logprobs else old
         means["train_rollout_logprob_abs_diff"] = (trained - inputs.rollout_log_probs).abs()
-    if flags.use_tis or flags.get_mismatch_metrics:
+    if flags.use_tis or flags.use_rs or flags.get_mismatch_metrics:
         taken = {"loss", "pg_loss", "entropy_loss", "kl_loss", "ois", *means}
         token_loss, masks, extra = _correct_mismatch(
             token_loss, old, inputs, config, functions, taken
@@ -206,7 +211,7 @@ def _policy_loss(
         )
         metrics["kl_loss"] = kl_loss
         loss = loss + flags.kl_loss_coef * kl_loss
-    return loss, {
+    return loss * inputs.loss_scale, {
         **metrics,
         **{name: weighted_sum(value, inputs.weights) for name, value in means.items()},
     }
@@ -225,7 +230,7 @@ def _correct_mismatch(
     flags = config.algorithm
     if inputs.rollout_log_probs is None:
         raise UserError(
-            "--use-tis and --get-mismatch-metrics need the engine's log-probs",
+            "--use-tis, --use-rs and --get-mismatch-metrics need the engine's log-probs",
             why="the samples of this rollout carry none",
             fix="let the generate function fill rollout_log_probs (Sample.append_response_tokens "
             "does)",
@@ -233,9 +238,7 @@ def _correct_mismatch(
     trained = old if inputs.trained_log_probs is None else inputs.trained_log_probs
     if functions.tis is None:
         log_ratio = trained - inputs.rollout_log_probs
-        correct = icepop if flags.tis_mode == "icepop" else truncated_importance_sampling
-        corrected = correct(log_ratio, flags.tis_clip_low, flags.tis_clip)
-        return token_loss * corrected.weights, inputs.masks, corrected.metrics
+        return _weigh_and_reject(token_loss, log_ratio, inputs, flags)
     if not inputs.samples:
         return token_loss, inputs.masks, {}
     lengths = inputs.lengths.tolist()
@@ -254,6 +257,32 @@ def _correct_mismatch(
     if not flags.use_tis:
         return token_loss, inputs.masks, metrics
     return *corrected_loss(returned, given, token_loss, inputs, origin), metrics
+
+
+def _weigh_and_reject(
+    token_loss: Tensor, log_ratio: Tensor, inputs: LossInputs, flags: AlgorithmConfig
+) -> tuple[Tensor, Tensor, Metrics]:
+    masks = inputs.masks
+    metrics: Metrics = {}
+    if flags.use_tis:
+        at_level = log_ratio_at(flags.tis_level, log_ratio, masks, inputs.lengths)
+        correct = icepop if flags.tis_mode == "icepop" else truncated_importance_sampling
+        corrected = correct(at_level, flags.tis_clip_low, flags.tis_clip)
+        token_loss = token_loss * corrected.weights
+        metrics |= corrected.metrics
+    if flags.use_rs:
+        rejection = rejection_mask(
+            log_ratio,
+            masks,
+            inputs.lengths,
+            flags.rs_level,
+            flags.rs_lower_bound,
+            flags.rs_upper_bound,
+            flags.rs_veto_threshold,
+        )
+        masks = masks * rejection.keep
+        metrics |= rejection.metrics
+    return token_loss, masks, metrics
 
 
 def _reduce_policy_loss(

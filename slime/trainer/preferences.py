@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slime.algorithms.reduce import sequence_sum
+from slime.algorithms.reduce import sample_sums
 from slime.config.config import Config
 from slime.samples.batch import CHOSEN, REJECTED, StepPlan, TrainBatch
 from slime.trainer.ranks import Ranks
@@ -45,7 +45,7 @@ def preference_step(
         differences = torch.cat([found[i] - data.ref_log_probs[i] for i in scored])
         masks = torch.cat([data.loss_masks[i] for i in scored])
         lengths = torch.tensor([batch.response_lengths[i] for i in scored], device=ranks.device)
-        drift = sequence_sum(differences, masks, lengths).double().sum().item()
+        drift = sample_sums(differences, masks, lengths).double().sum().item()
     rewards = [batch.rewards[i] for samples in step.micro_batches for i in samples]
     counts = [drift, len(scored), rewards.count(CHOSEN), rewards.count(REJECTED)]
     sums = ranks.sum_over_replicas(torch.tensor(counts, dtype=torch.float64, device=ranks.device))

@@ -61,6 +61,7 @@ class LossInputs:
         weights: of each token in the loss (`slime.algorithms.reduce.token_weights`).
         sample_weight: what ``weights`` multiplies a per-sample mean with: 1 / global batch size,
             or, per token, 1 / loss tokens. For reducers that users bring.
+        loss_scale: what the policy loss is multiplied with; its metrics are not.
         old_log_probs: of the policy before the step; None: take this forward pass's own.
         rollout_log_probs: the engine's.
         trained_log_probs: the trainer's before the step, to be compared with the engine's; None:
@@ -77,6 +78,7 @@ class LossInputs:
     weights: Tensor
     sample_weight: float
     total_lengths: list[int]
+    loss_scale: float = 1.0
     advantages: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None

@@ -84,7 +84,7 @@ def _weights(
     """Return flat weights of all tokens; with ``only``, samples of the first step, 0 elsewhere."""
     steps = batch.steps if only is None else batch.steps[:1]
     trajectories = sum(step.global_batch_size for step in steps)
-    per_token = config.algorithm.calculate_per_token_loss
+    per_token = config.algorithm.averages_tokens
     tokens = sum(step.num_loss_tokens for step in steps) if per_token else None
     masks = data.loss_masks
     if only is not None:

@@ -566,7 +566,7 @@ def _loss_inputs(
         old = None
     compares = flags.use_rollout_logprobs and flags.get_mismatch_metrics
     masks = [data.loss_masks[i] for i in samples]
-    per_token = step.num_loss_tokens if flags.calculate_per_token_loss else None
+    per_token = step.num_loss_tokens if flags.averages_tokens else None
     denominator = step.global_batch_size if per_token is None else per_token
     weights = token_weights(
         masks, [batch.rollout_mask_sums[i] for i in samples], step.global_batch_size, per_token
@@ -579,6 +579,7 @@ def _loss_inputs(
         masks=torch.cat(masks) if masks else torch.zeros(0, device=where),
         weights=weights.to(where),
         sample_weight=1.0 / max(denominator, 1),
+        loss_scale=_loss_scale(trainer.config, step),
         total_lengths=[int(batch.tokens[i].numel()) for i in samples],
         advantages=flat(data.advantages),
         old_log_probs=flat(old),
@@ -589,6 +590,15 @@ def _loss_inputs(
         value_targets=flat(data.value_targets),
         preferences=None if preferences is None else labels_of(batch, samples, preferences, where),
     )
+
+
+def _loss_scale(config: Config, step: StepPlan) -> float:
+    """Turns the mean over a step's tokens into sums over trajectories, divided by a constant length
+    (Liu et al., arXiv:2503.20783, section 3.2)."""
+    if not config.algorithm.sums_tokens:
+        return 1.0
+    longest = config.rollout.rollout_max_response_len
+    return step.num_loss_tokens / (max(step.global_batch_size, 1) * longest)
 
 
 def _note_log_probs(

@@ -73,7 +73,8 @@ class ModelSource:
         model_name: the model family's name; needed if the config does not tell the family.
         own_stage: yield only what this pipeline stage holds. It is collective over the ranks of the
             stage, and nothing crosses the pipeline.
-        in_runs: yield stacked experts many at a time (`slime.engines.wire.expert_runs`).
+        in_runs: yield experts many at a time (`slime.engines.wire.expert_runs`), unless all of a
+            layer are one tensor anyway.
         adapters: yield the tensors of these adapters, under PEFT's names, instead of the weights.
         part: of the weights that is yielded.
     """
@@ -101,7 +102,7 @@ class ModelSource:
                 model_chunks,
                 self._spec.num_experts,
                 self._placement,
-                in_runs=in_runs,
+                in_runs=in_runs and not family.stacks_experts,
                 part=part if adapters is None else "adapters",
             )
         )
@@ -111,7 +112,8 @@ class ModelSource:
             if match is not None:
                 self._matches[name] = match
         self._plan = [(held, self._match_of(held.name)) for held in self._exchange()]
-        self._names = [name for _, match in self._plan for name in match.exports]
+        # the experts of a stack share its name
+        self._names = list(dict.fromkeys(name for _, match in self._plan for name in match.exports))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield embedding, layers in order, final norm, output.
@@ -122,13 +124,17 @@ class ModelSource:
         """
         exported = {held.name: match for held, match in self._plan if match.exports}
         plan = [held for held, match in self._plan if match.exports]
+        stacks = _ExpertStacks(self._spec.num_experts)
         for batch in batches(plan, self._placement):
             pieces = gather(batch, self._local, self._placement, self._device())
             for held in batch:
                 match = exported[held.name]
                 with torch.no_grad():
                     tensors = _exported(match, pieces[held.name], self._spec)
-                yield from zip(match.exports, tensors, strict=True)
+                if match.rule.is_stacked:
+                    yield from stacks.completed(match, tensors)
+                else:
+                    yield from zip(match.exports, tensors, strict=True)
 
     def nbytes(self) -> int:
         """The size in the model's dtypes, with padding."""
@@ -180,6 +186,29 @@ def _exported(match: Match, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> 
     # layouts know the axes of one expert, so the axis of the experts moves behind them
     moved = match.rule.layout.export([piece.permute(1, 2, 0) for piece in pieces], spec)
     return [tensor.permute(2, 0, 1) for tensor in moved]
+
+
+class _ExpertStacks:
+    """Puts the experts of a layer together where a checkpoint holds them in one tensor. A stack is
+    a tensor of its own and takes its memory until it is yielded."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._num_experts = num_experts
+        self._open: dict[str, torch.Tensor] = {}
+        self._missing: dict[str, int] = {}
+
+    def completed(
+        self, match: Match, tensors: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Take one expert's tensors, and yield the stacks of which it was the last."""
+        for name, tensor in zip(match.exports, tensors, strict=True):
+            if name not in self._open:
+                self._open[name] = tensor.new_empty(self._num_experts, *tensor.shape)
+                self._missing[name] = self._num_experts
+            self._open[name][match.expert].copy_(tensor)
+            self._missing[name] -= 1
+            if not self._missing[name]:
+                yield name, self._open.pop(name)
 
 
 class QuantisedSource:

@@ -215,6 +215,25 @@ def test_temperature_scales_what_is_reported(engine: Server) -> None:
     )
 
 
+def test_it_tells_what_each_token_was_sampled_from(engine: Server) -> None:
+    """Training takes log-probs over these tokens."""
+    body = {
+        "input_ids": PROMPT,
+        "return_logprob": True,
+        "return_sampling_mask": True,
+        "sampling_params": {"max_new_tokens": 6, "top_k": 5, "top_p": 0.9, "ignore_eos": True},
+    }
+    meta = engine.ok("/generate", body)["meta_info"]
+    masks = meta["output_token_sampling_mask"]
+    inner = meta["output_token_sampling_logprobs"]
+    outer = meta["output_token_logprobs"]
+    assert len(masks) == len(inner) == len(outer) == 6
+    for mask, within, (whole, token, _) in zip(masks, inner, outer, strict=True):
+        assert token in mask and len(set(mask)) == len(mask) <= 5
+        # what is left has less than the whole probability, and at least that of the token
+        assert whole - 0.01 <= within <= 0.01
+
+
 def test_a_stop_token_ends_it_and_is_returned(engine: Server) -> None:
     free = engine.generate(PROMPT, max_new_tokens=12, temperature=0.0)["output_ids"]
     stop = free[4]

@@ -41,9 +41,7 @@ EXCEPTIONS = {
     "fp32: trainer": "without GPUs attention is packed in one way, whatever the precision",
     "memory_plan: driver": "a plan is refused for GPUs alone, and where it does not fit",
     "num_gpus_per_node: driver": "compared with the GPUs of this host, where it has some",
-    "offload_rollout: engine": "the embedded engine has nothing to give up without GPUs; the "
-    "stand-in for SGLang has",
-    "offload_train: trainer": "the same: nobody takes turns",
+    "offload_train: trainer": "without GPUs nobody takes turns",
     "update_weight_transport: engine": "SGLang is told of it where it holds quantised weights",
 }
 

@@ -72,6 +72,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gpt_oss": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 9,
+        "swiglu_limit": 0.5,
+    },
     "glm4_moe": {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -150,7 +159,7 @@ def tiny_model(shape: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
+            if name.endswith(("bias", "sinks")) or "norm" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

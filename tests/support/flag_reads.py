@@ -83,7 +83,10 @@ LAUNCHES = {
         " --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type k2 --ref-load {inputs}/model --use-tis "
         "--tis-clip 3"
         " --use-opsm --entropy-coef 0.01 --eps-clip 0.3 --rollout-temperature 0.9 --rollout-top-k "
-        "8 --eval-top-p 0.9"
+        "8 --use-sampling-mask --eval-top-p 0.9 --advantage-estimator dr_grpo"
+        " --overlong-buffer-len 3 --overlong-penalty-factor 0.5 --save-interval 1"
+        " --tis-level geometric --use-rs --rs-level sequence "
+        "--rs-lower-bound 1e-3 --rs-upper-bound 900 --rs-veto-threshold 1e-6"
         " --lr 1e-4 --lr-decay-style cosine --min-lr 1e-5 --lr-warmup-iters 1 --weight-decay 0.1 "
         "--seed 7",
         without="--rollout-max-context-len",
@@ -106,7 +109,7 @@ LAUNCHES = {
         "--rollout-engine sglang --no-fp32 --load {outputs}/sync/checkpoints --ckpt-step 0 "
         "--no-load-optim"
         " --no-use-dynamic-batch-size --rm-type random --n-samples-per-prompt 4 "
-        "--global-batch-size 8",
+        "--global-batch-size 8 --advantage-estimator sapo --sapo-tau-pos 1.1 --sapo-tau-neg 1.2",
         without="--max-tokens-per-gpu",
         after="sync",
     ),

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from slime.models import ModelFamily, ModelSpec
-from slime.models.layouts import Shard
+from slime.models import Match, ModelFamily, ModelSpec
+from slime.models.layouts import OneExpert, Shard, TensorSource
 
 
 class Layer(nn.Module):
@@ -54,7 +54,7 @@ class MegatronStub(nn.Module):
             piece = (
                 shard if shard is not None and match.rule.layout.tp_axis is not None else Shard()
             )
-            value = match.rule.layout.load([hf[source] for source in match.sources], piece, spec)
+            value = match.rule.layout.load(sources_of(match, hf), piece, spec)
             local = name.replace(f"layers.{match.layer}.", f"layers.{match.layer - layers.start}.")
             self._place(local, value)
 
@@ -66,6 +66,12 @@ class MegatronStub(nn.Module):
                 module.add_module(part, nn.Module())
             module = module._modules[part]  # type: ignore[assignment]
         module.register_parameter(leaf, nn.Parameter(value.clone()))
+
+
+def sources_of(match: Match, hf: dict[str, torch.Tensor]) -> list[TensorSource]:
+    """What a layout reads, of stacks one expert's part."""
+    found: list[TensorSource] = [hf[source] for source in match.sources]
+    return [OneExpert(stack, match.expert) for stack in found] if match.rule.is_stacked else found
 
 
 def megatron_names(family: ModelFamily, spec: ModelSpec) -> list[str]:

@@ -70,6 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "use_qk_norm": True,
     },
+    "gpt_oss": {**DECODER, "model_type": "gpt_oss", "num_local_experts": 4},
     "deepseek_v3": {**DECODER, **EXPERTS, **LATENT, "model_type": "deepseek_v3"},
     "deepseek_v3, whole queries": {
         **DECODER,

@@ -285,6 +285,30 @@ OTHER_FAMILIES |= {
             "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
         },
     ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 12,
+            "sliding_window": 5,
+            "swiglu_limit": 0.7,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+    "gpt_oss, whole": (
+        transformers.GptOssConfig,
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "head_dim": 8,
+            "num_key_value_heads": 1,
+            "attention_bias": False,
+            "layer_types": ["full_attention"] * 4,
+            "rope_parameters": DEFAULT,
+            "tie_word_embeddings": True,
+        },
+    ),
     "glm": (
         transformers.GlmConfig,
         {"head_dim": 8, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}},
@@ -335,14 +359,14 @@ def save_moe(directory: Path, **changes: Any) -> Path:
 
 
 def _save(config: Any, directory: Path, *, scale: float) -> torch.nn.Module:
-    """Matrices are ``scale`` times as large as at the start of training, routers' 20 times: nothing
-    is indifferent."""
+    """Matrices are ``scale`` times as large as at the start of training, routers' 20 times; biases
+    of experts, which start at 0, are as random as others: nothing is indifferent."""
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(20 if name.endswith("gate.weight") else scale)
+            if parameter.dim() > 1 and not name.endswith("_bias"):
+                parameter.mul_(20 if name.endswith(("gate.weight", "router.weight")) else scale)
             else:
                 parameter.add_(0.3 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():

@@ -201,6 +201,7 @@ def shard(
             )
         ],
         rollout_log_probs=pick(batch.rollout_log_probs),
+        payloads={name: pick(column) for name, column in batch.payloads.items()},
         global_stats=dict(batch.global_stats),
     )
 

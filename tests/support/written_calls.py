@@ -62,6 +62,15 @@ WRITTEN = [
         "[1, 2]}",
     ),
     (
+        "harmony",
+        "<|channel|>analysis<|message|>They want both.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>Let me look.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+        '{"city": "Zürich", "days": 2}<|call|>'
+        "<|start|>assistant to=functions.add<|channel|>commentary json<|message|>"
+        '{"a": [1, 2]}<|call|>',
+    ),
+    (
         "llama",
         '{"name": "weather", "parameters": {"city": "Zürich", "days": 2}}; '
         '{"name": "add", "parameters": {"a": [1, 2]}}',

@@ -21,14 +21,17 @@ from slime.algorithms.advantages import (
     reinforce_plus_plus,
     whiten,
 )
+from slime.algorithms.baseline import group_deviation
 from slime.algorithms.estimators import ESTIMATORS, Estimator
 from slime.algorithms.kl import KL_KINDS, kl_estimate
 from slime.algorithms.losses import (
+    Level,
     PolicyInputs,
     gspo_loss,
     importance_ratio,
     off_policy_sequence_mask,
     ppo_clip_loss,
+    rejection_mask,
     truncated_importance_sampling,
 )
 from slime.algorithms.reduce import sequence_mean, token_weights, weighted_sum
@@ -247,6 +250,58 @@ def test_gspo_and_cispo_equal_their_formulas_token_by_token(seed: int, lengths: 
         start += length
 
 
+@given(seed=st.integers(0, 200), lengths=lists_of_lengths)
+@settings(max_examples=30)
+def test_sapo_equals_its_formula_and_pulls_by_its_derivative(seed: int, lengths: list[int]) -> None:
+    inputs = inputs_of(seed, lengths, sapo_tau_pos=0.8, sapo_tau_neg=1.7)
+    out = ESTIMATORS["sapo"].loss(inputs)
+    out.loss.sum().backward()
+    assert inputs.log_probs.grad is not None
+    for t in range(sum(lengths)):
+        ratio = math.exp((inputs.log_probs[t] - inputs.old_log_probs[t]).item())
+        a = inputs.advantages[t].item()
+        tau = 0.8 if a > 0 else 1.7
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        assert out.loss[t].item() == pytest.approx(-gate * 4 / tau * a, abs=1e-9)
+        pull = -4 * gate * (1 - gate) * ratio * a
+        assert inputs.log_probs.grad[t].item() == pytest.approx(pull, abs=1e-9)
+    assert not out.clipped.any()
+
+
+LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
+
+
+@given(
+    seed=st.integers(0, 200),
+    lengths=lists_of_lengths,
+    level=st.sampled_from(LEVELS),
+    veto=st.sampled_from([None, 0.5]),
+)
+@settings(max_examples=60)
+def test_rejection_follows_its_definition(
+    seed: int, lengths: list[int], level: Level, veto: float | None
+) -> None:
+    n = sum(lengths)
+    log_ratio = randn(n, seed, 0.5)
+    masks = (randn(n, seed + 1) > -0.5).double()
+    log_ratio[masks == 0] = -math.inf  # what is not trained may be anything
+    found = rejection_mask(log_ratio, masks, torch.tensor(lengths), level, 0.8, 1.3, veto)
+    start = 0
+    for length in lengths:
+        trained = [t for t in range(start, start + length) if masks[t]]
+        total = sum(log_ratio[t].item() for t in trained)
+        vetoed = veto is not None and any(log_ratio[t] < math.log(veto) for t in trained)
+        for t in trained:
+            at_level = {
+                "token": log_ratio[t].item(),
+                "sequence": total,
+                "geometric": total / len(trained),
+            }[level]
+            kept = math.log(0.8) <= at_level <= math.log(1.3) and not vetoed
+            assert found.keep[t].item() == float(kept)
+        start += length
+
+
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_on_policy_every_loss_has_the_reinforce_gradient(name: str) -> None:
     """At ratio 1 the gradient is -A (for GSPO: of its sample's mean), which is what makes them
@@ -444,13 +499,18 @@ def test_flags_are_refused_exactly_where_they_would_do_nothing(name: str) -> Non
     assert accepts(name, normalize_advantages=False) is not row.facts.needs_whitening
     assert accepts(name, kl_coef=0.1) is row.facts.takes_token_kl
     assert accepts(name, gamma=0.9) is row.facts.discounts
+    assert accepts(name, eps_clip=0.1) is row.facts.clips_ratio
     assert accepts(name, eps_clip_c=3.0) is row.facts.dual_clip
+    assert accepts(name, calculate_per_token_loss=True) is not row.facts.sums_tokens
+    assert accepts(name, disable_grpo_std_normalization=True) is row.facts.std_normalized
+    assert accepts(name, sapo_tau_pos=2.0) is (name == "sapo")
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_what_a_row_says_of_its_functions_is_so(name: str) -> None:
     row, masks = ESTIMATORS[name], [torch.ones(3)]
     assert (row.baseline is not None) is row.facts.group_relative
+    assert (row.divisor is group_deviation) is row.facts.std_normalized
 
     def advantages(**changes: Any) -> list[float]:
         changes = {"values": [torch.tensor([0.3, 0.6, 0.4])], **changes}
@@ -462,10 +522,11 @@ def test_what_a_row_says_of_its_functions_is_so(name: str) -> None:
     assert (advantages() != advantages(gamma=0.5)) is row.facts.discounts
     assert (advantages() != advantages(values=[torch.zeros(3)])) is row.facts.needs_critic
 
-    def loss(**changes: float) -> list[float]:
+    def loss(sign: float = -1.0, **changes: float) -> list[float]:
         far = torch.tensor([3.0, 0.0])
         return row.loss(
-            PolicyInputs(far, -far, -far, torch.ones(2), torch.tensor([2]), **changes)
+            PolicyInputs(far, -far, sign * far, torch.ones(2), torch.tensor([2]), **changes)
         ).loss.tolist()
 
+    assert (loss(1.0) != loss(1.0, eps_clip_high=0.7)) is row.facts.clips_ratio
     assert (loss() != loss(eps_clip_c=1.5)) is row.facts.dual_clip

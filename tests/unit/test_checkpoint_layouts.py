@@ -68,7 +68,7 @@ LAYOUTS = {
     "TP2+SP x EP2": Layout(4, 2, TP2 | SP | EP2),
     "PP2 x EP2": Layout(4, 2, PP2 | EP2),
 }
-EXPERTS = {"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3"}
+EXPERTS = {"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gpt_oss"}
 #: The first has tied embeddings and a vocabulary of 97 rows, which two tensor-parallel ranks pad to
 #: 98.
 FAMILIES = ["qwen3", "llama", "qwen2", "glm4", "olmo3", *sorted(EXPERTS)]
@@ -83,6 +83,8 @@ ALWAYS = {
     # tensor parallelism cuts its norms of queries and keys, which it leaves whole elsewhere
     "olmo3": [("TP2", "PP2")],
     "qwen3_moe": [("EP2", "TP2"), ("PP2", "EP2")],
+    # sinks are cut by heads, biases of experts with their rows or not at all
+    "gpt_oss": [("TP2", "EP2")],
 }
 MICRO_BATCHES = [[0, 1], [2, 3], [4], [5]]
 SHARDS = {

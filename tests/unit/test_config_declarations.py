@@ -99,6 +99,7 @@ WITH_NEEDS = {dest: spec for dest, spec in ALL_WORKING.items() if spec.meta.need
 COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
     ("loss_type", "custom_loss"): {"custom_loss_function_path": "a.b"},
     ("advantage_estimator", "reinforce_plus_plus"): {"normalize_advantages": True},
+    ("use_sampling_mask", True): {"rollout_top_k": 7},
     ("get_mismatch_metrics", True): {"custom_tis_function_path": "a.b"},
     ("update_weight_transport", "disk"): {"update_weight_disk_dir": "d"},
     ("lr_decay_style", "WSD"): {"lr_wsd_decay_iters": 5},

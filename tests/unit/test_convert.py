@@ -16,11 +16,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.algorithms.baseline import normalise_rewards
+from slime.algorithms.baseline import (
+    group_deviation,
+    group_mean,
+    leave_one_out_mean,
+    mean_reward,
+    normalise_rewards,
+)
 from slime.algorithms.estimators import ESTIMATORS
 from slime.algorithms.reduce import token_weights
 from slime.config import make_config
-from slime.config.estimators import FACTS
 from slime.errors import UserError
 from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.convert import to_train_batches
@@ -75,9 +80,13 @@ def rewards_of_groups(draw: st.DrawFn) -> list[tuple[float, int, int]]:
     return rows
 
 
-@given(rewards_of_groups(), st.booleans())
-def test_advantages_of_a_group_sum_to_zero_over_trajectories(rows, scale) -> None:
-    advantages = normalise_rewards(*map(list, zip(*rows)), scale=scale)
+@given(
+    rewards_of_groups(),
+    st.sampled_from([group_mean, leave_one_out_mean]),
+    st.sampled_from([None, group_deviation]),
+)
+def test_advantages_of_a_group_sum_to_zero_over_trajectories(rows, baseline, divisor) -> None:
+    advantages = normalise_rewards(*map(list, zip(*rows)), baseline=baseline, divisor=divisor)
     for group in {row[1] for row in rows}:
         by_trajectory: dict[int, list[float]] = {}
         for advantage, (_, g, trajectory) in zip(advantages, rows):
@@ -104,6 +113,47 @@ def test_matches_the_formula_for_one_plain_group(rewards) -> None:
     expected = (values - values.mean()) / (values.std() + 1e-6)
     got = normalise_rewards(rewards, [0] * len(rewards), list(range(len(rewards))))
     assert torch.allclose(torch.tensor(got, dtype=torch.float64), expected, atol=1e-6, rtol=1e-6)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=8))
+def test_the_leave_one_out_baseline_knows_the_other_rewards_alone(rewards) -> None:
+    baseline = leave_one_out_mean(rewards)
+    for i, subtracted in enumerate(baseline):
+        others = rewards[:i] + rewards[i + 1 :]
+        expected = sum(others) / len(others) if others else rewards[i]
+        assert subtracted == pytest.approx(expected, abs=1e-9)
+
+
+@given(st.integers(0, 8), st.integers(1, 8))
+def test_maxrl_weighs_a_success_by_one_over_the_success_rate(right: int, wrong: int) -> None:
+    rewards = [1.0] * right + [0.0] * wrong
+    ids = list(range(len(rewards)))
+    got = normalise_rewards(rewards, [0] * len(ids), ids, divisor=mean_reward)
+    rate = right / len(rewards)
+    expected = [(reward - rate) / rate if right else 0.0 for reward in rewards]
+    assert got == pytest.approx(expected, rel=1e-4)
+
+
+def test_maxrl_refuses_rewards_that_are_no_rates() -> None:
+    with pytest.raises(UserError, match="maxrl met a reward of -1"):
+        convert(make_groups([1.0, -1.0]), advantage_estimator="maxrl")
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(1, 0.0), (6, 0.0), (8, -0.25), (10, -0.5), (12, -0.5)]
+)
+def test_long_answers_lose_a_part_of_their_reward(length: int, penalty: float) -> None:
+    """The limit is 10 tokens, the last 4 of which are penalised with up to 0.5."""
+    groups = make_groups([1.0, 1.0])
+    sample = groups[0].trajectories[0][0]
+    sample.tokens = [1] * (length + 2)
+    sample.response_length = length
+    flags = {"rollout_max_response_len": 10, "overlong_buffer_len": 4}
+    batch = convert(
+        groups, **flags, overlong_penalty_factor=0.5, disable_rewards_normalization=True
+    )[0]
+    assert batch.rewards == pytest.approx([1.0 + penalty, 1.0])
+    assert batch.raw_rewards == [1.0, 1.0]
 
 
 def test_groups_of_different_sizes_are_never_mixed() -> None:
@@ -191,6 +241,10 @@ def test_two_players_whose_rewards_add_up_to_zero_are_not_divided_by_nothing() -
         ),
         ({"advantage_estimator": "gspo", "disable_grpo_std_normalization": True}, [1.0, -1.0]),
         ({"advantage_estimator": "cispo"}, [2**-0.5, -(2**-0.5)]),
+        ({"advantage_estimator": "sapo"}, [2**-0.5, -(2**-0.5)]),
+        ({"advantage_estimator": "dr_grpo"}, [1.0, -1.0]),
+        ({"advantage_estimator": "rloo"}, [2.0, -2.0]),
+        ({"advantage_estimator": "maxrl"}, [0.5, -0.5]),
         ({}, [2**-0.5, -(2**-0.5)]),
     ],
 )
@@ -198,17 +252,16 @@ def test_switches_and_estimators(flags, expected) -> None:
     assert convert(make_groups([3.0, 1.0]), **flags)[0].rewards == pytest.approx(expected, abs=1e-6)
 
 
-def leave_one_out(rewards: Sequence[float]) -> list[float]:
-    return [(sum(rewards) - reward) / (len(rewards) - 1) for reward in rewards]
+def best_of_group(rewards: Sequence[float]) -> list[float]:
+    return [max(rewards)] * len(rewards)
 
 
 def test_an_estimator_with_a_baseline_of_its_own_is_a_function_and_a_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    facts = dataclasses.replace(FACTS["grpo"], std_normalized=False)
-    row = dataclasses.replace(ESTIMATORS["grpo"], baseline=leave_one_out, facts=facts)
+    row = dataclasses.replace(ESTIMATORS["grpo"], baseline=best_of_group, divisor=None)
     monkeypatch.setitem(ESTIMATORS, "grpo", row)
-    assert convert(make_groups([3.0, 1.0, 2.0]))[0].rewards == pytest.approx([1.5, -1.5, 0.0])
+    assert convert(make_groups([3.0, 1.0, 2.0]))[0].rewards == [0.0, -2.0, -1.0]
 
 
 def test_dict_rewards_need_their_key() -> None:
@@ -538,8 +591,6 @@ def test_tokens_beyond_the_models_vocabulary_are_refused(hook_module, tmp_path: 
     [
         "multimodal_train_inputs",
         "multimodal_train_input_id",
-        "rollout_top_p_token_ids",
-        "rollout_top_p_token_offsets",
     ],
 )
 def test_fields_that_training_would_ignore_are_refused_by_name(field: str) -> None:

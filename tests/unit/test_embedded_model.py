@@ -61,7 +61,7 @@ def test_log_probs_equal_those_of_transformers(
     torch.testing.assert_close(torch.tensor(sequence.input_logprobs), prompt, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("shape", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("shape", ["qwen3", "gemma3_text", "gpt_oss"])
 def test_prefill_in_chunks_gives_the_same_numbers(directories: dict[str, Path], shape: str) -> None:
     prompt = [i % 250 for i in range(90)]
     whole, chunked = (
@@ -76,7 +76,7 @@ def test_prefill_in_chunks_gives_the_same_numbers(directories: dict[str, Path], 
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("shape", ["gemma3_text", "mistral"])
+@pytest.mark.parametrize("shape", ["gemma3_text", "mistral", "gpt_oss"])
 def test_layers_with_a_window_keep_a_window(
     shape: str, deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +137,7 @@ def test_both_spellings_of_the_rotary_settings(
     ("change", "said"),
     [
         ({"model_type": "mamba", "architectures": None}, "model_type 'mamba'"),
-        ({"hidden_act": "quick_gelu"}, "quick_gelu"),
+        ({"hidden_act": "gelu_10"}, "gelu_10"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
     ],
 )

@@ -78,6 +78,22 @@ def test_filters_keep_what_they_should(
     )
 
 
+@settings(max_examples=30)
+@given(st.integers(1, 12), st.floats(0.1, 1.0), st.floats(0.0, 0.3), st.integers(0, 99))
+def test_masks_are_what_the_filters_keep(top_k: int, top_p: float, min_p: float, seed: int) -> None:
+    logits = random_logits(1, seed=seed)
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sequence = make_sequence([0], temperature=0.9, **filters)
+    sequence.sampling_mask = []
+    sampled = sample(logits, [sequence])
+    kept = kept_tokens(logits[0], 0.9, **filters)
+    assert [set(row) for row in sequence.sampling_mask] == [kept]
+    log_p = torch.log_softmax(logits[0].double() / 0.9, -1)
+    expected = log_p[sampled.tokens[0]] - torch.logsumexp(log_p[list(kept)], 0)
+    assert sequence.sampling_logprobs == pytest.approx([float(expected)], abs=1e-5)
+    assert sampled.logprobs == pytest.approx([float(log_p[sampled.tokens[0]])], abs=1e-5)
+
+
 def test_filters_look_beyond_their_first_candidates() -> None:
     logits = torch.zeros(1, VOCAB)  # flat: top_p 0.9 keeps 346 of 384 tokens
     drawn = {

@@ -310,7 +310,8 @@ def test_numbers_of_parameters_of_published_models(model: str) -> None:
     total = passed = 0
     for name, shape in family.hf_tensors(spec):
         total += torch.Size(shape).numel()
-        if len(shape) == 2 and ("embed_tokens" not in name or spec.tie_embeddings):
+        is_matrix = len(shape) > 1 and not name.endswith("_bias")
+        if is_matrix and ("embed_tokens" not in name or spec.tie_embeddings):
             chosen = (
                 spec.transformer["moe_router_topk"] / spec.num_experts if ".experts." in name else 1
             )

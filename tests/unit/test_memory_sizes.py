@@ -25,7 +25,8 @@ from tests.support.hf_configs import PUBLISHED
 from tests.support.memory_jobs import FAMILIES, count_parameters, saved_bytes
 from tests.support.trainer_ranks import Pools, trainer_config
 
-DENSE = [name for name in FAMILIES if "moe_intermediate_size" not in FAMILIES[name]]
+OF_EXPERTS = {"moe_intermediate_size", "num_local_experts"}
+DENSE = [name for name in FAMILIES if not OF_EXPERTS & FAMILIES[name].keys()]
 MOE = [name for name in FAMILIES if name not in DENSE]
 TP2 = {"tensor_model_parallel_size": 2}
 SP = {"sequence_parallel": True}
@@ -113,7 +114,7 @@ def test_all_ranks_together_hold_the_model(
         expert_tensor,
     )
     spec = spec_of(name).padded(tensor)
-    times = {"none": 1, "tensor": tensor, "expert": expert * expert_tensor}
+    times = {"none": 1, "tensor": tensor, "expert": expert * expert_tensor, "experts alone": expert}
     held = [p for stage in range(pipeline) for p in rank_parameters(spec, layout, stage)]
     whole = sum(p.numel for p in table_of(spec).parameters(spec, range(4)))
     if spec.tie_embeddings and pipeline > 1:

@@ -101,6 +101,15 @@ BASE: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "glm": {**SHAPE, "head_dim": 8},
+    "gpt_oss": {
+        **SHAPE,
+        "head_dim": 12,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "swiglu_limit": 0.7,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
     "glm4_moe": {
         **SHAPE,
         **SIGMOID,

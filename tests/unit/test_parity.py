@@ -85,8 +85,10 @@ OF_NEW_PARTS = {
     "qwen2_moe": ("TP2+SP",),
     "olmo3": ("TP2", "TP2+SP", "PP2", "CP2"),
     "granite": ("TP2+SP", "PP2"),
+    "gpt_oss": ("TP2+SP", "CP2", "EP2"),
 }
 MOE = {
+    "gpt_oss",
     "mixtral",
     "qwen2_moe",
     "deepseek_v2",

@@ -48,7 +48,7 @@ def convert(*words: object) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+@pytest.mark.parametrize("family", [one.name for one in FAMILIES if not one.stacks_experts])
 def test_every_weight_is_converted_and_comes_back(family: str, kind: str, tmp_path: Path) -> None:
     plain = make_plain(tmp_path / "plain", family, shards=3)
     command, flags = KINDS[kind]

@@ -25,28 +25,28 @@ FILES = read_package(ROOT / "slime")
 #: more raises its number and says what for.
 BUDGETS = {
     "agents": 1_550,
-    "algorithms": 860,  # preference losses
-    "checkpoints": 4_600,  # reward models
+    "algorithms": 1_080,  # four estimators, rejection, sampling masks, preferences
+    "checkpoints": 4_660,  # MXFP4, reward models
     "cli": 2_350,
     "cluster": 4_500,
     "compat": 1_400,
-    "config": 5_000,  # flags of the critic, of preference losses
-    "diagnosis": 4_200,
-    "embedded": 5_260,
-    "engines": 4_150,
+    "config": 5_260,  # flags of estimators, importance levels and rejection, preferences
+    "diagnosis": 4_220,
+    "embedded": 5_390,  # sinks, stacks of experts
+    "engines": 4_290,  # log-probs behind the filters, channels of gpt-oss
     "environments": 450,
     ".": 1_450,
     "memory": 1_650,
-    "models": 3_700,
+    "models": 3_880,  # gpt-oss, stacks of experts
     "observe": 3_050,
     "page": 1_600,
     "processes": 1_040,  # the preloaded process
-    "prompts": 4_000,  # rows of preferences
+    "prompts": 3_960,  # rows of preferences
     "rollout": 9_000,  # preferences, reward models
-    "run": 2_070,
-    "samples": 1_920,  # whole pairs
+    "run": 2_080,
+    "samples": 2_000,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 950,
-    "trainer": 7_350,  # the critic, preferences
+    "trainer": 7_680,  # the critic, sinks, biases of experts, preferences
     "user_code": 1_000,
     "weights": 3_000,
 }

@@ -75,6 +75,8 @@ _CALL = '{"name": "add", "arguments": {"a": 1}}'
 _PIECES = (
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("<function=", "<function=add>", "</function>", "<parameter=a>", "</parameter>", ">"),
+    *("<|start|>assistant", "<|channel|>commentary", "<|channel|>analysis", " to=functions.add"),
+    *("<|channel|>final", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|", "<|en"),
     *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "[TOOL_CALLS]", "[ARGS]"),
     *(
         "function",

@@ -144,6 +144,38 @@ def test_means_and_losses_are_over_all_ranks(
 
 
 @pytest.mark.parametrize(
+    ("layout", "plan"),
+    [
+        ({"context_parallel_size": 2}, IDLE[0]),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, IDLE[0]),
+    ],
+    ids=["cp2", "tp2, sequence"],
+)
+def test_sampling_masks_mean_the_same_on_every_layout(
+    ranks: Pools, checkpoint: tuple[Path, Any], layout: dict[str, Any], plan: Any
+) -> None:
+    """Of each response token that is not the third of its sample five others are kept, too."""
+    batch = make_batch(MICRO_BATCHES)
+    ids: list[Tensor] = []
+    offsets: list[Tensor] = []
+    for tokens, length in zip(batch.tokens, batch.response_lengths):
+        targets = tokens[tokens.numel() - length :]
+        kept = [(targets[i] + torch.arange(6) * 7) % VOCAB for i in range(length) if i != 2]
+        sizes = [0 if i == 2 else 6 for i in range(length)]
+        ids.append(torch.cat(kept))
+        offsets.append(torch.tensor([0, *sizes]).cumsum(0))
+    batch.payloads |= {"sampling_mask_ids": ids, "sampling_mask_offsets": offsets}
+    flags = flags_for(checkpoint)
+    alone = ranks.run(1, train_job, flags, [batch])[0]
+    plain = ranks.run(1, train_job, flags, [make_batch(MICRO_BATCHES)])[0]
+    assert any(not close(plain[name], value, 1e-4) for name, value in alone.items())
+    shards = [shard(batch, *plan)]
+    for weights in ranks.run(2, train_job, {**flags, **layout}, shards):
+        for parameter, value in alone.items():
+            assert close(weights[parameter], value, 1e-5), parameter
+
+
+@pytest.mark.parametrize(
     ("heads", "groups", "size"), [(8, 2, 4), (8, 2, 8), (6, 3, 2), (8, 8, 4), (12, 4, 6), (4, 1, 2)]
 )
 def test_each_rank_gets_the_keys_of_its_queries(heads: int, groups: int, size: int) -> None:

@@ -116,6 +116,34 @@ def test_icepop_leaves_out_what_the_engine_saw_differently() -> None:
     assert metrics["tis"] == pytest.approx(weighted(ratios))
 
 
+def test_weights_of_whole_samples() -> None:
+    """The first sample's two tokens share one ratio, by their sum or by their mean."""
+    log_ratios = [old - engine for old, engine in zip(OLD, ENGINE)]
+    total = sum(log_ratios[:2])
+    flags = {"use_tis": True, "tis_clip": 5.0}
+    for level, first in (("sequence", total), ("geometric", total / 2)):
+        ratios = [math.exp(value) for value in (first, first, log_ratios[2])]
+        loss, metrics = loss_and_metrics(**flags, tis_level=level)
+        assert loss == pytest.approx(weighted([v * r for v, r in zip(policy(), ratios)]))
+        assert metrics["tis"] == pytest.approx(weighted(ratios))
+
+
+def test_rejected_samples_leave_the_loss_but_not_its_denominators() -> None:
+    """The second sample's ratio is exp(-0.2) = 0.82, below 1/1.2; the first one's tokens have 0.90
+    and 1.11."""
+    loss, metrics = loss_and_metrics(use_rs=True, rs_upper_bound=1.2, rs_level="geometric")
+    assert loss == pytest.approx(weighted([*policy()[:2], 0.0]))
+    assert metrics["rs_fraction_low"] == pytest.approx(WEIGHTS[2])
+    assert metrics["rs_fraction_high"] == 0.0
+    loss, metrics = loss_and_metrics(use_rs=True, rs_veto_threshold=0.85)
+    assert loss == pytest.approx(weighted([*policy()[:2], 0.0]))
+    assert metrics["rs_fraction_veto"] == pytest.approx(WEIGHTS[2])
+    both = loss_and_metrics(use_rs=True, rs_veto_threshold=0.85, use_tis=True, tis_clip=1.05)[0]
+    ratios = [math.exp(old - engine) for old, engine in zip(OLD, ENGINE)]
+    kept = [min(ratios[0], 1.05), min(ratios[1], 1.05), 0.0]
+    assert both == pytest.approx(weighted([v * r for v, r in zip(policy(), kept)]))
+
+
 def test_the_ratio_may_be_taken_against_the_engine() -> None:
     """``old_log_probs`` are the engine's then; what is compared with the engine is the training
     pass itself."""

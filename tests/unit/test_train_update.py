@@ -230,6 +230,16 @@ def test_loss_is_the_mean_it_claims_to_be(per_token: bool) -> None:
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
+@with_flags(advantage_estimator="dr_grpo", rollout_max_response_len=7)
+def test_dr_grpo_divides_sums_of_token_losses_by_one_length(backend: MegatronBackend) -> None:
+    batch = make_batch()
+    step = batch.steps[0]
+    metrics = backend.train(batch)
+    total = -sum(a * float(mask.sum()) for a, mask in zip(batch.rewards, batch.loss_masks))
+    assert metrics["train/loss"] == pytest.approx(total / step.global_batch_size / 7, rel=1e-5)
+    assert metrics["train/pg_loss"] == pytest.approx(total / step.num_loss_tokens, rel=1e-5)
+
+
 @with_flags(use_tis=True, tis_clip=1.5)
 def test_truncated_importance_sampling_is_logged(backend: MegatronBackend) -> None:
     metrics = backend.train(make_batch())

@@ -237,6 +237,14 @@ FORBIDDEN: dict[str, tuple[str, Callable[[Sample], Any]]] = {
         "rollout_routed_experts",
         setting("rollout_routed_experts", np.zeros((3, 1, 1), dtype=np.int32)),
     ),
+    "the tokens it was drawn from": (
+        "rollout_top_p_token_ids",
+        setting("rollout_top_p_token_ids", np.array([1], dtype=np.int32)),
+    ),
+    "where those begin": (
+        "rollout_top_p_token_offsets",
+        setting("rollout_top_p_token_offsets", np.array([0, 1], dtype=np.int32)),
+    ),
     "an appended turn": ("tokens", lambda s: s.append_response_tokens(tokens=[9], trainable=False)),
     "a reset": ("tokens", lambda s: s.reset_response()),
 }
@@ -714,7 +722,14 @@ WRONG: dict[str, tuple[Callable[[Sample], Any], str]] = {
         setting("rollout_routed_experts", np.zeros((99, 1, 1), dtype=int)),
         "rollout_routed_experts",
     ),
-    "nucleus": (setting("rollout_top_p_token_ids", []), "rollout_top_p_token_ids"),
+    "half a mask": (setting("rollout_top_p_token_ids", []), "rollout_top_p_token_ids"),
+    "a mask of text": (
+        lambda s: (
+            setattr(s, "rollout_top_p_token_ids", "x"),
+            setattr(s, "rollout_top_p_token_offsets", [0] * (s.response_length + 1)),
+        ),
+        "rollout_top_p_token_ids",
+    ),
 }
 RIGHT: dict[str, Callable[[Sample], Any]] = {
     "arrays": lambda s: (

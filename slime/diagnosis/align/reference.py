@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from slime.diagnosis.align.evidence import Scored
 from slime.embedded.architecture import Architecture
-from slime.embedded.attention import sees
+from slime.embedded.attention import sees, softmax_with_sinks
 from slime.embedded.weights import WeightStore, make_store
 from slime.models.spec import ModelSpec, RotaryKind
 
@@ -355,7 +355,14 @@ class _Attention:
         self._setting = setting
         self._spec = spec
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         setting = self._setting
         (count, heads, _) = queries.shape
         if setting.cache_dtype is not None:
@@ -364,12 +371,19 @@ class _Attention:
         keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
         window = self._spec.window(layer)
         blocks = [
-            self._block(queries, keys, values, first, window) for first in range(0, count, _QUERIES)
+            self._block(queries, keys, values, first, window, sinks)
+            for first in range(0, count, _QUERIES)
         ]
         return self._round("attention", torch.cat(blocks)).flatten(1)
 
     def _block(
-        self, queries: Tensor, keys: Tensor, values: Tensor, first: int, window: int | None
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        first: int,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attend from the queries ``first`` onwards: [block, heads, dim]."""
         block = queries[first : first + _QUERIES]
@@ -378,7 +392,9 @@ class _Attention:
         scores = self._round("attention scores", scores)
         places = torch.arange(last, device=scores.device)
         hidden = ~sees(places[first:], places, window)
-        probabilities = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        probabilities = softmax_with_sinks(
+            scores.masked_fill(hidden, float("-inf")), None if sinks is None else sinks[:, None]
+        )
         probabilities = self._round("attention scores", probabilities)
         return torch.einsum("hqk,khd->qhd", self._round("attention", probabilities), values[:last])
 

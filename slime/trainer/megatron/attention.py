@@ -41,7 +41,7 @@ logger = get_logger(__name__)
 
 
 class PackedAttention(torch.nn.Module):
-    """``core_attention`` of the local layer spec. Grouped queries; no parameters, no dropout.
+    """``core_attention`` of the local layer spec. Grouped queries; no dropout.
 
     Args:
         torch_only: on a GPU, torch's own kernel, also where a faster one is installed.
@@ -81,13 +81,28 @@ class PackedAttention(torch.nn.Module):
             return self._whole(query, key, value, sequences)
         return context.to_tokens(self._whole(*context.to_heads(query, key, value), sequences))
 
+    def _packed(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
+    ) -> Tensor:
+        kernel = torch_varlen if self.torch_only else _flash_packed
+        return kernel(query, key, value, sequences, self.scale, self.window)
+
+    def _in_block(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        block: AttentionBlock,
+        sequences: PackedSequences,
+    ) -> Tensor:
+        return _dense(query, key, value, block, self.scale)
+
     def _whole(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
     ) -> Tensor:
         layout = sequences.padded
         if layout is None:
-            kernel = torch_varlen if self.torch_only else _flash_packed
-            return kernel(query, key, value, sequences, self.scale, self.window)
+            return self._packed(query, key, value, sequences)
         padded = [_Pad.apply(x, layout) if not layout.identity else x for x in (query, key, value)]
         outputs = []
         start = 0
@@ -95,7 +110,7 @@ class PackedAttention(torch.nn.Module):
             cells = slice(start, start + block.batch * block.length)
             q, k, v = (x[cells].view(block.batch, block.length, *x.shape[1:]) for x in padded)
             seen = block.within(self.window)
-            outputs.append(_dense(q, k, v, seen, self.scale).reshape(-1, *q.shape[2:]))
+            outputs.append(self._in_block(q, k, v, seen, sequences).reshape(-1, *q.shape[2:]))
             start = cells.stop
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out if layout.identity else _Unpad.apply(out, layout)

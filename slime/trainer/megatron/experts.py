@@ -26,7 +26,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime.trainer.megatron.layers import SwiGLU, leave_as_it_is
+from slime.models.activations import quick_gelu
+from slime.trainer.megatron.layers import ClampedGLU, SwiGLU, leave_as_it_is
 
 
 class GroupedExperts(MegatronModule):
@@ -35,6 +36,7 @@ class GroupedExperts(MegatronModule):
     Args:
         num_local_experts: experts on this rank; the rank's place among the others comes from
             ``pg_collection``.
+        biases: both projections have one.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class GroupedExperts(MegatronModule):
         num_local_experts: int,
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
+        biases: bool = False,
     ) -> None:
         super().__init__(config)
         width = config.moe_ffn_hidden_size
@@ -55,6 +58,7 @@ class GroupedExperts(MegatronModule):
             pg_collection,
             cut="out",
             halves=2 if gated else 1,
+            bias=biases,
         )
         self.linear_fc2 = StackedLinear(
             config,
@@ -64,6 +68,7 @@ class GroupedExperts(MegatronModule):
             pg_collection,
             cut="in",
             init=config.output_layer_init_method,
+            bias=biases,
         )
         self.activation_recompute = (
             config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
@@ -79,9 +84,10 @@ class GroupedExperts(MegatronModule):
         """
         hidden = self.linear_fc1(rows, ends)
         if not self.activation_recompute:
-            return self.linear_fc2(self._activate(hidden, weights), ends)
+            return self.linear_fc2(self._activate(hidden, weights), ends, weights)
         checkpoint = tensor_parallel.CheckpointWithoutOutput()
-        output = self.linear_fc2(checkpoint.checkpoint(self._activate, hidden, weights), ends)
+        activated = checkpoint.checkpoint(self._activate, hidden, weights)
+        output = self.linear_fc2(activated, ends, weights)
         checkpoint.discard_output_and_register_recompute(output)
         return output
 
@@ -92,6 +98,10 @@ class GroupedExperts(MegatronModule):
             if hidden.device.type == "cuda":  # torch.compile fuses Megatron's expression there
                 return weighted_bias_swiglu_impl(hidden, None, weights)
             activated = SwiGLU.apply(hidden)
+        elif config.gated_linear_unit and config.activation_func is quick_gelu:
+            activated = ClampedGLU.apply(
+                hidden, config.activation_func_clamp_value, config.glu_linear_offset
+            )
         elif config.gated_linear_unit:
             gate, up = hidden.chunk(2, dim=-1)
             activated = config.activation_func(gate) * up
@@ -105,13 +115,14 @@ class GroupedExperts(MegatronModule):
 
 class StackedLinear(torch.nn.Module):
     """One projection of all local experts: ``weight`` [experts, out, in], cut over expert
-    tensor-parallel ranks.
+    tensor-parallel ranks, and ``bias`` [experts, out], cut with the rows of the weight.
 
     Args:
         width_in, width_out: of one whole expert; of one half, where ``out`` is made of halves.
         cut: the side that expert tensor parallelism cuts.
         halves: 2 for [gate | up]: every shard has its part of each.
         init: fills a whole expert's weight; the config's method when None.
+        bias: there is one; else ``bias`` is None.
     """
 
     def __init__(
@@ -125,6 +136,7 @@ class StackedLinear(torch.nn.Module):
         cut: str,
         halves: int = 1,
         init: Callable[[Tensor], Any] | None = None,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.cut_axis = 1 if cut == "out" else 2
@@ -146,6 +158,14 @@ class StackedLinear(torch.nn.Module):
         # expert-parallel size.
         self.weight.allreduce = False  # type: ignore[attr-defined]
         tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, self.cut_axis, 1)
+        self.bias: torch.nn.Parameter | None = None
+        if bias:
+            values = torch.zeros(size[:2], dtype=config.params_dtype, device=device)
+            self.bias = torch.nn.Parameter(values)
+            self.bias.allreduce = False  # type: ignore[attr-defined]
+            # shards that hold the same values count in norms of gradients by the first of them
+            is_own = cut == "out" or self.shard == 0
+            tensor_parallel.set_tensor_model_parallel_attributes(self.bias, is_own, 1, 1)
         self._initialise(init or config.init_method, halves * width_out, width_in)
 
     @torch.no_grad()
@@ -165,9 +185,20 @@ class StackedLinear(torch.nn.Module):
                 )
                 self.weight[expert - first].copy_(part)
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """[R, in] sorted by expert → [R, out]."""
-        return grouped_linear(rows, self.weight, ends)
+    def forward(self, rows: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
+        """[R, in] sorted by expert → [R, out].
+
+        Args:
+            weights: float32 [R], factors on the bias where ``rows`` have theirs already.
+        """
+        output = grouped_linear(rows, self.weight, ends)
+        if self.bias is None:
+            return output
+        bias = self.bias
+        if self.cut_axis == 2 and self.shards > 1:
+            # the shards' outputs are summed, and each has the gradient of the sum
+            bias = _Share.apply(bias, self.shards)
+        return add_expert_bias(output, bias, ends, weights)
 
     def sharded_state_dict(
         self,
@@ -180,6 +211,7 @@ class StackedLinear(torch.nn.Module):
         key = f"{prefix}weight"
         before = len(sharded_offsets)
         replica_id = (0, 0, self.replica)
+        biases = {} if self.bias is None else self._sharded_bias(f"{prefix}bias", sharded_offsets)
 
         def shards(
             key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None = None
@@ -204,12 +236,119 @@ class StackedLinear(torch.nn.Module):
         if self.halves == 1:
             (sharded,) = shards(key, self.weight, replica_id)
             sharded.data = self.weight
-            return {key: sharded}
+            return {key: sharded, **biases}
         return {
             key: ShardedTensorFactory(
                 key, self.weight, shards, lambda parts: torch.cat(parts, 1), replica_id
+            ),
+            **biases,
+        }
+
+    def _sharded_bias(self, key: str, sharded_offsets: tuple[Any, ...]) -> ShardedStateDict:
+        """One tensor [all experts, out]."""
+        before = len(sharded_offsets)
+        is_cut = self.cut_axis == 1
+        replica_id = (0, 0 if is_cut else self.shard, self.replica)
+
+        def shards(
+            key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None = None
+        ) -> list[ShardedTensor]:
+            assert flattened_range is None, "biases of experts are kept whole"
+            places = [(before, self.expert_rank, self.expert_ranks)]
+            pieces = self.shards * self.halves
+            return [
+                ShardedTensor.from_rank_offsets(
+                    key,
+                    half,
+                    *sharded_offsets,
+                    *places,
+                    *([(before + 1, self.shard + i * self.shards, pieces)] if is_cut else []),
+                    replica_id=replica_id,
+                    prepend_axis_num=before,
+                )
+                for i, half in enumerate(tensor.chunk(self.halves, dim=1))
+            ]
+
+        assert self.bias is not None
+        if self.halves == 1:
+            (sharded,) = shards(key, self.bias, replica_id)
+            sharded.data = self.bias
+            return {key: sharded}
+        return {
+            key: ShardedTensorFactory(
+                key, self.bias, shards, lambda parts: torch.cat(parts, 1), replica_id
             )
         }
+
+
+class _Share(torch.autograd.Function):
+    """One of equal summands of a tensor that all shards hold: its gradient is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: int) -> Tensor:
+        return x / shards
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def add_expert_bias(
+    rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """Add to each row [R, width] its expert's bias, times the row's weight.
+
+    Args:
+        bias: [experts, width].
+        ends: int32 [experts], where each expert's rows end.
+        weights: float32 [R]; None: 1.
+
+    Example (two rows for expert 0, none for expert 1):
+        >>> ends = torch.tensor([2, 2], dtype=torch.int32)
+        >>> bias = torch.tensor([[1.0], [9.0]])
+        >>> add_expert_bias(torch.zeros(2, 1), bias, ends, torch.tensor([1.0, 0.5])).tolist()
+        [[1.0], [0.5]]
+    """
+    return cast(Tensor, _AddExpertBias.apply(rows, bias, ends, weights))
+
+
+class _AddExpertBias(torch.autograd.Function):
+    """Keeps no rows. The gradient of a bias sums its expert's rows in their order, so that it is
+    the same every time, on a GPU too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        lengths = ends.diff(prepend=ends.new_zeros(1)).long()
+        ctx.save_for_backward(bias, lengths, weights)
+        return rows + _weighted(_per_row(bias, lengths, rows), weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, Tensor | None]:
+        bias, lengths, weights = ctx.saved_tensors
+        grad_bias = grad_weights = None
+        if ctx.needs_input_grad[1]:
+            grad_bias = torch.segment_reduce(
+                _weighted(grad.float(), weights),
+                "sum",
+                lengths=lengths,
+                axis=0,
+                unsafe=True,
+                initial=0.0,
+            ).to(bias.dtype)
+        if weights is not None and ctx.needs_input_grad[3]:
+            products = grad.float() * _per_row(bias, lengths, grad).float()
+            grad_weights = products.sum(dim=-1).to(weights.dtype)
+        return grad, grad_bias, None, grad_weights
+
+
+def _per_row(bias: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
+    return bias.repeat_interleave(lengths, dim=0, output_size=rows.size(0))
+
+
+def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
+    return rows if weights is None else (rows * weights[:, None]).to(rows.dtype)
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

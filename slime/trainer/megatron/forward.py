@@ -32,7 +32,8 @@ def packed_micro_batches(
         same_length: pad all to the longest one.
     """
     packed = [
-        pack(samples, batch.tokens, batch.response_lengths, options) for samples in micro_batches
+        pack(samples, batch.tokens, batch.response_lengths, options, batch.payloads)
+        for samples in micro_batches
     ]
     longest = max(micro_batch.num_tokens for micro_batch in packed)
     if same_length and any(micro_batch.num_tokens < longest for micro_batch in packed):

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from slime.models.activations import QUICK_GELU_SLOPE, gated, quick_gelu
 from slime.models.spec import ModelSpec
 from slime.trainer.megatron import device
 
@@ -163,6 +164,31 @@ class SwiGLU(torch.autograd.Function):
         torch.mul(grad, F.silu(a), out=grad_b)
         torch.ops.aten.silu_backward.grad_input(grad * b, a, grad_input=grad_a)
         return grad_x
+
+
+class ClampedGLU(torch.autograd.Function):
+    """quick_gelu(min(a, limit)) · (clamp(b, ±limit) + offset) for ``x = [a | b]`` (gpt-oss); keeps
+    ``x`` alone for the backward pass. Entries beyond the limit have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, limit: float | None, offset: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.limit = torch.inf if limit is None else limit
+        ctx.offset = offset
+        a, b = x.chunk(2, dim=-1)
+        return gated(a, b, quick_gelu, ctx.limit, offset)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        a, b = x.chunk(2, dim=-1)
+        gate = a.clamp(max=ctx.limit)
+        up = b.clamp(-ctx.limit, ctx.limit) + ctx.offset
+        slope = torch.sigmoid(QUICK_GELU_SLOPE * gate)
+        grad_b = (grad * gate * slope).masked_fill_(b.abs() > ctx.limit, 0.0)
+        by_gate = slope * (1 + QUICK_GELU_SLOPE * gate * (1 - slope))
+        grad_a = (grad * up * by_gate).masked_fill_(a > ctx.limit, 0.0)
+        return torch.cat([grad_a, grad_b], dim=-1), None, None
 
 
 class SwiGLUActivation(torch.nn.Module):

@@ -60,6 +60,7 @@ from slime.trainer.megatron.moe_layer import connect, expert_arguments, expert_l
 from slime.trainer.megatron.packed import PackedMicroBatch
 from slime.trainer.megatron.provider import provided, specified_layers
 from slime.trainer.megatron.rotary import RotaryAngles
+from slime.trainer.megatron.sinks import SinkAttention
 from slime.trainer.records import TokenScores
 
 _MEGATRON_NORMS = (WrappedTorchNorm, FusedLayerNorm)
@@ -133,6 +134,7 @@ class PolicyModel(GPTModel):
             chunk_size=chunk_size,
             grad_accumulator=self._direct_grad(),
             low_rank=low_rank,
+            kept=batch.kept,
         )
         context = batch.sequences.context
         if context is not None:
@@ -373,7 +375,9 @@ def put_in_parts(
         if attention.module is SelfAttention:
             attention.module = PackedSelfAttention
         if issubclass(attention.module, PackedSelfAttention):
-            attention.submodules.core_attention = core_attention
+            attention.submodules.core_attention = (
+                SinkAttention if spec.has_sinks else core_attention
+            )
             if spec.output_bias:
                 attention.submodules.linear_proj = with_bias(attention.submodules.linear_proj)
             _replace_norms(attention.submodules, "q_layernorm", "k_layernorm")
@@ -393,7 +397,9 @@ def put_in_parts(
                 mlp.linear_fc1 = with_bias(mlp.linear_fc1)
                 mlp.linear_fc2 = with_bias(mlp.linear_fc2)
         if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MoELayer:
-            parts.mlp = expert_layer_spec(config, normalises=spec.normalised_scores)
+            parts.mlp = expert_layer_spec(
+                config, normalises=spec.normalised_scores, biases=spec.expert_biases
+            )
     change_outputs(block, spec)
     if config.transformer_impl == "transformer_engine":
         te_layers.replace_parts(block)

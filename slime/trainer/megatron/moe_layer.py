@@ -56,11 +56,14 @@ class ExpertLayer(MoELayer):
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         normalises: bool = True,
+        biases: bool = False,
     ) -> None:
         groups = pg_collection if pg_collection is not None else get_default_pg_collection()
         assert submodules is not None and config.num_moe_experts is not None
         self.splits_tokens = groups.tp.size() > 1 and not config.sequence_parallel
-        submodules.router = partial(Router, splits_tokens=self.splits_tokens, normalises=normalises)
+        submodules.router = partial(
+            Router, splits_tokens=self.splits_tokens, normalises=normalises, bias=biases
+        )
         super().__init__(config, submodules, layer_number, groups)
         self.token_dispatcher = None  # ours keeps no state
         self.place = ExpertPlace.of(groups, config.num_moe_experts)
@@ -98,11 +101,14 @@ class ExpertLayer(MoELayer):
         return output if shared is None else output + shared
 
 
-def expert_layer_spec(config: TransformerConfig, *, normalises: bool = True) -> ModuleSpec:
+def expert_layer_spec(
+    config: TransformerConfig, *, normalises: bool = True, biases: bool = False
+) -> ModuleSpec:
     """Return the spec that replaces the MLP in a layer of experts.
 
     Args:
         normalises: the router divides the scores of the experts it chose by their sum.
+        biases: router and routed experts have biases.
     """
     backend = LocalSpecProvider()
     shared = MLPSubmodules(
@@ -111,9 +117,11 @@ def expert_layer_spec(config: TransformerConfig, *, normalises: bool = True) -> 
         activation_func=SwiGLUActivation if config.use_te_activation_func else None,
     )
     parts = MoESubmodules(
-        experts=GroupedExperts, shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared)
+        experts=ModuleSpec(module=GroupedExperts, params={"biases": biases}),
+        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
     )
-    return ModuleSpec(module=ExpertLayer, params={"normalises": normalises}, submodules=parts)
+    params = {"normalises": normalises, "biases": biases}
+    return ModuleSpec(module=ExpertLayer, params=params, submodules=parts)
 
 
 def expert_layers(chunks: Sequence[nn.Module]) -> Iterator[ExpertLayer]:

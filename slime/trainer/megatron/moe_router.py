@@ -90,6 +90,7 @@ class Router(TopKRouter):
         splits_tokens: the layer gives each tensor-parallel rank its part of tokens that all of them
             hold.
         normalises: the scores of the chosen experts are divided by their sum.
+        bias: there is one on the logits.
     """
 
     def __init__(
@@ -99,8 +100,13 @@ class Router(TopKRouter):
         *,
         splits_tokens: bool,
         normalises: bool,
+        bias: bool = False,
     ) -> None:
         super().__init__(config, pg_collection)
+        if bias:
+            values = torch.zeros(self.weight.size(0), dtype=config.params_dtype)
+            self.bias = torch.nn.Parameter(values)
+            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.splits_tokens = splits_tokens
         self.normalises = normalises
         where = torch.cuda.current_device()
@@ -143,14 +149,20 @@ class Router(TopKRouter):
     def gating(self, hidden: Tensor) -> Tensor:
         """Logits [n, experts], in ``moe_router_dtype`` (float32 unless told otherwise)."""
         weight = self.weight
+        bias = self.bias
         if self.splits_tokens:  # each rank's gradient is that of its tokens
             weight = tensor_parallel.copy_to_tensor_model_parallel_region(
                 weight, group=self.tp_group
             )
+            if bias is not None:
+                bias = tensor_parallel.copy_to_tensor_model_parallel_region(
+                    bias, group=self.tp_group
+                )
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
             self.config.moe_router_dtype or "", hidden.dtype
         )
-        return router_gating_linear(hidden, weight, self.bias, dtype)
+        logits = router_gating_linear(hidden, weight, None, dtype)
+        return logits if bias is None else logits + bias.to(dtype)
 
     def _mine(self, values: Tensor) -> Tensor:
         """Return the part that this tensor-parallel rank routes of the micro-batch's tokens."""

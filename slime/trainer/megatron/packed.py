@@ -21,7 +21,7 @@ and responses short:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -29,6 +29,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from slime.algorithms.logprobs import KeptTokens
 from slime.models.spec import RotaryKind
 from slime.trainer.megatron.context import ContextGroup, ContextSplit
 from slime.trainer.megatron.moe_router import Routing
@@ -138,6 +139,7 @@ class PackedMicroBatch:
             ones included) each token is, -1 for padding.
         copies: float32 [T], in host memory: how many of the samples each token belongs to; more
             than 1 for a shared prompt, 0 for padding.
+        kept: the tokens that each of ``targets`` was sampled from; None: from the whole vocabulary.
     """
 
     samples: list[int]
@@ -149,6 +151,7 @@ class PackedMicroBatch:
     num_tokens: int
     origins: Tensor
     copies: Tensor
+    kept: KeptTokens | None = None
 
     def split(self, values: Tensor) -> list[Tensor]:
         """Flat [N] values as one tensor per sample."""
@@ -184,6 +187,7 @@ def pack(
     tokens: Sequence[Tensor],
     response_lengths: Sequence[int],
     options: PackingOptions,
+    masks: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> PackedMicroBatch:
     """Pack the given samples of a rank into one micro-batch.
 
@@ -192,6 +196,7 @@ def pack(
             left to train, which then computes on a sequence of padding to take part in every
             collective.
         tokens: int64 [L_i], prompt and response.
+        masks: payloads of the batch, of which the sampling mask is packed, too.
     Raises:
         ValueError: a sample whose response leaves no prompt token to predict its first token from.
 
@@ -211,12 +216,14 @@ def pack(
     targets = torch.cat(
         [_NONE, *(tokens[i][tokens[i].numel() - r :] for i, r in zip(samples, responses))]
     )
+    order = torch.arange(targets.numel())
     num_tokens = stream.tokens.numel()
     place = options.context
     sequences = _describe(stream.branches, options)
     if place.size > 1:
         split = ContextSplit.of(place, stream.rows)
         targets = split.mine(targets)
+        order = split.mine(order)
         stream = stream.stripe(split)
         sequences.context = ContextSplit(place, [order.to(options.device) for order in split.order])
     sequences.positions = stream.positions.to(options.device)
@@ -230,6 +237,37 @@ def pack(
         num_tokens=num_tokens,
         origins=stream.origins,
         copies=stream.copies,
+        kept=_kept_tokens(samples, responses, order, masks or {}, options.device),
+    )
+
+
+def _kept_tokens(
+    samples: Sequence[int],
+    responses: Sequence[int],
+    order: Tensor,
+    masks: Mapping[str, Sequence[Tensor]],
+    device: torch.device,
+) -> KeptTokens | None:
+    """The sampling mask of response tokens, numbered over all samples, in the given order."""
+    if "sampling_mask_offsets" not in masks:
+        return None
+    ids = [_NONE]
+    sizes = [_NONE]
+    for i, response in zip(samples, responses):
+        offsets = masks["sampling_mask_offsets"][i].long()
+        sizes.append(offsets.diff() if offsets.numel() else torch.zeros(response).long())
+        ids.append(masks["sampling_mask_ids"][i].long())
+    all_sizes = torch.cat(sizes)
+    starts = all_sizes.cumsum(0) - all_sizes
+    own = all_sizes[order]
+    ends = own.cumsum(0)
+    rows = torch.repeat_interleave(torch.arange(own.numel()), own)
+    places = torch.arange(rows.numel()) + (starts[order] - ends + own)[rows]
+    return KeptTokens(
+        ids=torch.cat(ids)[places].to(device),
+        rows=rows.to(device),
+        bounds=[0, *ends.tolist()],
+        whole=(own == 0)[:, None].to(device),
     )
 
 

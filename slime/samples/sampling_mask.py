@@ -1,0 +1,113 @@
+"""Which tokens top-k, top-p and min-p left to be sampled from, on their way from an engine's answer
+to the trainer.
+
+    meta_info["output_token_sampling_mask"] ─► Sample.rollout_top_p_token_ids, …_offsets ─► payloads
+
+The tokens that response token t was drawn from are ``ids[offsets[t] : offsets[t + 1]]``. A token
+that was not sampled (the answer of a tool) has none; the trainer takes its log-prob over the whole
+vocabulary.
+
+Log-probs of engine and trainer are then those of the distribution that was sampled. Without it
+every importance ratio is that of another distribution, and training drifts away from the samples.
+
+Source: DeepSeek-V3.2 report (arXiv:2512.02556), section 3.1, "Keep Sampling Mask".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from slime.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def extended_mask(
+    ids: Any, offsets: Any, length: int, kept: Sequence[Sequence[int]] | None, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """A mask with the next ``count`` response tokens behind its first ``length``.
+
+    Args:
+        ids, offsets: int32 [n] and [length + 1]; None where no token has been sampled yet.
+        kept: the engine's for each of the new tokens; None for tokens that were not sampled.
+    Returns:
+        (ids, offsets), int32.
+    Raises:
+        UserError: not one list per token.
+
+    Example (a sampled token behind two tokens of a tool):
+        >>> ids, offsets = extended_mask(None, None, 2, [[5, 9]], 1)
+        >>> ids.tolist(), offsets.tolist()
+        ([5, 9], [0, 0, 0, 2])
+    """
+    import numpy as np  # which few samples need
+
+    if kept is not None and len(kept) != count:
+        raise UserError(
+            f"the engine returned sampling masks of {len(kept)} tokens for {count}",
+            fix="use an SGLang version that is supported",
+        )
+    if offsets is None:
+        ids = np.zeros(0, dtype=np.int32)
+        offsets = np.zeros(length + 1, dtype=np.int32)
+    sizes = [len(row) for row in kept] if kept is not None else [0] * count
+    added = [token for row in kept for token in row] if kept is not None else []
+    ends = offsets[-1] + np.cumsum(sizes, dtype=np.int64)
+    return (
+        np.concatenate([ids, np.asarray(added, dtype=np.int32)]),
+        np.concatenate([offsets, ends.astype(np.int32)]),
+    )
+
+
+def mask_ids_problem(ids: Any, num_tokens: int) -> str:
+    """The problem of token ids that users' code has set; "" if there is none."""
+    return _problem(ids)
+
+
+def mask_offsets_problem(offsets: Any, num_tokens: int) -> str:
+    """The same of offsets, for a sample of ``num_tokens``."""
+    import numpy as np
+
+    if problem := _problem(offsets):
+        return problem
+    values = np.asarray([] if offsets is None else offsets)
+    if values.size and (values[0] != 0 or (np.diff(values) < 0).any()):
+        return "that do not begin at 0, or fall"
+    if values.size > max(num_tokens, 1):
+        return f"for {values.size - 1} of {num_tokens - 1} tokens"
+    return ""
+
+
+def mask_problem(ids: Any, offsets: Any, response_length: int) -> str:
+    """The problem of a sample's mask as a whole; "" if there is none."""
+    if ids is None and offsets is None:
+        return ""
+    if ids is None or offsets is None:
+        return "only one of rollout_top_p_token_ids and rollout_top_p_token_offsets"
+    for name, problem in (
+        ("ids", mask_ids_problem(ids, 0)),
+        ("offsets", mask_offsets_problem(offsets, response_length + 1)),
+    ):
+        if problem:
+            return f"rollout_top_p_token_{name} {problem}"
+    if len(offsets) != response_length + 1:
+        return f"{len(offsets)} rollout_top_p_token_offsets for {response_length} response tokens"
+    if int(offsets[-1]) != len(ids):
+        return f"{len(ids)} rollout_top_p_token_ids, of which the offsets tell {int(offsets[-1])}"
+    return ""
+
+
+def _problem(values: Any) -> str:
+    import numpy as np
+
+    if values is None:
+        return ""
+    try:
+        found = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"that are no array ({error})"
+    if found.ndim != 1 or (found.size and (found.dtype.kind not in "iu" or found.min() < 0)):
+        return f"of {found.dtype} and shape {list(found.shape)}, not whole numbers from 0 on"
+    return ""

@@ -1,0 +1,206 @@
+"""Attention with sinks: each head has a learned score s that no token has, which takes its share of
+the softmax (gpt-oss).
+
+    p = softmax([scores | s]) without its last column
+
+No kernel has to know. Of any that returns the log-sum-exp of the scores, the output changes by one
+factor, and with these two the kernel's own backward pass gives the gradients of queries, keys and
+values:
+
+    out' = out · sigmoid(lse - s)      lse' = logaddexp(lse, s)
+    ds   = -Σ exp(s - lse') · ⟨dout, out'⟩, over all rows of the head
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from slime.trainer.megatron.attention import PackedAttention
+from slime.trainer.megatron.layers import leave_as_it_is
+from slime.trainer.megatron.packed import AttentionBlock, PackedSequences
+
+
+class Kernel(Protocol):
+    """Attention without sinks."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output, shaped as ``query`` [..., dim], and the log-sum-exp of each row's
+        scores, float32 [...]."""
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value."""
+
+
+def attend_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: Kernel
+) -> Tensor:
+    """Attend by ``kernel``, with a sink for each head.
+
+    Args:
+        sinks: scores, one per head; shaped so that they broadcast to the kernel's log-sum-exp.
+    Returns:
+        Shaped as ``query``.
+    """
+    return cast(Tensor, _AttendWithSinks.apply(query, key, value, sinks, kernel))
+
+
+class _AttendWithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: Kernel
+    ) -> Tensor:
+        out, lse = kernel.forward(query, key, value)
+        scores = sinks.to(lse.dtype)
+        out = (out * torch.sigmoid(lse - scores)[..., None]).to(query.dtype)
+        ctx.kernel = kernel
+        ctx.save_for_backward(query, key, value, sinks, out, torch.logaddexp(lse, scores))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        grads = ctx.kernel.backward(grad.contiguous(), query, key, value, out, lse)
+        share = torch.exp(sinks.to(lse.dtype) - lse)
+        products = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
+        grad_sinks = -(share * products).sum_to_size(sinks.shape).to(sinks.dtype)
+        return *grads, grad_sinks, None
+
+
+class _PackedKernel:
+    """torch's flash attention for packed sequences: query [T, heads, dim], keys and values [T,
+    groups, dim]."""
+
+    def __init__(self, sequences: PackedSequences, scale: float, window: int | None) -> None:
+        self._ends = sequences.cu_seqlens_q
+        self._longest = sequences.max_seqlen_q
+        self._options = {
+            "scale": scale,
+            "window_size_left": -1 if window is None else window - 1,
+            "window_size_right": 0,
+        }
+        self._state: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, self._ends, self._ends, self._longest, self._longest, 0.0, True,
+            False, **self._options,
+        )  # fmt: skip
+        self._state = state, unused
+        return out, lse.t()  # the kernel has the heads first
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert self._state is not None
+        grads = torch.ops.aten._flash_attention_backward(
+            grad, query, key, value, out, lse.t().contiguous(), self._ends, self._ends,
+            self._longest, self._longest, 0.0, True, *self._state, **self._options,
+        )  # fmt: skip
+        return cast(tuple[Tensor, Tensor, Tensor], grads)
+
+
+class _BlockKernel:
+    """torch's flash attention of the CPU on a dense block: [B, heads, L, dim] each, as many heads
+    of keys as of queries."""
+
+    def __init__(self, block: AttentionBlock, scale: float, dtype: torch.dtype) -> None:
+        self._options: dict[str, Any] = {"scale": scale}
+        if block.masked:
+            self._options["attn_mask"] = block.bias.to(dtype)
+        self._is_causal = not block.masked
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, self._is_causal, **self._options
+        )
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, lse, 0.0, self._is_causal, **self._options
+        )
+        return cast(tuple[Tensor, Tensor, Tensor], grads)
+
+
+def explicit_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor, scale: float
+) -> Tensor:
+    """The definition: [B, heads, L, dim] each, ``sinks`` [heads], ``bias`` 0 or -inf [B or 1, 1, L,
+    L]."""
+    scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale + bias
+    column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+    return torch.matmul(weights.to(value.dtype), value)
+
+
+class SinkAttention(PackedAttention):
+    """`PackedAttention` with sinks: ``softmax_offset``, by Megatron's name, [heads of this rank].
+
+    On a GPU by torch's own kernel; Transformer Engine's layers have it between them, too.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, layer_number, *args, **kwargs)
+        group = parallel_state.get_tensor_model_parallel_group()
+        whole = torch.zeros(config.num_attention_heads, device=torch.cuda.current_device())
+        if config.init_method is not None and config.init_method is not leave_as_it_is:
+            config.init_method(whole[:, None])
+        mine = whole.chunk(group.size())[group.rank()].to(config.params_dtype)
+        self.softmax_offset = torch.nn.Parameter(mine)
+        tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def _sinks(self, heads: int, sequences: PackedSequences) -> Tensor:
+        """Return those of the heads that this rank attends with: under context parallelism, a part
+        of the tensor-parallel rank's."""
+        context = sequences.context
+        if context is None:
+            return self.softmax_offset
+        return self.softmax_offset[context.place.rank * heads :][:heads]
+
+    def _packed(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
+    ) -> Tensor:
+        kernel = _PackedKernel(sequences, self.scale, self.window)
+        return attend_with_sinks(query, key, value, self._sinks(query.size(1), sequences), kernel)
+
+    def _in_block(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        block: AttentionBlock,
+        sequences: PackedSequences,
+    ) -> Tensor:
+        heads = query.size(2)
+        sinks = self._sinks(heads, sequences)
+        if key.size(2) != heads:
+            key, value = (x.repeat_interleave(heads // x.size(2), dim=2) for x in (key, value))
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        if query.is_cuda:  # float32, which its kernel has not
+            return explicit_with_sinks(q, k, v, sinks, block.bias, self.scale).transpose(1, 2)
+        kernel = _BlockKernel(block, self.scale, query.dtype)
+        return attend_with_sinks(q, k, v, sinks[:, None], kernel).transpose(1, 2)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Return this rank's heads as a part of the whole."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
+        )

@@ -1,0 +1,196 @@
+"""Log-probs over what top-k, top-p and min-p left to be sampled from: engine, samples, trainer."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.algorithms.logprobs import KeptTokens, linear_log_probs
+from slime.engines.api import EngineError, GenerateResult
+from slime.errors import UserError
+from slime.samples.sampling_mask import extended_mask, mask_offsets_problem, mask_problem
+from slime.samples.types import Sample
+from slime.trainer.megatron.packed import PackingOptions, pack
+from tests.support.trainer_ranks import make_batch
+from tests.support.trainers import trainer
+
+VOCAB = 23
+CPU = torch.device("cpu")
+
+
+def rows_of_kept(draw: st.DrawFn, targets: list[int]) -> list[list[int]]:
+    """Sets of tokens with the target among them; some rows have none."""
+    tokens = st.integers(0, VOCAB - 1)
+    return [
+        sorted(draw(st.sets(tokens, max_size=6)) | {target}) if draw(st.booleans()) else []
+        for target in targets
+    ]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
+    targets = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=7))
+    return targets, rows_of_kept(draw, targets)
+
+
+def kept_tokens(rows: list[list[int]]) -> KeptTokens:
+    sizes = torch.tensor([len(row) for row in rows])
+    return KeptTokens(
+        ids=torch.tensor([token for row in rows for token in row], dtype=torch.long),
+        rows=torch.repeat_interleave(torch.arange(len(rows)), sizes),
+        bounds=[0, *sizes.cumsum(0).tolist()],
+        whole=(sizes == 0)[:, None],
+    )
+
+
+@given(problem=problems(), seed=st.integers(0, 99), chunk=st.sampled_from([-1, 2]))
+@settings(max_examples=40)
+def test_log_probs_entropy_and_gradients_are_those_of_what_is_kept(
+    problem: tuple[list[int], list[list[int]]], seed: int, chunk: int
+) -> None:
+    targets, rows = problem
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(len(targets), 5, dtype=torch.float64, generator=generator)
+    weight = torch.randn(VOCAB, 5, dtype=torch.float64, generator=generator)
+    pulls = torch.randn(2, len(targets), dtype=torch.float64, generator=generator)
+
+    def gradients(scores: Any) -> tuple[torch.Tensor, ...]:
+        inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        log_probs, entropy = scores(*inputs)
+        (pulls[0] @ log_probs + pulls[1] @ entropy).backward()
+        return log_probs.detach(), entropy.detach(), inputs[0].grad, inputs[1].grad
+
+    def ours(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs, entropy = linear_log_probs(
+            h,
+            w,
+            torch.tensor(targets),
+            temperature=0.7,
+            with_entropy=True,
+            chunk_size=chunk,
+            kept=kept_tokens(rows),
+        )
+        assert entropy is not None
+        return log_probs, entropy
+
+    def plain(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = []
+        for row, target, logits in zip(rows, targets, h @ w.t() / 0.7):
+            tokens = row or list(range(VOCAB))
+            log_p = torch.log_softmax(logits[tokens], 0)
+            found.append((log_p[tokens.index(target)], -(log_p.exp() * log_p).sum()))
+        return torch.stack([x for x, _ in found]), torch.stack([y for _, y in found])
+
+    for a, b in zip(gradients(ours), gradients(plain), strict=True):
+        assert torch.allclose(a, b, atol=1e-9)
+
+
+def test_a_row_whose_kept_tokens_another_rank_holds_adds_nothing() -> None:
+    """Vocabulary 0 to 11 of 23 on this rank; all that is kept lies behind it."""
+    kept = kept_tokens([[15, 20]])
+    assert kept.left_out(0, 12).all()
+    assert (~kept.left_out(12, 23)).nonzero()[:, 1].tolist() == [3, 8]
+
+
+@given(parts=st.lists(st.tuples(st.booleans(), st.integers(1, 3)), min_size=1, max_size=5))
+def test_masks_grow_with_the_response(parts: list[tuple[bool, int]]) -> None:
+    """Sampled tokens and the answers of tools in any order."""
+    sample = Sample(tokens=[1, 2])
+    expected: list[list[int]] = []
+    for sampled, count in parts:
+        tokens = [len(expected) + i for i in range(count)]
+        if sampled:
+            kept = [[token, 30 + token] for token in tokens]
+            sample.append_response_tokens(
+                tokens=tokens,
+                log_probs=[-0.5] * count,
+                meta_info={"output_token_sampling_mask": kept},
+            )
+            expected += kept
+        else:
+            sample.append_response_tokens(tokens=tokens, trainable=False)
+            expected += [[]] * count
+    ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
+    if not any(sampled for sampled, _ in parts):
+        assert ids is None and offsets is None
+        return
+    found = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+    assert found == expected
+    sample.validate()
+    sample.rollout_top_p_token_offsets = offsets[:-1]
+    with pytest.raises(UserError, match="rollout_top_p_token_offsets for"):
+        sample.validate()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(UserError, match="sampling masks of 1 tokens for 2"):
+        extended_mask(None, None, 0, [[1]], 2)
+    assert "fall" in mask_offsets_problem([0, 3, 2], 9)
+    assert mask_offsets_problem([0, 3, 3], 9) == ""
+    assert "of which the offsets tell 2" in mask_problem([1], [0, 2], 1)
+    assert mask_problem([1], [0, 1], 1) == ""
+    body = {
+        "output_ids": [5],
+        "meta_info": {
+            "output_token_logprobs": [[-1.0, 5, None]],
+            "output_token_sampling_logprobs": [None],
+        },
+    }
+    with pytest.raises(EngineError, match="sampling log-probs"):
+        GenerateResult.from_json(body)
+    body["meta_info"]["output_token_sampling_logprobs"] = [-0.25]
+    assert GenerateResult.from_json(body).log_probs == [-0.25]
+
+
+def test_packing_puts_masks_behind_each_other() -> None:
+    tokens = [torch.arange(4), torch.arange(5), torch.arange(3)]
+    masks = {
+        "sampling_mask_ids": [torch.tensor([7, 8, 9]), torch.tensor([]), torch.tensor([4, 5])],
+        "sampling_mask_offsets": [
+            torch.tensor([0, 2, 3]),
+            torch.tensor([]),  # a sample that trains nothing
+            torch.tensor([0, 2]),
+        ],
+    }
+    kept = pack([2, 0, 1], tokens, [2, 2, 1], PackingOptions(CPU), masks).kept
+    assert kept is not None
+    assert kept.ids.tolist() == [4, 5, 7, 8, 9] and kept.rows.tolist() == [0, 0, 1, 1, 2]
+    assert kept.bounds == [0, 2, 4, 5, 5, 5]
+    assert kept.whole[:, 0].tolist() == [False] * 3 + [True] * 2
+
+
+def test_a_trainer_computes_over_what_is_kept() -> None:
+    """The same batch with masks of everything gives the same numbers; one with the target alone
+    gives log-probs of 0."""
+    batch = make_batch()
+    vocab = 0
+    backend = trainer()
+    try:
+        plain = backend.log_probs(batch)
+        vocab = backend.spec.vocab_size
+
+        def scores(rows_of: Any) -> list[torch.Tensor]:
+            ids = []
+            offsets = []
+            for tokens, length in zip(batch.tokens, batch.response_lengths):
+                rows = [rows_of(int(token)) for token in tokens[tokens.numel() - length :]]
+                ids.append(torch.tensor([token for row in rows for token in row]))
+                offsets.append(torch.tensor(np.cumsum([0, *map(len, rows)])))
+            batch.payloads |= {"sampling_mask_ids": ids, "sampling_mask_offsets": offsets}
+            found = backend.log_probs(batch)
+            assert found is not None
+            return found
+
+        everything = scores(lambda token: range(vocab))
+        alone = scores(lambda token: [token])
+    finally:
+        backend.close()
+    assert plain is not None
+    assert all(torch.equal(a, b) for a, b in zip(plain, everything, strict=True))
+    assert all((values == 0).all() for values in alone)
