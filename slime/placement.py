@@ -94,7 +94,7 @@ def needs_engines(config: Config) -> bool:
     debug = config.debug
     if debug.debug_train_only or debug.load_debug_rollout_data:
         return False
-    return config.algorithm.loss_type != "sft_loss" or has_evaluation(config)
+    return not config.algorithm.trains_on_data or has_evaluation(config)
 
 
 def has_evaluation(config: Config) -> bool:

@@ -97,11 +97,32 @@ def sequence_sum(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
     """
     if values.numel() == 0:  # a rank with nothing to train; there is no reduction over no segments
         return values * masks
-    sums = torch.segment_reduce(
-        values * masks,
+    return torch.repeat_interleave(
+        sample_sums(values, masks, lengths), lengths, output_size=values.numel()
+    )
+
+
+def sample_sums(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
+    """The sum of each sample over its trained tokens, one number per sample.
+
+    Args:
+        values, masks: flat [sum of R_i].
+        lengths: int64 [samples], R_i.
+    Returns:
+        [samples]; 0 for a sample without trained tokens. Differentiable in ``values``; a NaN on a
+        token that is not trained does no harm.
+
+    Example:
+        >>> v, m = torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([1.0, 1.0, 0.0])
+        >>> sample_sums(v, m, torch.tensor([2, 1])).tolist()
+        [4.0, 0.0]
+    """
+    if values.numel() == 0:  # there is no reduction over no segments
+        return values.new_zeros(lengths.numel())
+    return torch.segment_reduce(
+        torch.where(masks != 0, values, 0.0),
         "sum",
         lengths=lengths,
         unsafe=values.is_cuda,  # looking at the lengths would wait for the device
         initial=0.0,
     )
-    return torch.repeat_interleave(sums, lengths, output_size=values.numel())

@@ -356,6 +356,7 @@ class HfWriter:
         shard_bytes: upper bound of a weight file.
         quantised: the tensors are as the quantization_config of ``assets_from`` says; otherwise
             they are plain, and the copy of config.json has none.
+        config_changes: entries of config.json that differ from those of ``assets_from``.
     Raises:
         UserError: what is in ``directory`` must not be lost (`check_export`).
     """
@@ -367,8 +368,10 @@ class HfWriter:
         shard_bytes: int = 4 << 30,
         *,
         quantised: bool = False,
+        config_changes: Mapping[str, Any] | None = None,
     ) -> None:
         self._quantised = quantised
+        self._config_changes = config_changes or {}
         self.directory = Path(directory)
         self.assets_from = Path(assets_from)
         self.shard_bytes = shard_bytes
@@ -452,6 +455,10 @@ class HfWriter:
             (self._partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         dtype = self._dtypes.most_common(1)[0][0] if self._dtypes and not self._quantised else None
         copy_assets(self.assets_from, self._partial, dtype)
+        if self._config_changes:
+            path = self._partial / "config.json"
+            config = json.loads(path.read_text()) | dict(self._config_changes)
+            path.write_text(json.dumps(config, indent=2) + "\n")
         publish(self._partial, self.directory)
 
 

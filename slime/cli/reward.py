@@ -69,6 +69,7 @@ _REWARD_FLAGS = (
     "group_rm",
     "reward_key",
     "rm_url",
+    "rm_path",
     "rm_timeout",
     "rm_num_workers",
 )
@@ -111,6 +112,7 @@ def _parser() -> Arguments:
     )
     parser.add_argument("--reward-key", help="key of the number, when rewards are dicts")
     parser.add_argument("--rm-url", help="address for --rm-type remote_rm")
+    parser.add_argument("--rm-path", help="directory for --rm-type reward_model")
     parser.add_argument("--rm-timeout", type=float, help="seconds for one call")
     parser.add_argument("--rm-num-workers", type=int, help="processes of the math graders")
     parser.add_argument(

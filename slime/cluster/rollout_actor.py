@@ -31,6 +31,7 @@ from slime.prompts.prepare import CheckedRows, remember, remembered
 from slime.prompts.source import load_source, make_source, save_source, source_again
 from slime.samples.batch import TrainBatch, TrainedTokens, TrainLayout
 from slime.samples.types import Group, VersionWindow
+from slime.user_code.hooks import RolloutFnTrainOutput
 
 logger = get_logger(__name__)
 
@@ -79,6 +80,9 @@ class RolloutActor:
         # writes the last rollout's training data beside its samples
         self._recording: asyncio.Future[None] | None = None
         self.journal: Any = None  # a `slime.rollout.journal.Journal`, unless it is switched off
+        # a `slime.rollout.reference_cache.ReferenceCache`, where preferences need a reference
+        self.references: Any = None
+        self._held_out: list[Group] | None = None
         log_to_file_only(
             "rollout", run_path / "logs", config.observe.log_level, *config.for_hiding()
         )
@@ -99,6 +103,7 @@ class RolloutActor:
         from slime.observe.recorder import Recorder
         from slime.prompts.tokenizer import load_tokenizer
         from slime.rollout.journal import open_journal
+        from slime.rollout.reference_cache import reference_cache
         from slime.rollout.rewards.row_checks import RewardJudge
 
         assert self.config.checkpoint.hf_checkpoint is not None
@@ -110,8 +115,9 @@ class RolloutActor:
         self.recorder = Recorder(
             self.run_path, self.config, decode=lambda tokens: str(self.tokenizer.decode(tokens))
         )
-        folder = RunFolder(self.run_path, self.config.observe.stage or None).journal
-        self.journal = open_journal(self.config, folder)
+        folder = RunFolder(self.run_path, self.config.observe.stage or None)
+        self.journal = open_journal(self.config, folder.journal)
+        self.references = reference_cache(self.config, folder.reference_log_probs)
         if self.config.debug.dump_details:  # so that the dumped tokens can be read anywhere
             self.tokenizer.save_pretrained(Path(self.config.debug.dump_details) / "tokenizer")
         data = self.config.data
@@ -177,10 +183,8 @@ class RolloutActor:
         from slime.samples.convert import to_train_batches
 
         started = time.perf_counter()
-        if self.config.algorithm.loss_type == "sft_loss":
-            from slime.rollout.sft import sft_rollout
-
-            output = await sft_rollout(self.config, self.source, self.tokenizer, rollout_id)
+        if self.config.algorithm.trains_on_data:
+            output = await self._read_rollout(rollout_id)
         else:
             output = await self.loop.generate_batch(rollout_id, versions)
         groups: list[Group] = output.samples
@@ -188,6 +192,9 @@ class RolloutActor:
         generated = time.perf_counter()
         batches = to_train_batches(groups, self.config, layout, rollout_id)
         metrics |= batches[0].global_stats
+        if self.references is not None:
+            is_known = await asyncio.to_thread(self.references.fill, batches)
+            metrics["rollout/reference_known"] = float(is_known)
         shards = self._put_shards(batches, groups)
         self._groups_of[rollout_id] = [group.index for group in groups]
         converted = time.perf_counter()
@@ -199,6 +206,14 @@ class RolloutActor:
             versions for batch in batches for versions in batch.weight_versions if versions
         )
         return RolloutResult(rollout_id, shards, metrics, dict(sampled_by), untold())
+
+    async def _read_rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
+        """Return groups with the data's own answers."""
+        from slime.rollout.preferences import preference_rollout
+        from slime.rollout.sft import sft_rollout
+
+        read = sft_rollout if self.config.algorithm.preference is None else preference_rollout
+        return await read(self.config, self.source, self.tokenizer, rollout_id)
 
     async def load_dump(
         self, rollout_id: int, layout: TrainLayout, versions: VersionWindow
@@ -229,6 +244,23 @@ class RolloutActor:
         output = await self.loop.evaluate(rollout_id, before_training=is_first)
         self.recorder.record_evaluation(name, rollout_id, output.data)
         return dict(output.metrics or {})
+
+    async def held_out(self, layout: TrainLayout) -> list[ray.ObjectRef]:
+        """Return the pairs of --eval-preference-data, one shard per data-parallel rank."""
+        from slime.rollout.preferences import held_out_groups
+        from slime.samples.convert import to_train_batches
+
+        if self._held_out is None:
+            self._held_out = await asyncio.to_thread(held_out_groups, self.config, self.tokenizer)
+        batches = to_train_batches(self._held_out, self.config, layout, 0)
+        if self.references is not None:
+            await asyncio.to_thread(self.references.fill, batches)
+        return [ray.put(batch) for batch in batches]
+
+    async def keep_references(self, scored: Sequence[TrainedTokens]) -> None:
+        """Keep log-probs of the reference model that the trainer has computed."""
+        if self.references is not None:
+            await asyncio.to_thread(self.references.add, scored)
 
     async def use_adapter(self, version: int, cut: bool) -> None:
         """Have requests name the policy's adapter of this version.
@@ -266,12 +298,15 @@ class RolloutActor:
         """
         self.source.mark_consumed(self._groups_of.pop(rollout_id, []))
         await self._wait_until_recorded()
+        if self.references is not None:
+            await asyncio.to_thread(self.references.add, trained)
+            trained = [one for one in trained if one.ref_log_probs is None]
         if trained:
             writing = asyncio.to_thread(self.recorder.record_training, rollout_id, trained)
             self._recording = asyncio.ensure_future(writing)
-        trains_on_answers = self.config.algorithm.loss_type != "sft_loss"
+        generates = not self.config.algorithm.trains_on_data
         metrics: dict[str, float] = (
-            self.loop.take_idle() if self.loop is not None and trains_on_answers else {}
+            self.loop.take_idle() if self.loop is not None and generates else {}
         )
         return metrics | {"perf/rollout_memory_gb": self._footprint.gigabytes(os.getpid())}
 
@@ -404,6 +439,16 @@ class RolloutHandle:
     def begin_evaluation(self, rollout_id: int) -> ray.ObjectRef:
         """Return a ref to metrics ``eval/…``."""
         return self._actor.evaluate.remote(rollout_id)
+
+    def held_out(self, layout: TrainLayout) -> list[ray.ObjectRef]:
+        """Return the held-out pairs, one shard per data-parallel rank."""
+        shards: list[ray.ObjectRef] = self._answer(
+            self._actor.held_out.remote(layout), "reading the held-out pairs"
+        )
+        return shards
+
+    def keep_references(self, scored: Sequence[TrainedTokens]) -> None:
+        self._answer(self._actor.keep_references.remote(scored), "keeping log-probs")
 
     def mark_consumed(
         self, rollout_id: int, trained: Sequence[TrainedTokens] = ()

@@ -128,8 +128,8 @@ class Cluster:
         self._should_stop = should_stop
         self._on_progress = on_progress
         self._on_push = on_push
-        is_sft = config.algorithm.loss_type == "sft_loss"  # its engines, if any, only evaluate
-        self.is_sequential = is_sft or config.sync.async_buffer_size == 0
+        uses_data = config.algorithm.trains_on_data  # its engines, if any, only evaluate
+        self.is_sequential = uses_data or config.sync.async_buffer_size == 0
         self._started_ray = False
         self._slots: GpuSlots | None = None
         self._rollout: RolloutHandle | None = None
@@ -453,6 +453,18 @@ class Cluster:
     def update_weights(self) -> dict[str, float]:
         """Push the trainer's weights to the engines (`WeightPush.push`)."""
         return self._weights.push() if self._weights is not None else {}
+
+    def evaluate_preferences(self) -> dict[str, float]:
+        """Score the pairs of --eval-preference-data with the trainer's weights; return metrics
+        ``eval/preferences/…``, none without such pairs."""
+        if self._trainers is None or not self.config.preference.eval_preference_data:
+            return {}
+        rollout = require_launched(self._rollout)
+        shards = rollout.held_out(self._trainers.layout)
+        with self._trainer_onloaded():
+            metrics, tokens = self._trainers.evaluate(shards)
+        rollout.keep_references(tokens)
+        return metrics
 
     def begin_evaluation(self, rollout_id: int) -> Generating | None:
         """Start an evaluation of the engines' weights; None if there is nothing to evaluate."""

@@ -246,6 +246,11 @@ class TrainerActor:
         )
         return metrics, self.backend.trained_tokens
 
+    def evaluate(self, shards: list[ray.ObjectRef]) -> tuple[dict[str, float], list[TrainedTokens]]:
+        """Score held-out preferences; see `train`. Collective."""
+        batch = ray.get(shards[self.backend.data_parallel_rank])
+        return self.backend.evaluate(batch), self.backend.trained_tokens
+
     def save(self, rollout_id: int, extra_state: dict[str, Any]) -> None:
         with self._phase("save_model"):
             self.backend.save(rollout_id, extra_state)
@@ -392,6 +397,11 @@ class Trainers:
         """
         answers = self._ask(lambda actor: actor.train.remote(shards), "training")
         return answers[self._reporting_rank][0], [one for _, trained in answers for one in trained]
+
+    def evaluate(self, shards: list[ray.ObjectRef]) -> tuple[dict[str, float], list[TrainedTokens]]:
+        """Score held-out preferences; return as `train`."""
+        answers = self._ask(lambda actor: actor.evaluate.remote(shards), "evaluating")
+        return answers[self._reporting_rank][0], [one for _, scored in answers for one in scored]
 
     def update_weights(
         self, canary: list[int]

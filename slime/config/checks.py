@@ -22,7 +22,7 @@ from slime.config.addresses import engine_url
 from slime.config.draft import Draft, UserFlags
 from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.estimators import FACTS
-from slime.config.flag import GENERATES, FlagSpec, option_of
+from slime.config.flag import DATA_LOSSES, GENERATES, FlagSpec, option_of
 from slime.config.missing_families import BUILT_IN, described_by, missing_family
 from slime.config.resolve import resolve
 from slime.config.values import check_number
@@ -597,7 +597,7 @@ def _start(draft: Draft) -> None:
 
 
 def _saved_samples(draft: Draft) -> None:
-    has_samples = draft["load_debug_rollout_data"] is not None or draft["loss_type"] == "sft_loss"
+    has_samples = draft["load_debug_rollout_data"] is not None or draft["loss_type"] in DATA_LOSSES
     if draft["debug_train_only"] and not has_samples and draft["num_rollout"] != 0:
         raise UserError(
             "--debug-train-only has nothing to train on",
@@ -610,7 +610,7 @@ def _saved_samples(draft: Draft) -> None:
 def _some_engine(draft: Draft) -> None:
     generates = (
         not draft["debug_train_only"]
-        and draft["loss_type"] != "sft_loss"
+        and draft["loss_type"] not in DATA_LOSSES
         and draft["num_rollout"] != 0
     )
     if not generates or draft["rollout_num_gpus"] != 0:

@@ -9,7 +9,8 @@ from slime.config.checks_distillation import distillation
 from slime.config.draft import Draft
 from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.estimators import FACTS
-from slime.config.flag import option_of
+from slime.config.flag import DATA_LOSSES, option_of
+from slime.config.preferences import PREFERENCE_FACTS
 from slime.errors import UserError
 
 #: NCCL's algorithms that add up in the same order every time.
@@ -158,10 +159,11 @@ def _algorithm(draft: Draft) -> None:
         raise UserError("--get-mismatch-metrics needs --custom-tis-function-path")
     if draft["loss_type"] == "custom_loss" and draft["custom_loss_function_path"] is None:
         raise UserError("--loss-type custom_loss needs --custom-loss-function-path")
-    if draft["loss_type"] == "sft_loss" and draft["n_samples_per_prompt"] != 1:
+    loss = draft["loss_type"]
+    if loss in DATA_LOSSES and draft["n_samples_per_prompt"] != 1:
         raise UserError(
-            f"--loss-type sft_loss with --n-samples-per-prompt {draft['n_samples_per_prompt']}",
-            why="supervised fine-tuning trains on the data's own answers, one per prompt",
+            f"--loss-type {loss} with --n-samples-per-prompt {draft['n_samples_per_prompt']}",
+            why="it trains on the data's own answers, one row per prompt",
             fix="pass --n-samples-per-prompt 1",
         )
 
@@ -175,7 +177,7 @@ def _check_sampling_mask(draft: Draft) -> None:
             "from the whole vocabulary",
             fix="leave it out",
         )
-    if flags and not draft["use_sampling_mask"] and draft["loss_type"] != "sft_loss":
+    if flags and not draft["use_sampling_mask"] and draft["loss_type"] not in DATA_LOSSES:
         draft.warnings.append(
             f"{flags} leaves tokens out of what is sampled from, and log-probs are of the whole "
             "vocabulary: ratios are those of another distribution, of which long runs have "
@@ -256,6 +258,43 @@ def _critic(draft: Draft) -> None:
         )
 
 
+#: Flags that a reward model cannot be trained with, and why.
+_WITHOUT_REWARD_MODEL = {
+    "lora_rank": "its head is trained with all other weights, and an adapter has no head",
+    "eval_prompt_data": "engines would generate with it, and it has no vocabulary",
+    "eval_config": "engines would generate with it, and it has no vocabulary",
+    "custom_model_provider_path": "the function builds a model of the vocabulary",
+    "spec": "it is built by the model's own table",
+    "fake_quantisation": "no engine serves it",
+}
+
+
+def _preferences(draft: Draft) -> None:
+    if draft["loss_type"] != "preference_loss":
+        return
+    loss = draft["preference_loss"]
+    if draft.is_given("label_key") and PREFERENCE_FACTS[loss].takes_pairs:
+        draft.warnings.append(
+            f"--label-key {draft['label_key']} has no effect with --preference-loss {loss}: which "
+            "answer is the better one is told by the columns"
+        )
+    if loss == "kto" and draft["rollout_batch_size"] < 2:
+        raise UserError(
+            "--preference-loss kto with --rollout-batch-size 1",
+            why="each prompt is scored with the answer of another row, too",
+            fix="pass --rollout-batch-size 2 or more",
+        )
+    if loss != "reward_model":
+        return
+    for dest, why in _WITHOUT_REWARD_MODEL.items():
+        if draft[dest] and draft[dest] != "none":
+            raise UserError(
+                f"{option_of(dest)} and --preference-loss reward_model exclude each other",
+                why=why,
+                fix=f"leave {option_of(dest)} out",
+            )
+
+
 def _lora(draft: Draft) -> None:
     if not draft["lora_rank"]:
         return
@@ -278,7 +317,7 @@ def _lora(draft: Draft) -> None:
             why="it changes the base's routers, which a push of adapters does not bring to engines",
             fix="leave --moe-router-bias-update-rate out",
         )
-    if draft["lora_dropout"] and draft["loss_type"] != "sft_loss":
+    if draft["lora_dropout"] and draft["loss_type"] not in DATA_LOSSES:
         draft.warnings.append(
             f"--lora-dropout {draft['lora_dropout']:g}: the policy that is trained differs from "
             "the one that generated and was scored, which reinforcement learning takes for a step"
@@ -403,6 +442,7 @@ STEPS = (
     _batches,
     _algorithm,
     distillation,
+    _preferences,
     _trained,
     _lora,
     _deterministic,

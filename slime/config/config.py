@@ -19,6 +19,7 @@ from slime.config.groups_critic import CriticConfig
 from slime.config.groups_distillation import DistillationConfig
 from slime.config.groups_lora import LoraConfig
 from slime.config.groups_megatron import MegatronConfig
+from slime.config.groups_preference import PreferenceConfig
 from slime.config.groups_quantised import QuantisedConfig
 from slime.config.groups_rollout import (
     DataConfig,
@@ -107,6 +108,7 @@ class Config:
     algorithm: AlgorithmConfig
     critic: CriticConfig
     distillation: DistillationConfig
+    preference: PreferenceConfig
     train: TrainConfig
     megatron: MegatronConfig
     lora: LoraConfig

@@ -207,20 +207,22 @@ EVALUATES = on("eval_prompt_data") | on("eval_config", why="nothing is evaluated
 #: The same of how it is evaluated: scripts that evaluate at times keep these flags, so that it is a
 #: warning.
 EVALUATION_SETTING = dataclasses.replace(EVALUATES, warns=True)
+#: Losses that train on the data's own answers.
+DATA_LOSSES = ("sft_loss", "preference_loss")
 #: Samples are drawn and trained on.
-SAMPLES = unless(
-    "loss_type", "sft_loss", why="supervised fine-tuning trains on the data's own answers"
-)
+SAMPLES = unless("loss_type", *DATA_LOSSES, why="the data's own answers are trained on")
 #: Engines generate something, if only for an evaluation.
 GENERATES = SAMPLES | EVALUATES
 #: The same of what tells where engines are: scripts that do both keep them, so that it is a
 #: warning.
 ENGINES = (
-    unless("loss_type", "sft_loss", why="supervised fine-tuning starts no engine", warns=True)
+    unless(
+        "loss_type", *DATA_LOSSES, why="training on the data's answers starts no engine", warns=True
+    )
     | EVALUATES
 )
 #: The built-in policy loss runs.
-POLICY_LOSS = unless("loss_type", "sft_loss", "custom_loss", why="it belongs to the policy loss")
+POLICY_LOSS = unless("loss_type", *DATA_LOSSES, "custom_loss", why="it belongs to the policy loss")
 
 # -- the declaration -------------------------------------------------------------------------------
 

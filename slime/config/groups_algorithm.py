@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from slime.config.estimators import FACTS, EstimatorName, estimators_where
 from slime.config.flag import (
+    DATA_LOSSES,
     POLICY_LOSS,
     SAMPLES,
     Interval,
@@ -20,6 +21,7 @@ from slime.config.flag import (
     on,
     unless,
 )
+from slime.config.preferences import PREFERENCE_FACTS, PreferenceFacts, PreferenceName
 
 _PENALTY = finite(0, "a penalty; below 0 it would reward leaving the reference model")
 _CLIP = at_least(0, "a distance from the ratio 1")
@@ -56,11 +58,18 @@ class AlgorithmConfig:
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("training",)
 
-    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag(
+    loss_type: Literal["policy_loss", "sft_loss", "preference_loss", "custom_loss"] = flag(
         "policy_loss", read_by=("driver", "collection", "samples", "training")
     )
-    """policy_loss for RL, sft_loss for supervised fine-tuning, custom_loss for a function of your
-    own."""
+    """policy_loss for RL, sft_loss for supervised fine-tuning, preference_loss for pairs of answers
+    (DPO and its kin, reward models), custom_loss for a function of your own."""
+    preference_loss: PreferenceName = flag(
+        "dpo",
+        needs=on("loss_type", "preference_loss"),
+        read_by=("driver", "collection", "samples", "training"),
+    )
+    """What is learned from preferences: dpo, ipo, simpo, kto, or reward_model, whose result is a
+    model with one output, the reward."""
     custom_loss_function_path: str | None = flag(None, needs=on("loss_type", "custom_loss"))
     """Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), with --loss-type
     custom_loss."""
@@ -75,7 +84,7 @@ class AlgorithmConfig:
                 "loss_type", "policy_loss", why="the policy loss weighs tokens by their advantages"
             ),
             unless("custom_advantage_function_path", why="it computes them"),
-            unless("loss_type", "sft_loss", why="supervised fine-tuning has none", warns=True),
+            unless("loss_type", *DATA_LOSSES, why="this loss has none", warns=True),
         ),
     )
     """Train without advantages (SFT, custom losses)."""
@@ -241,7 +250,13 @@ class AlgorithmConfig:
         None, needs=(POLICY_LOSS, _MEAN_IS_FREE)
     )
     """Function that makes the reducer of the policy loss."""
-    calculate_per_token_loss: bool = flag(False, needs=_MEAN_IS_FREE)
+    calculate_per_token_loss: bool = flag(
+        False,
+        needs=(
+            _MEAN_IS_FREE,
+            unless("loss_type", "preference_loss", why="preferences are averaged over pairs"),
+        ),
+    )
     """Average the loss over the tokens of a step, instead of over rollouts (CISPO: over groups)."""
     use_sampling_mask: bool = derived(
         "on with rollout_top_k, rollout_top_p or rollout_min_p, unless your function generates",
@@ -257,9 +272,12 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Something compares the policy with the reference model: the KL loss, or the KL penalty in
-        the reward."""
-        return self.loss_type != "sft_loss" and (self.use_kl_loss or self.kl_coef != 0)
+        """Something compares the policy with the reference model: the KL loss, the KL penalty in
+        the reward, or a preference loss."""
+        preference = self.preference
+        if preference is not None:
+            return preference.needs_reference
+        return not self.trains_on_data and (self.use_kl_loss or self.kl_coef != 0)
 
     @property
     def averages_tokens(self) -> bool:
@@ -275,4 +293,21 @@ class AlgorithmConfig:
     @property
     def needs_critic(self) -> bool:
         """Advantages come from the values of a critic, which is trained beside the policy."""
-        return self.loss_type != "sft_loss" and FACTS[self.advantage_estimator].needs_critic
+        return not self.trains_on_data and FACTS[self.advantage_estimator].needs_critic
+
+    @property
+    def trains_on_data(self) -> bool:
+        """The data's own answers are trained on, and nothing is generated for training."""
+        return self.loss_type in DATA_LOSSES
+
+    @property
+    def preference(self) -> PreferenceFacts | None:
+        """What the flags know of the preference loss; None with another --loss-type."""
+        if self.loss_type != "preference_loss":
+            return None
+        return PREFERENCE_FACTS[self.preference_loss]
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """The model that is trained has one output, the reward, in place of the vocabulary."""
+        return self.preference is not None and self.preference.trains_head

@@ -257,7 +257,7 @@ class RewardConfig:
         ),
     )
     """Built-in reward: math, dapo, deepscaler, f1, gpqa, ifbench (pip install 'slime-rl[ifbench]'),
-    remote_rm, random; metadata["rm_type"] wins."""
+    remote_rm, reward_model, random; metadata["rm_type"] wins."""
     custom_rm_path: str | None = flag(None, needs=GENERATES)
     """Reward function (args, sample), sync or async, by dotted path or file.py:function."""
     group_rm: bool = flag(
@@ -284,6 +284,21 @@ class RewardConfig:
         ),
     )
     """Address of the remote reward model (--rm-type remote_rm)."""
+    rm_path: str | None = flag(
+        None,
+        needs=GENERATES
+        & (
+            on("rm_type", "reward_model")
+            | on(
+                "custom_rm_path",
+                why="only rows and evaluation sets whose own rm_type is reward_model ask it",
+                warns=True,
+            )
+        ),
+    )
+    """Directory of the reward model of --rm-type reward_model: a sequence classifier with one
+    output, as --preference-loss reward_model leaves it. It runs on the CPU of the rollout process;
+    serve a large one, and pass --rm-type remote_rm."""
     rm_timeout: float = flag(60.0, range=POSITIVE, needs=GENERATES)
     """Seconds after which a reward call is given up."""
     rm_num_workers: int = derived("CPU cores of this host, at most 8", range=SOME, needs=GENERATES)
@@ -329,7 +344,12 @@ class EvalConfig:
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("generation",)
 
-    eval_interval: int | None = flag(None, range=SOME, needs=EVALUATES)
+    eval_interval: int | None = flag(
+        None,
+        range=SOME,
+        needs=EVALUATES | on("eval_preference_data"),
+        read_by=("driver", "generation"),
+    )
     """Evaluate every so many rollouts; in any case before the first, at the end of each epoch and
     after the last."""
     eval_prompt_data: tuple[str, ...] = flag(
@@ -341,7 +361,11 @@ class EvalConfig:
     eval_config: str | None = flag(None, needs=_HAS_ENGINES)
     """YAML file of evaluation sets with settings of their own; takes the place of
     --eval-prompt-data."""
-    skip_eval_before_train: bool = flag(False, needs=EVALUATION_SETTING)
+    skip_eval_before_train: bool = flag(
+        False,
+        needs=EVALUATION_SETTING | on("eval_preference_data"),
+        read_by=("driver", "generation"),
+    )
     """No evaluation before the first step."""
     eval_function_path: str | None = derived("rollout_function_path", needs=EVALUATION_SETTING)
     """Function that replaces the whole evaluation."""

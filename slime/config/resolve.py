@@ -16,8 +16,9 @@ from slime import paths as path_patterns
 from slime.config.draft import Draft, UserFlags
 from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.estimators import FACTS
-from slime.config.flag import SAMPLES, FlagSpec, option_of
+from slime.config.flag import DATA_LOSSES, SAMPLES, FlagSpec, option_of
 from slime.config.parts import absent
+from slime.config.preferences import PREFERENCE_FACTS
 from slime.errors import UserError
 from slime.processes.host import num_cpus, num_gpus
 
@@ -87,7 +88,7 @@ def _speed_alone(draft: Draft) -> None:
 
 
 def _overlap(draft: Draft) -> None:
-    if draft["loss_type"] == "sft_loss":
+    if draft["loss_type"] in DATA_LOSSES:
         draft.derive("async_buffer_size", 1, "the data's own answers depend on no weights")
     draft.derive(
         "async_buffer_size",
@@ -303,6 +304,12 @@ def _algorithm(draft: Draft) -> None:
         "low_var_kl" if draft["use_kl_loss"] else "k1",
         "low_var_kl with use_kl_loss, else k1",
     )
+    preference = draft["preference_loss"]
+    draft.derive(
+        "preference_beta",
+        PREFERENCE_FACTS[preference].beta or 0.1,
+        f"preference_loss {preference}",
+    )
     draft.derive(
         "rs_lower_bound",
         1 / draft["rs_upper_bound"],
@@ -338,7 +345,7 @@ def _sampling_mask(draft: Draft) -> None:
         reason = f"{' and '.join(own)} asks the engine itself"
     draft.derive(
         "use_sampling_mask",
-        bool(flags) and not own and draft["loss_type"] != "sft_loss",
+        bool(flags) and not own and draft["loss_type"] not in DATA_LOSSES,
         reason,
     )
     engine = ENGINE_OPTIONS[draft["rollout_engine"]]
@@ -359,6 +366,10 @@ def _references(draft: Draft) -> None:
             draft["hf_checkpoint"],
             "hf_checkpoint, as a KL term needs a reference model",
         )
+    preference = PREFERENCE_FACTS[draft["preference_loss"]]
+    if draft["loss_type"] == "preference_loss" and preference.needs_reference:
+        why = f"hf_checkpoint, as {preference.name} compares with a reference model"
+        draft.derive("ref_load", draft["hf_checkpoint"], why)
 
 
 def _checkpoints(draft: Draft) -> None:
@@ -492,6 +503,7 @@ def _samples(draft: Draft) -> tuple[int, str]:
 #: reference system.
 _SINGLE_SAMPLES: tuple[tuple[str, str | None], ...] = (
     ("loss_type", "sft_loss"),
+    ("loss_type", "preference_loss"),
     ("loss_type", "custom_loss"),
     ("disable_rewards_normalization", None),
     ("custom_reward_post_process_path", None),

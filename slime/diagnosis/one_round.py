@@ -76,8 +76,8 @@ def one_round(case: CheckedRun, findings: CheckFindings) -> None:
 
 def goes_round(config: Config) -> bool:
     """Whether the run generates, trains and pushes."""
-    is_sft = config.algorithm.loss_type == "sft_loss"
-    return not is_sft and needs_engines(config) and not config.debug.debug_rollout_only
+    trains_on_data = config.algorithm.trains_on_data
+    return not trains_on_data and needs_engines(config) and not config.debug.debug_rollout_only
 
 
 def how_it_failed(status: int, output: Sequence[str], folder: Path) -> str:

@@ -9,7 +9,14 @@ from typing import Any
 
 from slime.hub import hub_name
 from slime.observe.console import eval_scores
-from slime.observe.run_data import RunData, Stage, flags_with_origins, is_supervised
+from slime.observe.run_data import (
+    RunData,
+    Stage,
+    config_value,
+    flags_with_origins,
+    is_supervised,
+    learns_preferences,
+)
 from slime.redact import redacted
 
 _CHOSEN = ("flag", "yaml")
@@ -47,7 +54,15 @@ def model_card(
     if is_adapter:
         head["base_model_relation"] = "adapter"
     supervised = run is not None and all(is_supervised(stage) for stage in run.stages)
-    tags = ["slime", "sft" if supervised else "reinforcement-learning"] if run else ["slime"]
+    method = "reinforcement-learning"
+    kind = "reinforcement learning"
+    if run is not None and learns_preferences(run.stages[-1]):
+        method = str(config_value(run.stages[-1].config, "preference_loss"))
+        kind = f"learning from preferences ({method})"
+    elif supervised:
+        method = "sft"
+        kind = "supervised fine-tuning"
+    tags = ["slime", method] if run else ["slime"]
     tags += ["lora"] if is_adapter else []
     lines = [
         "---",
@@ -67,7 +82,6 @@ def model_card(
         return "\n".join(
             [*lines, "Uploaded with `slime push`; of its training nothing is known here.", ""]
         )
-    kind = "supervised fine-tuning" if supervised else "reinforcement learning"
     lines += [
         f"{f'`{base}`' if base else 'A model'} after {kind} with slime (run `{run.name}`).",
         "",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime.config.flag import DATA_LOSSES
 from slime.errors import UserError
 from slime.files import read_lines, read_object
 from slime.observe.run_folder import RunFolder, config_files, is_held
@@ -186,8 +187,13 @@ def config_value(config: dict[str, Any], name: str) -> Any:
 
 
 def is_supervised(stage: Stage) -> bool:
-    """Whether a stage is supervised fine-tuning, whose samples have no meaningful rewards."""
-    return config_value(stage.config, "loss_type") == "sft_loss"
+    """Whether a stage trains on the answers of its data, whose rewards nobody has measured."""
+    return config_value(stage.config, "loss_type") in DATA_LOSSES
+
+
+def learns_preferences(stage: Stage) -> bool:
+    """Whether a stage learns from preferences (``--loss-type preference_loss``)."""
+    return config_value(stage.config, "loss_type") == "preference_loss"
 
 
 def elapsed(stage: Stage) -> float | None:

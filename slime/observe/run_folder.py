@@ -10,6 +10,7 @@ outputs/<run_name>/
   logs/                 one file per process
   model/                with --save: the model at the end, a Hugging Face directory
   journal/              while it runs: what is not trained on yet, and when weights were pushed
+  reference_log_probs/  with a preference loss: what the reference model has scored
   crash/                traceback, last metrics and configuration of a failed run
   report.html           all of it on one page
 """
@@ -59,6 +60,7 @@ _MOST = 1e11
 _FILES = ("run.json", "metrics.jsonl", "report.html", ".lock", "config.json")
 _FOLDERS = (
     "logs", "samples", "journal", "trace", "tensorboard", "crash", "history", "engines", "model",
+    "reference_log_probs",
 )  # fmt: skip
 _SUFFIXES_INSIDE = (".jsonl", ".json", ".log")
 #: Files of file managers; a folder with nothing else counts as empty.
@@ -118,6 +120,10 @@ class RunFolder:
     @property
     def trace(self) -> Path:
         return self._of_stage("trace")
+
+    @property
+    def reference_log_probs(self) -> Path:
+        return self._of_stage("reference_log_probs")
 
     @property
     def model(self) -> Path:

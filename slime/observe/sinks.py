@@ -249,7 +249,7 @@ def _make(
     config: Config, run: RunFolder, console: Console | None
 ) -> tuple[ConsoleSink, list[Sink]]:
     """The console's, and all of them."""
-    supervised = config.algorithm.loss_type == "sft_loss"
+    supervised = config.algorithm.trains_on_data
     name = f"{run.path.name}/{run.stage}" if run.stage else run.path.name
     first = ConsoleSink(name, config.rollout.num_rollout or 0, console, supervised)
     sinks: list[Sink] = [first, JsonlSink(run)]

@@ -21,16 +21,24 @@ class RowProblem(Exception):
         refuse_at: share of the rows from which on the run is refused; below it is a warning. 0
             refuses a single row, 1 refuses only if every row has the problem, and more than 1 never
             refuses.
+        is_told: warn of it where it does not refuse.
     """
 
     def __init__(
-        self, kind: str, detail: str = "", fix: str = "", *, refuse_at: float = 0.0
+        self,
+        kind: str,
+        detail: str = "",
+        fix: str = "",
+        *,
+        refuse_at: float = 0.0,
+        is_told: bool = True,
     ) -> None:
         super().__init__(kind, detail, fix)
         self.kind = kind
         self.detail = detail
         self.fix = fix
         self.refuse_at = refuse_at
+        self.is_told = is_told
 
     def at(self, where: str) -> UserError:
         """The error for a single row, when rows are streamed."""
@@ -112,7 +120,7 @@ class Problems:
             {
                 kind: entry
                 for kind, entry in self.found.items()
-                if kind not in self.refused(num_rows).found
+                if kind not in self.refused(num_rows).found and entry[2].is_told
             }
         )
 

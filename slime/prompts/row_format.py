@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slime.config.config import Config
@@ -24,6 +24,7 @@ from slime.prompts.conversation import (
     unread_keys,
 )
 from slime.prompts.labels import compares_labels, read_label
+from slime.prompts.preference_rows import PreferenceColumns, with_prompt
 from slime.prompts.problems import RowProblem, missing_key
 from slime.user_code.overrides import follows_old_plugin
 
@@ -39,6 +40,7 @@ class RowFormat:
             no effect.
         raw: keep chat messages as they are, whatever ``apply_chat_template`` says (supervised
             fine-tuning renders them together with the answers).
+        preference: the columns of answers, where these are learned from by preference.
         metadata_required, tools_required: the column was asked for by flag, so at least its key
             must be there.
     """
@@ -53,6 +55,7 @@ class RowFormat:
     rm_type: str | None = None
     own_reward: bool = False
     raw: bool = False
+    preference: PreferenceColumns | None = None
     metadata_required: bool = False
     tools_required: bool = False
     input_flag: str = "--input-key"
@@ -90,10 +93,24 @@ class RowFormat:
             raw_label=keeps_raw_labels(config),
             rm_type=reward.rm_type,
             own_reward=bool(reward.custom_rm_path),
-            raw=config.algorithm.loss_type == "sft_loss",
+            raw=config.algorithm.trains_on_data,
+            preference=_preference_columns(config),
             metadata_required=data.metadata_key != "metadata",
             tools_required=data.tool_key != "tools",
         )
+
+
+def _preference_columns(config: Config) -> PreferenceColumns | None:
+    facts = config.algorithm.preference
+    if facts is None:
+        return None
+    keys = config.preference
+    asked = config.origins["input_key"] != "default"
+    if facts.takes_pairs:
+        answers = {"chosen": keys.chosen_key, "rejected": keys.rejected_key}
+        return PreferenceColumns(answers, prompt_required=asked)
+    label = config.data.label_key or "label"
+    return PreferenceColumns({"completion": keys.completion_key}, label, asked)
 
 
 def keeps_raw_labels(config: Config) -> bool:
@@ -130,6 +147,8 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     Raises:
         RowProblem: a key is missing, a value has the wrong type, or the prompt is empty.
     """
+    if form.preference is not None:
+        return _read_preference(row, form, form.preference, tokenizer)
     if form.input_key not in row:
         raise missing_key(form.input_key, form.input_flag, row)
     value = row[form.input_key]
@@ -173,26 +192,68 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     return Prompt(rendered, [], label, metadata, prompt, columns, tuple(sorted(keys)))
 
 
-def _unread_columns(row: dict[str, Any], form: RowFormat) -> tuple[str, ...]:
-    read = (form.input_key, form.label_key, form.metadata_key, form.tool_key)
+def _read_preference(
+    row: dict[str, Any], form: RowFormat, columns: PreferenceColumns, tokenizer: Any
+) -> Prompt:
+    """A row of preferences; ``label`` of the prompt is a dict of the answers, and of their
+    label."""
+    given = dict(columns.values(row))
+    column = columns.prompt_column(row, form.input_key)
+    label: dict[str, Any] = {} if columns.label is None else {"label": columns.read_label(row)}
+    metadata = _metadata(row, form)
+    read: dict[str, str | Messages] = {}
+    try:
+        tools = _tools(row, form, None)
+        if column is not None:
+            given["prompt"] = row[column]
+        for name, value in given.items():
+            key = column or name if name == "prompt" else columns.answers[name]
+            conversation = conversation_in(value, key)
+            own = replace(form, input_key=key, input_flag=f"--{name}-key")
+            what = "prompt" if name == "prompt" else "answer"
+            read[name] = (
+                _messages(conversation[0], tools, own, what)
+                if conversation
+                else _text(value, own, what)
+            )
+    except ConversationError as error:
+        raise RowProblem(
+            f"have {error.kind}", f"{error.where}: {error.detail}".rstrip(": "), error.fix
+        ) from error
+    prompt, answers = with_prompt(read.pop("prompt", None), read)
+    if tools:
+        metadata["tools"] = tools
+    unread = _unread_columns(row, form, (*columns.names, column))
+    return Prompt(prompt, [], answers | label, metadata, prompt, unread)
+
+
+def _unread_columns(
+    row: dict[str, Any], form: RowFormat, more: tuple[str | None, ...] = ()
+) -> tuple[str, ...]:
+    read = (form.input_key, form.label_key, form.metadata_key, form.tool_key, *more)
     return tuple(name for name, value in row.items() if name not in read and value is not None)
 
 
-def _text(value: Any, form: RowFormat) -> str:
+def _text(value: Any, form: RowFormat, what: str = "prompt") -> str:
     key = form.input_key
     if not isinstance(value, str) and value != []:
         kind = "None" if value is None else f"a {type(value).__name__}"
+        named = "a prompt" if what == "prompt" else f"an {what}"
+        kinds = "text or" if form.preference else "text,"
+        ids = "" if form.preference else " or token ids"
         raise RowProblem(
-            f"have a prompt (key '{key}') that is no text, chat messages or token ids",
+            f"have {named} (key '{key}') that is no {kinds} chat messages{ids}",
             f"found {kind}",
             f"check {form.input_flag}; messages are [{{'role': …, 'content': …}}]",
         )
     if not value or not value.strip():
-        raise RowProblem(f"have an empty prompt (key '{key}')", fix="remove these rows")
+        raise RowProblem(f"have an empty {what} (key '{key}')", fix="remove these rows")
     return str(value)
 
 
-def _messages(wire: list[Any], tools: list[dict[str, Any]], form: RowFormat) -> Messages:
+def _messages(
+    wire: list[Any], tools: list[dict[str, Any]], form: RowFormat, what: str = "prompt"
+) -> Messages:
     key = form.input_key
     # columnar files fill keys that only some records have with None
     messages = read_messages(wire, where=key, tools=tools, drops_nulls=True)
@@ -204,7 +265,7 @@ def _messages(wire: list[Any], tools: list[dict[str, Any]], form: RowFormat) -> 
             "a message is {'role': …, 'content': …}",
         )
     if not any(message["content"].strip() or message.get("tool_calls") for message in messages):
-        raise RowProblem(f"have an empty prompt (key '{key}')", fix="remove these rows")
+        raise RowProblem(f"have an empty {what} (key '{key}')", fix="remove these rows")
     return messages
 
 

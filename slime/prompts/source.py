@@ -172,7 +172,7 @@ def warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
     one."""
     model = config.checkpoint.hf_checkpoint
     rollout = config.rollout
-    if model is None or config.algorithm.loss_type == "sft_loss" or not is_chat(config, tokenizer):
+    if model is None or config.algorithm.trains_on_data or not is_chat(config, tokenizer):
         return
     generation_config = generation_config_of(model)
     for warning in stop_token_report(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from slime.config.config import Config
 from slime.errors import UserError
@@ -56,8 +57,50 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
         UserError: a row that gives nothing to train on, only rows that are too long, or no more
             data.
     """
-    assert config.rollout.n_samples_per_prompt == 1, "checked when flags are resolved"
     encoder = SftEncoder(config, tokenizer)
+    drawn = draw_groups(config, source, encoder)
+    tell_drawn(config, drawn, encoder, tokenizer)
+    tokens = sum(one.effective_response_length for group in drawn.groups for one in group.samples)
+    counts = {
+        "rollout/sft_trained_tokens": float(tokens),
+        "rollout/sft_too_long": float(len(drawn.left_out)),
+        "rollout/sft_split_conversations": float(encoder.totals.split),
+        "rollout/sft_lost_reasoning": float(encoder.totals.lost_reasoning),
+    }
+    return RolloutFnTrainOutput(drawn.groups, counts)
+
+
+class Encoder(Protocol):
+    """Encodes the rows that a rollout draws."""
+
+    keeps_whole: bool
+    """The samples of a row are trained together: if one is too long, all are left out."""
+
+    @property
+    def totals(self) -> SftTotals: ...
+
+    def read_ahead(self, samples: list[Sample]) -> None: ...
+
+    def encode(self, sample: Sample) -> list[Sample]:
+        """The samples of a row; [] where it is of no use."""
+        ...
+
+
+@dataclass(frozen=True)
+class DrawnGroups:
+    """Groups of one trajectory each, and the samples that are too long for one."""
+
+    groups: list[Group]
+    left_out: list[Sample]
+
+
+def draw_groups(config: Config, source: DataSource, encoder: Encoder) -> DrawnGroups:
+    """Draw and encode rows until there are ``rollout_batch_size`` groups.
+
+    Raises:
+        UserError: as `generate_sft`.
+    """
+    assert config.rollout.n_samples_per_prompt == 1, "checked when flags are resolved"
     limit, prompt_limit = sft_limits(config)
     groups: list[Group] = []
     left_out: list[Sample] = []
@@ -91,6 +134,8 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
                 for one in samples
                 if _fits(len(one.tokens), limit) and _fits(one.prompt_length, prompt_limit)
             ]
+            if encoder.keeps_whole and len(fitting) < len(samples):
+                fitting = []
             left_out += [one for one in samples if all(one is not kept for kept in fitting)]
             if fitting:
                 groups.append(Group(index, [fitting]))
@@ -104,31 +149,29 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
                 if not too_long:
                     raise UserError(f"none of {rows_in_a_row} rows in a row can be trained on")
                 raise _all_too_long(too_long, limit, prompt_limit)
+    return DrawnGroups(groups, left_out)
+
+
+def tell_drawn(config: Config, drawn: DrawnGroups, encoder: Encoder, tokenizer: Any) -> None:
+    """Tell the user once what was found in the rows, and which are too long."""
     encoder.totals.tell(tokenizer)
-    num_samples = sum(len(group.samples) for group in groups)
+    left_out = drawn.left_out
+    num_samples = sum(len(group.samples) for group in drawn.groups)
     if left_out:
         tell(
             logger,
             "%d of %d samples drawn for a batch are too long and left out (the longest: %d "
             "tokens, %d before the first trained one): --seq-length %s, --rollout-max-context-len "
-            "%s, --rollout-max-prompt-len %s. rollout/sft_too_long counts them from here on",
+            "%s, --rollout-max-prompt-len %s. A metric counts them from here on",
             len(left_out),
             len(left_out) + num_samples,
             max(len(sample.tokens) for sample in left_out),
             max(sample.prompt_length for sample in left_out),
             config.train.seq_length,
             config.rollout.rollout_max_context_len,
-            prompt_limit,
+            config.data.rollout_max_prompt_len,
             once="sft too long",
         )
-    tokens = sum(sample.effective_response_length for group in groups for sample in group.samples)
-    counts = {
-        "rollout/sft_trained_tokens": float(tokens),
-        "rollout/sft_too_long": float(len(left_out)),
-        "rollout/sft_split_conversations": float(encoder.totals.split),
-        "rollout/sft_lost_reasoning": float(encoder.totals.lost_reasoning),
-    }
-    return RolloutFnTrainOutput(groups, counts)
 
 
 def _most_left_out_in_a_row(source: DataSource) -> int:
@@ -184,6 +227,8 @@ class SftEncoder:
     Attributes:
         totals: what was found in the rows that were encoded.
     """
+
+    keeps_whole = False
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

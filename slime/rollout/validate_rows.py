@@ -1,9 +1,10 @@
 """Check the rows of all data sets before a launch, and the rest of large ones while the run goes
 on.
 
-Each row is read, rendered and measured as it will be when it is drawn; with ``--loss-type
-sft_loss`` it is encoded, and otherwise its label is checked by its built-in reward. `slime train`,
-`slime doctor`, ``--dry-run`` and `slime reward` use the same functions and say the same.
+Each row is read, rendered and measured as it will be when it is drawn; where its answers are
+trained on (``sft_loss``, ``preference_loss``) it is encoded, and otherwise its label is checked by
+its built-in reward. `slime train`, `slime doctor`, ``--dry-run`` and `slime reward` use the same
+functions and say the same.
 
 Data sets of up to `ALL_ROWS` rows are checked whole. Of larger ones a sample is checked before the
 launch (`positions_to_check`), and the other rows in a process beside the run. Rows of
@@ -54,6 +55,7 @@ from slime.prompts.source import model_context, prompt_checker
 from slime.prompts.tokenizer import load_tokenizer
 from slime.rollout.eval_datasets import eval_datasets
 from slime.rollout.evaluate import eval_checker
+from slime.rollout.preferences import PreferenceEncoder
 from slime.rollout.rewards.row_checks import RewardJudge
 from slime.rollout.sft import compared_rule, sft_encoding, sft_limits
 
@@ -137,7 +139,15 @@ def _data_sets(config: Config, tokenizer: Any, errors: list[UserError]) -> Itera
             data.prompt_data,
             lambda path: _FirstRows(path) if data.streaming_data else open_rows(path, TRAINING),
             lambda: prompt_checker(config, tokenizer),
-            lambda: sft_judge(config, tokenizer) or RewardJudge.of_training(config),
+            lambda: data_judge(config, tokenizer) or RewardJudge.of_training(config),
+            errors,
+        )
+    if config.preference.eval_preference_data:
+        yield from _opened(
+            config.preference.eval_preference_data,
+            lambda path: open_rows(path, EVALUATION),
+            lambda: prompt_checker(config, tokenizer),
+            lambda: PreferenceJudge(config, tokenizer),
             errors,
         )
     for dataset in [] if config.eval.eval_function_path else eval_datasets(config):
@@ -227,9 +237,11 @@ class _FirstRows:
 # -- supervised fine-tuning ------------------------------------------------------------------------
 
 
-def sft_judge(config: Config, tokenizer: Any) -> SftJudge | None:
-    """The check of rows for supervised fine-tuning; None where nothing is encoded."""
-    return SftJudge(config, tokenizer) if config.algorithm.loss_type == "sft_loss" else None
+def data_judge(config: Config, tokenizer: Any) -> RowJudge | None:
+    """The check of rows whose answers are trained on; None where nothing is encoded."""
+    if config.algorithm.preference is not None:
+        return PreferenceJudge(config, tokenizer)
+    return SftJudge(config, tokenizer) if config.algorithm.trains_on_data else None
 
 
 class SftJudge:
@@ -238,8 +250,7 @@ class SftJudge:
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self._encoding = sft_encoding(config, tokenizer)
         self._templates_text = config.data.apply_chat_template
-        self._limit, self._prompt_limit = sft_limits(config)
-        self._context = model_context(config) if self._limit is None else None
+        self._lengths = _LengthCheck(config)
         self._rule = compared_rule(config)
         self._tokenizer = tokenizer
         self._to_compare = _MOST_COMPARED if self._rule else 0
@@ -261,16 +272,12 @@ class SftJudge:
                 prompt.text, prompt.label, tokens=prompt.tokens, tools=tools
             )
         except UserError as error:
-            kind = re.sub(r"\d+", "…", error.what)  # numbers of messages
-            detail = "; ".join(
-                part for part in (error.what if kind != error.what else "", error.why) if part
-            )
-            yield RowProblem(f"cannot be trained on: {kind}", detail, error.fix)
+            yield _untrainable(error)
             return
         yield from _remarks(encoded)
         yield from self._other_mask(prompt, encoded)
-        yield from self._too_long(
-            [(len(one.tokens), one.prompt_length) for one in encoded.sequences]
+        yield from self._lengths.problems(
+            min(_lengths(encoded)), max(length for length, _ in _lengths(encoded))
         )
 
     def _other_mask(self, prompt: Prompt, encoded: Encoded) -> Iterator[RowProblem]:
@@ -293,12 +300,69 @@ class SftJudge:
                 refuse_at=_NEVER,
             )
 
-    def _too_long(self, lengths: list[tuple[int, int]]) -> Iterator[RowProblem]:
+
+class PreferenceJudge:
+    """Encodes the answers of rows as they are trained on (a `slime.prompts.prepare.RowJudge`)."""
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        self._encoder = PreferenceEncoder(config, tokenizer)
+        self._lengths = _LengthCheck(config)
+
+    def __call__(self, prompts: Sequence[Prompt]) -> list[list[RowProblem]]:
+        self._encoder.read_ahead_rows([(prompt.text, prompt.label) for prompt in prompts])
+        return [list(self._problems(prompt)) for prompt in prompts]
+
+    def _problems(self, prompt: Prompt) -> Iterator[RowProblem]:
+        try:
+            answers = list(self._encoder.encode_answers(prompt.text, prompt.label, prompt.metadata))
+        except UserError as error:
+            yield _untrainable(error)
+            return
+        remarks = {one.kind: one for encoded in answers for one in _remarks(encoded)}
+        yield from remarks.values()
+        lengths = [_lengths(encoded)[0] for encoded in answers]
+        longest = max(length for length, _ in lengths)
+        yield from self._lengths.problems((longest, max(n for _, n in lengths)), longest)
+        if not self._encoder.takes_pairs:
+            kind = "desirable" if prompt.label["label"] else "undesirable"
+            fix = "kto learns from answers of both kinds; one kind alone is sft_loss"
+            yield RowProblem(f"have a {kind} answer", "", fix, refuse_at=1.0, is_told=False)
+        elif answers[0].sequences[0].tokens == answers[1].sequences[0].tokens:
+            yield RowProblem(
+                "have a rejected answer that equals the chosen one, and are left out when they are "
+                "drawn",
+                fix="check --chosen-key and --rejected-key",
+                refuse_at=1.0,
+            )
+
+
+def _untrainable(error: UserError) -> RowProblem:
+    kind = re.sub(r"\d+", "…", error.what)  # numbers of messages
+    parts = (error.what if kind != error.what else "", error.why)
+    detail = "; ".join(part for part in parts if part)
+    return RowProblem(f"cannot be trained on: {kind}", detail, error.fix)
+
+
+def _lengths(encoded: Encoded) -> list[tuple[int, int]]:
+    """(tokens, tokens before the first trained one) of each sequence."""
+    return [(len(one.tokens), one.prompt_length) for one in encoded.sequences]
+
+
+class _LengthCheck:
+    """Finds rows that are left out when they are drawn because they are too long."""
+
+    def __init__(self, config: Config) -> None:
+        self._limit, self._prompt_limit = sft_limits(config)
+        self._context = model_context(config) if self._limit is None else None
+
+    def problems(self, drawn: tuple[int, int], longest: int) -> Iterator[RowProblem]:
         """
         Args:
-            lengths: of the samples of a row, and of what stands before their first trained token.
+            drawn: tokens of the sample that decides, and of what stands before its first trained
+                one.
+            longest: tokens of the longest sample of the row.
         """
-        length, prompt_length = min(lengths)
+        length, prompt_length = drawn
         fix = (
             "raise --seq-length, --rollout-max-context-len or --rollout-max-prompt-len, or take "
             "other data"
@@ -312,13 +376,13 @@ class SftJudge:
                 "they are drawn"
             )
             yield RowProblem(kind, f"the first has {prompt_length}", fix, refuse_at=1.0)
-        elif self._context is not None and max(lengths)[0] > self._context:
+        elif self._context is not None and longest > self._context:
             kind = (
                 f"are longer than the model's context of {self._context} tokens, and are trained "
                 "on as they are"
             )
             fix = f"--seq-length {self._context} leaves them out"
-            yield RowProblem(kind, f"the first has {max(lengths)[0]}", fix, refuse_at=_NEVER)
+            yield RowProblem(kind, f"the first has {longest}", fix, refuse_at=_NEVER)
 
 
 def _remarks(encoded: Encoded) -> Iterator[RowProblem]:

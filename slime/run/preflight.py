@@ -338,7 +338,7 @@ def check_context(config: Config) -> None:
     if config.eval.eval_prompt_data or config.eval.eval_config:
         limits["--eval-max-response-len"] = config.eval.eval_max_response_len
     why = f"config.json of {path} has max_position_embeddings {context}"
-    if config.algorithm.loss_type == "sft_loss":
+    if config.algorithm.trains_on_data:
         return
     for option, limit in limits.items():
         capped = config.rollout.rollout_max_context_len
@@ -369,6 +369,7 @@ def check_context(config: Config) -> None:
 
 def check_rewards(config: Config) -> None:
     """Check that samples get rewards, and that the reward functions which flags name exist."""
+    from slime.rollout.rewards import reward_model
     from slime.rollout.rewards.pool import check_rm_type
     from slime.user_code.hooks import RewardFunction
 
@@ -407,6 +408,8 @@ def check_rewards(config: Config) -> None:
         str(rm_type).removeprefix("boxed_")
         for rm_type in (reward.rm_type, *(dataset.rm_type for dataset in datasets))
     }
+    if reward_model.NAME in rm_types:
+        reward_model.check_directory(reward.rm_path)
     if "remote_rm" in rm_types and not reward.rm_url:
         raise UserError(
             "--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path"
@@ -420,7 +423,7 @@ def _may_have_rewards(config: Config) -> bool:
     return bool(
         config.reward.rm_type
         or config.reward.custom_rm_path
-        or config.algorithm.loss_type == "sft_loss"
+        or config.algorithm.trains_on_data
         or config.distillation.use_opd
         or rollout.custom_generate_function_path
         or rollout.rollout_function_path

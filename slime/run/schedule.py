@@ -105,7 +105,8 @@ class Schedule:
     def evaluates(self, rollout_id: int) -> bool:
         """Return whether to evaluate: every --eval-interval rollouts, or only after the last one if
         it is not set."""
-        return has_evaluation(self._config) and self.is_due(
+        has_any = has_evaluation(self._config) or self._config.preference.eval_preference_data
+        return bool(has_any) and self.is_due(
             rollout_id, self._config.eval.eval_interval or self.num_rollout
         )
 

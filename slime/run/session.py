@@ -339,8 +339,11 @@ class Session:
         """
         if self.cluster.is_sequential or self.step >= self.schedule.num_rollout:
             with self.sinks.phase("evaluate"):
+                metrics = self.cluster.evaluate_preferences()
                 evaluating = self.cluster.begin_evaluation(rollout_id)
-                return self.cluster.collect_evaluation(evaluating) if evaluating is not None else {}
+                if evaluating is not None:
+                    metrics |= self.cluster.collect_evaluation(evaluating)
+                return metrics
         evaluating = self.cluster.begin_evaluation(rollout_id)
         self._background_evaluation = (
             _BackgroundEvaluation(self.step, self.staleness.version, evaluating)
@@ -511,6 +514,8 @@ class Session:
         lines.append(f"  report: {self.run.report_path}")
         if self._state == "stopped" and saving.newest():
             lines.append(f"  next: {slime_command()} resume {self.run.path}")
+        elif saving.model and self.config.algorithm.trains_reward_model:
+            lines.append(f"  next: --rm-type reward_model --rm-path {saving.model} in another run")
         elif saving.model:
             lines.append(f"  next: {slime_command()} chat {self.run.path}")
         print("\n".join(lines), file=sys.stderr)

@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     import torch
 
 
+#: Rewards of samples that are learned from by preference: of the better and the worse answer, and
+#: of a prompt with an answer of another, which estimates a KL.
+CHOSEN = 1.0
+REJECTED = -1.0
+MISMATCHED = 0.0
+
+
 @dataclass
 class StepPlan:
     """One optimizer step of a `TrainBatch`: which samples of this shard go into which micro-batch.
@@ -23,11 +30,14 @@ class StepPlan:
             denominator).
         num_loss_tokens: trained tokens in this step over all data-parallel ranks (per-token loss
             denominator).
+        scored: micro-batches of samples that are scored before the step and not trained on, the
+            same number on each rank.
     """
 
     micro_batches: list[list[int]]
     global_batch_size: int
     num_loss_tokens: int
+    scored: list[list[int]] = field(default_factory=list)
 
 
 #: Of a sample within its rollout: index, tokens, response tokens.
@@ -41,11 +51,13 @@ class TrainedTokens:
     Attributes:
         advantages: float32 [R], as the loss took them.
         log_prob_diffs: float32 [R], the trainer's log-prob before training minus the engine's.
+        ref_log_probs: float32 [R] of the reference model, of samples that are to be remembered.
     """
 
     key: SampleKey
     advantages: np.ndarray | None = None
     log_prob_diffs: np.ndarray | None = None
+    ref_log_probs: np.ndarray | None = None
 
 
 @dataclass
@@ -74,6 +86,8 @@ class TrainBatch:
         global_stats: numbers over all ranks that every rank logs alike (reward mean, ...).
         recorded: samples, of any rank, whose tokens are recorded: what training knows of them is
             wanted.
+        ref_log_probs: float32 [R_i] of the reference model, where an earlier pass has computed them
+            for all samples of all ranks.
     """
 
     rollout_id: int
@@ -96,6 +110,7 @@ class TrainBatch:
     payloads: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     global_stats: dict[str, float] = field(default_factory=dict)
     recorded: frozenset[SampleKey] = frozenset()
+    ref_log_probs: list[torch.Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle each list of tensors as one array: ten thousand tensors cost a second."""
@@ -119,6 +134,11 @@ class TrainBatch:
     @property
     def total_lengths(self) -> list[int]:
         return [int(t.numel()) for t in self.tokens]
+
+    @property
+    def all_micro_batches(self) -> list[list[int]]:
+        """The micro-batches of all steps, each step followed by what is scored before it."""
+        return [samples for step in self.steps for samples in (*step.micro_batches, *step.scored)]
 
 
 @dataclass(frozen=True)

@@ -225,6 +225,9 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
     if config.algorithm.loss_type == "sft_loss":
         zeros = [0.0] * len(samples)
         return zeros, list(zeros)
+    if config.algorithm.preference is not None:
+        labels = [sample.get_reward_value(args) for sample in samples]
+        return labels, list(labels)
     path = config.reward.custom_reward_post_process_path
     if path:
         origin = named(path, POST_PROCESS)

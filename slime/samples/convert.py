@@ -5,6 +5,7 @@ groups ─► trainable samples ─► columns (rewards, masks, denominators) �
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.columns import Columns, Trainable, columns_from_samples, select_trainable
 from slime.samples.converted import CONVERSION, columns_from_hook
 from slime.samples.frozen_fields import frozen
-from slime.samples.packing import PackingPlan, PackingRules, plan_steps
+from slime.samples.packing import PackingPlan, PackingRules, plan_steps, with_scored
+from slime.samples.preferences import check_preferences, mismatched_positions
 from slime.samples.sample_fields import number_problem
 from slime.samples.types import Group
 from slime.user_code.loading import makers_of_samples, named, user_function
@@ -47,7 +49,7 @@ def to_train_batches(
             than it should.
     """
     args = config.flat()
-    trainable = select_trainable(groups, config.algorithm.loss_type == "sft_loss", rollout_id)
+    trainable = select_trainable(groups, config.algorithm.trains_on_data, rollout_id)
     hook_path = config.reward.custom_convert_samples_to_train_data_path
     if hook_path:
         origin = named(hook_path, CONVERSION)
@@ -62,6 +64,9 @@ def to_train_batches(
         columns.teachers = _teachers(columns, trainable, config)
     _check_lengths(columns, config)
     _check_sampling_mask(columns, config)
+    preference = config.algorithm.preference
+    if preference is not None:
+        check_preferences(columns.trajectory_ids, columns.rewards, preference)
     schedule = _plan(columns, config, layout)
     stats = _global_stats(columns, trainable, schedule)
     algorithm = config.algorithm
@@ -146,10 +151,9 @@ def _plan(columns: Columns, config: Config, layout: TrainLayout) -> PackingPlan:
         # the order of samples in a step means nothing to the loss, so dynamic batches are always
         # filled evenly
         balance=train.balance_data or train.use_dynamic_batch_size,
+        keeps_trajectories=config.algorithm.preference is not None,
     )
-    schedule = plan_steps(
-        lengths, columns.trajectory_ids, [sum(mask) for mask in columns.loss_masks], rules, costs
-    )
+    schedule = _scheduled(columns, config, lengths, rules, costs)
     is_asked = not config.origins.get("max_tokens_per_gpu", "").startswith("derived")
     if schedule.oversize and is_asked:
         longest = max(lengths[i] for i in schedule.oversize)
@@ -161,6 +165,37 @@ def _plan(columns: Columns, config: Config, layout: TrainLayout) -> PackingPlan:
             longest,
         )
     return schedule
+
+
+def _scheduled(
+    columns: Columns,
+    config: Config,
+    lengths: Sequence[int],
+    rules: PackingRules,
+    costs: Sequence[float] | None,
+) -> PackingPlan:
+    def plan(positions: Sequence[int]) -> PackingPlan:
+        return plan_steps(
+            [lengths[i] for i in positions],
+            [columns.trajectory_ids[i] for i in positions],
+            [sum(columns.loss_masks[i]) for i in positions],
+            rules,
+            None if costs is None else [costs[i] for i in positions],
+        )
+
+    everything = range(len(lengths))
+    preference = config.algorithm.preference
+    if preference is None or preference.takes_pairs:
+        return plan(everything)
+    scored = mismatched_positions(columns.rewards)
+    trained = sorted(set(everything) - set(scored))
+    own = plan(trained)
+    placed = PackingPlan(
+        [[trained[i] for i in shard] for shard in own.shards],
+        own.steps,
+        [trained[i] for i in own.oversize],
+    )
+    return with_scored(placed, plan(scored), scored)
 
 
 def _global_stats(

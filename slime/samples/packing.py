@@ -7,7 +7,7 @@ functions.
 
 Invariants, each one a property test:
   * every sample is in exactly one micro-batch of one rank of one step; nothing is dropped;
-  * the samples of one trajectory are in one step;
+  * the samples of one trajectory are in one step; with ``keeps_trajectories`` in one micro-batch;
   * the trajectories of two steps differ by at most one, so a remainder is spread, never lost;
   * in a step every rank has the same number of micro-batches, a multiple of
     ``micro_batch_multiple``; a rank with nothing left has empty ones;
@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from slime.samples.batch import StepPlan
@@ -39,6 +39,8 @@ class PackingRules:
         micro_batch_size: most samples of a micro-batch, when ``max_tokens`` is None.
         max_tokens: most tokens of a micro-batch: ``max_tokens_per_gpu`` × context-parallel size.
         balance: choose micro-batches for each rank so that all ranks have about the same cost.
+        keeps_trajectories: the samples of a trajectory stay in one micro-batch, and
+            ``micro_batch_size`` counts trajectories.
     """
 
     global_batch_size: int
@@ -47,6 +49,7 @@ class PackingRules:
     micro_batch_size: int = 1
     max_tokens: int | None = None
     balance: bool = True
+    keeps_trajectories: bool = False
 
 
 @dataclass
@@ -86,6 +89,8 @@ def plan_steps(
     """
     assert len(lengths) == len(trajectory_ids) == len(mask_sums)
     costs = lengths if costs is None else costs
+    if rules.keeps_trajectories:
+        return _plan_trajectories(lengths, trajectory_ids, mask_sums, rules, costs)
     shards: list[list[int]] = [[] for _ in range(rules.data_parallel_size)]
     plans: list[list[StepPlan]] = [[] for _ in range(rules.data_parallel_size)]
     for members in split_steps(trajectory_ids, rules.global_batch_size):
@@ -105,6 +110,70 @@ def plan_steps(
     return PackingPlan(shards, plans, oversize)
 
 
+def _plan_trajectories(
+    lengths: Sequence[int],
+    trajectory_ids: Sequence[int],
+    mask_sums: Sequence[int],
+    rules: PackingRules,
+    costs: Sequence[float],
+) -> PackingPlan:
+    """The plan for whole trajectories, with their samples in the places of each."""
+    members = list(_members(trajectory_ids).values())
+    plan = plan_steps(
+        [sum(lengths[i] for i in unit) for unit in members],
+        range(len(members)),
+        [sum(mask_sums[i] for i in unit) for unit in members],
+        replace(rules, keeps_trajectories=False),
+        [sum(costs[i] for i in unit) for unit in members],
+    )
+    shards = [[i for unit in shard for i in members[unit]] for shard in plan.shards]
+    steps = []
+    for shard, rank_steps in zip(plan.shards, plan.steps, strict=True):
+        ends = list(itertools.accumulate(len(members[unit]) for unit in shard))
+        places = [
+            range(end - len(members[unit]), end) for unit, end in zip(shard, ends, strict=True)
+        ]
+        steps.append(
+            [
+                replace(
+                    step,
+                    micro_batches=[
+                        [i for unit in samples for i in places[unit]]
+                        for samples in step.micro_batches
+                    ],
+                )
+                for step in rank_steps
+            ]
+        )
+    return PackingPlan(shards, steps, [i for unit in plan.oversize for i in members[unit]])
+
+
+def with_scored(plan: PackingPlan, scored: PackingPlan, positions: Sequence[int]) -> PackingPlan:
+    """The plan with samples that are scored before each of its steps.
+
+    Args:
+        scored: of the same trajectories, so that it has the same steps.
+        positions: place of each sample of ``scored`` in the rollout.
+    """
+    shards = []
+    steps = []
+    for own, other, own_steps, other_steps in zip(
+        plan.shards, scored.shards, plan.steps, scored.steps, strict=True
+    ):
+        shards.append(own + [positions[i] for i in other])
+        steps.append(
+            [
+                replace(
+                    step,
+                    scored=[[len(own) + i for i in samples] for samples in before.micro_batches],
+                )
+                for step, before in zip(own_steps, other_steps, strict=True)
+            ]
+        )
+    oversize = [*plan.oversize, *(positions[i] for i in scored.oversize)]
+    return PackingPlan(shards, steps, oversize)
+
+
 def split_steps(trajectory_ids: Sequence[int], global_batch_size: int) -> list[list[int]]:
     """Positions per step: trajectories in first-seen order, in the nearest whole number of steps,
     evenly filled.
@@ -113,15 +182,20 @@ def split_steps(trajectory_ids: Sequence[int], global_batch_size: int) -> list[l
         >>> split_steps([0, 0, 1, 2, 3, 4, 5, 6], 3)
         [[0, 1, 2, 3, 4], [5, 6, 7]]
     """
-    members: dict[int, list[int]] = {}
-    for position, trajectory in enumerate(trajectory_ids):
-        members.setdefault(trajectory, []).append(position)
-    if not members:
+    trajectories = list(_members(trajectory_ids).values())
+    if not trajectories:
         return []
-    trajectories = list(members.values())
     num_steps = max(1, (2 * len(trajectories) + global_batch_size) // (2 * global_batch_size))
     chunks = _even_chunks(trajectories, min(num_steps, len(trajectories)))
     return [list(itertools.chain.from_iterable(chunk)) for chunk in chunks]
+
+
+def _members(trajectory_ids: Sequence[int]) -> dict[int, list[int]]:
+    """The positions of each trajectory's samples."""
+    members: dict[int, list[int]] = {}
+    for position, trajectory in enumerate(trajectory_ids):
+        members.setdefault(trajectory, []).append(position)
+    return members
 
 
 T = TypeVar("T")

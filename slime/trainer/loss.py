@@ -22,6 +22,7 @@ from slime.algorithms.losses import (
     sft_loss,
     truncated_importance_sampling,
 )
+from slime.algorithms.preferences import PREFERENCES, PreferenceInputs, sequence_scores
 from slime.algorithms.reduce import sequence_mean, weighted_sum
 from slime.algorithms.values import clipped_value_loss
 from slime.config.config import Config
@@ -71,6 +72,64 @@ def _sft_loss(
     scores: TokenScores, inputs: LossInputs, config: Config, functions: UserFunctions
 ) -> tuple[Tensor, Metrics]:
     return weighted_sum(sft_loss(scores.log_probs), inputs.weights), {}
+
+
+# -- preferences -----------------------------------------------------------------------------------
+
+
+def _preference_loss(
+    scores: TokenScores | TokenValues,
+    inputs: LossInputs,
+    config: Config,
+    functions: UserFunctions,
+) -> tuple[Tensor, Metrics]:
+    """Metrics of answers are means over the chosen or the rejected ones, others over pairs."""
+    labels = inputs.preferences
+    assert labels is not None, "samples without labels are refused when they are packed"
+    flags = config.preference
+    found = sequence_scores(scores.per_token, inputs.ref_log_probs, inputs.masks, inputs.lengths)
+    chosen = found.pick(labels.chosen)
+    rejected = found.pick(labels.rejected)
+    algorithm = PREFERENCES[config.algorithm.preference_loss]
+    outcome = algorithm.loss(
+        PreferenceInputs(
+            chosen,
+            rejected,
+            beta=flags.preference_beta,
+            label_smoothing=flags.preference_label_smoothing,
+            simpo_gamma=flags.simpo_gamma,
+            desirable_weight=flags.kto_desirable_weight,
+            undesirable_weight=flags.kto_undesirable_weight,
+            kl=labels.step.kl,
+            center_coef=flags.reward_center_coef,
+        )
+    )
+    weight = inputs.sample_weight  # of a pair, or of an answer with a label
+    per_chosen = 1.0 / max(labels.step.num_chosen, 1.0)
+    per_rejected = 1.0 / max(labels.step.num_rejected, 1.0)
+    loss = outcome.loss.sum() * weight
+    metrics = {
+        "preference_loss": loss,
+        "chosen_rewards": outcome.chosen_rewards.sum() * per_chosen,
+        "rejected_rewards": outcome.rejected_rewards.sum() * per_rejected,
+    }
+    metrics["reward_margin"] = metrics["chosen_rewards"] - metrics["rejected_rewards"]
+    if algorithm.facts.takes_pairs:
+        right = (outcome.chosen_rewards > outcome.rejected_rewards).sum()
+    else:
+        zero_point = flags.preference_beta * labels.step.kl
+        right = (outcome.chosen_rewards > zero_point).sum()
+        right = right + (outcome.rejected_rewards < zero_point).sum()
+        metrics["kto_kl"] = loss.new_tensor(zero_point * len(inputs.samples) * weight)
+    metrics["reward_accuracy"] = right * weight
+    if not algorithm.facts.trains_head:
+        metrics["chosen_log_probs"] = chosen.sums.sum() * per_chosen
+        metrics["rejected_log_probs"] = rejected.sums.sum() * per_rejected
+    if flags.preference_sft_coef:
+        sft = -chosen.means.sum() * per_chosen
+        metrics["chosen_nll"] = sft
+        loss = loss + flags.preference_sft_coef * sft
+    return loss, metrics
 
 
 # -- critic ----------------------------------------------------------------------------------------
@@ -353,6 +412,16 @@ LOSS_TYPES: dict[str, LossType] = {
     ),
     "sft_loss": LossType(
         compute=_sft_loss,
+        takes_advantages=False,
+        needs_advantages=False,
+        takes_old_log_probs=False,
+        reuses_train_logprobs=False,
+        at_sampling_temperature=False,
+        takes_entropy=False,
+        takes_logits=False,
+    ),
+    "preference_loss": LossType(
+        compute=_preference_loss,
         takes_advantages=False,
         needs_advantages=False,
         takes_old_log_probs=False,

@@ -105,6 +105,7 @@ class LossInputs:
             ``old_log_probs``.
         value_outputs, value_targets: of the critic before the rollout's first step, and what it
             learns.
+        preferences: which of ``samples`` are preferred, where they are learned from by preference.
     """
 
     samples: list[int]
@@ -123,6 +124,7 @@ class LossInputs:
     value_outputs: Tensor | None = None
     value_targets: Tensor | None = None
     teacher: TeacherInputs | None = None
+    preferences: PreferenceLabels | None = None
 
 
 class Vocabulary(Protocol):
@@ -138,6 +140,35 @@ class Vocabulary(Protocol):
     def log_probs_at(self, ids: Tensor) -> Tensor:
         """Log-probs of several tokens each, [N, k] → [N, k], with gradient."""
         ...
+
+
+@dataclass(frozen=True)
+class PreferenceStep:
+    """What an optimizer step on preferences knows before its first micro-batch.
+
+    Attributes:
+        num_chosen, num_rejected: answers of each kind, over all ranks; of pairs, their number.
+        kl: of the policy to the reference, at least 0; 0 where the loss takes none.
+    """
+
+    num_chosen: float
+    num_rejected: float
+    kl: float = 0.0
+
+
+@dataclass(frozen=True)
+class PreferenceLabels:
+    """The labels of a micro-batch's samples.
+
+    Attributes:
+        chosen, rejected: int64, places in the micro-batch; entry i of both is pair i, where samples
+            are pairs.
+        step: of the whole optimizer step.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    step: PreferenceStep
 
 
 @dataclass

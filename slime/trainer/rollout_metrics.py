@@ -220,6 +220,19 @@ def trained_tokens(ranks: Ranks, batch: TrainBatch, data: RolloutTensors) -> lis
     return [one for one in found if one.advantages is not None or one.log_prob_diffs is not None]
 
 
+def reference_tokens(
+    config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors
+) -> list[TrainedTokens]:
+    """Return the reference's log-probs of the shard's samples, if they were computed for this
+    rollout and are asked for again in later epochs, and this rank speaks for the shard."""
+    computed = None if batch.ref_log_probs is not None else data.ref_log_probs
+    wanted = config.algorithm.preference is not None and ranks.speaks_for_shard
+    if computed is None or not (wanted and ranks.has_output):
+        return []
+    values = _on_host(computed, range(batch.num_samples))
+    return [TrainedTokens(batch.key(i), ref_log_probs=one) for i, one in values.items()]
+
+
 def _on_host(values: Sequence[Tensor], places: Sequence[int]) -> dict[int, np.ndarray]:
     """Copy the values at these places, in one transfer."""
     if not places:

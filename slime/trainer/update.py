@@ -35,10 +35,12 @@ from slime.trainer.dumps import RankDump, save_train_data, shard_of
 from slime.trainer.megatron import device
 from slime.trainer.memory import LargestMicroBatch, PhaseMemory
 from slime.trainer.non_finite import FailedStep, NonFiniteTraining
+from slime.trainer.preferences import labels_of, preference_step
 from slime.trainer.ranks import Ranks
 from slime.trainer.records import (
     LossInputs,
     MicroBatchResult,
+    PreferenceStep,
     RolloutTensors,
     StepOutcome,
     TeacherColumns,
@@ -48,6 +50,7 @@ from slime.trainer.rollout_metrics import (
     distillation_metrics,
     mean_of_steps,
     quantisation_metrics,
+    reference_tokens,
     rollout_metrics,
     sum_metrics,
     trained_tokens,
@@ -117,15 +120,31 @@ class Trainer(Learner, Protocol):
     @property
     def critic(self) -> ValueLearner | None: ...
 
+    def losses(
+        self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]
+    ) -> list[MicroBatchResult]:
+        """`forward_backward` without gradients."""
+        ...
+
     def critic_turn(self) -> AbstractContextManager[None]:
         """The critic can compute inside, and the policy need not."""
         ...
 
     def log_probs(
-        self, batch: TrainBatch, role: str, *, as_engines: bool = False, store_prefix: str = ""
+        self,
+        batch: TrainBatch,
+        role: str,
+        *,
+        as_engines: bool = False,
+        store_prefix: str = "",
+        micro_batches: list[list[int]] | None = None,
     ) -> list[Tensor] | None:
         """Log-probs of the response tokens by the model of this `slime.trainer.role.Role`: [R_i]
-        per sample, without gradient; None on ranks without output layer."""
+        per sample, without gradient; None on ranks without output layer.
+
+        Args:
+            micro_batches: the samples to score, others get zeros; None: all.
+        """
         ...
 
     def score_by_teacher(self, batch: TrainBatch, name: str, found: TeacherColumns) -> None:
@@ -169,6 +188,7 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
 
     _dump(trainer, batch, data)
     trainer.trained_tokens = trained_tokens(ranks, batch, data)
+    trainer.trained_tokens += reference_tokens(config, ranks, batch, data)
     metrics = {**batch.global_stats, **rollout_metrics(config, ranks, batch, data)}
     metrics |= mean_of_steps(steps, first_only=config.algorithm.use_rollout_logprobs)
     metrics |= mean_of_steps(critic_steps)
@@ -177,6 +197,40 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
     metrics |= distillation_metrics(config, ranks, batch, data)
     metrics |= memory.metrics(ranks)
     return {**metrics, **timers.metrics(batch)}, steps
+
+
+def evaluate(trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
+    """Score held-out preferences without training on them. Collective.
+
+    Returns:
+        Metrics ``eval/preferences/…`` by the names of training, means over all pairs; equal on
+        every rank that holds the output layer, {} on others.
+    """
+    config = trainer.config
+    ranks = trainer.ranks
+    data = _initial_tensors(trainer, batch)
+    largest = LargestMicroBatch.of(batch.steps, batch.total_lengths, batch.sample_indices)
+    score(trainer, batch, data, _Timers(), PhaseMemory(config, ranks.device, largest))
+    means: dict[str, float] = {}
+    total = sum(step.global_batch_size for step in batch.steps)
+    for step_id, step in enumerate(batch.steps):
+        known = preference_step(trainer, batch, data, step)
+
+        def inputs_of(
+            samples: list[int], step: StepPlan = step, known: PreferenceStep = known
+        ) -> LossInputs:
+            return _loss_inputs(trainer, batch, data, step, samples, known)
+
+        results = trainer.losses(batch, step_id, inputs_of)
+        share = step.global_batch_size / total
+        for name, value in sum_metrics(config, ranks, results).items():
+            if name == "loss":  # with --preference-sft-coef it is more than is to be compared
+                continue
+            means[f"eval/preferences/{name}"] = (
+                means.get(f"eval/preferences/{name}", 0.0) + share * value
+            )
+    trainer.trained_tokens = reference_tokens(config, ranks, batch, data)
+    return means
 
 
 # -- score -----------------------------------------------------------------------------------------
@@ -236,7 +290,9 @@ SCORERS = (
     Scorer(
         column="ref_log_probs",
         role=REFERENCE,
-        is_wanted=lambda config, batch: config.algorithm.needs_reference,
+        is_wanted=lambda config, batch: (
+            config.algorithm.needs_reference and batch.ref_log_probs is None
+        ),
         phase="ref_log_probs",
     ),
     Scorer(
@@ -498,10 +554,17 @@ def _train_step(
     """Compute the gradients of all micro-batches, check them, apply them."""
     step = batch.steps[step_id]
     is_policy = learner is trainer
+    preferences = (
+        preference_step(trainer, batch, data, step)
+        if trainer.config.algorithm.preference is not None
+        else None
+    )
     prefix = "train/" if is_policy else "train/critic-"
     with memory.phase("forward_backward" if is_policy else "critic_forward_backward"):
         results = learner.forward_backward(
-            batch, step_id, lambda samples: _loss_inputs(trainer, batch, data, step, samples)
+            batch,
+            step_id,
+            lambda samples: _loss_inputs(trainer, batch, data, step, samples, preferences),
         )
     if is_policy:
         _note_log_probs(trainer, batch, data, results, step_id)
@@ -532,7 +595,12 @@ def _train_step(
 
 
 def _loss_inputs(
-    trainer: Trainer, batch: TrainBatch, data: RolloutTensors, step: StepPlan, samples: list[int]
+    trainer: Trainer,
+    batch: TrainBatch,
+    data: RolloutTensors,
+    step: StepPlan,
+    samples: list[int],
+    preferences: PreferenceStep | None = None,
 ) -> LossInputs:
     """The flat tensors of one micro-batch."""
     flags = trainer.config.algorithm
@@ -573,6 +641,7 @@ def _loss_inputs(
         teacher=teacher_inputs(data.teacher, samples, lengths, where)
         if trainer.config.distillation.in_loss and data.teacher is not None
         else None,
+        preferences=None if preferences is None else labels_of(batch, samples, preferences, where),
     )
 
 
@@ -596,9 +665,11 @@ def _note_log_probs(
 
     Only those from before training can be compared with the engine's: the first step's samples.
     """
-    if not (trainer.ranks.has_output and reuses_log_probs(trainer.config, batch)):
+    flags = trainer.config.algorithm
+    has_none = flags.trains_reward_model or not trainer.ranks.has_output
+    if has_none or not reuses_log_probs(trainer.config, batch):
         return
-    if trainer.config.algorithm.use_rollout_logprobs and len(batch.steps) > 1:
+    if flags.preference is not None or (flags.use_rollout_logprobs and len(batch.steps) > 1):
         if step_id > 0:
             return
         data.before_training = sorted(
@@ -702,6 +773,7 @@ def _initial_tensors(trainer: Trainer, batch: TrainBatch) -> RolloutTensors:
     return RolloutTensors(
         loss_masks=on_device(batch.loss_masks) or [],
         rollout_log_probs=on_device(batch.rollout_log_probs),
+        ref_log_probs=on_device(batch.ref_log_probs),
     )
 
 

@@ -13,9 +13,9 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,9 @@ from torch import nn
 from slime.checkpoints.gathering import PlacedParameter, batches, gather, whole_bytes
 from slime.checkpoints.hf_files import HfReader, HfWriter
 from slime.checkpoints.hf_io import collective_device, match_of, match_parameter
-from slime.checkpoints.megatron_names import Placement, global_parameters
+from slime.checkpoints.megatron_names import ModelPart, Placement, global_parameters
 from slime.checkpoints.peft_files import write_adapter
+from slime.checkpoints.reward_models import SCORE, held_head, reward_config
 from slime.engines.wire.buckets import dtype_in, dtype_name, dtype_of
 from slime.engines.wire.expert_runs import ExpertRun
 from slime.engines.wire.quantised import quantise, quantise_run, require_library
@@ -35,8 +36,8 @@ from slime.models.adapters import AdapterConfig
 from slime.models.ignore_list import WeightMatrix, check
 from slime.models.parameters import ModelParameters
 from slime.models.quantised import Quantisation
-from slime.models.spec import HfConfig, ModelSpec
-from slime.processes.json_collectives import all_gather
+from slime.models.spec import HfConfig, ModelSpec, read_hf_config
+from slime.processes.json_collectives import all_gather, gather_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class ModelSource:
         in_runs: yield experts many at a time (`slime.engines.wire.expert_runs`), unless all of a
             layer are one tensor anyway.
         adapters: yield the tensors of these adapters, under PEFT's names, instead of the weights.
+        part: of the weights that is yielded.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class ModelSource:
         own_stage: bool = False,
         in_runs: bool = False,
         adapters: AdapterConfig | None = None,
+        part: ModelPart = "base",
     ) -> None:
         family = family_of(hf_config, model_name)
         self._spec = family.model_spec(hf_config)
@@ -100,7 +103,7 @@ class ModelSource:
                 self._spec.num_experts,
                 self._placement,
                 in_runs=in_runs and not family.stacks_experts,
-                part="base" if adapters is None else "adapters",
+                part=part if adapters is None else "adapters",
             )
         )
         self._matches: dict[str, Match] = {}
@@ -311,6 +314,40 @@ def save_hf(
     return write_hf(source, directory, assets_from=assets_from, dtype=dtype)
 
 
+def save_reward_model(
+    model_chunks: Sequence[nn.Module],
+    hf_config: HfConfig,
+    directory: str | Path,
+    *,
+    assets_from: str | Path,
+    model_name: str | None = None,
+) -> Path:
+    """Write a reward model as a Hugging Face sequence classifier; see `write_hf`. Collective."""
+    trunk = ModelSource(model_chunks, hf_config, model_name=model_name, part="trunk")
+    return write_hf(
+        _RewardModelSource(trunk, model_chunks),
+        directory,
+        assets_from=assets_from,
+        config_changes=reward_config(read_hf_config(hf_config), str(assets_from)),
+    )
+
+
+class _RewardModelSource:
+    """The layers, then the head, which the last pipeline stage holds."""
+
+    def __init__(self, trunk: ModelSource, model_chunks: Sequence[nn.Module]) -> None:
+        self._trunk = trunk
+        self._chunks = model_chunks
+        self.parameters = trunk.parameters
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._trunk.tensors()
+        own = held_head(self._chunks)
+        held = gather_tensors(own) if dist.is_initialized() else [own]
+        for head in [one for one in held or () if one is not None][:1]:
+            yield SCORE, head
+
+
 def collect_adapters(
     model_chunks: Sequence[nn.Module],
     hf_config: HfConfig,
@@ -344,11 +381,12 @@ def collect_adapters(
 
 
 def write_hf(
-    source: WeightSource,
+    source: WeightSource | _RewardModelSource,
     directory: str | Path,
     *,
     assets_from: str | Path,
     dtype: torch.dtype | None = None,
+    config_changes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write plain weights as a Hugging Face directory (sharded safetensors, index, config,
     tokenizer). Collective. Tensors that the family's table carries along come from ``assets_from``.
@@ -358,6 +396,7 @@ def write_hf(
     Args:
         assets_from: Hugging Face directory whose config and tokenizer files go along.
         dtype: of the floating-point weights; the model's own when None.
+        config_changes: as of `HfWriter`.
     Raises:
         UserError: ``directory`` is ``assets_from``, or it cannot be written (rank 0; nothing
             half-written is left).
@@ -367,7 +406,7 @@ def write_hf(
         exhaust(tensors)
         return Path(directory)
     try:
-        with HfWriter(directory, assets_from) as writer:
+        with HfWriter(directory, assets_from, config_changes=config_changes) as writer:
             start = _start_of(assets_from)
             for name, tensor in tensors:
                 target = dtype_in(dtype, name, tensor.dtype)

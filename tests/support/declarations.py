@@ -49,6 +49,9 @@ PLACES: dict[str, tuple[Part, ...]] = {
     "rollout/journal.py": ("collection", "generation"),
     "rollout/loop.py": ("collection", "generation"),
     "rollout/metrics.py": ("collection", "samples"),
+    "rollout/preferences.py": ("collection", "generation"),
+    # it tells reference models of the trainer apart
+    "rollout/reference_cache.py": ("collection", "trainer"),
     "rollout/rewards/pool.py": ("collection", "generation"),
     "rollout/sft.py": ("collection", "generation"),
     "samples": ("samples",),
@@ -231,7 +234,12 @@ def not_taken(spec: FlagSpec) -> set[Any]:
 
 
 def other_than_default(spec: FlagSpec) -> Any:
-    chosen = {"spec": ("my.layers", "layers"), "prefill_num_servers": 1, "kl_loss_type": "k2"}
+    chosen = {
+        "spec": ("my.layers", "layers"),
+        "prefill_num_servers": 1,
+        "kl_loss_type": "k2",
+        "preference_label_smoothing": 0.1,
+    }
     if spec.dest in chosen:
         return chosen[spec.dest]
     if spec.kind == "bool":

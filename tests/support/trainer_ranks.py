@@ -64,6 +64,8 @@ def trainer_config(**flags: Any) -> Config:
     }
     if flags.get("loss_type") == "sft_loss":  # only an evaluation has a sampling temperature then
         defaults["eval_prompt_data"] = ("held-out", "held-out.jsonl")
+    if flags.get("loss_type") == "preference_loss":
+        del defaults["rollout_temperature"]
     config = make_config(**{**defaults, **flags})
     return config
 
@@ -121,11 +123,58 @@ def make_batch(
     )
 
 
-def shard(
-    batch: TrainBatch, members: Sequence[int], micro_batches: Sequence[Sequence[int]]
+def preference_batch(
+    pairs: Sequence[Sequence[Sequence[int]]] = (((0, 1), (2, 3)), ((4, 5),), ((6, 7),)),
+    *,
+    seed: int = 0,
+    mismatched: bool = False,
+    at_end: bool = False,
 ) -> TrainBatch:
-    """The data-parallel rank that has these samples of ``batch``; ``micro_batches`` index into
-    ``members``."""
+    """Eight answers for one data-parallel rank: pairs (chosen, rejected), or answers by label.
+
+    Args:
+        pairs: the micro-batches, each a list of trajectories.
+        mismatched: each trajectory is an answer with a label, and one of reward 0 that is scored.
+        at_end: one token of each answer is trained, the last one, as for a reward model.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(0, VOCAB, (3 + i,), generator=generator) for i in range(4)]
+    answers = [torch.randint(0, VOCAB, (2 + (3 * i) % 7,), generator=generator) for i in range(8)]
+    masks = [(torch.rand(len(answer), generator=generator) > 0.3).float() for answer in answers]
+    masks[3][:] = 0.0  # an answer that trains nothing
+    if at_end:
+        masks = [torch.tensor([0.0] * (len(answer) - 1) + [1.0]) for answer in answers]
+    micro_batches = [[i for trajectory in part for i in trajectory] for part in pairs]
+    scored = [[i for i in part if i % 2] for part in micro_batches] if mismatched else []
+    if mismatched:
+        micro_batches = [[i for i in part if i % 2 == 0] for part in micro_batches]
+        rewards = [0.0 if i % 2 else (1.0 if i in (0, 4, 6) else -1.0) for i in range(8)]
+    else:
+        rewards = [(-1.0) ** i for i in range(8)]
+    return TrainBatch(
+        rollout_id=0,
+        tokens=[torch.cat([prompts[i // 2], answers[i]]) for i in range(8)],
+        response_lengths=[len(answer) for answer in answers],
+        loss_masks=masks,
+        rewards=rewards,
+        raw_rewards=list(rewards),
+        sample_indices=list(range(8)),
+        group_indices=[i // 2 for i in range(8)],
+        trajectory_ids=[i // 2 for i in range(8)],
+        rollout_mask_sums=[1.0] * 8,
+        truncated=[False] * 8,
+        steps=[StepPlan(micro_batches, 4, int(sum(float(m.sum()) for m in masks)), scored)],
+    )
+
+
+def shard(
+    batch: TrainBatch,
+    members: Sequence[int],
+    micro_batches: Sequence[Sequence[int]],
+    scored: Sequence[Sequence[int]] = (),
+) -> TrainBatch:
+    """The data-parallel rank that has these samples of ``batch``; ``micro_batches`` and ``scored``
+    index into ``members``."""
 
     def pick(values: Any) -> Any:
         return None if values is None else [values[i] for i in members]
@@ -145,7 +194,10 @@ def shard(
         truncated=pick(batch.truncated),
         steps=[
             StepPlan(
-                [list(mb) for mb in micro_batches], first.global_batch_size, first.num_loss_tokens
+                [list(mb) for mb in micro_batches],
+                first.global_batch_size,
+                first.num_loss_tokens,
+                [list(mb) for mb in scored],
             )
         ],
         rollout_log_probs=pick(batch.rollout_log_probs),

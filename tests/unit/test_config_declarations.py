@@ -116,6 +116,7 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
     ("opd_type", "megatron"): {"opd_teacher_load": ("x",)},
     ("opd_loss", "reverse_kl"): {"opd_teacher_load": ("x",)},
     ("opd_loss", "jsd"): {"opd_teacher_load": ("x",)},
+    ("preference_loss", "kto"): {"rollout_batch_size": 2},
 }  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def test_json_and_list_expressions() -> None:
         (["--train-env-vars", "[1]"], "it must be an object"),
         (["--moe-layer-freq", "__import__('os')"], "must be a whole number or a list"),
         (["--kl-loss-type", "low_var"], "did you mean low_var_kl?"),
-        (["--loss-type", "ppo"], "the choices are: policy_loss, sft_loss, custom_loss"),
+        (["--loss-type", "ppo"], "the choices are: policy_loss, sft_loss, preference_loss"),
         (["--rollout-stop-token-ids", "1", "x"], "must be a whole number, not 'x'"),
         (["--colocate=maybe"], "must be true or false"),
     ],

@@ -18,7 +18,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.prompts.labels import label_text
-from slime.rollout.rewards import instructions
+from slime.rollout.rewards import instructions, reward_model
 from slime.rollout.rewards.grading_pool import GradingPool
 from slime.rollout.rewards.remote import RemoteReward
 from slime.rollout.rewards.text import grade_dapo, grade_f1, grade_gpqa, last_boxed
@@ -54,7 +54,7 @@ IN_PROCESS: dict[str, Callable[[Sample, str], Reward]] = {
     "gpqa": lambda sample, response: grade_gpqa(response, sample.label, sample.metadata),
     "random": lambda sample, response: float(random.Random(sample.index).random() < 0.5),
 }
-RM_TYPES = sorted({*IN_WORKERS, *IN_PROCESS, instructions.NAME, "remote_rm"})
+RM_TYPES = sorted({*IN_WORKERS, *IN_PROCESS, instructions.NAME, reward_model.NAME, "remote_rm"})
 
 #: Graders that a plugin may replace; its function is called with response and label.
 _GRADERS: dict[str, Part] = {
@@ -82,12 +82,13 @@ def check_rm_type(rm_type: str) -> None:
     name = rm_type.removeprefix("boxed_")
     if name == instructions.NAME and override_of(_GRADERS[name]) is None:
         instructions.check_package()
-    if name in RM_TYPES:
+    is_boxed_model = name == reward_model.NAME != rm_type
+    if name in RM_TYPES and not is_boxed_model:
         return
     near = difflib.get_close_matches(name, RM_TYPES, n=1)
     raise UserError(
         f"there is no reward type '{rm_type}'",
-        why=f"there are: {', '.join(RM_TYPES)}, each also with the prefix boxed_",
+        why=f"there are: {', '.join(RM_TYPES)}, each but reward_model also with the prefix boxed_",
         fix=f"did you mean '{near[0]}'?" if near else "pass one of them, or --custom-rm-path",
     )
 
@@ -95,8 +96,8 @@ def check_rm_type(rm_type: str) -> None:
 class RewardPool:
     """Scores samples. Which function: ``sample.custom_rm_path``, ``--custom-rm-path``,
     ``metadata["rm_type"]``, ``--rm-type``, in this order. Every call ends within ``--rm-timeout``
-    seconds (math: at most 5; ``remote_rm``: each of its 10 tries); a sample whose reward does not
-    come in time scores 0 and is counted.
+    seconds (math: at most 5; ``remote_rm``: each of its 10 tries; ``reward_model`` has no limit); a
+    sample whose reward does not come in time scores 0 and is counted.
 
     Args:
         config: groups ``reward`` and ``rollout`` are read.
@@ -126,6 +127,9 @@ class RewardPool:
         self._grading = GradingPool(num_workers)
         self._instructions = GradingPool(num_workers, instructions.__name__, instructions.PACKAGE)
         self._remote = RemoteReward(self._url, self._timeout) if self._url else None
+        self._model: reward_model.RewardModelScorer | None = None
+        if reward.rm_path:
+            self._model = reward_model.RewardModelScorer(reward.rm_path, config)
         self._threads = asyncio.Semaphore(MAX_THREADS)
         self._counts: Counter[str] = Counter()
         self._warned: set[str] = set()
@@ -255,6 +259,8 @@ class RewardPool:
         await self._instructions.close()
         if self._remote is not None:
             await self._remote.close()
+        if self._model is not None:
+            self._model.close()
 
     # -- functions ---------------------------------------------------------------------------------
 
@@ -277,6 +283,11 @@ class RewardPool:
             return await self._graded(self._instructions, name, response, task, rm_type)
         if name in IN_PROCESS:
             return IN_PROCESS[name](sample, response)
+        if name == reward_model.NAME:
+            if self._model is None:
+                reward_model.check_directory(None)
+            assert self._model is not None
+            return await self._model.score(sample)
         if (own := override_of("remote_reward")) is not None:
             return await self._call("the plugin's remote_rm", own, [sample], self._args, sample)
         if self._remote is None:

@@ -57,7 +57,7 @@ class RewardJudge:
         own = (
             rollout.rollout_function_path or data.data_source_path or config.debug.debug_train_only
         )
-        unread = config.algorithm.loss_type == "sft_loss" or rollout.num_rollout == 0
+        unread = config.algorithm.trains_on_data or rollout.num_rollout == 0
         if own or unread or _makes_samples(config):
             return None
         return RewardJudge(config.reward.rm_type, config.reward.rm_url)

@@ -38,9 +38,11 @@ from slime.checkpoints.load_plan import (
 )
 from slime.checkpoints.loading import holds_adapters, saved_reference
 from slime.checkpoints.loading import load as load_checkpoint
+from slime.checkpoints.megatron_names import ModelPart
 from slime.checkpoints.peft_files import fitted, read_adapter
 from slime.checkpoints.quantised_reader import QuantisedReader
 from slime.checkpoints.resuming import agreed_plan
+from slime.checkpoints.reward_models import classifier_of
 from slime.checkpoints.saving import CheckpointWriter
 from slime.checkpoints.trainer_state import TrainerState
 from slime.models import family_of, table_of
@@ -54,12 +56,13 @@ from slime.trainer.distillation import note_teacher_scores, with_teacher_prompts
 from slime.trainer.megatron import adapters, forward, optimizer, parallel, te_layers
 from slime.trainer.megatron.critic import Critic
 from slime.trainer.megatron.engine_weights import EngineWeights
-from slime.trainer.megatron.model import build_model_chunks
+from slime.trainer.megatron.model import PolicyModel, build_model_chunks
 from slime.trainer.megatron.moe_layer import uses_balance_losses
 from slime.trainer.megatron.offload import Offloader, WeightsCopy, host_states_of, torch_optimizers
 from slime.trainer.megatron.packed import PackedMicroBatch, PackingOptions
 from slime.trainer.megatron.parallel import RankInfo
 from slime.trainer.megatron.replay import RoutingGuide, guide_for
+from slime.trainer.megatron.value_model import RewardModel
 from slime.trainer.memory import PhaseMemory
 from slime.trainer.non_finite import FailedStep
 from slime.trainer.records import (
@@ -78,11 +81,11 @@ from slime.trainer.role import (
     roles_of,
     teacher_role,
 )
-from slime.trainer.update import update
+from slime.trainer.update import evaluate, update
 from slime.trainer.user_functions import UserFunctions
 from slime.weights.canary import canary_tokens
 from slime.weights.route import flag_dtype
-from slime.weights.source import collect_adapters, save_hf
+from slime.weights.source import collect_adapters, save_hf, save_reward_model
 
 logger = get_logger(__name__)
 
@@ -176,7 +179,8 @@ class MegatronBackend:
             plan, self.skipped = agreed_plan(config)
         if CRITIC in self.roles:  # before the policy, so that one sleeps while the other is made
             self._set_up_critic(plan)
-        chunks = build_model_chunks(self.spec, config, initialise=initialise)
+        built = RewardModel if config.algorithm.trains_reward_model else PolicyModel
+        chunks = build_model_chunks(self.spec, config, initialise=initialise, model=built)
         if config.lora.lora_rank:
             self.adapters = AdapterConfig.for_model(config.lora, table_of(self.spec), self.spec)
             adapters.attach(chunks, self.spec, self.adapters)
@@ -228,6 +232,8 @@ class MegatronBackend:
                 fix="pass it",
             )
         hf_config = read_hf_config(flags.hf_checkpoint)
+        if self.config.algorithm.trains_reward_model:
+            classifier_of(hf_config)
         spec = family_of(hf_config, flags.model_name).model_spec(hf_config)
         return spec.padded(self.config.megatron.tensor_model_parallel_size), hf_config
 
@@ -347,7 +353,8 @@ class MegatronBackend:
         if plan.kind == "hf":
             name = self.config.checkpoint.model_name
             check_same_model(self.spec, family_of(plan.path, name).model_spec(plan.path), plan.path)
-            load_hf(self.model_chunks, plan.path, model_name=name, reader=reader)
+            part: ModelPart = "trunk" if self.config.algorithm.trains_reward_model else "base"
+            load_hf(self.model_chunks, plan.path, model_name=name, reader=reader, part=part)
         else:
             load_checkpoint(plan, TrainerState(self.model_chunks, part="base"))
 
@@ -380,6 +387,12 @@ class MegatronBackend:
         if REFERENCE in self.copies and interval and (batch.rollout_id + 1) % interval == 0:
             self.copies[REFERENCE].take(self.model_chunks, batch.rollout_id)
         return metrics
+
+    def evaluate(self, batch: TrainBatch) -> dict[str, float]:
+        """Score held-out preferences; see `slime.trainer.update.evaluate`. Collective."""
+        for chunk in self.model_chunks:
+            chunk.eval()
+        return evaluate(self, batch)
 
     def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> Path | None:
         """After training rollout ``rollout_id``: a checkpoint with ``--save``, Hugging Face form
@@ -420,6 +433,14 @@ class MegatronBackend:
             return
         if self.adapters is not None:
             self._collect_adapters(self.adapters)(Path(directory))
+        elif self.config.algorithm.trains_reward_model:
+            save_reward_model(
+                self.model_chunks,
+                self.hf_config,
+                directory,
+                assets_from=flags.hf_checkpoint,
+                model_name=flags.model_name,
+            )
         else:
             save_hf(
                 self.pushed_chunks,
@@ -557,6 +578,7 @@ class MegatronBackend:
         *,
         as_engines: bool = False,
         store_prefix: str = "",
+        micro_batches: list[list[int]] | None = None,
     ) -> list[Tensor] | None:
         """Log-probs of the response tokens, [R_i] per sample; None on ranks without output layer.
         Collective.
@@ -567,6 +589,7 @@ class MegatronBackend:
             role: name of the model that scores.
             as_engines: score with the weights that quantised engines compute with.
             store_prefix: handed to ``--custom-megatron-before-log-prob-hook-path``.
+            micro_batches: the samples to score, others get zeros; None: all.
         """
         self._call_hook(
             "custom_megatron_before_log_prob_hook_path",
@@ -575,12 +598,12 @@ class MegatronBackend:
             store_prefix,
         )
         packed = self._pack(
-            batch, [samples for step in batch.steps for samples in step.micro_batches]
+            batch, batch.all_micro_batches if micro_batches is None else micro_batches
         )
         if self.routing is not None:
             # training replays what the policy's own pass recorded, not what this one would
             again = as_engines and self.routing.source == "policy"
-            routes_itself = role != POLICY or again
+            routes_itself = role != POLICY or again or micro_batches is not None
             self.routing.prepare(batch, packed, "reference" if routes_itself else "score")
         copy = self.copies.get(role)
         other: AbstractContextManager[None] = nullcontext()
@@ -728,6 +751,25 @@ class MegatronBackend:
                 self.model_chunks, packed, loss_of, gradient_scale=gradient_scale, **options
             )
 
+    @torch.no_grad()
+    def losses(
+        self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]
+    ) -> list[MicroBatchResult]:
+        """Loss and metrics of ``batch.steps[step_id]``, as `forward_backward` without gradients.
+        Collective."""
+        packed = self._pack(batch, batch.steps[step_id].micro_batches)
+        if self.routing is not None:
+            self.routing.prepare(batch, packed, "reference")
+        with self._computing():
+            scores = forward.score(self.model_chunks, packed, **self._score_options(False))
+        loss_type = policy_loss(self.config)
+        found = []
+        for micro_batch, score in zip(packed, scores):
+            inputs = inputs_of(micro_batch.samples)
+            _, metrics = micro_batch_loss(loss_type, score, inputs, self.config, self.functions)
+            found.append(MicroBatchResult(micro_batch.samples, metrics, score.per_token))
+        return found
+
     def _count_experts(self, batch: TrainBatch, packed: list[PackedMicroBatch]) -> None:
         """A forward pass over the step, for a balance loss over all of its tokens. Collective."""
         assert self.routing is not None
@@ -801,6 +843,8 @@ class MegatronBackend:
         return 0.65 / self.spec.transformer["hidden_size"]
 
     def _score_options(self, training: bool) -> dict[str, Any]:
+        if self.config.algorithm.trains_reward_model:
+            return {}
         loss = policy_loss(self.config)
         sampled_at = self.config.rollout.rollout_temperature
         return {

@@ -1,4 +1,4 @@
-"""The critic as megatron-core modules: the policy's layers with one output per token.
+"""Critic and reward model as megatron-core modules: the policy's layers with one output per token.
 
 embedding ─► decoder ─► rows that predict responses ─► value head ─► V before each response token
 """
@@ -49,8 +49,26 @@ class ValueHead(torch.nn.Module):
         self.scale.copy_(torch.tensor(dataclasses.astuple(new), dtype=torch.float64))
 
 
+class RewardHead(torch.nn.Module):
+    """One float32 output per token, as transformers' sequence classifiers have it: no bias, which
+    differences of rewards do not see.
+
+    It starts from 0, so that the first loss is ln 2. Every tensor-parallel rank holds all of it.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[N, H] → [N]."""
+        return rows.float() @ self.weight.float()[0]
+
+
 class ValueModel(PolicyModel):
     """The policy's architecture whose output is the value before each response token."""
+
+    head: type[ValueHead] | type[RewardHead] = ValueHead
 
     def __init__(
         self, spec: ModelSpec, config: TransformerConfig, vp_stage: int | None, **kwargs: Any
@@ -60,7 +78,7 @@ class ValueModel(PolicyModel):
             dataclasses.replace(spec, tie_embeddings=False), config, vp_stage, **kwargs
         )
         if self.post_process:
-            self.output_layer = ValueHead(config.hidden_size, config.params_dtype)
+            self.output_layer = self.head(config.hidden_size, config.params_dtype)
 
     def forward(  # type: ignore[override]
         self, batch: PackedMicroBatch
@@ -81,3 +99,10 @@ class ValueModel(PolicyModel):
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         return hidden[:, 0].index_select(0, batch.rows)
+
+
+class RewardModel(ValueModel):
+    """The policy's architecture whose output is a reward: a sample's loss mask chooses the token
+    at which it is read."""
+
+    head = RewardHead

@@ -1,0 +1,77 @@
+"""A reward model as a Hugging Face directory: the policy's layers, and ``score.weight`` [1, H] on
+the state of the last token, as transformers' sequence classifiers have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slime.checkpoints.megatron_names import unwrapped
+from slime.errors import UserError
+from slime.log import get_logger
+from slime.prompts.tokenizer import end_token_ids, load_tokenizer
+
+logger = get_logger(__name__)
+
+#: The head's name in the directory.
+SCORE = "score.weight"
+_HEAD = "output_layer.weight"
+
+
+def classifier_of(hf_config: dict[str, Any]) -> str:
+    """The name of transformers' sequence classifier of a model.
+
+    Raises:
+        UserError: transformers has none, so that nobody could load the reward model.
+
+    Example:
+        >>> classifier_of({"model_type": "qwen3"})
+        'Qwen3ForSequenceClassification'
+    """
+    from transformers.models.auto import modeling_auto
+
+    kind = str(hf_config.get("model_type"))
+    name = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind)
+    if name is None:
+        raise UserError(
+            f"a reward model cannot be made of a model of type {kind}",
+            why="the installed transformers has no sequence classifier of it, the form in which "
+            "reward models are saved",
+            fix="take another --hf-checkpoint",
+        )
+    return str(name)
+
+
+def reward_config(hf_config: dict[str, Any], tokenizer_from: str) -> dict[str, Any]:
+    """What config.json of the reward model has otherwise than the policy's.
+
+    transformers reads the reward at the last token that is not padding. Where padding and the end
+    of an answer are one token, it would read it before the end: no padding is named then, and
+    transformers refuses to score several texts at once.
+    """
+    tokenizer = load_tokenizer(tokenizer_from)
+    padding = tokenizer.pad_token_id
+    if padding in {tokenizer.eos_token_id, *end_token_ids(tokenizer, tokenizer_from)}:
+        logger.warning(
+            "the tokenizer pads with the token that ends answers: the reward model's config.json "
+            "names no pad_token_id, so that transformers scores one text at a time"
+        )
+        padding = None
+    return {
+        "architectures": [classifier_of(hf_config)],
+        "id2label": {"0": "reward"},
+        "label2id": {"reward": 0},
+        "pad_token_id": padding,
+    }
+
+
+def held_head(chunks: Sequence[nn.Module]) -> torch.Tensor | None:
+    """The head [1, H] in host memory, where this rank's stage has one."""
+    for chunk in unwrapped(chunks):
+        head = dict(chunk.named_parameters()).get(_HEAD)
+        if head is not None:
+            return head.detach().cpu()
+    return None

@@ -1,0 +1,102 @@
+"""A record of each ``--preference-loss``: the needs of the flags around it, the checks and the
+defaults follow from it. What a loss computes is its row in `slime.algorithms.preferences`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+#: The values of the flag.
+PreferenceName = Literal["dpo", "ipo", "simpo", "kto", "reward_model"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceFacts:
+    """The flags that act on a preference loss, and what it asks for. No fact has a default.
+
+    Attributes:
+        takes_pairs: a row is a pair of answers, the chosen and the rejected one; else one answer
+            with a label, true or false.
+        needs_reference: log-probs count relative to those of the reference model.
+        beta: default of ``--preference-beta``; None where nothing is multiplied with it.
+        smooths_labels: ``--preference-label-smoothing`` acts.
+        adds_sft: ``--preference-sft-coef`` acts: the chosen answer may be trained on as in
+            supervised fine-tuning, too.
+        trains_head: the model has one output per sequence, the reward, in place of the vocabulary.
+    """
+
+    name: PreferenceName
+    takes_pairs: bool
+    needs_reference: bool
+    beta: float | None
+    smooths_labels: bool
+    adds_sft: bool
+    trains_head: bool
+
+
+PREFERENCE_FACTS: dict[str, PreferenceFacts] = {
+    facts.name: facts
+    for facts in (
+        PreferenceFacts(
+            name="dpo",
+            takes_pairs=True,
+            needs_reference=True,
+            beta=0.1,
+            smooths_labels=True,
+            adds_sft=True,
+            trains_head=False,
+        ),
+        PreferenceFacts(
+            name="ipo",
+            takes_pairs=True,
+            needs_reference=True,
+            beta=0.1,
+            smooths_labels=False,
+            adds_sft=True,
+            trains_head=False,
+        ),
+        PreferenceFacts(
+            name="simpo",
+            takes_pairs=True,
+            needs_reference=False,
+            beta=2.0,
+            smooths_labels=True,
+            adds_sft=True,
+            trains_head=False,
+        ),
+        PreferenceFacts(
+            name="kto",
+            takes_pairs=False,
+            needs_reference=True,
+            beta=0.1,
+            smooths_labels=False,
+            adds_sft=False,
+            trains_head=False,
+        ),
+        PreferenceFacts(
+            name="reward_model",
+            takes_pairs=True,
+            needs_reference=False,
+            beta=None,
+            smooths_labels=False,
+            adds_sft=False,
+            trains_head=True,
+        ),
+    )
+}
+
+
+def preferences_where(fact: str, is_so: bool = True) -> tuple[str, ...]:
+    """The names of the losses for which a fact is true, or false.
+
+    Example:
+        >>> preferences_where("needs_reference")
+        ('dpo', 'ipo', 'kto')
+    """
+    assert fact in {field.name for field in fields(PreferenceFacts)}, fact
+    return tuple(
+        name
+        for name, facts in PREFERENCE_FACTS.items()
+        if (getattr(facts, fact) not in (None, False)) is is_so
+    )

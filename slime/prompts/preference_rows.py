@@ -1,0 +1,134 @@
+"""Rows of preferences: a prompt and its answers, whichever way the columns hold them.
+
+{"prompt": …, "chosen": …, "rejected": …}        text, or messages
+{"chosen": [prompt + answer], "rejected": […]}   the messages that both begin with are the prompt
+{"prompt": …, "completion": …, "label": true}    one answer, desirable or not
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.prompts.conversation import Messages
+from slime.prompts.problems import RowProblem, missing_key
+
+#: Column of the prompt where --input-key is not given and its default is no column.
+_USUAL_PROMPT = "prompt"
+
+
+@dataclass(frozen=True)
+class PreferenceColumns:
+    """The columns of a row of preferences.
+
+    Attributes:
+        answers: name of an answer ("chosen") → its column.
+        label: the column of the label of a single answer; None for pairs.
+        prompt_required: the column of the prompt was asked for by flag.
+    """
+
+    answers: Mapping[str, str]
+    label: str | None = None
+    prompt_required: bool = False
+
+    def prompt_column(self, row: Mapping[str, Any], input_key: str) -> str | None:
+        """The column that holds the prompt; None where it is the beginning of the answers."""
+        if input_key in row:
+            return input_key
+        if self.prompt_required:
+            raise missing_key(input_key, "--input-key", row)
+        return _USUAL_PROMPT if _USUAL_PROMPT in row else None
+
+    def values(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The answers as the row has them, by name."""
+        found = {}
+        for name, column in self.answers.items():
+            if column not in row:
+                raise missing_key(column, f"--{name}-key", row)
+            found[name] = row[column]
+        return found
+
+    def read_label(self, row: Mapping[str, Any]) -> bool:
+        """Whether the answer is desirable."""
+        assert self.label is not None
+        if self.label not in row:
+            raise missing_key(self.label, "--label-key", row)
+        value = row[self.label]
+        if value not in (0, 1) or isinstance(value, float | str):
+            raise RowProblem(
+                f"have a label (key '{self.label}') that is neither true nor false",
+                f"found {value!r:.40}",
+                "kto takes answers that are desirable (true) or undesirable (false)",
+            )
+        return bool(value)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All columns but the prompt's."""
+        return (*self.answers.values(), *([self.label] if self.label else []))
+
+
+def with_prompt(
+    prompt: str | Messages | None, answers: Mapping[str, str | Messages]
+) -> tuple[str | Messages, dict[str, str | Messages]]:
+    """The prompt, and what each answer adds to it: both text, or both messages.
+
+    Args:
+        prompt: of its own column; not read where answers are whole conversations.
+    Raises:
+        RowProblem: there is no prompt, or the answers do not have the same one.
+
+    Example:
+        >>> hi = {"role": "user", "content": "Hi"}
+        >>> said = {name: [hi, {"role": "assistant", "content": name}] for name in ("a", "b")}
+        >>> with_prompt("Hi", said)[0], with_prompt("Hi", said)[1]["b"]
+        ([{'role': 'user', 'content': 'Hi'}], [{'role': 'assistant', 'content': 'b'}])
+    """
+    talks = [answer for answer in answers.values() if isinstance(answer, list)]
+    if talks and len(talks) < len(answers):
+        raise RowProblem("have one answer that is text and one that is messages")
+    if talks and all(talk[0]["role"] != "assistant" for talk in talks):
+        shared = _shared_beginning(talks)
+        return talks[0][:shared], {name: answer[shared:] for name, answer in answers.items()}
+    if prompt is None:
+        raise RowProblem(
+            "have answers without a prompt",
+            f"there is no column '{_USUAL_PROMPT}', and the answers are no whole conversations",
+            "pass --input-key with the column of the prompt",
+        )
+    if talks:
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return asked, dict(answers)
+    if isinstance(prompt, str):
+        return prompt, dict(answers)
+    return prompt, {
+        name: [{"role": "assistant", "content": answer}] for name, answer in answers.items()
+    }
+
+
+def _shared_beginning(talks: Sequence[Messages]) -> int:
+    """So many messages are the prompt: those that all conversations begin with, and of one alone
+    all but the last."""
+    longest = min(map(len, talks)) - 1
+    alike = itertools.takewhile(
+        lambda messages: all(message == messages[0] for message in messages),
+        zip(*(talk[:longest] for talk in talks), strict=False),
+    )
+    shared = sum(1 for _ in alike)
+    if not shared:
+        raise RowProblem(
+            "have answers that share no prompt",
+            f"the first messages are {talks[0][0]} and {talks[-1][0]}"[:200],
+            "both answers of a pair belong to one prompt",
+        )
+    return shared
+
+
+def conversation_of(prompt: Messages, answer: Messages) -> Messages:
+    """Prompt and answer as one conversation, of which the answer alone is trained."""
+    return [
+        {**message, "step_loss_mask": 0} if message["role"] == "assistant" else message
+        for message in prompt
+    ] + answer

@@ -1,0 +1,221 @@
+"""Learning from preferences (``--loss-type preference_loss``): no engine, the answers are in the
+data. A prompt and its answer are encoded as in supervised fine-tuning; the answer alone is trained.
+
+    row ─► pair: chosen, rejected              one trajectory of two samples, rewards 1 and -1
+    row ─► answer and label (KTO)              one sample of reward 1 or -1, and one of reward 0:
+                                               the same prompt with the next row's answer
+
+The rewards are the labels: training reads from them which sample is which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from slime.config.config import Config
+from slime.errors import UserError
+from slime.prompts.conversation import Messages
+from slime.prompts.dataset_folders import EVALUATION
+from slime.prompts.preference_rows import conversation_of
+from slime.prompts.prepare import read_samples
+from slime.prompts.sft_encoding import Encoded, SftTotals, TrainedSequence
+from slime.prompts.source import prompt_checker
+from slime.rollout.finish import finish_rollout
+from slime.rollout.sft import draw_groups, sft_encoding, sft_limits, tell_drawn
+from slime.samples.batch import CHOSEN, MISMATCHED, REJECTED
+from slime.samples.types import Group, Sample, SampleStatus
+from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
+
+
+async def preference_rollout(
+    config: Config, source: DataSource, tokenizer: Any, rollout_id: int
+) -> RolloutFnTrainOutput:
+    """`generate_preferences` as a step of the run: with --save-debug-rollout-data and the user's
+    log function.
+
+    Raises:
+        UserError: as `generate_preferences`.
+    """
+    started = time.monotonic()
+    output = await asyncio.to_thread(generate_preferences, config, source, tokenizer)
+    return await finish_rollout(
+        config, config.flat(), rollout_id, output, time.monotonic() - started
+    )
+
+
+def generate_preferences(
+    config: Config, source: DataSource, tokenizer: Any
+) -> RolloutFnTrainOutput:
+    """``rollout_batch_size`` groups of one trajectory each. Pairs of equal answers, and pairs of
+    which one answer is too long, are left out and counted.
+
+    Raises:
+        UserError: a row that cannot be encoded, only rows that are left out, or no more data.
+    """
+    encoder = PreferenceEncoder(config, tokenizer)
+    drawn = draw_groups(config, source, encoder)
+    tell_drawn(config, drawn, encoder, tokenizer)
+    tokens = sum(one.effective_response_length for group in drawn.groups for one in group.samples)
+    counts = {
+        "rollout/preference_trained_tokens": float(tokens),
+        "rollout/preference_too_long": float(len(drawn.left_out)),
+        "rollout/preference_equal_answers": float(encoder.equal_answers),
+    }
+    if not encoder.takes_pairs:
+        _add_mismatched(drawn.groups, sft_limits(config)[0])
+        desirable = sum(group.trajectories[0][0].reward == CHOSEN for group in drawn.groups)
+        counts["rollout/preference_desirable"] = desirable / len(drawn.groups)
+    return RolloutFnTrainOutput(drawn.groups, counts)
+
+
+def held_out_groups(config: Config, tokenizer: Any) -> list[Group]:
+    """The rows of ``--eval-preference-data``, but for those that training would leave out.
+
+    Raises:
+        UserError: a row that cannot be encoded, or none that can be used.
+    """
+    path = config.preference.eval_preference_data
+    assert path is not None
+    encoder = PreferenceEncoder(config, tokenizer)
+    limit = sft_limits(config)[0]
+    groups = []
+    drawn = read_samples(path, prompt_checker(config, tokenizer), EVALUATION)
+    encoder.read_ahead(drawn)
+    for number, sample in enumerate(drawn):
+        sample.index = number
+        samples = encoder.encode(sample)
+        if samples and all(limit is None or len(one.tokens) <= limit for one in samples):
+            groups.append(Group(number, [samples]))
+    if len(groups) < (1 if encoder.takes_pairs else 2):
+        raise UserError(
+            f"--eval-preference-data {path} has too few rows that can be scored",
+            why=f"{len(groups)} of {len(drawn)} are neither too long nor pairs of equal answers",
+            fix="take other data, or raise --seq-length",
+        )
+    if not encoder.takes_pairs:
+        _add_mismatched(groups, limit)
+    return groups
+
+
+class PreferenceEncoder:
+    """Makes the samples of a row.
+
+    Attributes:
+        totals: what was found in the rows that were encoded.
+        equal_answers: pairs whose answers have the same tokens.
+        takes_pairs: rows are pairs; else single answers with a label.
+    """
+
+    keeps_whole = True
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        facts = config.algorithm.preference
+        assert facts is not None, "another loss learns from no preferences"
+        self._tokenizer = tokenizer
+        self._encoding = sft_encoding(config, tokenizer)
+        self._templates_text = config.data.apply_chat_template
+        self._scores_end = facts.trains_head
+        self.takes_pairs = facts.takes_pairs
+        self.totals = SftTotals()
+        self.equal_answers = 0
+
+    def read_ahead(self, samples: list[Sample]) -> None:
+        """Tokenise the plain texts of samples that will be encoded next, in one call."""
+        self.read_ahead_rows([(one.prompt, one.label) for one in samples])
+
+    def read_ahead_rows(self, rows: Sequence[tuple[str | Messages, dict[str, Any]]]) -> None:
+        """The same for prompts with their answers."""
+        if not self._templates_text:
+            texts = (text for prompt, label in rows for text in (prompt, *label.values()))
+            self._encoding.read_ahead(text for text in texts if isinstance(text, str))
+
+    def encode(self, sample: Sample) -> list[Sample]:
+        """The two samples of a pair, [] where its answers are equal; the one of an answer with a
+        label.
+
+        Raises:
+            UserError: nothing in an answer can be trained on.
+        """
+        sequences = []
+        for encoded in self.encode_answers(sample.prompt, sample.label, sample.metadata):
+            self.totals.add(encoded)
+            sequences.append(encoded.sequences[0])
+        index = 2 * (sample.index or 0)
+        if not self.takes_pairs:
+            reward = CHOSEN if sample.label["label"] else REJECTED
+            return [self._filled(sample, sequences[0], index, reward)]
+        chosen, rejected = sequences
+        if chosen.tokens == rejected.tokens:
+            self.equal_answers += 1
+            return []
+        return [
+            self._filled(copy.copy(sample), chosen, index, CHOSEN),
+            self._filled(copy.copy(sample), rejected, index + 1, REJECTED),
+        ]
+
+    def encode_answers(
+        self, prompt: str | Messages, label: dict[str, Any], metadata: dict[str, Any]
+    ) -> Iterator[Encoded]:
+        """Encode the answers of a row, in the order of `slime.prompts.preference_rows`.
+
+        Raises:
+            UserError: nothing in an answer can be trained on, or its earlier turns are rewritten.
+        """
+        tools = metadata.get("tools")
+        names = ("chosen", "rejected") if self.takes_pairs else ("completion",)
+        for name in names:
+            answer = label[name]
+            if isinstance(prompt, list):
+                encoded = self._encoding.encode(conversation_of(prompt, answer), tools=tools)
+            else:
+                encoded = self._encoding.encode(prompt, answer, tools=tools)
+            if len(encoded.sequences) > 1:
+                raise UserError(
+                    f"the {name} answer becomes {len(encoded.sequences)} sequences",
+                    why="the chat template rewrites its earlier turns, and an answer is compared "
+                    "as a whole",
+                    fix="let the prompt hold all turns but the last one",
+                )
+            yield encoded
+
+    def _filled(
+        self, sample: Sample, sequence: TrainedSequence, index: int, reward: float
+    ) -> Sample:
+        start = sequence.prompt_length
+        sample.tokens = list(sequence.tokens)
+        sample.loss_mask = sequence.mask[start:]
+        sample.response = self._tokenizer.decode(sample.tokens[start:])
+        if self._scores_end:
+            # a value stands before each response token: the last one's is before one more
+            sample.tokens.append(sample.tokens[-1])
+            sample.loss_mask = [0] * len(sample.loss_mask) + [1]
+        sample.response_length = len(sample.loss_mask)
+        sample.index = index
+        sample.metadata = copy.deepcopy(sample.metadata)
+        sample.status = SampleStatus.COMPLETED
+        sample.reward = reward
+        return sample
+
+
+def _add_mismatched(groups: list[Group], limit: int | None) -> None:
+    """Give each trajectory a second sample: its prompt with the next group's answer, cut to the
+    limit."""
+    answers = [group.trajectories[0][0] for group in groups]
+    for group, answer in zip(groups, [*answers[1:], answers[0]], strict=True):
+        own = group.trajectories[0][0]
+        assert answer.loss_mask is not None and own.index is not None
+        start = own.prompt_length
+        room = answer.response_length if limit is None else max(1, limit - start)
+        other = copy.copy(own)
+        other.tokens = own.tokens[:start] + answer.tokens[answer.prompt_length :][:room]
+        other.loss_mask = answer.loss_mask[:room]
+        other.response_length = len(other.loss_mask)
+        other.response = answer.response
+        other.index = own.index + 1
+        other.metadata = copy.deepcopy(own.metadata)
+        other.reward = MISMATCHED
+        group.trajectories[0].append(other)

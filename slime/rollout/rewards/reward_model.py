@@ -1,0 +1,134 @@
+"""``--rm-type reward_model``: a trained reward model (a Hugging Face sequence classifier with one
+output) scores each sample, in this process on the CPU.
+
+A model of the policy's vocabulary scores a sample's own tokens, and plain text stays plain. Another
+one gets the conversation through its own chat template, as it was trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from slime.config.config import Config
+from slime.errors import UserError
+from slime.files import read_object
+from slime.log import get_logger
+from slime.prompts.sft_encoding import SftEncoding
+from slime.prompts.tokenizer import end_token_ids, load_tokenizer
+from slime.samples.types import Sample
+
+logger = get_logger(__name__)
+
+#: Its name among the built-in rewards.
+NAME = "reward_model"
+_CLASSIFIER = "ForSequenceClassification"
+
+
+def check_directory(path: str | None) -> None:
+    """
+    Raises:
+        UserError: no directory is named, or it holds no reward model.
+    """
+    fix = (
+        "pass --rm-path with the model/ of a run with --preference-loss reward_model, or another "
+        "sequence classifier with one output"
+    )
+    if not path:
+        raise UserError("--rm-type reward_model needs a reward model", fix=fix)
+    config = read_object(Path(path) / "config.json")
+    if not config:
+        raise UserError(f"--rm-path {path} holds no model", why="it has no config.json", fix=fix)
+    made = [str(name) for name in config.get("architectures") or ()]
+    outputs = len(config.get("id2label") or {0: "", 1: ""})
+    if not any(name.endswith(_CLASSIFIER) for name in made) or outputs != 1:
+        raise UserError(
+            f"--rm-path {path} is no reward model",
+            why=f"config.json says architectures {made} and {outputs} labels",
+            fix=fix,
+        )
+
+
+class RewardModelScorer:
+    """Scores samples, one after the other, in a thread; the model is loaded for the first one.
+
+    Args:
+        path: the directory of the reward model.
+        config: groups ``checkpoint`` and ``data`` are read.
+    Raises:
+        UserError: as `check_directory`.
+    """
+
+    def __init__(self, path: str, config: Config) -> None:
+        check_directory(path)
+        self._path = path
+        self._config = config
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
+        self._model: Any = None
+        self._encoding: SftEncoding
+        self._shares_vocabulary = False
+        self._has_template = False
+
+    async def score(self, sample: Sample) -> float:
+        """The reward of a sample.
+
+        Raises:
+            UserError: its prompt cannot be put into the reward model's template.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, sample)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _score(self, sample: Sample) -> float:
+        import torch
+
+        if self._model is None:
+            self._load()
+        tokens = torch.tensor([list(self.tokens_of(sample))])
+        with torch.no_grad():
+            return float(self._model(tokens).logits[0, 0])
+
+    def tokens_of(self, sample: Sample) -> Sequence[int]:
+        """The tokens that are scored, the last one's state giving the reward."""
+        if self._shares_vocabulary and sample.tokens and sample.response_length:
+            return sample.tokens
+        prompt = sample.prompt
+        if self._config.data.apply_chat_template and not self._shares_vocabulary:
+            raise UserError(
+                f"--rm-path {self._path} has another vocabulary than the policy, and prompts are "
+                "already in the policy's chat template",
+                fix="leave --apply-chat-template out: prompts that are messages stay messages, and "
+                "generation puts them into the template",
+            )
+        if isinstance(prompt, str) and (self._shares_vocabulary or not self._has_template):
+            return self._encoding.encode(prompt, sample.response).sequences[-1].tokens
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        answer = {"role": "assistant", "content": sample.response}
+        return self._encoding.encode([*asked, answer]).sequences[-1].tokens
+
+    def _load(self) -> None:
+        import torch
+        from transformers import AutoModelForSequenceClassification
+
+        tokenizer = load_tokenizer(self._path)
+        self._encoding = SftEncoding(
+            tokenizer,
+            end_token_ids(tokenizer, self._path),
+            template_kwargs=dict(self._config.data.apply_chat_template_kwargs),
+        )
+        self._has_template = bool(tokenizer.chat_template)
+        policy = self._config.checkpoint.hf_checkpoint
+        self._shares_vocabulary = (
+            policy is None or load_tokenizer(policy).get_vocab() == tokenizer.get_vocab()
+        )
+        model = AutoModelForSequenceClassification.from_pretrained(self._path, dtype=torch.float32)
+        self._model = model.eval()
+        logger.info(
+            "reward model: %s, which scores %s",
+            self._path,
+            "the policy's tokens" if self._shares_vocabulary else "the text, by its own template",
+        )

@@ -1,0 +1,46 @@
+"""What packing and training ask of samples that are learned from by preference: pairs that are
+whole, and labels of both kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slime.config.preferences import PreferenceFacts
+from slime.errors import UserError
+from slime.samples.batch import CHOSEN, MISMATCHED, REJECTED
+
+
+def check_preferences(
+    trajectory_ids: Sequence[int], rewards: Sequence[float], facts: PreferenceFacts
+) -> None:
+    """Check that each trajectory is a pair, or an answer and its mismatched one, by the rewards.
+
+    Raises:
+        UserError: samples of another origin (a dump, a conversion of the user's).
+    """
+    wanted = sorted((CHOSEN, REJECTED)) if facts.takes_pairs else None
+    found: dict[int, list[float]] = {}
+    for trajectory, reward in zip(trajectory_ids, rewards, strict=True):
+        found.setdefault(trajectory, []).append(reward)
+    for trajectory, of_trajectory in found.items():
+        is_right = (
+            sorted(of_trajectory) == wanted
+            if wanted
+            else len(of_trajectory) == 2
+            and of_trajectory[0] in (CHOSEN, REJECTED)
+            and of_trajectory[1] == MISMATCHED
+        )
+        if not is_right:
+            told = "one of 1 and one of -1" if wanted else "one of 1 or -1, then one of 0"
+            raise UserError(
+                f"trajectory {trajectory} of the rollout cannot be learned from by --preference-"
+                f"loss {facts.name}: its samples have the rewards {of_trajectory}",
+                why=f"the rewards are the labels: a trajectory has two samples, {told}",
+                fix="load samples that a run with this --preference-loss has written, or leave "
+                "--custom-convert-samples-to-train-data-path out",
+            )
+
+
+def mismatched_positions(rewards: Sequence[float]) -> list[int]:
+    """The samples that are scored, and not trained on."""
+    return [position for position, reward in enumerate(rewards) if reward == MISMATCHED]
