@@ -32,12 +32,12 @@ BUDGETS = {
     "compat": 1_400,
     "config": 4_990,  # flags of estimators, importance levels and rejection
     "diagnosis": 4_220,
-    "embedded": 5_370,  # sinks, stacks of experts
-    "engines": 4_290,  # log-probs behind the filters, channels of gpt-oss
+    "embedded": 5_770,  # sinks, stacks of experts, states of gated delta nets
+    "engines": 4_320,  # log-probs behind the filters, channels of gpt-oss
     "environments": 450,
     ".": 1_450,
     "memory": 1_650,
-    "models": 3_880,  # gpt-oss, stacks of experts
+    "models": 4_620,  # gpt-oss, stacks of experts, gated delta nets
     "observe": 3_050,
     "page": 1_600,
     "processes": 1_040,  # the preloaded process
@@ -46,7 +46,7 @@ BUDGETS = {
     "run": 2_050,
     "samples": 1_850,  # rewards of tokens and turns, sampling masks
     "sandbox": 950,
-    "trainer": 7_360,  # the critic, sinks, biases of experts
+    "trainer": 7_730,  # the critic, sinks, biases of experts, gated delta nets
     "user_code": 1_000,
     "weights": 2_950,
 }
