@@ -21,6 +21,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
     "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "mlp_only_layers": [0]}),
+    "qwen3_5_text": (
+        "Qwen3_5",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
     "glm4": ("Glm4", {}),
     "glm4_moe": (
         "Glm4Moe",

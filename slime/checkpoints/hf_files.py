@@ -26,9 +26,9 @@ from slime.checkpoints.directory import partial_dir, publish
 from slime.checkpoints.mxfp4 import Mxfp4Tensor, base_names
 from slime.errors import UserError
 from slime.models import ModelFamily, ModelSpec
+from slime.models.hybrid import write_interval
 from slime.models.layouts import TensorSource
 from slime.models.parameters import ModelParameters
-from slime.models.qwen3_next import write_interval
 
 if TYPE_CHECKING:
     import torch

@@ -28,7 +28,7 @@ import torch
 from slime.embedded.architecture import Architecture
 from slime.embedded.command import STATE_COPIES
 from slime.embedded.sequence import Sequence
-from slime.embedded.states import State, StateCache
+from slime.embedded.states import DeltaState, StateCache
 from slime.models.mixers import mixer_of
 
 #: Size of the first blocks; every block is a multiple of it.
@@ -378,7 +378,7 @@ class Slot:
     experts: np.ndarray | None = None
     adapter: int = 0
     state_at: int = 0
-    states: dict[int, State] = field(default_factory=dict)
+    states: dict[int, DeltaState] = field(default_factory=dict)
 
     @property
     def is_free(self) -> bool:
@@ -464,7 +464,7 @@ class SlotTable:
         tokens = _NO_TOKENS
         experts = None
         written = 0
-        states: dict[int, State] = {}
+        states: dict[int, DeltaState] = {}
         if length:
             states = {at: kept for at, kept in self._slots[source].states.items() if at <= length}
             if self.cache.states is not None and self._slots[source].state_at != length:
@@ -504,7 +504,7 @@ class SlotTable:
             slot.state_at = length
             slot.written = max(slot.written, length)
 
-    def keep_states(self, sequence: Sequence, states: Mapping[int, State]) -> None:
+    def keep_states(self, sequence: Sequence, states: Mapping[int, DeltaState]) -> None:
         """Keep copies of the states of a sequence, for others to continue from; the oldest copies
         make room."""
         kept = self._slots[self.slot_of(sequence)].states

@@ -258,7 +258,7 @@ class Scheduler:
     def _choose_chunks(self) -> list[tuple[Sequence, int]]:
         """(sequence, tokens) of this step's prefill; oldest first, the last may be cut."""
         followers = {id(f) for group in self._followers.values() for f in group}
-        chunks = []
+        chunks: list[tuple[Sequence, int]] = []
         budget = self.prefill_tokens
         for sequence in self.prefilling:
             if budget and id(sequence) not in followers:

@@ -13,13 +13,13 @@ from functools import cached_property
 
 import torch
 
-from slime.models.delta_rule import CHUNK, Runs
+from slime.models.delta_rule import CHUNK, TokenRuns
 from slime.models.mixers import FLOAT32_BYTES, mixer_of
 from slime.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class State:
+class DeltaState:
     """The state of all layers at one position.
 
     Attributes:
@@ -96,12 +96,12 @@ class StateCache:
         self.rule[:, slot].zero_()
 
     @torch.inference_mode()
-    def take(self, slot: int) -> State:
+    def take(self, slot: int) -> DeltaState:
         """Return a copy of a slot's live state."""
-        return State(self.conv[:, slot].clone(), self.rule[:, slot].clone())
+        return DeltaState(self.conv[:, slot].clone(), self.rule[:, slot].clone())
 
     @torch.inference_mode()
-    def put(self, slot: int, state: State) -> None:
+    def put(self, slot: int, state: DeltaState) -> None:
         """Make a copy of ``state`` the live state of a slot."""
         self.conv[:, slot] = state.conv
         self.rule[:, slot] = state.rule
@@ -135,7 +135,8 @@ class StateRows:
         spans: of a prefill; None where each row is one token, of the slots from ``first`` on.
         fixed_shapes: deterministic mode: a token is computed in the same shapes, whatever is
             computed with it and wherever its prompt is cut.
-        kept: (number of the span, position) → for each layer so far, conv and rule as of `State`.
+        kept: (number of the span, position) → for each layer so far, conv and rule as of
+            `DeltaState`.
     """
 
     cache: StateCache
@@ -148,10 +149,10 @@ class StateRows:
     _reads: torch.Tensor | None = None
 
     @cached_property
-    def runs(self) -> Runs:
+    def runs(self) -> TokenRuns:
         """How the new tokens of the spans are cut into chunks."""
         assert self.spans is not None
-        return Runs.of([span.count for span in self.spans], device=self.cache.conv.device)
+        return TokenRuns.of([span.count for span in self.spans], device=self.cache.conv.device)
 
     def reads(self, width: int) -> torch.Tensor:
         """int64 [width, tokens]: the rows that a convolution reads, of the new tokens above
@@ -176,10 +177,10 @@ class StateRows:
         """Keep a copy of one layer's state at a position of a span."""
         self.kept.setdefault((span, position), []).append((conv.clone(), rule.clone()))
 
-    def copies(self, number: int) -> dict[int, State]:
+    def copies(self, number: int) -> dict[int, DeltaState]:
         """Position → state, of those that a span was to keep within it."""
         return {
-            position: State(*(torch.stack(parts) for parts in zip(*layers)))
+            position: DeltaState(*(torch.stack(parts) for parts in zip(*layers)))
             for (span, position), layers in self.kept.items()
             if span == number
         }

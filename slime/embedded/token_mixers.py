@@ -282,7 +282,7 @@ class GatedDeltaNet:
         rows = torch.cat([mixed, history.t()])
         reads = block_reads(width).to(mixed.device)
         convolved = delta_rule.CausalConv.apply(rows, self.conv[:, 0], reads)
-        runs = delta_rule.Runs.of([count], device=mixed.device, size=CHUNK)
+        runs = delta_rule.TokenRuns.of([count], device=mixed.device, size=CHUNK)
         output, finals = delta_rule.chunked(
             *self._heads(convolved), *self._gates(b, a), runs, state[None]
         )

@@ -346,13 +346,17 @@ FORMATS: dict[str, ToolFormat] = {
         "glm45",
     ),
     "qwen3_coder": ToolFormat(
-        ("<tool_call>",), _qwen3_coder, ("<tool_call>", "<function="), (), "qwen3_coder"
+        ("<tool_call>",),
+        _qwen3_coder,
+        ("<tool_call>", "<function="),
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        "qwen3_coder",
     ),
     "hermes": ToolFormat(
         ("<tool_call>",),
         _hermes,
         ("<tool_call>",),
-        ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mimo"),
+        ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "mimo"),
         "qwen25",
     ),
     # DeepSeek-V3 and R1

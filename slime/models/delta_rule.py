@@ -35,8 +35,8 @@ Keep = Callable[[int, int, Tensor], None]
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Runs that can be computed side by side, the longest first.
+class ChunkStage:
+    """TokenRuns that can be computed side by side, the longest first.
 
     Attributes:
         runs: their numbers.
@@ -52,7 +52,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Runs:
+class TokenRuns:
     """How packed tokens are cut into runs and chunks.
 
     Attributes:
@@ -68,7 +68,7 @@ class Runs:
     size: int
     gather: Tensor
     cells: Tensor
-    stages: list[Stage]
+    stages: list[ChunkStage]
 
     @staticmethod
     def of(
@@ -76,7 +76,7 @@ class Runs:
         parents: Sequence[int] | None = None,
         device: torch.device | None = None,
         size: int | None = None,
-    ) -> Runs:
+    ) -> TokenRuns:
         """Cut runs into chunks.
 
         Args:
@@ -85,7 +85,7 @@ class Runs:
             size: tokens per chunk; None: as few as the longest run needs, at most `CHUNK`.
 
         Example (two runs of one chunk each, the second continues the first):
-            >>> runs = Runs.of([3, 2], [-1, 0])
+            >>> runs = TokenRuns.of([3, 2], [-1, 0])
             >>> runs.size, runs.gather[:4].tolist(), runs.cells.tolist(), len(runs.stages)
             (16, [0, 1, 2, 5], [0, 1, 2, 16, 17], 2)
         """
@@ -96,7 +96,7 @@ class Runs:
             size = next((small for small in _SMALL_CHUNKS if longest <= small), CHUNK)
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
         gather: list[Tensor] = []
-        stages: list[Stage] = []
+        stages: list[ChunkStage] = []
         earlier: list[int] = []
         for continues in (False, True):
             members = [run for run in range(len(lengths)) if (parents[run] >= 0) == continues]
@@ -113,12 +113,12 @@ class Runs:
             if members:
                 places = [earlier.index(parents[run]) for run in members] if continues else None
                 of_parents = None if places is None else torch.tensor(places, device=device)
-                stages.append(Stage(torch.tensor(members, device=device), of_parents, steps))
+                stages.append(ChunkStage(torch.tensor(members, device=device), of_parents, steps))
             earlier = members
         cells_of = torch.cat(gather)
         cells = torch.empty(total + 1, dtype=torch.long)
         cells[cells_of] = torch.arange(cells_of.numel())
-        return Runs(list(lengths), size, cells_of.to(device), cells[:total].to(device), stages)
+        return TokenRuns(list(lengths), size, cells_of.to(device), cells[:total].to(device), stages)
 
     def padded(self, x: Tensor) -> Tensor:
         """[tokens, heads, …] → [chunks, heads, size, …], with zeros behind the ends of runs. Rows
@@ -134,7 +134,7 @@ def chunked(
     value: Tensor,
     decay: Tensor,
     beta: Tensor,
-    runs: Runs,
+    runs: TokenRuns,
     initial: Tensor | None = None,
     keep: Keep | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -268,7 +268,7 @@ def reached(lengths: Sequence[int], parents: Sequence[int], width: int) -> Tenso
     """Tell which rows the convolution of each packed token reads.
 
     Args:
-        lengths, parents: as of `Runs.of`.
+        lengths, parents: as of `TokenRuns.of`.
         width: of the convolution.
     Returns:
         int64 [width, tokens], the oldest first; ``sum(lengths)`` stands for a row of zeros before

@@ -413,8 +413,9 @@ def write_hf(
                 if start is not None and name.endswith(_DTYPES_OF_START) and name in start.names():
                     target = dtype_of(start.dtype_of(name))
                 writer.add(name, tensor.to(target))
-            for name in sorted(start.names()) if start is not None else ():
-                if source.parameters.family.is_carried(name):
+            if start is not None:
+                carried = filter(source.parameters.family.is_carried, start.names())
+                for name in sorted(carried):
                     writer.add(name, start[name][:])
     except (OSError, UserError):
         exhaust(tensors)  # the other ranks are inside its collectives

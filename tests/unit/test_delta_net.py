@@ -23,7 +23,7 @@ from slime.memory.engine import EngineSettings
 from slime.models import family_of
 from slime.models.delta_rule import (
     CausalConv,
-    Runs,
+    TokenRuns,
     chunked,
     decay_of,
     gated_norm,
@@ -42,10 +42,11 @@ from tests.support.tiny_models import DELTA, SHAPE, save_tiny
 from tests.support.trainer_ranks import make_batch
 from tests.support.trainers import gradients, trainer
 
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 LENGTHS = st.lists(st.sampled_from([1, 2, 3, 5, 17, 63, 64, 65, 130]), min_size=1, max_size=4)
 
 
-def inputs(tokens: int, heads: int, repeats: int, dtype: torch.dtype) -> list[Tensor]:
+def inputs(tokens: int, heads: int, repeats: int, dtype: torch.dtype) -> Inputs:
     generator = torch.Generator().manual_seed(tokens)
 
     def draw(*shape: int) -> Tensor:
@@ -55,7 +56,7 @@ def inputs(tokens: int, heads: int, repeats: int, dtype: torch.dtype) -> list[Te
     value = draw(tokens, heads * repeats, 7)
     decay = -draw(tokens, heads * repeats).abs() * 4
     decay[::3] -= 40.0  # sums whose exponentials overflow if a sign is wrong
-    return [query, key, value, decay, draw(tokens, heads * repeats).sigmoid()]
+    return query, key, value, decay, draw(tokens, heads * repeats).sigmoid()
 
 
 @settings(max_examples=12, deadline=None)
@@ -65,12 +66,13 @@ def test_chunks_give_what_one_token_after_the_other_gives(
 ) -> None:
     arguments = inputs(sum(lengths), 2, repeats, torch.float64)
     initial = torch.randn(len(lengths), 2 * repeats, 5, 7, dtype=torch.float64)
-    output, finals = chunked(*arguments, Runs.of(lengths, size=size), initial)
+    output, finals = chunked(*arguments, TokenRuns.of(lengths, size=size), initial)
     start = 0
     for number, length in enumerate(lengths):
         state = initial[number, None]
         for token in range(start, start + length):
-            expected, state = recurrent_step(*(x[token, None] for x in arguments), state)
+            q, k, v, g, b = (x[token, None] for x in arguments)
+            expected, state = recurrent_step(q, k, v, g, b, state)
             torch.testing.assert_close(output[token, None], expected, atol=1e-11, rtol=0)
         torch.testing.assert_close(finals[number, None], state, atol=1e-11, rtol=0)
         start += length
@@ -78,8 +80,9 @@ def test_chunks_give_what_one_token_after_the_other_gives(
 
 def test_float32_is_as_exact_as_float32_can_be() -> None:
     exact = inputs(200, 2, 2, torch.float64)
-    expected = chunked(*exact, Runs.of([200]))[0]
-    ours = chunked(*(x.float() for x in exact), Runs.of([200]))[0]
+    expected = chunked(*exact, TokenRuns.of([200]))[0]
+    q, k, v, g, b = (x.float() for x in exact)
+    ours = chunked(q, k, v, g, b, TokenRuns.of([200]))[0]
     torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=0)
 
 
@@ -104,7 +107,7 @@ def test_branches_are_samples_of_their_own(families: list[tuple[int, list[int]]]
 
     mixed = leaf(total, 2, sizes.mixed // 2)
     scalars = leaf(total, 2, 4)
-    weights = [leaf(sizes.mixed, 4), leaf(4), leaf(4)]
+    weights = (leaf(sizes.mixed, 4), leaf(4), leaf(4))
     packed = _with_torch(
         mixed, scalars, *weights, DeltaRuns.of(branches, torch.device("cpu")), sizes
     )

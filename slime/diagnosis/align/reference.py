@@ -22,7 +22,9 @@ from torch.overrides import TorchFunctionMode
 from slime.diagnosis.align.evidence import Scored
 from slime.embedded.architecture import Architecture
 from slime.embedded.attention import sees, softmax_with_sinks
+from slime.embedded.states import PrefillChunk, StateCache, StateRows
 from slime.embedded.weights import WeightStore, make_store
+from slime.models.mixers import mixers_of
 from slime.models.spec import ModelSpec, RotaryKind
 
 Part = Literal[
@@ -226,6 +228,16 @@ class Reference:
                 parts.append(sampling.log_probs(changed, targets))
         return [torch.cat(parts).double().cpu() for parts in found]
 
+    def _states(self, count: int) -> StateRows | None:
+        """Storage for one sequence of ``count`` tokens; None for a model without gated delta
+        nets."""
+        spec = self.arch.spec
+        if all(mixer.state is None for mixer in mixers_of(spec.transformer)):
+            return None
+        cache = StateCache(spec, torch.float32, self.store.device)
+        cache.resize(1)
+        return StateRows(cache, [PrefillChunk(0, 0, count, 0)])
+
     @torch.inference_mode()
     def hidden(
         self,
@@ -261,7 +273,7 @@ class Reference:
         model.angles = angles
         try:
             with _Rounding(setting, self.arch.spec.num_experts):
-                attend = _Attention(setting, self.arch.spec)
+                attend = _Attention(setting, self.arch.spec, self._states(count))
                 chosen = watcher.chosen
                 return model.forward(
                     tokens[:-1].to(device), positions.to(device), attend, chosen, watcher
@@ -349,11 +361,18 @@ class _Rounding(TorchFunctionMode):
 
 
 class _Attention:
-    """Causal attention of one sequence, without a cache."""
+    """Causal attention of one sequence, without a cache.
 
-    def __init__(self, setting: ReferenceSettings, spec: ModelSpec) -> None:
+    Attributes:
+        states: of gated delta nets, which begin with nothing.
+    """
+
+    def __init__(
+        self, setting: ReferenceSettings, spec: ModelSpec, states: StateRows | None
+    ) -> None:
         self._setting = setting
         self._spec = spec
+        self.states = states
 
     def __call__(
         self,

@@ -164,29 +164,27 @@ class PackedGatedDeltaNet(MegatronModule):
     ) -> Tensor:
         """The rule's output [t, value heads, value width] for this rank's tokens, from queries,
         keys and values [t, key heads, …] and b and a [t, key heads, …]."""
-        weights = [self.conv_weight[:, 0], self.A_log, self.dt_bias]
+        weights = (self.conv_weight[:, 0], self.A_log, self.dt_bias)
         context = sequences.context
         if context is None:
-            return self._rule(mixed, scalars, *weights, sequences.delta_runs)
+            return self._rule(mixed, scalars, weights, sequences.delta_runs)
         place = context.place
         parts = [x.reshape(x.size(0), place.size, -1) for x in (mixed, scalars)]
         heads = self.key_heads // place.size
         mixed, scalars = (x.flatten(0, 1).unflatten(1, (heads, -1)) for x in swap(parts, place))
-        own = [x.chunk(place.size)[place.rank] for x in weights]
-        output = self._rule(mixed, scalars, *own, sequences.delta_runs)
+        conv_weight, a_log, dt_bias = (x.chunk(place.size)[place.rank] for x in weights)
+        output = self._rule(mixed, scalars, (conv_weight, a_log, dt_bias), sequences.delta_runs)
         return context.to_tokens(output)
 
     def _rule(
         self,
         mixed: Tensor,
         scalars: Tensor,
-        conv_weight: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
+        weights: tuple[Tensor, Tensor, Tensor],
         runs: DeltaRuns,
     ) -> Tensor:
         compute = _with_kernels if mixed.is_cuda and runs.are_whole and _kernels() else _with_torch
-        arguments = (mixed, scalars, conv_weight, a_log, dt_bias, runs, self.sizes)
+        arguments = (mixed, scalars, *weights, runs, self.sizes)
         return (_recomputed if compute is _with_torch else _computed)(compute, *arguments)
 
     def sharded_state_dict(

@@ -31,7 +31,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from slime.algorithms.logprobs import KeptTokens
-from slime.models.delta_rule import Runs, reached
+from slime.models.delta_rule import TokenRuns, reached
 from slime.models.spec import RotaryKind
 from slime.trainer.megatron.context import ContextGroup, ContextSplit
 from slime.trainer.megatron.moe_router import Routing
@@ -110,7 +110,7 @@ class DeltaRuns:
     each branch that continues it.
 
     Attributes:
-        lengths, parents: of each run, as `slime.models.delta_rule.Runs` has them.
+        lengths, parents: of each run, as `slime.models.delta_rule.TokenRuns` has them.
     """
 
     lengths: list[int]
@@ -146,8 +146,8 @@ class DeltaRuns:
         return max(self.parents) < 0
 
     @cached_property
-    def chunks(self) -> Runs:
-        return Runs.of(self.lengths, self.parents, self.device)
+    def chunks(self) -> TokenRuns:
+        return TokenRuns.of(self.lengths, self.parents, self.device)
 
     @cached_property
     def ends(self) -> Tensor:

@@ -1,0 +1,145 @@
+"""What Qwen3-Next and Qwen3.5 share: decoders of gated delta nets and gated attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from slime.errors import UserError
+from slime.models.decoder import FULL, decoder_spec
+from slime.models.rules import Rule
+from slime.models.spec import ModelSpec, refuse, require
+
+LINEAR = "linear_attention"
+
+_DELTA_DEFAULTS = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+#: Layers for multi-token prediction: counted, not trained.
+MTP = (r"mtp\..*",)
+_INSIDE = "model.language_model."
+#: The tower that sees images: counted, not trained.
+VISION = (r"model\.visual\..*",)
+
+
+def hybrid_spec(config: dict[str, Any], family: str, **extra: Any) -> ModelSpec:
+    """Describe a decoder of gated delta nets and gated attention; arguments as of `decoder_spec`.
+
+    Raises:
+        UserError: as `decoder_spec`; heads of values that those of keys do not divide; kinds of
+            layers that contradict each other.
+    """
+    refuse(config, "attention_bias", "gated attention has no biases here")
+    delta: dict[str, Any] = {
+        key: int(config.get(key) or value) for key, value in _DELTA_DEFAULTS.items()
+    }
+    if delta["linear_num_value_heads"] % delta["linear_num_key_heads"]:
+        raise UserError(
+            "the model's heads of values do not belong to whole heads of keys",
+            why=f"linear_num_value_heads is {delta['linear_num_value_heads']}, "
+            f"linear_num_key_heads {delta['linear_num_key_heads']}",
+            fix="use the config.json that belongs to the weights",
+        )
+    return decoder_spec(
+        config,
+        family,
+        qk_layernorm=True,
+        default_rotary_percent=0.25,
+        layernorm_zero_centered_gamma=True,
+        attention_output_gate=True,
+        linear_attention_freq=_delta_nets(config),
+        **delta,
+        **extra,
+    )
+
+
+def _delta_nets(config: dict[str, Any]) -> list[int]:
+    """Return a 1 for each layer that is a gated delta net, else 0.
+
+    ``layer_types`` says so layer by layer, ``full_attention_interval`` every how many layers there
+    is attention. transformers reads the first, SGLang the second alone.
+
+    Raises:
+        UserError: an unknown kind, another number of layers than the model has, or the two fields
+            mean different models.
+    """
+    layers = int(require(config, "num_hidden_layers"))
+    interval = config.get("full_attention_interval")
+    every = int(interval or 4)
+    regular = [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(layers)]
+    kinds = list(config.get("layer_types") or regular)
+    if not set(kinds) <= {FULL, LINEAR} or len(kinds) != layers:
+        raise UserError(
+            f"the model's config.json sets layer_types to {kinds}, which cannot be trained "
+            "faithfully",
+            why=f"the model has {layers} layers; its family has {LINEAR} and {FULL}",
+            fix="use the config.json that belongs to the weights",
+        )
+    if interval is not None and kinds != regular:
+        raise UserError(
+            "the model config contradicts itself on the kinds of its layers",
+            why=f"full_attention_interval is {interval}, layer_types is {kinds}: transformers "
+            "reads the list, SGLang the interval",
+            fix="correct config.json; without full_attention_interval the list alone counts",
+        )
+    return [int(kind == LINEAR) for kind in kinds]
+
+
+def write_interval(config: dict[str, Any]) -> None:
+    """Add ``full_attention_interval`` to a config that a model is exported with, where the kinds of
+    its layers are regular. transformers leaves it out, and SGLang reads nothing else."""
+    described = config.get("text_config", config)
+    kinds = described.get("layer_types") or []
+    if LINEAR not in kinds or described.get("full_attention_interval") is not None:
+        return
+    every = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
+    if kinds == [LINEAR if (layer + 1) % every else FULL for layer in range(len(kinds))]:
+        described["full_attention_interval"] = every
+
+
+def gates(config: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `decoder_spec` for the two gates that config.json names.
+
+    Raises:
+        UserError: attention without a gate, or a gate of the delta nets' output other than silu.
+    """
+    ungated = config.get("attn_output_gate", True) is not True
+    activation = config.get("output_gate_type") or "swish"
+    if ungated or activation not in ("swish", "silu"):
+        raise UserError(
+            "the model's config.json changes the gates of its layers",
+            why=f"attn_output_gate is {config.get('attn_output_gate')}, output_gate_type is "
+            f"{activation!r}; models of this family gate attention by a sigmoid and the output of "
+            "gated delta nets by swish",
+            fix="use the config.json that belongs to the weights",
+        )
+    return {"honours": ("attn_output_gate",)}
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of config.json that describes the decoder. Whether embedding and output layer
+    are one weight stands outside of it."""
+    inner = dict(require(config, "text_config"))
+    tied = config.get("tie_word_embeddings")
+    return inner if tied is None else {**inner, "tie_word_embeddings": tied}
+
+
+def inside(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Return the same rules for a decoder below ``model.language_model``."""
+
+    def renamed(name: str) -> str:
+        return _INSIDE + name.removeprefix("model.") if name.startswith("model.") else name
+
+    return tuple(
+        replace(
+            rule,
+            hf=tuple(renamed(name) for name in rule.hf_names),
+            tied_to=rule.tied_to and renamed(rule.tied_to),
+        )
+        for rule in rules
+    )
