@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from typing import Any
 
@@ -15,11 +16,13 @@ from slime.algorithms.logprobs import KeptTokens, linear_log_probs
 from slime.config import make_config
 from slime.engines.api import EngineError, GenerateResult
 from slime.errors import UserError
+from slime.rollout.generate import bind_state, generate
 from slime.samples.batch import TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.sampling_mask import extended_mask, mask_offsets_problem, mask_problem
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.trainer.megatron.packed import PackingOptions, pack
+from tests.support.fake_rollout import FakeClient, make_state
 from tests.support.trainer_ranks import make_batch
 from tests.support.trainers import trainer
 
@@ -294,3 +297,16 @@ def test_a_trainer_computes_over_what_is_kept() -> None:
     assert plain is not None
     assert all(torch.equal(a, b) for a, b in zip(plain, everything, strict=True))
     assert all((values == 0).all() for values in alone)
+
+
+def test_an_engine_that_tells_no_mask_stops_the_run() -> None:
+    """Its log-probs would be those of the whole vocabulary, the trainer's too, and ratios wrong."""
+    state = make_state(FakeClient(), sampling_mask=True)
+    sample = Sample(index=0, prompt="Hi", tokens=[1, 2])
+
+    async def in_a_rollout() -> None:
+        bind_state(state)
+        await generate(state.args, sample, state.params_for(sample))
+
+    with pytest.raises(UserError, match="http://fake does not tell what tokens were sampled from"):
+        asyncio.run(in_a_rollout())
