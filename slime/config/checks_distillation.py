@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slime.config.draft import Draft
 from slime.config.flag import option_of
 from slime.config.teachers import BASE, read_teachers
@@ -48,6 +50,15 @@ def distillation(draft: Draft) -> None:
             why="every reward is then 0, and a filter of groups with equal rewards keeps none",
             fix="leave it out, or pass --rm-type",
         )
+
+
+def may_score(args: Any) -> bool:
+    """Whether a function of the user's may set ``teacher_log_probs``.
+
+    Args:
+        args: the flat view of the configuration.
+    """
+    return any(getattr(args, dest) for dest in _MAY_SCORE)
 
 
 def _trainer_teachers(draft: Draft) -> None:
