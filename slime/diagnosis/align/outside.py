@@ -65,10 +65,7 @@ def _two_dumps(case: Discrepancy) -> Tried:
 
 
 def _retokenised(case: Discrepancy, sample: Scored) -> list[int]:
-    text = case.tokenizer.decode(
-        sample.tokens[: sample.prompt_length].tolist(), skip_special_tokens=False
-    )
-    return list(case.tokenizer.encode(text, add_special_tokens=False))
+    return _encoded(case, _text(case, sample))
 
 
 # -- shift -----------------------------------------------------------------------------------------
