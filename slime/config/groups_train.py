@@ -72,7 +72,7 @@ class TrainConfig:
     )
     """Samples per micro-batch of the reference policy's pass."""
     balance_data: bool = derived("balance_by_flops", read_by="samples")
-    """Spread samples over data-parallel ranks so that all have about the same number of tokens."""
+    """Give all data-parallel ranks about equally many tokens (or FLOPs: --balance-by-flops)."""
     balance_by_flops: bool = flag(False, needs=on("use_dynamic_batch_size"), read_by="samples")
     """Balance by floating-point operations instead of tokens."""
     data_pad_size_multiplier: int = flag(128, range=SOME, read_by="trainer")

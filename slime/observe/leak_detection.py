@@ -64,8 +64,8 @@ def steady_growth(values: Sequence[float], at_least: float, share: float) -> Gro
 
 
 def sudden_growth(values: Sequence[float], at_least: float, share: float) -> Growth | None:
-    """Return the growth of the newest values if each step rises. Without long evidence, it matters
-    only if it would use up the memory that is left."""
+    """Return the growth of the newest values if each step rises. That is enough for an alarm only
+    if it would soon use up the memory that is left."""
     values = _since_restart(values)[_SKIPPED:]
     newest = values[-_NEWEST:]
     if len(newest) < _NEWEST or not _is_growth(newest, at_least, share):

@@ -371,7 +371,7 @@ class GroupRunner:
         except asyncio.CancelledError:
             hung = [trajectory for trajectory in group.trajectories if trajectory.hung_seconds]
             if not hung:
-                raise  # not the watchdog; `hung` lacks those accepted before one hung in its reward
+                raise  # cancelled by somebody else, not by the watchdog
             for trajectory in hung:
                 self._handle_cancellation(trajectory)
         self.last_progress = time.monotonic()

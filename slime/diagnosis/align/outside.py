@@ -33,7 +33,7 @@ def other_tokens(case: Discrepancy) -> Iterator[Tried]:
     if any(sample.sent is not None for sample in case.samples):
         yield _two_dumps(case)
     if case.tokenizer is None:
-        raise Untested("the model's tokenizer is not at hand")
+        raise Untested("the model's tokenizer is not available")
     yield from _contexts(
         case, {"the prompt's text was tokenised again": partial(_retokenised, case)}
     )
@@ -120,7 +120,7 @@ def template(case: Discrepancy) -> Iterator[Tried]:
     BOS token."""
     tokenizer = case.tokenizer
     if tokenizer is None:
-        raise Untested("the model's tokenizer is not at hand")
+        raise Untested("the model's tokenizer is not available")
     makers: dict[str, Callable[[Scored], list[int] | None]] = {
         "the prompt lacks its first token": lambda sample: _prompt(sample)[1:],
         "the prompt lacks its last token": lambda sample: _prompt(sample)[:-1],
