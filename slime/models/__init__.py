@@ -24,7 +24,9 @@ from slime.models.gpt_oss import GPT_OSS
 from slime.models.granite import GRANITE
 from slime.models.llama import LLAMA
 from slime.models.mimo import MIMO
+from slime.models.ministral3 import MINISTRAL3
 from slime.models.mistral import MISTRAL
+from slime.models.mistral3 import MISTRAL3
 from slime.models.mixtral import MIXTRAL
 from slime.models.olmo2 import OLMO2
 from slime.models.olmo3 import OLMO3
@@ -70,6 +72,8 @@ FAMILIES: tuple[ModelFamily, ...] = (
     QWEN3_5_MOE_TEXT,
     QWEN3_5_MOE,
     GPT_OSS,
+    MINISTRAL3,
+    MISTRAL3,
 )
 
 __all__ = [
@@ -129,7 +133,7 @@ def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily
         named = _named(model_name)
         if own is None:
             return named[-1] if any(config.get(key) for key in EXPERT_COUNTS) else named[0]
-        if own not in named:
+        if not any(own.name in (family.name, f"{family.name}_text") for family in named):
             raise UserError(
                 f"--model-name {model_name} contradicts the model's config.json",
                 why=f"the name means {' or '.join(family.name for family in named)}, config.json "
@@ -175,8 +179,9 @@ def _named(model_name: str) -> list[ModelFamily]:
     found = dict[str, list[ModelFamily]]()
     all_stems = [(stem, family) for family in FAMILIES for stem in _stems(family)]
     for stem, family in all_stems:
-        # "glm" is a family, and so is "glm4": then a number is a version, not a size
+        # "glm" is a family, and so is "glm4": then a number is a version, unless it is "7b"
         versions = any(re.match(rf"{stem}\d", other) for other, _ in all_stems)
+        versions = versions and not re.match(rf"{stem}-?\d+b\b", model_name.lower())
         rest = wanted.removeprefix(stem)
         if versions and rest[:1].isdigit():
             continue

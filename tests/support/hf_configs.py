@@ -47,6 +47,15 @@ EXTRA: dict[str, dict[str, object]] = {
         "shared_expert_intermediate_size": 16,
     },
     "olmo3": {"sliding_window": 8},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "glm4_moe": {**DENSE_FIRST, "attention_bias": True, "use_qk_norm": True},
     "glm4_moe_lite": {**DENSE_FIRST, **LATENT},
@@ -54,7 +63,11 @@ EXTRA: dict[str, dict[str, object]] = {
 }
 
 #: Families whose config.json describes the decoder inside, as one of the other family.
-NESTED = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+NESTED = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "mistral3": "mistral",
+}
 
 
 def config_of(family: str, **changes: object) -> dict:
