@@ -133,7 +133,7 @@ def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily
         named = _named(model_name)
         if own is None:
             return named[-1] if any(config.get(key) for key in EXPERT_COUNTS) else named[0]
-        if not any(own.name in (family.name, f"{family.name}_text") for family in named):
+        if own not in named:
             raise UserError(
                 f"--model-name {model_name} contradicts the model's config.json",
                 why=f"the name means {' or '.join(family.name for family in named)}, config.json "
@@ -179,11 +179,13 @@ def _named(model_name: str) -> list[ModelFamily]:
     found = dict[str, list[ModelFamily]]()
     all_stems = [(stem, family) for family in FAMILIES for stem in _stems(family)]
     for stem, family in all_stems:
-        # "glm" is a family, and so is "glm4": then a number is a version, unless it is "7b"
-        versions = any(re.match(rf"{stem}\d", other) for other, _ in all_stems)
-        versions = versions and not re.match(rf"{stem}-?\d+b\b", model_name.lower())
+        # "glm" is a family, and so is "glm4": then a number is a version, unless it is a size, as
+        # "7b"; behind a version, as in "qwen3", only those that "qwen3.5" and its kin begin with
         rest = wanted.removeprefix(stem)
-        if versions and rest[:1].isdigit():
+        version = re.escape(rest[:1]) if stem[-1].isdigit() else r"\d"
+        versions = any(re.match(rf"{stem}{version}", other) for other, _ in all_stems)
+        is_size = re.match(rf"{stem}-?\d+b\b", model_name.lower())
+        if versions and rest[:1].isdigit() and not is_size:
             continue
         if wanted.startswith(stem) and _REST.fullmatch(rest):
             found.setdefault(stem, []).append(family)
@@ -196,6 +198,7 @@ def _named(model_name: str) -> list[ModelFamily]:
 
 def _stems(family: ModelFamily) -> set[str]:
     stems = {_letters(name) for name in (family.name, *family.model_types)}
+    stems |= {stem.removesuffix("text") for stem in stems}
     return stems | {stem.removesuffix("moe") for stem in stems}
 
 
