@@ -68,6 +68,8 @@ NESTED = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "mistral3": "mistral",
 }
+#: Fields of theirs that stand outside of the description.
+OUTSIDE = ("dtype", "tie_word_embeddings", "quantization_config")
 
 
 def config_of(family: str, **changes: object) -> dict:
@@ -90,5 +92,6 @@ def config_of(family: str, **changes: object) -> dict:
     }
     if family in NESTED:  # the decoder is described inside
         text = config_of(NESTED[family], **changes)
-        return {**config, "text_config": text, "vision_config": {}}
+        outside = {key: changes[key] for key in OUTSIDE if key in changes}
+        return {**config, **outside, "text_config": text, "vision_config": {}}
     return config | changes

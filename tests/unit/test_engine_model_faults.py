@@ -20,6 +20,17 @@ def test_gemma_with_a_scaled_rotary_embedding_is_refused_with_sglang_alone() -> 
         engine_kind("sglang").check_model(family_of(large).model_spec(large), large)
 
 
+def test_queries_that_grow_from_another_position_on_are_refused_with_sglang_alone() -> None:
+    same = PUBLISHED["mistralai/Ministral-3-8B-Base-2512"]["config"]
+    shorter = same["rope_parameters"] | {"original_max_position_embeddings": 8192}
+    other = {"model_type": "mistral3", "text_config": same | {"rope_parameters": shorter}}
+    for config in (same, other):
+        engine_kind("embedded").check_model(family_of(config).model_spec(config), config)
+    engine_kind("sglang").check_model(family_of(same).model_spec(same), same)
+    with pytest.raises(UserError, match=r"grow from position 16384 on(.|\n)*which is 8192"):
+        engine_kind("sglang").check_model(family_of(other).model_spec(other), other)
+
+
 def test_experts_in_mxfp4_are_refused_with_sglang_alone() -> None:
     stored = PUBLISHED["openai/gpt-oss-20b"]["config"]
     plain = {key: value for key, value in stored.items() if key != "quantization_config"}

@@ -33,7 +33,9 @@ from tests.support.trainer_ranks import make_batch
 from tests.support.trainers import gradients, trainer
 
 
-@pytest.mark.parametrize("kind", [*OTHER_FAMILIES, *WITH_IMAGES, "mistral, window", "qwen2, window"])
+@pytest.mark.parametrize(
+    "kind", [*OTHER_FAMILIES, *WITH_IMAGES, "mistral, window", "qwen2, window"]
+)
 def test_log_probs_equal_transformers_and_weights_come_back(kind: str, tmp_path: Path) -> None:
     model = save_tiny(kind, tmp_path / "hf")
     backend = trainer(hf_checkpoint=str(tmp_path / "hf"), save_hf=str(tmp_path / "back"))

@@ -33,9 +33,7 @@ def as_published(kind: str, directory: Path) -> None:
 @pytest.mark.parametrize("kind", WITH_IMAGES)
 def test_names_dtypes_and_bytes_come_back(kind: str, tmp_path: Path) -> None:
     as_published(kind, tmp_path / "hf")
-    backend = trainer(
-        hf_checkpoint=str(tmp_path / "hf"), save_hf=str(tmp_path / "back"), bf16=True
-    )
+    backend = trainer(hf_checkpoint=str(tmp_path / "hf"), save_hf=str(tmp_path / "back"), bf16=True)
     before = load_file(tmp_path / "hf" / "model.safetensors")
     try:
         backend.save(0)
