@@ -15,6 +15,7 @@ from slime.models.decoder import EXPERT_COUNTS
 from slime.models.deepseek_v2 import DEEPSEEK_V2
 from slime.models.deepseek_v3 import DEEPSEEK_V3
 from slime.models.exaone4 import EXAONE4
+from slime.models.gemma3 import GEMMA3
 from slime.models.gemma3_text import GEMMA3_TEXT
 from slime.models.glm import GLM
 from slime.models.glm4 import GLM4
@@ -74,6 +75,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     GPT_OSS,
     MINISTRAL3,
     MISTRAL3,
+    GEMMA3,
 )
 
 __all__ = [

@@ -67,6 +67,7 @@ NESTED = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "mistral3": "mistral",
+    "gemma3": "gemma3_text",
 }
 #: Fields of theirs that stand outside of the description.
 OUTSIDE = ("dtype", "tie_word_embeddings", "quantization_config")

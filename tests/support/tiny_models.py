@@ -393,6 +393,19 @@ WITH_IMAGES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
         {"model_type": "ministral3", **MINISTRAL3, "tie_word_embeddings": True},
         PIXTRAL,
     ),
+    "gemma3": (
+        transformers.Gemma3Config,
+        {**OTHER_FAMILIES["gemma3_text"][1], "model_type": "gemma3_text"},
+        {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    ),
 }
 #: Families that have them.
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -406,7 +419,7 @@ def save_tiny(kind: str, directory: Path) -> torch.nn.Module:
         return _save(config_class(**{**SMALL, **extra}), directory, scale=5)
     if kind in WITH_IMAGES:
         config_class, text, tower = WITH_IMAGES[kind]
-        tied = text.get("tie_word_embeddings", False)
+        tied = text.get("tie_word_embeddings", kind == "gemma3")  # of which no other exists
         inner = {**SHAPE, **text, "tie_word_embeddings": tied}
         config = config_class(text_config=inner, vision_config=tower, tie_word_embeddings=tied)
         return _save(config, directory, scale=8)

@@ -17,13 +17,13 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
     Args:
         config: its config.json.
     Raises:
-        UserError: a scaled rotary embedding in Gemma 3, which SGLang leaves out (0.5.16,
-            ``models/gemma3_causal.py``: all layers get the type "default"). Experts in MXFP4, which
-            SGLang lays out anew as it starts (0.5.16, ``layers/quantization/mxfp4.py``), so that no
-            weights can be loaded into them afterwards. Queries that grow from another position on
-            than SGLang lets them (``models/ministral3.py``). Text models of Qwen3.5 on their own, and
-            hybrids whose kinds of layers it would not find (0.5.16, ``models/qwen3_5.py``,
-            ``configs/qwen3_next.py``).
+        UserError: a scaled rotary embedding in Gemma 3, with a vision tower or not, which SGLang
+            leaves out (0.5.16, ``models/gemma3_causal.py``: all layers get the type "default").
+            Experts in MXFP4, which SGLang lays out anew as it starts (0.5.16,
+            ``layers/quantization/mxfp4.py``), so that no weights can be loaded into them
+            afterwards. Queries that grow from another position on than SGLang lets them
+            (``models/ministral3.py``). Text models of Qwen3.5 on their own, and hybrids whose kinds
+            of layers it would not find (0.5.16, ``models/qwen3_5.py``, ``configs/qwen3_next.py``).
     """
     if is_mxfp4(config):
         raise UserError(
@@ -34,7 +34,7 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
         )
     _check_hybrid(spec, config)
     _check_query_scaling(spec)
-    if spec.family == "gemma3_text" and spec.rotary_scaling is not None:
+    if spec.family in ("gemma3_text", "gemma3") and spec.rotary_scaling is not None:
         kind = spec.rotary_scaling["rope_type"]
         raise UserError(
             f"SGLang computes this Gemma 3 without the rotary scaling ({kind}) of its config.json",
