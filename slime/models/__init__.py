@@ -15,6 +15,7 @@ from slime.models.decoder import EXPERT_COUNTS
 from slime.models.deepseek_v2 import DEEPSEEK_V2
 from slime.models.deepseek_v3 import DEEPSEEK_V3
 from slime.models.exaone4 import EXAONE4
+from slime.models.gemma3 import GEMMA3
 from slime.models.gemma3_text import GEMMA3_TEXT
 from slime.models.glm import GLM
 from slime.models.glm4 import GLM4
@@ -24,7 +25,9 @@ from slime.models.gpt_oss import GPT_OSS
 from slime.models.granite import GRANITE
 from slime.models.llama import LLAMA
 from slime.models.mimo import MIMO
+from slime.models.ministral3 import MINISTRAL3
 from slime.models.mistral import MISTRAL
+from slime.models.mistral3 import MISTRAL3
 from slime.models.mixtral import MIXTRAL
 from slime.models.olmo2 import OLMO2
 from slime.models.olmo3 import OLMO3
@@ -70,6 +73,9 @@ FAMILIES: tuple[ModelFamily, ...] = (
     QWEN3_5_MOE_TEXT,
     QWEN3_5_MOE,
     GPT_OSS,
+    MINISTRAL3,
+    MISTRAL3,
+    GEMMA3,
 )
 
 __all__ = [
@@ -175,12 +181,13 @@ def _named(model_name: str) -> list[ModelFamily]:
     found = dict[str, list[ModelFamily]]()
     all_stems = [(stem, family) for family in FAMILIES for stem in _stems(family)]
     for stem, family in all_stems:
-        # "glm" is a family, and so is "glm4": then a number is a version, not a size; behind a
-        # version, as in "qwen3", only the numbers that "qwen3.5" and its kin begin with
+        # "glm" is a family, and so is "glm4": then a number is a version, unless it is a size, as
+        # "7b"; behind a version, as in "qwen3", only those that "qwen3.5" and its kin begin with
         rest = wanted.removeprefix(stem)
         version = re.escape(rest[:1]) if stem[-1].isdigit() else r"\d"
         versions = any(re.match(rf"{stem}{version}", other) for other, _ in all_stems)
-        if versions and rest[:1].isdigit():
+        is_size = re.match(rf"{stem}-?\d+b\b", model_name.lower())
+        if versions and rest[:1].isdigit() and not is_size:
             continue
         if wanted.startswith(stem) and _REST.fullmatch(rest):
             found.setdefault(stem, []).append(family)
