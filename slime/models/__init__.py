@@ -22,6 +22,7 @@ from slime.models.glm4_moe import GLM4_MOE
 from slime.models.glm4_moe_lite import GLM4_MOE_LITE
 from slime.models.gpt_oss import GPT_OSS
 from slime.models.granite import GRANITE
+from slime.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from slime.models.llama import LLAMA
 from slime.models.mimo import MIMO
 from slime.models.mistral import MISTRAL
@@ -70,6 +71,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     QWEN3_5_MOE_TEXT,
     QWEN3_5_MOE,
     GPT_OSS,
+    HUNYUAN_V1_DENSE,
 )
 
 __all__ = [

@@ -90,6 +90,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 24,
     },
     "qwen3_5_text": HYBRID | {"tie_word_embeddings": True},
+    "hunyuan_v1_dense": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     "gpt_oss": {
         "num_attention_heads": 6,
         "num_key_value_heads": 2,

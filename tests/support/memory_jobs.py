@@ -76,6 +76,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "use_qk_norm": True,
     },
+    "hunyuan_v1_dense": {**DECODER, "model_type": "hunyuan_v1_dense"},
     "gpt_oss": {**DECODER, "model_type": "gpt_oss", "num_local_experts": 4},
     "deepseek_v3": {**DECODER, **EXPERTS, **LATENT, "model_type": "deepseek_v3"},
     "qwen3_5_text": {**DECODER, **DELTA, "model_type": "qwen3_5_text"},

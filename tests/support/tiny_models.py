@@ -311,6 +311,19 @@ OTHER_FAMILIES |= {
             "tie_word_embeddings": True,
         },
     ),
+    "hunyuan_v1_dense": (
+        transformers.HunYuanDenseV1Config,
+        {
+            "head_dim": 12,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 50.0,
+                "factor": 1.0,
+                "rope_theta": 1000.0,
+            },
+        },
+    ),
     "glm": (
         transformers.GlmConfig,
         {"head_dim": 8, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}},

@@ -101,6 +101,7 @@ BASE: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "glm": {**SHAPE, "head_dim": 8},
+    "hunyuan_v1_dense": {**SHAPE, "head_dim": 12},
     "gpt_oss": {
         **SHAPE,
         "head_dim": 12,
@@ -160,6 +161,7 @@ VALUES: dict[str, list[dict[str, Any]]] = {
             *(
                 {"rope_theta": 50.0},
                 {"rope_type": "dynamic", "factor": 2.0},
+                {"rope_type": "dynamic", "factor": 2.0, "alpha": 50.0},
                 {"partial_rotary_factor": 0.25},
             ),
             {"rope_type": "default", "factor": 3.0},
@@ -260,6 +262,7 @@ RARE = (
     "granite",
     "exaone4",
     "glm",
+    "hunyuan_v1_dense",
 )
 COMPUTE_SHARED = ("llama", "glm4", "deepseek_v3")
 #: What must not be refused.
@@ -284,6 +287,10 @@ SUPPORTED: list[tuple[str, dict[str, Any]]] = [
         {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["full_attention"] * 2},
     ),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}),
+    (
+        "hunyuan_v1_dense",
+        {"rope_parameters": THETA | {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0}},
+    ),
 ]
 
 

@@ -81,7 +81,7 @@ OF_KNOWN_PARTS = [
 ]
 #: With parts of their own, at the layouts that cut or move these: a gate of shared experts; wide
 #: norms, and a window and a rotary embedding for each kind of layer; factors on embeddings,
-#: residuals and logits.
+#: residuals and logits; norms behind the rotation.
 OF_NEW_PARTS = {
     "qwen2_moe": ("TP2+SP",),
     "olmo3": ("TP2", "TP2+SP", "PP2", "CP2"),
@@ -90,6 +90,7 @@ OF_NEW_PARTS = {
     "qwen3_5_text": ("TP2", "PP2"),
     "qwen3_5_moe_text": ("EP2",),
     "gpt_oss": ("TP2+SP", "CP2", "EP2"),
+    "hunyuan_v1_dense": ("TP2", "TP2+SP"),
 }
 MOE = {
     "gpt_oss",

@@ -52,6 +52,7 @@ from slime.trainer.megatron.attention import PackedAttention, PackedSelfAttentio
 from slime.trainer.megatron.delta_net import delta_net_spec
 from slime.trainer.megatron.layers import (
     Embedding,
+    NormOfRotated,
     RMSNorm,
     SwiGLUActivation,
     WideNorm,
@@ -433,6 +434,9 @@ def put_in_parts(
             if spec.wide_qk_norms:
                 attention.submodules.q_layernorm = _wide_norm(spec.num_heads)
                 attention.submodules.k_layernorm = _wide_norm(spec.num_query_groups)
+            if spec.rotates_first:
+                attention.submodules.q_layernorm = NormOfRotated
+                attention.submodules.k_layernorm = NormOfRotated
         if attention.module is MLASelfAttention:
             attention.module = PackedMLASelfAttention
         if issubclass(attention.module, PackedMLASelfAttention):
