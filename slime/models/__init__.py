@@ -14,6 +14,7 @@ from slime.errors import UserError
 from slime.models.decoder import EXPERT_COUNTS
 from slime.models.deepseek_v2 import DEEPSEEK_V2
 from slime.models.deepseek_v3 import DEEPSEEK_V3
+from slime.models.ernie4_5_moe import ERNIE4_5_MOE
 from slime.models.exaone4 import EXAONE4
 from slime.models.gemma3_text import GEMMA3_TEXT
 from slime.models.glm import GLM
@@ -72,6 +73,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     QWEN3_5_MOE,
     GPT_OSS,
     HUNYUAN_V1_DENSE,
+    ERNIE4_5_MOE,
 )
 
 __all__ = [

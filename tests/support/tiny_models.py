@@ -311,6 +311,16 @@ OTHER_FAMILIES |= {
             "tie_word_embeddings": True,
         },
     ),
+    "ernie4_5_moe": (
+        transformers.Ernie4_5_MoeConfig,
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 24,
+            "moe_layer_end_index": 2,
+            "rope_parameters": DEFAULT,
+        },
+    ),
     "hunyuan_v1_dense": (
         transformers.HunYuanDenseV1Config,
         {

@@ -102,6 +102,13 @@ BASE: dict[str, dict[str, Any]] = {
     },
     "glm": {**SHAPE, "head_dim": 8},
     "hunyuan_v1_dense": {**SHAPE, "head_dim": 12},
+    "ernie4_5_moe": {
+        **SHAPE,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 1,
+    },
     "gpt_oss": {
         **SHAPE,
         "head_dim": 12,
@@ -210,6 +217,12 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     ],
     "num_key_value_heads": [{"num_key_value_heads": heads} for heads in (1, 4, None)],
     "head_dim": [{"head_dim": 4}, {"head_dim": None}],
+    "moe_layer_start_index": [{"moe_layer_start_index": 0}],
+    "moe_layer_end_index": [{"moe_layer_end_index": 0, "moe_layer_start_index": 0}],
+    "moe_layer_interval": [{"moe_layer_interval": 2}],
+    "moe_num_shared_experts": [{"moe_num_shared_experts": 2}, {"moe_num_shared_experts": 0}],
+    "moe_k": [{"moe_k": 3}],
+    "moe_norm_min": [{"moe_norm_min": 0.9}],
     "first_k_dense_replace": [{"first_k_dense_replace": 0}],
     "mlp_only_layers": [{"mlp_only_layers": [1]}],
     "decoder_sparse_step": [{"decoder_sparse_step": 2}],
@@ -263,6 +276,7 @@ RARE = (
     "exaone4",
     "glm",
     "hunyuan_v1_dense",
+    "ernie4_5_moe",
 )
 COMPUTE_SHARED = ("llama", "glm4", "deepseek_v3")
 #: What must not be refused.

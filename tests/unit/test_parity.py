@@ -81,7 +81,7 @@ OF_KNOWN_PARTS = [
 ]
 #: With parts of their own, at the layouts that cut or move these: a gate of shared experts; wide
 #: norms, and a window and a rotary embedding for each kind of layer; factors on embeddings,
-#: residuals and logits; norms behind the rotation.
+#: residuals and logits; norms behind the rotation; a softmax router with a bias.
 OF_NEW_PARTS = {
     "qwen2_moe": ("TP2+SP",),
     "olmo3": ("TP2", "TP2+SP", "PP2", "CP2"),
@@ -91,8 +91,10 @@ OF_NEW_PARTS = {
     "qwen3_5_moe_text": ("EP2",),
     "gpt_oss": ("TP2+SP", "CP2", "EP2"),
     "hunyuan_v1_dense": ("TP2", "TP2+SP"),
+    "ernie4_5_moe": ("TP2+SP", "EP2"),
 }
 MOE = {
+    "ernie4_5_moe",
     "gpt_oss",
     "mixtral",
     "qwen2_moe",

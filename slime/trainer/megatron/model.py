@@ -490,7 +490,12 @@ def transformer_config(
         arguments["use_te_activation_func"] = True  # the slot that `SwiGLUActivation` fills
     arguments.update(expert_arguments(arguments))
     mixer = mixer_of(spec.transformer, 0)
-    return pkgutil.resolve_name(mixer.megatron_config)(**arguments | mixer.megatron_overrides)
+    # Megatron refuses it beside softmax scores, which `slime.trainer.megatron.moe_router` computes
+    has_bias = arguments.pop("moe_router_enable_expert_bias", False)
+    config_class = pkgutil.resolve_name(mixer.megatron_config)
+    made: TransformerConfig = config_class(**arguments | mixer.megatron_overrides)
+    made.moe_router_enable_expert_bias = has_bias
+    return made
 
 
 def _trainer_arguments(spec: ModelSpec, config: Config, initialise: bool) -> dict[str, Any]:
