@@ -26,6 +26,7 @@ from slime.models.granite import GRANITE
 from slime.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from slime.models.llama import LLAMA
 from slime.models.mimo import MIMO
+from slime.models.minimax_m2 import MINIMAX_M2
 from slime.models.mistral import MISTRAL
 from slime.models.mixtral import MIXTRAL
 from slime.models.olmo2 import OLMO2
@@ -74,6 +75,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     GPT_OSS,
     HUNYUAN_V1_DENSE,
     ERNIE4_5_MOE,
+    MINIMAX_M2,
 )
 
 __all__ = [

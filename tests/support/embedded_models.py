@@ -90,6 +90,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 24,
     },
     "qwen3_5_text": HYBRID | {"tie_word_embeddings": True},
+    "minimax_m2": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rotary_dim": 8,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+    },
     "ernie4_5_moe": {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

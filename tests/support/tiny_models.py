@@ -311,6 +311,16 @@ OTHER_FAMILIES |= {
             "tie_word_embeddings": True,
         },
     ),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "head_dim": 12,
+            "rotary_dim": 6,
+            "rope_parameters": DEFAULT,
+        },
+    ),
     "ernie4_5_moe": (
         transformers.Ernie4_5_MoeConfig,
         {

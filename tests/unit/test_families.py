@@ -303,7 +303,7 @@ def test_rotary_settings_that_go_into_the_attention() -> None:
         assert spec.transformer["rotary_interleaved"] == (
             spec.family in ("glm", "glm4", "ernie4_5_moe")
         )
-        percent = 0.5 if spec.family in ("glm", "glm4", "glm4_moe") else 1.0
+        percent = 0.5 if spec.family in ("glm", "glm4", "glm4_moe", "minimax_m2") else 1.0
         assert spec.rotary_percent == (0.25 if spec.family in HYBRIDS else percent)
 
 

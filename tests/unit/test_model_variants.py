@@ -102,6 +102,12 @@ BASE: dict[str, dict[str, Any]] = {
     },
     "glm": {**SHAPE, "head_dim": 8},
     "hunyuan_v1_dense": {**SHAPE, "head_dim": 12},
+    "minimax_m2": {
+        **SHAPE,
+        "head_dim": 12,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "ernie4_5_moe": {
         **SHAPE,
         "moe_num_experts": 4,
@@ -196,6 +202,7 @@ VALUES: dict[str, list[dict[str, Any]]] = {
         {"partial_rotary_factor": 1.0},
         {"partial_rotary_factor": 0.5, "rope_scaling": LINEAR},
     ],
+    "rotary_dim": [{"rotary_dim": 6}],
     "hidden_act": [
         {"hidden_act": "gelu"},
         {"hidden_act": "relu"},
@@ -277,6 +284,7 @@ RARE = (
     "glm",
     "hunyuan_v1_dense",
     "ernie4_5_moe",
+    "minimax_m2",
 )
 COMPUTE_SHARED = ("llama", "glm4", "deepseek_v3")
 #: What must not be refused.
@@ -301,6 +309,8 @@ SUPPORTED: list[tuple[str, dict[str, Any]]] = [
         {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["full_attention"] * 2},
     ),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}),
+    ("minimax_m2", {"rotary_dim": 6}),
+    ("minimax_m2", {"partial_rotary_factor": 0.5}),
     (
         "hunyuan_v1_dense",
         {"rope_parameters": THETA | {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0}},

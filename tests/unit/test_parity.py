@@ -92,8 +92,10 @@ OF_NEW_PARTS = {
     "gpt_oss": ("TP2+SP", "CP2", "EP2"),
     "hunyuan_v1_dense": ("TP2", "TP2+SP"),
     "ernie4_5_moe": ("TP2+SP", "EP2"),
+    "minimax_m2": ("TP2+SP",),
 }
 MOE = {
+    "minimax_m2",
     "ernie4_5_moe",
     "gpt_oss",
     "mixtral",

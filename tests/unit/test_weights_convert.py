@@ -190,7 +190,8 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
     moe = (transformers.Qwen3MoeConfig, transformers.Glm4MoeConfig, transformers.Glm4MoeLiteConfig,
            transformers.DeepseekV3Config, transformers.DeepseekV2Config,
            transformers.Qwen2MoeConfig, transformers.MixtralConfig,
-           transformers.GptOssConfig, transformers.Ernie4_5_MoeConfig)  # fmt: skip
+           transformers.GptOssConfig, transformers.Ernie4_5_MoeConfig,
+           transformers.MiniMaxM2Config)  # fmt: skip
     windowed = (
         transformers.Gemma3TextConfig,
         transformers.Olmo3Config,
