@@ -46,6 +46,7 @@ BUILT_IN: dict[str, str] = {
     _PLUGINS + "qwen3_next": "Qwen3-Next",
     _PLUGINS + "gptoss": "gpt-oss",
     _PLUGINS + "gpt_oss": "gpt-oss",
+    _PLUGINS + "minimax_m2": "MiniMax-M2",
 }
 
 

@@ -14,6 +14,7 @@ from slime.errors import UserError
 from slime.models.decoder import EXPERT_COUNTS
 from slime.models.deepseek_v2 import DEEPSEEK_V2
 from slime.models.deepseek_v3 import DEEPSEEK_V3
+from slime.models.ernie4_5_moe import ERNIE4_5_MOE
 from slime.models.exaone4 import EXAONE4
 from slime.models.gemma3 import GEMMA3
 from slime.models.gemma3_text import GEMMA3_TEXT
@@ -23,8 +24,10 @@ from slime.models.glm4_moe import GLM4_MOE
 from slime.models.glm4_moe_lite import GLM4_MOE_LITE
 from slime.models.gpt_oss import GPT_OSS
 from slime.models.granite import GRANITE
+from slime.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from slime.models.llama import LLAMA
 from slime.models.mimo import MIMO
+from slime.models.minimax_m2 import MINIMAX_M2
 from slime.models.ministral3 import MINISTRAL3
 from slime.models.mistral import MISTRAL
 from slime.models.mistral3 import MISTRAL3
@@ -76,6 +79,9 @@ FAMILIES: tuple[ModelFamily, ...] = (
     MINISTRAL3,
     MISTRAL3,
     GEMMA3,
+    HUNYUAN_V1_DENSE,
+    ERNIE4_5_MOE,
+    MINIMAX_M2,
 )
 
 __all__ = [

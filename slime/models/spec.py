@@ -97,6 +97,7 @@ class ModelSpec:
         post_norms: each layer normalises the outputs of its attention and of its MLP before they
             are added (GLM-4).
         wide_qk_norms: the norms of queries and of keys are over all heads together, not over each.
+        rotates_first: queries and keys are rotated before their norms, not behind them (Hunyuan).
         embedding_scale: factor on the embeddings, rounded to their dtype.
         residual_scale: factor on the outputs of attention and MLP before they are added.
         logits_scale: factor on the logits.
@@ -123,6 +124,7 @@ class ModelSpec:
     pre_norms: bool = True
     post_norms: bool = False
     wide_qk_norms: bool = False
+    rotates_first: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
@@ -318,6 +320,7 @@ def check_same_model(spec: ModelSpec, other: ModelSpec, directory: Path) -> None
         "pre_norms",
         "post_norms",
         "wide_qk_norms",
+        "rotates_first",
         "embedding_scale",
         "residual_scale",
         "logits_scale",

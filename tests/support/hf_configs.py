@@ -35,6 +35,13 @@ EXTRA: dict[str, dict[str, object]] = {
     "qwen3_moe": {**EXPERTS, "num_experts": 4},
     "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "mixtral": {"num_local_experts": 4},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 2},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 8,
+        "moe_layer_start_index": 0,
+    },
     "gpt_oss": {"num_local_experts": 4, "sliding_window": 8},
     "deepseek_v2": {**DENSE_FIRST, **LATENT, "norm_topk_prob": False, "q_lora_rank": None},
     "gemma3_text": {"sliding_window": 8},

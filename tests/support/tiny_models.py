@@ -311,6 +311,39 @@ OTHER_FAMILIES |= {
             "tie_word_embeddings": True,
         },
     ),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "head_dim": 12,
+            "rotary_dim": 6,
+            "rope_parameters": DEFAULT,
+        },
+    ),
+    "ernie4_5_moe": (
+        transformers.Ernie4_5_MoeConfig,
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 24,
+            "moe_layer_end_index": 2,
+            "rope_parameters": DEFAULT,
+        },
+    ),
+    "hunyuan_v1_dense": (
+        transformers.HunYuanDenseV1Config,
+        {
+            "head_dim": 12,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 50.0,
+                "factor": 1.0,
+                "rope_theta": 1000.0,
+            },
+        },
+    ),
     "glm": (
         transformers.GlmConfig,
         {"head_dim": 8, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}},

@@ -292,7 +292,7 @@ def test_a_reference_with_another_rope_is_refused_before_anything_is_loaded(tmp_
 
 def test_rotary_settings_that_go_into_the_attention() -> None:
     """YaRN's factor on the scores of DeepSeek-V3: (0.1 · ln 40 + 1)² / √192; pairs of neighbours in
-    GLM-4 only."""
+    GLM-4 and ERNIE only."""
     from megatron.core.models.common.embeddings import _yarn_get_mscale
 
     for model, scale in (
@@ -307,8 +307,10 @@ def test_rotary_settings_that_go_into_the_attention() -> None:
     for model in PUBLISHED:
         config = PUBLISHED[model]["config"]
         spec = family_of(config).model_spec(config)
-        assert spec.transformer["rotary_interleaved"] == (spec.family in ("glm", "glm4"))
-        percent = 0.5 if spec.family in ("glm", "glm4", "glm4_moe") else 1.0
+        assert spec.transformer["rotary_interleaved"] == (
+            spec.family in ("glm", "glm4", "ernie4_5_moe")
+        )
+        percent = 0.5 if spec.family in ("glm", "glm4", "glm4_moe", "minimax_m2") else 1.0
         assert spec.rotary_percent == (0.25 if spec.family in HYBRIDS else percent)
 
 

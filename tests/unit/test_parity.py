@@ -82,7 +82,8 @@ OF_KNOWN_PARTS = [
 ]
 #: With parts of their own, at the layouts that cut or move these: a gate of shared experts; wide
 #: norms, and a window and a rotary embedding for each kind of layer; factors on embeddings,
-#: residuals and logits; queries that grow with the position.
+#: residuals and logits; queries that grow with the position; norms behind the rotation; a softmax
+#: router with a bias.
 OF_NEW_PARTS = {
     "qwen2_moe": ("TP2+SP",),
     "olmo3": ("TP2", "TP2+SP", "PP2", "CP2"),
@@ -92,8 +93,13 @@ OF_NEW_PARTS = {
     "qwen3_5_moe_text": ("EP2",),
     "gpt_oss": ("TP2+SP", "CP2", "EP2"),
     "ministral3": ("CP2",),
+    "hunyuan_v1_dense": ("TP2", "TP2+SP"),
+    "ernie4_5_moe": ("TP2+SP", "EP2"),
+    "minimax_m2": ("TP2+SP",),
 }
 MOE = {
+    "minimax_m2",
+    "ernie4_5_moe",
     "gpt_oss",
     "mixtral",
     "qwen2_moe",

@@ -190,7 +190,8 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
            transformers.DeepseekV3Config, transformers.DeepseekV2Config,
            transformers.Qwen2MoeConfig, transformers.MixtralConfig,
            transformers.GptOssConfig, transformers.Qwen3NextConfig,
-           transformers.Qwen3_5MoeTextConfig)  # fmt: skip
+           transformers.Qwen3_5MoeTextConfig, transformers.Ernie4_5_MoeConfig,
+           transformers.MiniMaxM2Config)  # fmt: skip
     windowed = (
         transformers.Gemma3TextConfig,
         transformers.Olmo3Config,
@@ -211,6 +212,7 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
         transformers.SeedOssConfig,
         transformers.GraniteConfig,
         transformers.Qwen3_5TextConfig,
+        transformers.HunYuanDenseV1Config,
         *windowed[:-1],
     )
     known = {cls.model_type for cls in (*moe, *dense)} | {"mimo"}  # which transformers has not
