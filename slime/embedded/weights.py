@@ -199,7 +199,8 @@ class WeightStore:
             WeightError: parameters missing or surplus, or of another shape.
         """
         files = _files_of(Path(path))
-        if is_mxfp4(read_hf_config(path)):
+        is_described = (Path(path) / "config.json").is_file()  # a push leaves weights alone
+        if is_described and is_mxfp4(read_hf_config(path)):
             return self._load_decoded(Path(path), version)
         shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
