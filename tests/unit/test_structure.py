@@ -37,13 +37,13 @@ BUDGETS = {
     "environments": 450,
     ".": 1_450,
     "memory": 1_700,
-    "models": 4_780,  # gpt-oss, stacks of experts, models around text models
+    "models": 4_820,  # gpt-oss, stacks of experts, text parts, longrope
     "observe": 3_050,
     "page": 1_600,
     "processes": 1_040,  # the preloaded process
     "prompts": 3_990,  # rows of preferences
     "rollout": 9_190,  # preferences, reward models
-    "run": 2_140,
+    "run": 2_160,  # lengths that longrope is computed for
     "samples": 2_040,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 950,
     "trainer": 8_380,  # the critic, sinks, biases of experts, distillation
