@@ -137,6 +137,7 @@ def _check(source: Path, spec: ModelSpec) -> None:
         ),
         (spec.output_bias or spec.mlp_bias, "biases beside those of query, key and value"),
         (kind == "yarn" and "mscale" in (spec.rotary_scaling or {}), "yarn scaling with mscale"),
+        (kind == "longrope", "longrope scaling"),
         (spec.activation != "silu", f"the activation {spec.activation}"),
         (spec.transformer.get("window_size") is not None, "layers that see a window"),
     ):

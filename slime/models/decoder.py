@@ -86,7 +86,7 @@ def decoder_spec(
         "attention_dropout": float(config.get("attention_dropout") or 0.0),
         **{name: value for name, value in extra.items() if name not in _SPEC_FIELDS},
     }
-    return ModelSpec(
+    spec = ModelSpec(
         family=family,
         transformer=transformer,
         activation=activation,
@@ -99,6 +99,25 @@ def decoder_spec(
         layer_rotary=() if set(layer_rotary) == {"main"} else layer_rotary,
         **{name: value for name, value in extra.items() if name in _SPEC_FIELDS},
     )
+    longest = spec.longest_sequence
+    if longest is None:
+        return spec
+    _check_factors(spec)
+    # engines stop there, and the others are not computed
+    return dataclasses.replace(spec, max_position_embeddings=longest)
+
+
+def _check_factors(spec: ModelSpec) -> None:
+    """Compare the number of longrope's factors with that of the rotated pairs."""
+    assert spec.rotary_scaling is not None
+    for key in ("short_factor", "long_factor"):
+        count = len(spec.rotary_scaling[key])
+        if count != spec.rotary_dim // 2:
+            raise UserError(
+                f"the model's config.json has {count} entries in {key} of longrope",
+                why=f"heads have {spec.rotary_dim // 2} rotated pairs of dimensions",
+                fix="use the config.json that belongs to the weights",
+            )
 
 
 #: transformers' names of activations → those of `slime.models.activations`.

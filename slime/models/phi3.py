@@ -1,5 +1,6 @@
 """Phi-3 and Phi-4 (``Phi3ForCausalLM``): Llama with queries, keys and values in one tensor, and
-gate and up in another; Phi-4-mini rotates three quarters of each head."""
+gate and up in another. Phi-4-mini rotates three quarters of each head, with longrope, of which the
+factors for sequences of the original length are computed."""
 
 from __future__ import annotations
 
@@ -11,27 +12,42 @@ from slime.models.mixers import STACKED_QKV_RULES
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, OUTER_RULES, STACKED_MLP_RULES, ModelFamily
 
-#: Defaults of transformers' Phi3Config for fields that config.json lacks.
-_DEFAULTS = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None}
+#: transformers' Phi3Config, where config.json is silent.
+_DEFAULTS = {
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+}
+#: What transformers takes for "longrope" in this family.
+_LONGROPE = ("longrope", "su", "yarn")
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
-    _refuse_scaling(config)
+    for key in ("rope_parameters", "rope_scaling"):
+        if config.get(key):
+            config[key] = _with_longrope(config[key])
     return decoder_spec(config, "phi3", default_rotary_percent=1.0, **windows_everywhere(config))
 
 
-def _refuse_scaling(config: dict[str, Any]) -> None:
-    """Refuse every rotary scaling. transformers reads "yarn" and "su" as "longrope" here."""
-    settings = config.get("rope_scaling") or config.get("rope_parameters") or {}
+def _with_longrope(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return rotary settings with one name for the scaling that this family knows.
+
+    Raises:
+        UserError: they ask for another one, which transformers refuses, too.
+    """
     kind = settings.get("rope_type") or settings.get("type") or "default"
-    if kind != "default":
+    rest = {key: value for key, value in settings.items() if key != "type"}
+    if kind == "default":
+        return settings
+    if kind not in _LONGROPE:
         raise UserError(
             f"rotary scaling of type {kind!r} is not supported for this family",
-            why="its frequencies depend on the longest sequence of a batch, so that the log-prob "
-            "of a token depends on the other samples of the batch",
-            fix="use a model of the family without rotary scaling, such as Phi-4",
+            why="models of it have longrope, or none",
+            fix="use the config.json that belongs to the weights",
         )
+    return {**rest, "rope_type": "longrope"}
 
 
 PHI3 = ModelFamily(

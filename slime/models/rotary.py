@@ -24,7 +24,8 @@ def inverse_frequencies(
     Returns:
         (float32 [dim / 2], attention factor).
     Source: Su et al. (arXiv:2104.09864); "llama3": Llama 3.1's reference code; "yarn": Peng et al.
-    (arXiv:2309.00071).
+    (arXiv:2309.00071); "longrope": Ding et al. (arXiv:2402.13753), with the factors of sequences
+    that are no longer than ``original_max_position_embeddings``.
 
     Example:
         >>> inverse_frequencies(4, 100.0, None, 16)[0].tolist()
@@ -38,6 +39,8 @@ def inverse_frequencies(
         return inverse / scaling["factor"], 1.0
     if kind == "llama3":
         return _llama3(inverse, scaling), 1.0
+    if kind == "longrope":
+        return _longrope(inverse, scaling)
     assert kind == "yarn", "slime.models.spec.ROPE_TYPES are checked with the config"
     return _yarn(inverse, dim, base, scaling, max_position_embeddings)
 
@@ -104,6 +107,15 @@ def _yarn(
     high = min(high, dim - 1)
     ramp = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
     return inverse / factor * ramp + inverse * (1 - ramp), float(attention)
+
+
+def _longrope(inverse: Tensor, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        growth = max(math.log(scaling["factor"]), 0.0)
+        trained = scaling["original_max_position_embeddings"]
+        attention = math.sqrt(1 + growth / math.log(trained))
+    return inverse / torch.tensor(scaling["short_factor"], dtype=torch.float32), float(attention)
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

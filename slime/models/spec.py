@@ -16,7 +16,7 @@ from slime.errors import UserError
 from slime.models.layouts import DeltaNetSizes
 
 #: Kinds of scaling that `slime.models.rotary` computes.
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 class HasToDict(Protocol):
@@ -236,6 +236,17 @@ class ModelSpec:
         if size is None or not self.transformer["window_attn_skip_freq"][layer]:
             return None
         return int(size[0]) + 1
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Longest sequence whose rotary embedding is computed here; None: any.
+
+        Models with longrope change all frequencies for sequences that are longer.
+        """
+        scaling = self.rotary_scaling or {}
+        if scaling.get("rope_type") != "longrope":
+            return None
+        return int(scaling["original_max_position_embeddings"])
 
     @property
     def delta_net(self) -> DeltaNetSizes:
@@ -487,15 +498,16 @@ _NEEDED_TO_SCALE = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
 }
 
 
 def _scaling(settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Keep only the fields that scale, under the names of transformers 5; None for plain rope.
 
-    llama3 and yarn know the length that the model was made for:
+    llama3, yarn and longrope know the length that the model was made for:
     ``original_max_position_embeddings``, here or at the top of the config, else
-    ``max_position_embeddings``.
+    ``max_position_embeddings``. The factor of longrope is the ratio of the two, if none is given.
 
     Raises:
         UserError: a kind of scaling that trainer and embedded engine do not compute, or a field is
@@ -525,11 +537,14 @@ def _scaling(settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
             why=f"the model's config.json has {dict(settings)}",
             fix="use the config.json that belongs to the weights",
         )
-    if kind in ("llama3", "yarn"):
+    if kind in ("llama3", "yarn", "longrope"):
         key = "original_max_position_embeddings"
         trained = _agreed(config, settings, {}, key, "the length it was made for")
         if trained is None and config.get("max_position_embeddings") is not None:
             trained = config["max_position_embeddings"]
         if trained is not None:
             scaling[key] = int(trained)
+    if kind == "longrope":
+        most = require(dict(config), "max_position_embeddings")
+        scaling["factor"] = float(scaling.get("factor") or most / scaling[key])
     return scaling

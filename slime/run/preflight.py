@@ -38,6 +38,7 @@ from slime.log import get_logger
 from slime.models.layout_rules import check_layout
 from slime.models.model_flags import check_model_flags, merge_transformer
 from slime.models.quantised import Quantisation
+from slime.models.spec import ModelSpec
 from slime.observe.run_folder import RunFolder, check_no_run_writes
 from slime.paths import FIELDS, fill, fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
@@ -173,6 +174,7 @@ def check_architecture(config: Config) -> None:
     assert flags.hf_checkpoint is not None
     spec = family_of(flags.hf_checkpoint, flags.model_name).model_spec(flags.hf_checkpoint)
     check_model_flags(config.megatron, spec)
+    _check_longest_sequence(config, spec)
     if needs_engines(config):
         engine_of(config).check_model(spec, read_hf_config(flags.hf_checkpoint))
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
@@ -190,6 +192,34 @@ def check_architecture(config: Config) -> None:
         raise UserError(
             f"{', '.join(map(str, beyond))} can stop no answer: there is no such token", why, fix
         )
+
+
+def _check_longest_sequence(config: Config, spec: ModelSpec) -> None:
+    """Check that flags keep sequences to the length that a model's frequencies are computed for."""
+    limit = spec.longest_sequence
+    if limit is None or config.debug.debug_rollout_only:
+        return
+    prompt = config.data.rollout_max_prompt_len
+    bounds = {"--seq-length": config.train.seq_length}
+    if not config.algorithm.trains_on_data:
+        bounds |= {
+            "--rollout-max-context-len": config.rollout.rollout_max_context_len,
+            "--rollout-max-prompt-len and --rollout-max-response-len": None
+            if prompt is None
+            else prompt + config.rollout.rollout_max_response_len,
+        }
+    given = {option: bound for option, bound in bounds.items() if bound is not None}
+    if min(given.values(), default=limit + 1) <= limit:
+        return
+    said = ", ".join(f"{option}: {bound}" for option, bound in given.items())
+    raise UserError(
+        f"sequences may be longer than {limit} tokens, and the model's rotary frequencies are "
+        "others then",
+        why="it has longrope: transformers and engines change the frequencies of a whole sequence "
+        f"that is longer; here those of up to {limit} tokens are computed "
+        f"({said or 'no flag bounds the length'})",
+        fix=f"pass --seq-length {limit}",
+    )
 
 
 def check_weights(config: Config, plan: LoadPlan) -> None:

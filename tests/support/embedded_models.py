@@ -68,6 +68,19 @@ SHAPES: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.5,
         },
     },
+    "phi3_longrope": {
+        "model_type": "phi3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "original_max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 5000.0,
+            "factor": 8.0,
+            "short_factor": [1.0, 1.2, 1.5, 1.5, 2.0, 3.0],
+            "long_factor": [1.0, 2.0, 4.0, 8.0, 8.0, 9.0],
+        },
+    },
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "qwen3": {
         "num_attention_heads": 4,

@@ -244,6 +244,19 @@ OTHER_FAMILIES |= {
         transformers.Phi3Config,
         {"sliding_window": 9, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.75}},
     ),
+    "phi3, longrope": (
+        transformers.Phi3Config,
+        {
+            "original_max_position_embeddings": 24,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.3, 2.0],
+                "long_factor": [1.0, 4.0, 9.0],
+            },
+        },
+    ),
     "seed_oss": (transformers.SeedOssConfig, {"head_dim": 12}),
     "granite": (
         transformers.GraniteConfig,

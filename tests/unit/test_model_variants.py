@@ -514,7 +514,13 @@ def test_variants_that_are_supported(family: str, change: dict[str, Any], tmp_pa
     ("family", "change", "said"),
     [
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "no sliding_window"),
-        ("phi3", {"rope_scaling": {"type": "longrope"}}, "'longrope'(.|\n)*longest sequence"),
+        ("phi3", {"rope_scaling": {"type": "su"}}, "'longrope' lacks short_factor, long_factor"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' is not supported"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+            "1 entries in short_factor(.|\n)*4 rotated pairs",
+        ),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
         ("qwen3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping to 50"),

@@ -157,3 +157,43 @@ def test_files_that_name_another_end_token_are_told_with_what_follows(
         and "cuts answers" in told
         and "correct eos_token_id in" in told
     )
+
+
+# -- longrope --------------------------------------------------------------------------------------
+
+_LONGROPE = {
+    "model_type": "phi3",
+    "architectures": ["Phi3ForCausalLM"],
+    "max_position_embeddings": 512,
+    "original_max_position_embeddings": 64,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ({}, "no flag bounds the length"),
+        ({"rollout_max_response_len": 32}, "no flag bounds the length"),
+        ({"rollout_max_context_len": 64}, ""),
+        ({"rollout_max_context_len": 65}, "--rollout-max-context-len: 65"),
+        ({"rollout_max_prompt_len": 32, "rollout_max_response_len": 32}, ""),
+        (
+            {"rollout_max_prompt_len": 33, "rollout_max_response_len": 32},
+            "--rollout-max-prompt-len and --rollout-max-response-len: 65",
+        ),
+        ({"seq_length": 64}, ""),
+        ({"loss_type": "sft_loss", "rollout_max_context_len": 64}, "no flag bounds the length"),
+        ({"loss_type": "sft_loss", "seq_length": 64}, ""),
+    ],
+)
+def test_sequences_that_may_be_longer_than_longrope_is_computed_for_are_refused(
+    model: str, flags: dict[str, Any], refused: str
+) -> None:
+    (Path(model) / "config.json").write_text(json.dumps(_SHAPE | _LONGROPE))
+    config = make_config(num_rollout=1, hf_checkpoint=model, **flags)
+    if not refused:
+        return check_architecture(config)
+    with pytest.raises(UserError, match=f"longer than 64 tokens(.|\n)*{refused}") as error:
+        check_architecture(config)
+    assert error.value.fix == "pass --seq-length 64"

@@ -171,6 +171,7 @@ class PolicyModel(GPTModel):
         sequences = batch.sequences
         assert sequences.positions is not None
         if sequences.rotary is None:
+            self._check_lengths(batch)
             positions = sequences.positions
             sequences.rotary = {kind: angles(positions) for kind, angles in self.angles.items()}
             if self.spec.query_scaling is not None:
@@ -185,6 +186,21 @@ class PolicyModel(GPTModel):
         return self.decoder(
             hidden_states=embedded, attention_mask=None, packed_seq_params=sequences
         )
+
+    def _check_lengths(self, batch: PackedMicroBatch) -> None:
+        limit = self.spec.longest_sequence
+        if limit is None:
+            return
+        # padding is a prompt without responses; a response's last token is not fed
+        sequences = [(prompt, own) for prompt, *own in batch.sequences.branches if own]
+        longest = max((prompt + max(own) + 1 for prompt, own in sequences), default=0)
+        if longest > limit:
+            raise UserError(
+                f"a sequence has {longest} tokens, and the model's rotary frequencies are others "
+                f"for more than {limit}",
+                why="it has longrope, whose factors for longer sequences are not computed",
+                fix=f"pass --seq-length {limit}",
+            )
 
     def predicting_rows(self, hidden: Tensor, batch: PackedMicroBatch) -> Tensor:
         """[N, H]: the hidden states from which response tokens are predicted, ready for a
