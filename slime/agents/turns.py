@@ -26,6 +26,7 @@ import orjson
 
 from slime.agents.conversation import Ask, Reading, Speech, call_ids, digest, key_of
 from slime.prompts.conversation import Messages
+from slime.samples.sampling_mask import mask_rows
 from slime.samples.types import PrefixCacheInfo, Sample, SampleStatus, SpecInfo
 
 #: What becomes of turns whose client left out what the model had thought.
@@ -43,6 +44,8 @@ class Turn:
             each.
         weight_runs: [[first token, weight version], …] of the answer.
         said: the texts between the parent's answer and this one.
+        sampling_mask: the tokens that each of the answer's was drawn from; None where the engine
+            was not asked (--use-sampling-mask).
         length: tokens up to the answer's end, the parents' included.
     """
 
@@ -60,6 +63,7 @@ class Turn:
     cache: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
     speculation: SpecInfo = field(default_factory=SpecInfo)
     routed_experts: Any = None
+    sampling_mask: list[list[int]] | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     length: int = 0
 
@@ -254,6 +258,9 @@ class Book:
             cache=answer.prefix_cache_info,
             speculation=answer.spec_info,
             routed_experts=experts,
+            sampling_mask=mask_rows(
+                answer.rollout_top_p_token_ids, answer.rollout_top_p_token_offsets
+            ),
         )
         self.turns.append(turn)
         message = reading.message()
@@ -344,11 +351,13 @@ def _fill(sample: Sample, path: list[Turn], trained: set[int]) -> None:
         if turn is not path[0]:
             text = "".join(f"\n{said}\n" for said in turn.said)
             sample.append_response_tokens(tokens=turn.lead, text=text, trainable=False)
-        versions = {"token_weight_versions": turn.weight_runs}
+        meta: dict[str, Any] = {"token_weight_versions": turn.weight_runs}
+        if turn.sampling_mask is not None:
+            meta["output_token_sampling_mask"] = turn.sampling_mask
         sample.append_response_tokens(
             tokens=turn.output,
             log_probs=turn.log_probs,
-            meta_info=versions,
+            meta_info=meta,
             text=turn.text,
             update_terminal_info=False,
         )

@@ -352,6 +352,15 @@ def _lengths(draft: Draft) -> None:
             why=f"the context is {context} tokens (--rollout-max-context-len or --seq-length)",
             fix=f"pass at most {context - 1}",
         )
+    overlong = draft["overlong_buffer_len"]
+    longest = draft["rollout_max_response_len"]
+    if overlong is not None and overlong > longest:
+        raise UserError(
+            f"--overlong-buffer-len {overlong} is more than --rollout-max-response-len {longest}",
+            why="the penalty begins so many tokens before the limit, so that every answer would "
+            "have some",
+            fix=f"pass at most {longest}; a fifth, {max(longest // 5, 1)}, is as published",
+        )
 
 
 def _sampling(draft: Draft) -> None:

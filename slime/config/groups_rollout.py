@@ -312,6 +312,12 @@ class RewardConfig:
             unless(
                 "custom_convert_samples_to_train_data_path", why="it computes the rewards itself"
             ),
+            unless(
+                "advantage_estimator",
+                "maxrl",
+                why="it divides by the mean reward of a group, which has to be a success rate, and "
+                "a penalty would make rewards negative",
+            ),
         ),
         read_by="samples",
     )
@@ -386,7 +392,9 @@ class EvalConfig:
     """Sampling temperature of evaluation; 0: greedy."""
     eval_top_p: float = derived("rollout_top_p", range=PROBABILITY, needs=EVALUATION_SETTING)
     """Nucleus sampling in evaluation."""
-    eval_top_k: int = derived("rollout_top_k", range=TOP_K, needs=EVALUATION_SETTING)
+    eval_top_k: int = derived(
+        "rollout_top_k, if that is given", range=TOP_K, needs=EVALUATION_SETTING
+    )
     """Top-k sampling in evaluation."""
     eval_max_response_len: int = derived(
         "rollout_max_response_len", range=SOME, needs=EVALUATION_SETTING

@@ -312,7 +312,7 @@ def _algorithm(draft: Draft) -> None:
     )
     draft.derive(
         "rs_lower_bound",
-        1 / draft["rs_upper_bound"],
+        1 / (draft["rs_upper_bound"] or 1.0),  # of 0 the checks tell
         f"1 / rs_upper_bound {draft['rs_upper_bound']:g}",
     )
     draft.copy("critic_lr", "lr")
@@ -350,6 +350,8 @@ def _sampling_mask(draft: Draft) -> None:
     )
     engine = ENGINE_OPTIONS[draft["rollout_engine"]]
     if draft["use_sampling_mask"] and engine.mask_needs_top_k:
+        if draft["rollout_top_k"] is None:
+            draft.derive("eval_top_k", -1, "-1, as rollout_top_k bounds the sampling mask alone")
         draft.derive(
             "rollout_top_k",
             MASKED_TOP_K,

@@ -53,6 +53,13 @@ _FORWARDED_PARAMS = {field.name for field in dataclasses.fields(SamplingParams)}
 }
 
 
+def loses_fields(body: dict[str, Any]) -> bool:
+    """Whether the router would leave out something of a request to ``/generate``."""
+    params = body.get("sampling_params")
+    names = params.keys() if isinstance(params, dict) else set()
+    return any(body.get(name) for name in _NOT_FORWARDED) or not names <= _FORWARDED_PARAMS
+
+
 class RequestRefused(EngineError):
     """The engine understood the request and refused it (HTTP 4xx): sending it again would not
     help."""
@@ -348,17 +355,13 @@ class RolloutClient:
         headers = (
             {ROUTING_KEY_HEADER: routing_key} if routing_key and self.send_routing_key else None
         )
-        past_router = (
-            any(extra.get(name) for name in _NOT_FORWARDED)
-            or not sampling_params.keys() <= _FORWARDED_PARAMS
-        )
         answer = await self.post(
             "/generate",
             body,
             headers=headers,
             name=rid,
             num_input_tokens=len(input_ids),
-            past_router=past_router,
+            past_router=loses_fields(body),
         )
         return _aborted_result() if answer is None else GenerateResult.from_json(answer)
 

@@ -320,9 +320,28 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
         raise EngineError(
             state.client.base_url, f"answer with the unknown finish_reason {result.finish_reason!r}"
         )
+    if state.sampling_mask and result.token_ids:
+        _check_sampling_mask(state, result)
     append_result(sample, result)
     if before and result.token_ids and keeps_text(params):
         _read_anew(state, sample, params, before, text)
+
+
+def _check_sampling_mask(state: GenerateState, result: GenerateResult) -> None:
+    """
+    Raises:
+        UserError: the engine was asked what tokens were drawn from, and does not tell.
+    """
+    wanted = ("output_token_sampling_mask", "output_token_sampling_logprobs")
+    missing = [name for name in wanted if result.meta_info.get(name) is None]
+    if missing:
+        raise UserError(
+            f"the engine at {state.client.base_url} does not tell what tokens were sampled from",
+            why="it was asked for return_sampling_mask, and its answer has no "
+            f"{' and no '.join(missing)}",
+            fix="use an SGLang version that is supported, or pass --no-use-sampling-mask for "
+            "log-probs of the whole vocabulary",
+        )
 
 
 async def _ask(state: GenerateState, sample: Sample, params: dict[str, Any]) -> GenerateResult:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from slime.config.make import make_config
 from slime.engines.api import EngineClient
-from slime.engines.client import RolloutClient
+from slime.engines.client import RolloutClient, loses_fields
 from slime.errors import UserError
 from slime.rollout.generate import current_state, is_in_run
 from slime.rollout.loop import current_loop
@@ -65,6 +65,8 @@ async def post(
     While an abort is under way, what is meant for the policy's router or engines is not sent and
     gets the empty "abort" answer of ``/generate``; judges, tools and other models answer as ever.
     An answer that a push of weights cuts short is completed (`slime.rollout.resumed_requests`).
+    What the router would leave out of a request for ``/generate`` (``return_sampling_mask``, say)
+    reaches an engine all the same, directly.
 
     Args:
         max_retries: 0 or 1 for a single try; otherwise the rollout's own retry rules hold.
@@ -81,9 +83,16 @@ async def post(
             return await client.post(path, payload, headers=headers, retry=max_retries > 1) or {}
     state = current_state()
 
+    asks_router = path == "/generate" and origin == state.client.base_url
+
     async def send(body: dict[str, Any]) -> Any:
         return await state.client.post(
-            path, body, url=origin, headers=headers, retry=max_retries > 1
+            path,
+            body,
+            url=origin,
+            headers=headers,
+            retry=max_retries > 1,
+            past_router=asks_router and loses_fields(body),
         )
 
     def count() -> None:

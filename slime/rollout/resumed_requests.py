@@ -38,7 +38,10 @@ _DIVISIBLE = {
 }
 _NEUTRAL = {"n": 1, "repetition_penalty": 1.0}
 #: Lists of an answer's ``meta_info`` with an entry per generated token.
-_PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+_PER_TOKEN = (
+    *("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"),
+    *("output_token_sampling_mask", "output_token_sampling_logprobs"),
+)
 
 
 async def answered(

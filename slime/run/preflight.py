@@ -26,6 +26,7 @@ from slime.checkpoints.load_plan import (
 )
 from slime.cluster.engine_fit import check_fit, external_urls, fetch_engine_info
 from slime.compat.plugin_imports import check_plugin_imports
+from slime.config.checks_distillation import may_score
 from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.config.te_flags import is_installed, missing
@@ -243,7 +244,7 @@ def check_teachers(config: Config) -> None:
     """Check that teachers know the policy's tokens by the same ids.
 
     Raises:
-        UserError: one has another vocabulary, or its engine does not answer.
+        UserError: there is none, one has another vocabulary, or its engine does not answer.
     """
     from slime.prompts.same_vocabulary import check_same_vocabulary
 
@@ -264,7 +265,15 @@ def _teacher_folders(config: Config) -> Iterator[tuple[str, str]]:
             for model in engine_of(config).served_models(config)
             if not model.is_policy
         }
-        for teacher in engine_teachers(flags.opd_teacher_urls, served.keys()):
+        teachers = engine_teachers(flags.opd_teacher_urls, served.keys())
+        if not teachers and not may_score(config.flat()):
+            raise UserError(
+                "--use-opd has no teacher",
+                why="--sglang-config has no model but the policy",
+                fix="add the teacher's model to it, or pass --opd-teacher-urls or "
+                "--opd-teacher-load",
+            )
+        for teacher in teachers:
             path = served.get(teacher.source)
             if path is None:
                 path = str(fetch_engine_info(teacher.source).model.get("model_path"))
@@ -322,10 +331,11 @@ def check_context(config: Config) -> None:
             a warning is logged.
     """
     from slime.models import read_hf_config
+    from slime.models.nested import decoder_config
 
     path = config.checkpoint.hf_checkpoint
     assert path is not None
-    hf_config = read_hf_config(path)
+    hf_config = decoder_config(read_hf_config(path))
     context = hf_config.get("max_position_embeddings")
     if not isinstance(context, int) or context <= 0:
         return

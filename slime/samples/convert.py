@@ -25,6 +25,7 @@ from slime.samples.frozen_fields import frozen
 from slime.samples.packing import PackingPlan, PackingRules, plan_steps, with_scored
 from slime.samples.preferences import check_preferences, mismatched_positions
 from slime.samples.sample_fields import number_problem
+from slime.samples.sampling_mask import foreign_token, mask_problem
 from slime.samples.types import Group
 from slime.user_code.loading import makers_of_samples, named, user_function
 
@@ -64,6 +65,7 @@ def to_train_batches(
         columns.teachers = _teachers(columns, trainable, config)
     _check_lengths(columns, config)
     _check_sampling_mask(columns, config)
+    _check_teacher_top(columns)
     preference = config.algorithm.preference
     if preference is not None:
         check_preferences(columns.trajectory_ids, columns.rewards, preference)
@@ -124,9 +126,53 @@ def _check_sampling_mask(columns: Columns, config: Config) -> None:
             "--use-sampling-mask needs the tokens that top-k and top-p left to be sampled from",
             why="the samples of this rollout carry none",
             fix="pass the engine's meta_info to sample.append_response_tokens, and ask the engine "
-            "for return_sampling_mask; or sample without --rollout-top-k, --rollout-top-p and "
-            "--rollout-min-p",
+            "for return_sampling_mask (--custom-convert-samples-to-train-data-path returns "
+            "rollout_top_p_token_ids and rollout_top_p_token_offsets); or "
+            "sample without --rollout-top-k, --rollout-top-p and "
+            "--rollout-min-p; or --no-use-sampling-mask, for samples of an earlier run, say",
         )
+    none: list[Any] = [[] for _ in columns.tokens]
+    masks = zip(
+        columns.payloads.get("sampling_mask_ids", none),
+        columns.payloads.get("sampling_mask_offsets", none),
+    )
+    for position, (ids, offsets) in enumerate(masks):
+        if not len(ids) and not len(offsets):  # a sample that trains no token
+            continue
+        length = columns.response_lengths[position]
+        problem = mask_problem(ids, offsets, length)
+        if not problem:
+            response = columns.tokens[position][-length:]
+            place = foreign_token(ids, offsets, response)
+            if place is None:
+                continue
+            problem = (
+                f"rollout_top_p_token_ids that lack token {response[place]}, sampled at place "
+                f"{place} of the response"
+            )
+        raise _refused(columns, position, problem, "leave them as the engine gave them")
+
+
+def _check_teacher_top(columns: Columns) -> None:
+    for position, values in enumerate(columns.payloads.get("teacher_top", ())):
+        shape = np.shape(values)
+        length = columns.response_lengths[position]
+        if shape != (0,) and shape[1] != length:
+            raise _refused(
+                columns,
+                position,
+                f"teacher_top_tokens of shape {list(shape)} for {length} response tokens",
+                "leave them as the teacher gave them",
+            )
+
+
+def _refused(columns: Columns, position: int, what: str, fix: str) -> UserError:
+    return UserError(
+        f"the sample with index {columns.sample_indices[position]} has {what}",
+        why="what a token was sampled from, or what a teacher would have said in its place, "
+        "belongs to that token",
+        fix=fix,
+    )
 
 
 def _plan(columns: Columns, config: Config, layout: TrainLayout) -> PackingPlan:

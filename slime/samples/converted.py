@@ -78,6 +78,11 @@ def columns_from_hook(
             "metadata": [None] * count,
         }
     payloads = {name: data.pop(name) for name in PAYLOADS if name in data}
+    payloads = {
+        name: column
+        for name, column in payloads.items()
+        if any(value is not None for value in column)  # a converter copies what samples lack
+    }
     columns = Columns(**({"raw_rewards": data["rewards"]} | defaults | data), payloads=payloads)
     _check_tokens(columns, data.keys(), origin, vocab_size)
     return columns

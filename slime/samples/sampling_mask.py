@@ -16,12 +16,20 @@ Source: DeepSeek-V3.2 report (arXiv:2512.02556), section 3.1, "Keep Sampling Mas
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+#: What to do where tokens of an answer and its ``meta_info`` are of different lengths.
+_APPEND_ALL = (
+    "append all tokens of an answer with its meta_info, and give those that are not to be trained "
+    "on a loss_mask of 0"
+)
 
 
 def extended_mask(
@@ -46,8 +54,8 @@ def extended_mask(
 
     if kept is not None and len(kept) != count:
         raise UserError(
-            f"the engine returned sampling masks of {len(kept)} tokens for {count}",
-            fix="use an SGLang version that is supported",
+            f"{count} tokens were appended with the sampling masks of {len(kept)}",
+            fix=_APPEND_ALL,
         )
     if offsets is None:
         ids = np.zeros(0, dtype=np.int32)
@@ -59,6 +67,55 @@ def extended_mask(
         np.concatenate([ids, np.asarray(added, dtype=np.int32)]),
         np.concatenate([offsets, ends.astype(np.int32)]),
     )
+
+
+def sampling_log_probs(within: Sequence[float | None], count: int) -> list[float]:
+    """Log-probs over what was left to be sampled from, of the ``count`` tokens of an answer.
+
+    Raises:
+        UserError: not one number per token.
+    """
+    found = [float(value) for value in within if value is not None]
+    if len(found) != len(within) or len(found) != count:
+        raise UserError(
+            f"{count} tokens were appended with {len(found)} output_token_sampling_logprobs",
+            fix=_APPEND_ALL,
+        )
+    return found
+
+
+def mask_rows(ids: Any, offsets: Any) -> list[list[int]] | None:
+    """A mask as an engine tells it: a list for each token; None without a mask.
+
+    Example:
+        >>> import numpy as np
+        >>> mask_rows(np.array([5, 9, 7]), np.array([0, 2, 3]))
+        [[5, 9], [7]]
+    """
+    if offsets is None:
+        return None
+    return [ids[begin:end].tolist() for begin, end in pairwise(offsets)]
+
+
+def foreign_token(ids: Any, offsets: Any, response: Sequence[int]) -> int | None:
+    """The first response token that is not among those that it was drawn from, by its place; None
+    if there is none.
+
+    Args:
+        ids, offsets: without a `mask_problem`.
+
+    Example (token 8 was not among 5 and 9):
+        >>> foreign_token([5, 9, 5, 9], [0, 0, 2, 4], [3, 9, 8])
+        2
+    """
+    import numpy as np
+
+    sizes = np.diff(np.asarray(offsets))
+    rows = np.repeat(np.arange(len(response)), sizes)
+    is_target = np.asarray(ids) == np.asarray(response)[rows]
+    found = np.bincount(rows[is_target], minlength=len(response))
+    without = np.flatnonzero((sizes > 0) & (found == 0))
+    return int(without[0]) if without.size else None
 
 
 def mask_ids_problem(ids: Any, num_tokens: int) -> str:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 from slime.errors import UserError
 from slime.samples.routed_experts import decode_routed_experts
 from slime.samples.sample_fields import as_list, kind_problem, number_problem, reward_number
-from slime.samples.sampling_mask import extended_mask, mask_problem
+from slime.samples.sampling_mask import extended_mask, mask_problem, sampling_log_probs
 from slime.user_code.loading import FunctionFailed, described, shown
 
 
@@ -262,10 +262,12 @@ class Sample:
         ``meta_info`` says is noted. ``meta_info`` is the engine's, from which status, weight
         version and cache counters are taken. An engine whose weights changed during the call says
         so in ``token_weight_versions``: ``[[start, version], ...]``, counted from the call's first
-        token.
+        token. The answer to a request with ``return_sampling_mask`` has log-probs over what was
+        left to be sampled from, ``output_token_sampling_logprobs``: they replace ``log_probs``,
+        since training computes over the same tokens.
 
         Raises:
-            UserError: log-probs missing, surplus, or not one per token.
+            UserError: log-probs or sampling masks missing, surplus, or not one per token.
         """
         tokens = as_list(tokens) or []
         log_probs = as_list(log_probs)
@@ -281,6 +283,10 @@ class Sample:
                 "tokens that the model did not sample were appended with log-probs",
                 fix="leave log_probs out when trainable=False",
             )
+        meta = meta_info or {}
+        of_tokens = meta if trainable and tokens else {}
+        if (within := of_tokens.get("output_token_sampling_logprobs")) is not None:
+            log_probs = sampling_log_probs(within, len(tokens))
         before = self.response_length
         if self.loss_mask is None:
             self.loss_mask = [1] * before
@@ -292,10 +298,7 @@ class Sample:
         self.rollout_log_probs.extend(log_probs if trainable and log_probs else [0.0] * len(tokens))
         if text is not None:
             self.response += text
-        meta = meta_info or {}
-        self._extend_sampling_mask(
-            before, len(tokens), meta.get("output_token_sampling_mask") if trainable else None
-        )
+        self._extend_sampling_mask(before, len(tokens), of_tokens.get("output_token_sampling_mask"))
         runs = (meta.get("token_weight_versions") if trainable else None) or [
             [0, meta.get("weight_version")]
         ]

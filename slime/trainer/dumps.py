@@ -93,7 +93,8 @@ def _sample(
         else None,
     }
     columns: dict[str, Any] = {name: getattr(data, name) for name in _TENSORS}
-    columns |= {"loss_mask": data.loss_masks, "teacher_log_probs": batch.teacher_log_probs, **more}
+    columns |= {"loss_mask": data.loss_masks, "teacher_log_probs": data.teacher_log_probs(batch)}
+    columns |= more
     for name, values in columns.items():
         if values is not None and values[i] is not None:
             value = values[i]

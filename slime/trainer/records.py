@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.divergence import DivergenceKind, OutputRows, TopTokens
+from slime.samples.batch import TrainBatch
 
 
 @dataclass
@@ -79,6 +80,11 @@ class RolloutTensors:
     teacher: TeacherColumns | None = None
     loss_masks: list[Tensor] = field(default_factory=list)
     before_training: list[int] | None = None
+
+    def teacher_log_probs(self, batch: TrainBatch) -> list[Tensor] | None:
+        """Log-probs of the sampled tokens by their teachers; before these have scored, or where
+        nothing is distilled, those that the samples carry."""
+        return batch.teacher_log_probs if self.teacher is None else self.teacher.log_probs
 
     def samples_before_training(self) -> list[int]:
         if self.before_training is not None:

@@ -134,7 +134,7 @@ def rollout_data(batch: TrainBatch, data: RolloutTensors) -> dict[str, Any]:
         "group_indices": batch.group_indices,
         "rollout_ids": batch.trajectory_ids,
         "metadata": batch.metadata,
-        "teacher_log_probs": batch.teacher_log_probs,
+        "teacher_log_probs": data.teacher_log_probs(batch),
         "kl": data.kl,
         **{name: vars(data)[name] for name in ASSIGNABLE},
     }

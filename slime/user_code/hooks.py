@@ -318,7 +318,9 @@ class ConvertSamples(Protocol):
     (float, as after post-processing). Optional: ``raw_reward`` (float), ``truncated`` (0 or 1),
     ``sample_indices``, ``rollout_ids`` (int, one per trajectory), ``loss_masks`` (0 or 1 per
     response token), ``rollout_log_probs`` and ``teacher_log_probs`` (float per response token),
-    ``rollout_routed_experts``, ``metadata`` (dict or None). Other names are refused.
+    ``metadata`` (dict or None); and as samples have them ``rollout_routed_experts``,
+    ``rollout_top_p_token_ids``, ``rollout_top_p_token_offsets``, ``token_rewards``,
+    ``teacher_prompt_tokens`` and ``teacher_top_tokens``. Other names are refused.
     """
 
     def __call__(self, args: Any, samples: list[Sample], /) -> dict[str, list[Any]]: ...

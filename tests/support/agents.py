@@ -74,6 +74,7 @@ class Model(FakeClient):
         asked: the prompts, in order.
         said: the tokens that were sampled, in order.
         held: while it is set, nothing is answered.
+        tells_masks: each token was drawn from itself and another one.
     """
 
     def __init__(self, lines: Iterable[str | list[int]], *, merges: bool = False) -> None:
@@ -84,6 +85,7 @@ class Model(FakeClient):
         self.said: list[list[int]] = []
         self.held: asyncio.Event | None = None
         self.cancelled = 0
+        self.tells_masks = False
 
     async def _answer(
         self, number: int, input_ids: list[int], params: dict[str, Any]
@@ -108,6 +110,8 @@ class Model(FakeClient):
             "cached_tokens": len(input_ids) // 2,
             "completion_tokens": len(tokens),
         }
+        if self.tells_masks:
+            meta["output_token_sampling_mask"] = [[token, token + 1] for token in tokens]
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         first = sum(map(len, self.said[:-1]))
         return GenerateResult(

@@ -56,6 +56,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "sliding_window": None,
     },
+    "ministral3": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 5000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "qwen3": {
         "num_attention_heads": 4,

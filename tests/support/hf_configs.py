@@ -15,9 +15,9 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(
 )
 
 HYBRID = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
     "linear_key_head_dim": 4,
     "linear_value_head_dim": 6,
 }
@@ -54,6 +54,15 @@ EXTRA: dict[str, dict[str, object]] = {
         "shared_expert_intermediate_size": 16,
     },
     "olmo3": {"sliding_window": 8},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "glm4_moe": {**DENSE_FIRST, "attention_bias": True, "use_qk_norm": True},
     "glm4_moe_lite": {**DENSE_FIRST, **LATENT},
@@ -61,7 +70,14 @@ EXTRA: dict[str, dict[str, object]] = {
 }
 
 #: Families whose config.json describes the decoder inside, as one of the other family.
-NESTED = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+NESTED = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "mistral3": "mistral",
+    "gemma3": "gemma3_text",
+}
+#: Fields of theirs that stand outside of the description.
+OUTSIDE = ("dtype", "tie_word_embeddings", "quantization_config")
 
 
 def config_of(family: str, **changes: object) -> dict:
@@ -84,5 +100,6 @@ def config_of(family: str, **changes: object) -> dict:
     }
     if family in NESTED:  # the decoder is described inside
         text = config_of(NESTED[family], **changes)
-        return {**config, "text_config": text, "vision_config": {}}
+        outside = {key: changes[key] for key in OUTSIDE if key in changes}
+        return {**config, **outside, "text_config": text, "vision_config": {}}
     return config | changes

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -49,6 +50,24 @@ def test_history_is_kept_once_however_often_it_is_sent() -> None:
     session = talk(play, [user("x" * 50)], [user("x" * 50), 0, user("2")])  # type: ignore[list-item]
     first, second = session.book.turns
     assert second.ask.messages[0] is first.ask.messages[0] and len(second.ask.messages) == 3
+
+
+def test_every_token_keeps_what_it_was_drawn_from() -> None:
+    """Two branches with a turn in common; nobody has drawn what lies between turns."""
+    play = Play(["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
+    play.model.tells_masks = True
+    start: Messages = [user("1")]
+    session = talk(play, start, [*start, 0, user("2")], [*start, 0, user("3")])  # type: ignore[list-item]
+    samples = check(play, session)
+    assert len(samples) == 2
+    for sample, last in zip(samples, (1, 2), strict=True):
+        offsets = sample.rollout_top_p_token_offsets
+        ids = sample.rollout_top_p_token_ids
+        response = sample.tokens[sample.prompt_length :]
+        rows = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+        drawn = [token for token, row in zip(response, rows, strict=True) if row]
+        assert drawn == play.model.said[0] + play.model.said[last]
+        assert [row for row in rows if row] == [[token, token + 1] for token in drawn]
 
 
 def test_every_token_keeps_the_version_of_its_turn() -> None:

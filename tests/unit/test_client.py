@@ -24,7 +24,10 @@ from slime.engines.client import (
 from slime.engines.router import register_workers, remove_worker, router_policy, wants_routing_key
 from slime.engines.workers import RouterWorker, list_workers
 from slime.errors import UserError
+from slime.rollout.generate import bind_state
+from slime.rollout.plugin_api import post
 from tests.support.fake_engine import FakeEngine, answer
+from tests.support.fake_rollout import make_state
 from tests.support.router_server import router_process
 
 PARAMS = {"max_new_tokens": 6, "sampling_seed": 3}
@@ -498,6 +501,23 @@ def test_sampling_parameters_that_the_real_router_drops_reach_the_engine() -> No
                 assert forwarded.items() <= sent.items()
                 await client.generate([5], params)
                 assert engine.bodies[-1]["sampling_params"] == params
+
+    with router_process("round_robin") as url:
+        asyncio.run(asyncio.wait_for(main(url), timeout=60))
+
+
+def test_what_generate_functions_post_reaches_engines_whole() -> None:
+    """``return_sampling_mask`` is what a function of the user's has to ask for."""
+
+    async def main(url: str) -> None:
+        async with FakeEngine() as engine, EngineClient(url) as api:
+            await api.wait_healthy(30)
+            await register_workers(url, [engine.url], timeout=20)
+            async with RolloutClient(url, max_concurrency=8) as client:
+                bind_state(make_state(client))
+                body = {"input_ids": [5], "sampling_params": PARAMS, "return_sampling_mask": True}
+                await post(f"{url}/generate", body)
+                assert engine.bodies[-1]["return_sampling_mask"] is True
 
     with router_process("round_robin") as url:
         asyncio.run(asyncio.wait_for(main(url), timeout=60))

@@ -388,6 +388,15 @@ def test_evaluation_follows_rollout() -> None:
     )
 
 
+def test_an_evaluation_is_not_cut_to_what_bounds_the_sampling_mask() -> None:
+    flags = {"rollout_top_p": 0.9, "rollout_engine": "sglang"}
+    config = make_config(**flags)
+    assert (config.rollout.rollout_top_k, config.eval.eval_top_k) == (512, -1)
+    assert config.eval.eval_top_p == 0.9
+    config = make_config(**flags, rollout_top_k=40)
+    assert config.eval.eval_top_k == 40
+
+
 def test_dumps() -> None:
     config = make_config(dump_details="d/")
     assert config.debug.save_debug_rollout_data == "d/rollout_data/{rollout_id}.pt"
@@ -636,6 +645,15 @@ def test_deepep_and_sequence_parallel_without_tensor_parallel_are_warned_of() ->
         ("must be more than 1", {"eps_clip_c": 1.0}),
         ("it must be more than 0 and at most 1", {"rollout_top_p": 1.5}),
         ("-1 is the whole vocabulary", {"rollout_top_k": 0}),
+        ("--rs-upper-bound is 0", {"use_rs": True, "rs_upper_bound": 0}),
+        (
+            "--overlong-buffer-len 11 is more than --rollout-max-response-len 10",
+            {"overlong_buffer_len": 11, "rollout_max_response_len": 10},
+        ),
+        (
+            "--overlong-buffer-len has no effect with --advantage-estimator maxrl",
+            {"overlong_buffer_len": 4, "advantage_estimator": "maxrl"},
+        ),
         ("--bf16 and --fp16", {"bf16": True, "fp16": True}),
         ("--min-lr 1 is more than --lr 1e-06", {"min_lr": 1.0, "lr_decay_style": "cosine"}),
         (

@@ -86,6 +86,16 @@ BASE: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "smollm3": {**SHAPE, "no_rope_layers": [1, 0]},
+    "ministral3": {
+        **SHAPE,
+        "head_dim": 12,
+        "sliding_window": None,
+        "rope_parameters": {
+            **DENSE_YARN,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.4,
+        },
+    },
     "phi3": {**SHAPE, "sliding_window": 9},
     "seed_oss": {**SHAPE, "head_dim": 12},
     "granite": {
@@ -272,6 +282,7 @@ SHARED = {
 }
 #: Families of which the full run alone tries every field.
 RARE = (
+    "ministral3",
     "mixtral",
     "qwen2_moe",
     "deepseek_v2",

@@ -289,6 +289,7 @@ def test_flags_of_a_hybrid_contradict_other_models(flag: dict[str, Any], said: s
 @pytest.mark.parametrize(
     ("module", "family"),
     [
+        ("slime_plugins.models.gemma3", "Gemma 3"),
         ("slime_plugins.models.glm4", "GLM-4"),
         ("slime_plugins.models.gpt_oss", "gpt-oss"),
         ("slime_plugins.models.minimax_m2", "MiniMax-M2"),

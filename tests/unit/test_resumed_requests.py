@@ -34,6 +34,8 @@ class Engine:
             "completion_tokens": len(tokens),
             "weight_version": str(len(self.bodies)),
             "output_token_logprobs": [[-0.1, token, None] for token in tokens],
+            "output_token_sampling_mask": [[token, 1] for token in tokens],
+            "output_token_sampling_logprobs": [-token / 100 for token in tokens],
         }
         return {
             "text": "".join(f"<{token}>" for token in tokens),
@@ -59,6 +61,8 @@ def test_however_it_is_cut_the_answer_is_the_same(cuts: list[int], count: int) -
     tokens, reason = answer(PROMPT, 1, count)
     meta = got["meta_info"]
     assert got["output_ids"] == [entry[1] for entry in meta["output_token_logprobs"]] == tokens
+    assert meta["output_token_sampling_mask"] == [[token, 1] for token in tokens]
+    assert meta["output_token_sampling_logprobs"] == [-token / 100 for token in tokens]
     assert got["text"] == "".join(f"<{token}>" for token in tokens)
     assert meta["finish_reason"]["type"] == reason
     assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(PROMPT), len(tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from typing import Any
 
@@ -12,11 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.algorithms.logprobs import KeptTokens, linear_log_probs
+from slime.config import make_config
 from slime.engines.api import EngineError, GenerateResult
 from slime.errors import UserError
+from slime.rollout.generate import bind_state, generate
+from slime.samples.batch import TrainLayout
+from slime.samples.convert import to_train_batches
 from slime.samples.sampling_mask import extended_mask, mask_offsets_problem, mask_problem
-from slime.samples.types import Sample
+from slime.samples.types import Group, Sample, SampleStatus
 from slime.trainer.megatron.packed import PackingOptions, pack
+from tests.support.fake_rollout import FakeClient, make_state
 from tests.support.trainer_ranks import make_batch
 from tests.support.trainers import trainer
 
@@ -129,7 +135,7 @@ def test_masks_grow_with_the_response(parts: list[tuple[bool, int]]) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(UserError, match="sampling masks of 1 tokens for 2"):
+    with pytest.raises(UserError, match="2 tokens were appended with the sampling masks of 1"):
         extended_mask(None, None, 0, [[1]], 2)
     assert "fall" in mask_offsets_problem([0, 3, 2], 9)
     assert mask_offsets_problem([0, 3, 3], 9) == ""
@@ -146,6 +152,103 @@ def test_what_does_not_fit_is_refused() -> None:
         GenerateResult.from_json(body)
     body["meta_info"]["output_token_sampling_logprobs"] = [-0.25]
     assert GenerateResult.from_json(body).log_probs == [-0.25]
+
+
+def test_an_answer_with_a_mask_is_recorded_with_log_probs_over_it() -> None:
+    """A generate function hands on ``output_token_logprobs``, which are of the whole vocabulary;
+    the trainer's are over the mask."""
+    answer = {
+        "output_token_logprobs": [[-2.0, 5, None], [-3.0, 6, None]],
+        "output_token_sampling_mask": [[5, 9], [6]],
+        "output_token_sampling_logprobs": [-0.5, 0.0],
+    }
+    sample = Sample(tokens=[1, 2])
+    sample.append_response_tokens(
+        tokens=[token for _, token, _ in answer["output_token_logprobs"]],
+        log_probs=[log_prob for log_prob, _, _ in answer["output_token_logprobs"]],
+        meta_info=answer,
+    )
+    assert sample.rollout_log_probs == [-0.5, 0.0]
+    with pytest.raises(UserError, match="1 tokens were appended with 2 output_token_sampling_log"):
+        sample.append_response_tokens(tokens=[5], log_probs=[-2.0], meta_info=answer)
+    before = sample.to_dict()
+    sample.append_response_tokens(meta_info=answer)  # what ended it, say
+    assert str(sample.to_dict()) == str(before)
+
+
+def masked_group(ids: list[int], offsets: list[int], **fields: Any) -> Group:
+    """One sample, which has the response 7, 8."""
+    sample = Sample(
+        index=4,
+        tokens=[1, 2, 7, 8],
+        response_length=2,
+        reward=1.0,
+        status=SampleStatus.COMPLETED,
+        rollout_top_p_token_ids=np.array(ids, dtype=np.int32),
+        rollout_top_p_token_offsets=np.array(offsets, dtype=np.int32),
+        **fields,
+    )
+    return Group(0, [[sample]])
+
+
+def converted(group: Group, **flags: Any) -> Any:
+    config = make_config(rollout_batch_size=1, n_samples_per_prompt=1, num_rollout=1, **flags)
+    return to_train_batches([group], config, TrainLayout(), rollout_id=0)
+
+
+def test_a_mask_without_the_token_that_was_sampled_is_refused() -> None:
+    """Its log-prob would be that of a token of probability 0."""
+    converted(masked_group([7, 9, 8], [0, 2, 3]))
+    converted(masked_group([8], [0, 0, 1]))
+    with pytest.raises(UserError, match=r"index 4.*lack token 8, sampled at place 1"):
+        converted(masked_group([7, 9, 7], [0, 2, 3]))
+
+
+def cut_samples(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    """A converter that leaves out the last token, and forgets masks and teachers' tokens."""
+    return {
+        "tokens": [sample.tokens[:-1] for sample in samples],
+        "response_lengths": [sample.response_length - 1 for sample in samples],
+        "rewards": [1.0 for _ in samples],
+        "loss_masks": [[1] * (sample.response_length - 1) for sample in samples],
+        **{
+            name: [getattr(sample, name) for sample in samples]
+            for name in (
+                *("rollout_top_p_token_ids", "rollout_top_p_token_offsets"),
+                *("rollout_routed_experts", "teacher_top_tokens"),
+            )
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        (masked_group([7, 9, 8], [0, 2, 3]), "offsets for 2 of 1 tokens"),
+        (
+            masked_group([], [0, 0, 0], teacher_top_tokens=np.zeros((2, 2, 3), dtype=np.float32)),
+            r"teacher_top_tokens of shape \[2, 2, 3\] for 1 response",
+        ),
+    ],
+)
+def test_what_belongs_to_tokens_that_a_converter_has_cut_off_is_refused(
+    group: Group, said: str
+) -> None:
+    sample = group.samples[0]
+    if not len(sample.rollout_top_p_token_ids):
+        sample.rollout_top_p_token_ids = sample.rollout_top_p_token_offsets = None
+    path = f"{__name__}.cut_samples"
+    with pytest.raises(UserError, match=said):
+        converted(group, custom_convert_samples_to_train_data_path=path)
+
+
+def test_a_converter_may_copy_what_no_sample_has() -> None:
+    group = masked_group([], [0, 0, 0])
+    sample = group.samples[0]
+    sample.rollout_top_p_token_ids = sample.rollout_top_p_token_offsets = None
+    path = f"{__name__}.cut_samples"
+    (batch,) = converted(group, custom_convert_samples_to_train_data_path=path)
+    assert batch.payloads == {}
 
 
 def test_packing_puts_masks_behind_each_other() -> None:
@@ -194,3 +297,16 @@ def test_a_trainer_computes_over_what_is_kept() -> None:
     assert plain is not None
     assert all(torch.equal(a, b) for a, b in zip(plain, everything, strict=True))
     assert all((values == 0).all() for values in alone)
+
+
+def test_an_engine_that_tells_no_mask_stops_the_run() -> None:
+    """Its log-probs would be those of the whole vocabulary, the trainer's too, and ratios wrong."""
+    state = make_state(FakeClient(), sampling_mask=True)
+    sample = Sample(index=0, prompt="Hi", tokens=[1, 2])
+
+    async def in_a_rollout() -> None:
+        bind_state(state)
+        await generate(state.args, sample, state.params_for(sample))
+
+    with pytest.raises(UserError, match="http://fake does not tell what tokens were sampled from"):
+        asyncio.run(in_a_rollout())

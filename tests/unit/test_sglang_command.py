@@ -31,6 +31,7 @@ from slime.engines.sglang.command import sglang_command, sglang_footprint, sglan
 from slime.errors import UserError
 from slime.placement import PlacementPlan
 from slime.rollout.plugin_api import get_model_url
+from slime.run.preflight import check_teachers
 from tests.support.embedded_models import save_tiny_model
 from tests.support.hf_configs import config_of as hf_config_of
 from tests.support.sglang_servers import process_of
@@ -316,7 +317,7 @@ def test_an_engine_over_two_nodes_has_a_part_on_each() -> None:
             {"model_path": "other", "update_weights": True},
             "is not --hf-checkpoint",
         ),
-        ([{"num_gpus": 2}], {"name": "a/b"}, "of the name 'a/b'"),
+        ([{"num_gpus": 2}], {"name": "a/b"}, "with the name 'a/b'"),
     ],
 )
 def test_wrong_groups_are_refused_by_name(
@@ -336,6 +337,14 @@ def models_file(folder: Path, *models: dict[str, Any]) -> str:
         )
     )
     return str(path)
+
+
+def test_a_policy_alone_is_no_teacher(tmp_path: Path) -> None:
+    path = models_file(tmp_path, {"name": "actor"})
+    flags = {"sglang_config": path, "rollout_num_gpus": 1, "use_opd": True}
+    with pytest.raises(UserError, match="--use-opd has no teacher"):
+        check_teachers(config_of(**flags))
+    check_teachers(config_of(**flags, custom_rm_path="a.b"))  # it may score
 
 
 def test_every_model_has_engines_of_its_own(tmp_path: Path) -> None:
@@ -372,7 +381,7 @@ def test_every_model_has_engines_of_its_own(tmp_path: Path) -> None:
     ("models", "expected"),
     [
         ([{"name": "a"}, {"name": "b"}], "2 models of --hf-checkpoint: a, b"),
-        ([{"name": "a"}, {"name": "a", "model_path": "other"}], "2 model.s. of the name 'a'"),
+        ([{"name": "a"}, {"name": "a", "model_path": "other"}], "2 model.s. with the name 'a'"),
         (
             [{"name": "a"}, {"name": "b", "model_path": "o", "server_groups": []}],
             "model b must have a list",

@@ -30,21 +30,21 @@ BUDGETS = {
     "cli": 2_350,
     "cluster": 4_500,
     "compat": 1_400,
-    "config": 5_500,  # flags of estimators, importance levels and rejection, preferences
-    "diagnosis": 4_220,
-    "embedded": 5_780,  # sinks, stacks of experts
-    "engines": 4_320,  # log-probs behind the filters, channels of gpt-oss
+    "config": 5_530,  # flags of estimators, importance levels and rejection, preferences
+    "diagnosis": 4_240,
+    "embedded": 5_800,  # sinks, stacks of experts, queries that grow
+    "engines": 4_330,  # log-probs behind the filters, channels of gpt-oss
     "environments": 450,
     ".": 1_450,
     "memory": 1_700,
-    "models": 4_620,  # gpt-oss, stacks of experts
+    "models": 4_980,  # gpt-oss, stacks of experts, models around text models
     "observe": 3_050,
     "page": 1_600,
     "processes": 1_040,  # the preloaded process
     "prompts": 3_990,  # rows of preferences
-    "rollout": 9_190,  # preferences, reward models
+    "rollout": 9_210,  # preferences, reward models
     "run": 2_140,
-    "samples": 2_040,  # rewards of tokens and turns, sampling masks, whole pairs
+    "samples": 2_110,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 950,
     "trainer": 8_380,  # the critic, sinks, biases of experts, distillation
     "user_code": 1_000,

@@ -17,9 +17,11 @@ from slime.algorithms.divergence import DIVERGENCES
 from slime.errors import UserError
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.samples.teacher_scores import pack_top_tokens
+from slime.trainer.dumps import shard_of
 from slime.trainer.megatron import forward
 from slime.trainer.megatron.backend import MegatronBackend
 from slime.trainer.megatron.offload import WeightsCopy
+from slime.trainer.records import RolloutTensors, TeacherColumns
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, make_batch, shard, trainer_config
 from tests.support.trainers import trainer
@@ -140,6 +142,28 @@ def test_the_policy_as_its_own_teacher_changes_nothing(backend: MegatronBackend)
     assert not backend.copies  # it costs no memory
     metrics = backend.train(distilled(make_batch(), "default"))
     assert metrics["rollout/opd_reverse_kl"] == 0.0 and metrics["train/grad_norm"] == 0.0
+
+
+def closeness(args: Any, rollout_data: Any) -> None:
+    """Advantages that are the teacher's log-probs."""
+    rollout_data["advantages"] = [theirs.clone() for theirs in rollout_data["teacher_log_probs"]]
+
+
+@with_flags(custom_advantage_function_path=f"{__name__}.closeness", opd_kl_coef=0.0)
+def test_functions_and_dumps_see_a_teacher_in_the_trainer(
+    backend: MegatronBackend, tmp_path: Path
+) -> None:
+    batch = distilled(make_batch(), "default")
+    theirs = backend.log_probs(batch, "teacher default")
+    assert theirs is not None
+    found = backend.train(batch)["rollout/advantages"]
+    assert found == pytest.approx(token_mean(batch, theirs), abs=1e-5)
+    data = RolloutTensors(loss_masks=batch.loss_masks, teacher=TeacherColumns(log_probs=theirs))
+    dumped = shard_of(batch, data, 0).samples
+    assert all(
+        torch.equal(one["teacher_log_probs"], values)
+        for one, values in zip(dumped, theirs, strict=True)
+    )
 
 
 @with_flags(opd_teacher_load=["self"])

@@ -16,7 +16,6 @@ from slime.models.layouts import COLUMN, GATE_UP, QKV, REPLICATED, ROW, VOCAB, S
 from slime.models.spec import ModelSpec, read_hf_config, rotary_settings
 from tests.support.hf_configs import NESTED, config_of
 from tests.support.megatron_stub import megatron_names, random_hf, sources_of
-from tests.support.tiny_models import HYBRIDS
 
 
 @st.composite
@@ -190,7 +189,8 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
     moe = (transformers.Qwen3MoeConfig, transformers.Glm4MoeConfig, transformers.Glm4MoeLiteConfig,
            transformers.DeepseekV3Config, transformers.DeepseekV2Config,
            transformers.Qwen2MoeConfig, transformers.MixtralConfig,
-           transformers.GptOssConfig, transformers.Ernie4_5_MoeConfig,
+           transformers.GptOssConfig, transformers.Qwen3NextConfig,
+           transformers.Qwen3_5MoeTextConfig, transformers.Ernie4_5_MoeConfig,
            transformers.MiniMaxM2Config)  # fmt: skip
     windowed = (
         transformers.Gemma3TextConfig,
@@ -201,6 +201,7 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
     dense = (
         transformers.LlamaConfig,
         transformers.MistralConfig,
+        transformers.Ministral3Config,
         transformers.Qwen2Config,
         transformers.Qwen3Config,
         transformers.Glm4Config,
@@ -210,11 +211,12 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
         transformers.Phi3Config,
         transformers.SeedOssConfig,
         transformers.GraniteConfig,
+        transformers.Qwen3_5TextConfig,
         transformers.HunYuanDenseV1Config,
         *windowed[:-1],
     )
     known = {cls.model_type for cls in (*moe, *dense)} | {"mimo"}  # which transformers has not
-    assert known == {family.name for family in FAMILIES} - {*HYBRIDS, *NESTED}
+    assert known == {family.name for family in FAMILIES} - NESTED.keys()
     for cls in (*moe, *dense):
         full = cls().to_dict()
         if cls not in windowed:
@@ -227,6 +229,8 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
             family_of(full).model_spec(sparse),
         )
         assert from_full.transformer == from_sparse.transformer
+        assert from_full.rotary_scaling == from_sparse.rotary_scaling
+        assert from_full.query_scaling == from_sparse.query_scaling
         assert from_full.rotary_base == from_sparse.rotary_base
         assert from_full.tie_embeddings == from_sparse.tie_embeddings
         assert from_full.rotary_percent == from_sparse.rotary_percent
@@ -330,6 +334,11 @@ def test_unknown_families_and_missing_fields() -> None:
         ("qwen3-30B-A3B", "qwen3_moe", "qwen3_moe"),
         ("Qwen3-4B-Base", "not_known_here", "qwen3"),
         ("qwen3moeconfig", "not_known_here", "qwen3_moe"),
+        ("qwen3.5-9B", "qwen3_5", "qwen3_5"),
+        ("qwen3.5-9B", "qwen3_5_text", "qwen3_5_text"),
+        ("Qwen3.5-35B-A3B", "qwen3_5_moe", "qwen3_5_moe"),
+        ("qwen3-next-80B-A3B", "qwen3_next", "qwen3_next"),
+        ("qwen3-8B", "qwen3", "qwen3"),
         ("qwen2.5-7B-Instruct", "qwen2", "qwen2"),
         ("glm4-9B", "glm4", "glm4"),
         ("glm4.5-355B-A32B", "glm4_moe", "glm4_moe"),
@@ -337,6 +346,9 @@ def test_unknown_families_and_missing_fields() -> None:
         ("llama3.1-8B", "llama", "llama"),
         ("deepseekv3", "deepseek_v3", "deepseek_v3"),
         ("mistral-7B", "mistral", "mistral"),
+        ("Mistral-7B-Instruct-v0.3", "not_known_here", "mistral"),
+        ("Ministral-3-8B", "ministral3", "ministral3"),
+        ("mistral3-24B", "mistral3", "mistral3"),
     ],
 )
 def test_model_name_in_the_spellings_of_launch_scripts(
@@ -351,7 +363,7 @@ def test_a_model_name_may_not_contradict_the_config() -> None:
         UserError, match=r"--model-name glm4-9B(.|\n)*glm4 or glm4_moe(.|\n)*'qwen3'"
     ):
         family_of({"model_type": "qwen3"}, "glm4-9B")
-    for name in ("qwen3-next-80B", "qwen", "glm4v-9B", "7B"):
+    for name in ("qwen3-omni-30B", "qwen", "glm4v-9B", "7B"):
         with pytest.raises(UserError, match=f"--model-name {name} is not a model family"):
             family_of({"model_type": "mine"}, name)
 

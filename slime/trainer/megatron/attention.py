@@ -151,6 +151,8 @@ class PackedSelfAttention(SelfAttention):
         query, key, value, *gates = heads(
             hidden_states, *packed_seq_params.rotary[self.rotary_kind]
         )
+        if packed_seq_params.query_factors is not None:
+            query = query * packed_seq_params.query_factors
         core = functools.partial(self.core_attention, sequences=packed_seq_params)
         out = attend(self, core, query, key, value)
         for gate in gates:

@@ -44,7 +44,7 @@ from slime.errors import UserError
 from slime.models.layout_rules import virtual_stages
 from slime.models.mixers import GATED_DELTA_NET, mixer_of, mixers_of
 from slime.models.model_flags import merge_transformer
-from slime.models.rotary import layer_frequencies
+from slime.models.rotary import layer_frequencies, query_factors
 from slime.models.spec import ModelSpec, RotaryKind
 from slime.trainer.megatron import te_layers
 from slime.trainer.megatron.adapters import give_gradient
@@ -173,6 +173,9 @@ class PolicyModel(GPTModel):
         if sequences.rotary is None:
             positions = sequences.positions
             sequences.rotary = {kind: angles(positions) for kind, angles in self.angles.items()}
+            if self.spec.query_scaling is not None:
+                factors = query_factors(self.spec.query_scaling, positions)
+                sequences.query_factors = factors.to(self.config.params_dtype)[:, None, None]
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=batch.tokens, position_ids=None)
