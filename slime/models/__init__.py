@@ -84,6 +84,19 @@ FAMILIES: tuple[ModelFamily, ...] = (
     MINIMAX_M2,
 )
 
+#: model_type or architecture → why a family that users ask for has no table.
+_NOT_TRAINED = {
+    **dict.fromkeys(
+        ("apertus", "ApertusForCausalLM"),
+        "the MLP of Apertus has no gate, and its activation xIELU has learned scalars of its own",
+    ),
+    **dict.fromkeys(
+        ("bailing_moe", "BailingMoeForCausalLM", "bailing_moe_v2", "BailingMoeV2ForCausalLM"),
+        "Ling and Ring are computed by code of their repositories; transformers has no class that "
+        "a table could be compared with",
+    ),
+}
+
 __all__ = [
     "FAMILIES",
     "Match",
@@ -153,11 +166,15 @@ def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily
         return own
     model_type = config.get("model_type")
     architectures = config.get("architectures") or []
+    names = (model_type, *architectures)
+    reason = next((_NOT_TRAINED[name] for name in names if name in _NOT_TRAINED), None)
     raise UserError(
         f"no conversion table for model_type {model_type!r} "
         f"({', '.join(architectures) or 'no architectures'})",
-        why=f"the tables there are: {_supported()}",
-        fix="choose such a model, or pass --model-name with the family whose layout it has",
+        why=reason or f"the tables there are: {_supported()}",
+        fix="choose such a model, or pass --model-name with the family whose layout it has"
+        if reason is None
+        else f"choose a model of another family: {_supported()}",
     )
 
 

@@ -238,6 +238,21 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "apertus"}, "xIELU"),
+        ({"model_type": "bailing_moe", "architectures": ["BailingMoeV2ForCausalLM"]}, "Ling"),
+        ({"architectures": ["BailingMoeV2ForCausalLM"]}, "Ling"),
+        ({"model_type": "mamba"}, "the tables there are: llama"),
+    ],
+)
+def test_a_family_without_a_table_is_refused_with_the_reason(config: dict, reason: str) -> None:
+    with pytest.raises(UserError, match="no conversion table") as caught:
+        family_of(config)
+    assert reason in caught.value.why
+
+
+@pytest.mark.parametrize(
     ("family", "setting"),
     [
         ("deepseek_v3", {"attention_bias": True}),
