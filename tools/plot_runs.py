@@ -30,7 +30,18 @@ _LEFT = 56
 _RIGHT = 20
 _TOP = 58
 _BOTTOM = 44
-_COLOURS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#57606a", "#bf8700", "#0b7285")
+_COLOURS = (
+    "#0969da",
+    "#bc4c00",
+    "#1a7f37",
+    "#8250df",
+    "#cf222e",
+    "#57606a",
+    "#bf8700",
+    "#0b7285",
+    "#d63384",
+    "#000000",
+)
 
 
 def read_points(path: Path, metric: str) -> Points:
@@ -68,15 +79,32 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [round(number * step, 12) for number in range(first, max(last, first + 1) + 1)]
 
 
+def legend_places(names: Sequence[str]) -> list[tuple[float, int]]:
+    """Where each name stands: from the left, and below the first row."""
+    places: list[tuple[float, int]] = []
+    left = float(_LEFT)
+    down = 0
+    for name in names:
+        width = 32 + 6.6 * len(name)
+        if left + width > WIDTH and places:
+            left = float(_LEFT)
+            down += 18
+        places.append((round(left, 1), down))
+        left += width
+    return places
+
+
 def picture(runs: Sequence[tuple[str, Points]], metric: str, title: str) -> str:
     """All runs in one SVG, with a legend."""
     xs = [x for _, points in runs for x, _ in points]
     ys = [y for _, points in runs for _, y in points]
     across = ticks(min(xs), max(xs), 9)
     up = ticks(min(0.0, *ys), max(ys))
+    legend = legend_places([name for name, _ in runs])
+    top = _TOP + legend[-1][1]
 
     def place(x: float, y: float) -> tuple[float, float]:
-        inner = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
+        inner = WIDTH - _LEFT - _RIGHT, HEIGHT - top - _BOTTOM
         right = (x - across[0]) / (across[-1] - across[0])
         above = (y - up[0]) / (up[-1] - up[0])
         return round(_LEFT + inner[0] * right, 1), round(HEIGHT - _BOTTOM - inner[1] * above, 1)
@@ -101,16 +129,14 @@ def picture(runs: Sequence[tuple[str, Points]], metric: str, title: str) -> str:
         parts.append(
             f'<text x="{x}" y="{y + 18}" text-anchor="middle" fill="#57606a">{value:g}</text>'
         )
-    left = float(_LEFT)
-    for (name, points), colour in zip(runs, _COLOURS, strict=False):
+    for (name, points), colour, (left, down) in zip(runs, _COLOURS, legend, strict=False):
         line = " ".join(f"{x},{y}" for x, y in (place(*point) for point in points))
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         if len(points) <= 30:
             dots = (place(*point) for point in points)
             parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in dots]
-        parts.append(f'<rect x="{left}" y="36" width="12" height="4" fill="{colour}"/>')
-        parts.append(f'<text x="{left + 18}" y="42" fill="#1f2328">{escape(name)}</text>')
-        left += 32 + 6.6 * len(name)
+        parts.append(f'<rect x="{left}" y="{36 + down}" width="12" height="4" fill="{colour}"/>')
+        parts.append(f'<text x="{left + 18}" y="{42 + down}" fill="#1f2328">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -1,5 +1,5 @@
-"""Log-probs of given tokens straight from hidden states: the [tokens, vocabulary] logits never
-exist as a whole.
+"""Log-probs of given tokens, computed from hidden states block by block: the full
+[tokens, vocabulary] logits are never materialised.
 
     hidden [N, H] ──┐
                     ├─ block of rows × block of vocabulary ─► running max, sum, target logit, Σ p·x
@@ -8,9 +8,9 @@ exist as a whole.
     backward: the same blocks again, each written once into the gradients
 
 Logits of 16k tokens over a vocabulary of 150k are 10 GB in float32, and a backward pass holds
-several of them. Here a block of a few million logits is all there is at any time, for one more
-matrix product in the backward pass. On a CPU the block is small enough to stay in the cache, which
-is faster than the whole product besides.
+several such tensors. Here only one block exists at a time (4 million logits on a CPU, 67 million on
+a GPU), at the price of one more matrix product in the backward pass. On a CPU the block stays in
+the cache, which is also faster than one large product.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slime.algorithms.products import add_product
 _ROWS_PER_BLOCK = 8192
 _BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 _MIN_COLUMNS = 512
-_LOWEST = -1e30  # instead of -inf, so that 0 · (max - max) stays 0
+_LOWEST = -1e30  # finite: with -inf, 0 · (old max - new max) would be NaN
 
 
 @dataclass(frozen=True)
@@ -49,29 +49,29 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class LowRankLogits:
-    """A product that is added to the logits: the output layer's adapter (LoRA).
+    """The LoRA adapter of the output layer: hidden @ up.T is added to the logits.
 
     Attributes:
         hidden: scaled A·x of each row, [N, rank].
-        up: B, [V, rank], this rank's rows of it as of the output layer.
-        give: takes the gradient of ``up`` in float32; what it returns is autograd's.
+        up: B, [V, rank], sharded like the output layer.
+        on_up_grad: called with the gradient of ``up`` in float32; returns what autograd gets.
     """
 
     hidden: Tensor
     up: Tensor
-    give: Callable[[Tensor], Tensor]
+    on_up_grad: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The tokens that each row's distribution is over: what top-k, top-p and min-p left when it was
-    sampled. A row without any is over the whole vocabulary.
+    """The tokens over which each row's softmax is taken: what top-k, top-p and min-p kept when the
+    row's token was sampled. A row without any uses the whole vocabulary.
 
     Attributes:
-        ids: int64 [n], row after row.
-        rows: int64 [n], the row of each.
-        bounds: where those of each row begin and end, N + 1 numbers in host memory.
-        whole: bool [N, 1], rows without any.
+        ids: int64 [n], token ids, row after row.
+        rows: int64 [n], the row of each id.
+        bounds: offsets of the rows in ``ids``, N + 1 numbers in host memory.
+        whole: bool [N, 1], whether the row uses the whole vocabulary.
     """
 
     ids: Tensor
@@ -80,15 +80,15 @@ class KeptTokens:
     whole: Tensor
 
     def part(self, lo: int, hi: int) -> KeptTokens:
-        """The same of rows lo to hi."""
+        """Return the tokens of rows lo to hi."""
         own = slice(self.bounds[lo], self.bounds[hi])
         bounds = [bound - own.start for bound in self.bounds[lo : hi + 1]]
         return KeptTokens(self.ids[own], self.rows[own] - lo, bounds, self.whole[lo:hi])
 
     def left_out(self, lo: int, hi: int) -> Tensor:
-        """Whether each row leaves out each of the tokens lo to hi: bool [rows, hi - lo]."""
+        """Return which of the tokens lo to hi each row excludes: bool [rows, hi - lo]."""
         width = hi - lo
-        # others share a column behind the last, so that no size depends on the values
+        # all other tokens go to an extra column, so that no shape depends on the values
         column = torch.where((self.ids >= lo) & (self.ids < hi), self.ids - lo, width)
         out = torch.ones(self.whole.size(0), width + 1, dtype=torch.bool, device=self.ids.device)
         out[self.rows, column] = False
@@ -123,13 +123,13 @@ def linear_log_probs(
         temperature: logits are divided by it, as in sampling.
         with_entropy: also compute the entropy, differentiably.
         shard: which rows ``weight`` holds; default: all of them, none padding.
-        chunk_size: rows per block; -1 lets the device decide.
-        grad_accumulator: [V, H], any float dtype. When given, the gradient of ``weight`` is added
-            to it and not returned to autograd: Megatron's ``main_grad``, which saves a copy of the
+        chunk_size: rows per block; -1: at most 8192.
+        grad_accumulator: [V, H], any float dtype. If given (Megatron's ``main_grad``), the gradient
+            of ``weight`` is added to it and not returned to autograd, which saves a copy of the
             largest matrix of the model.
-        low_rank: is added to the logits; differentiable as ``hidden`` and ``weight`` are.
-        kept: what each row's distribution, and its entropy, is over; None: the whole vocabulary.
-            Every target is among its row's.
+        low_rank: adapter of the output layer, differentiable once like ``hidden``.
+        kept: the tokens of each row's softmax and entropy, its target among them; None: the whole
+            vocabulary.
     Returns:
         (log_probs [N] float32, entropy [N] float32 or None).
     Source: the running softmax is Milakov & Gimelshein (arXiv:1805.02867); computing it blockwise
@@ -150,7 +150,7 @@ def linear_log_probs(
         shard,
         rows_per_block(hidden, chunk_size),
         grad_accumulator,
-        None if low_rank is None else low_rank.give,
+        None if low_rank is None else low_rank.on_up_grad,
         kept,
     )
     factors = (None, None) if low_rank is None else (low_rank.hidden, low_rank.up)
@@ -165,20 +165,19 @@ class _Options:
     shard: VocabShard
     rows: int
     grad_accumulator: Tensor | None
-    give_up: Callable[[Tensor], Tensor] | None
+    on_up_grad: Callable[[Tensor], Tensor] | None
     kept: KeptTokens | None
 
 
 def columns_per_block(device: torch.device, rows: int) -> int:
-    """Return the vocabulary rows of a block, so that a block of logits has the size that suits the
-    device."""
+    """Return how many tokens of the vocabulary a block of ``rows`` rows covers on this device."""
     elements = _BLOCK_ELEMENTS.get(device.type, 1 << 22)
     return max(_MIN_COLUMNS, elements // max(rows, 1) // 64 * 64)
 
 
 def rows_per_block(hidden: Tensor, chunk_size: int) -> int:
-    """Return the rows of ``hidden`` [N, H] that go through the vocabulary at a time; ``chunk_size``
-    if it is positive."""
+    """Return the rows of ``hidden`` [N, H] per block: ``chunk_size`` if positive, else at most
+    8192."""
     return chunk_size if chunk_size > 0 else min(_ROWS_PER_BLOCK, max(hidden.size(0), 1))
 
 
@@ -209,7 +208,7 @@ class _LinearLogProbs(torch.autograd.Function):
         log_probs = target - log_sum
         entropy = log_sum - mean
         ctx.save_for_backward(hidden, weight, targets, log_sum, entropy, low, up)
-        # an entropy that is only logged costs nothing on the way back
+        # the backward pass gets None for an entropy that is only logged, and skips its terms
         ctx.set_materialize_grads(False)
         ctx.options = options
         return log_probs, entropy
@@ -251,15 +250,14 @@ class _LinearLogProbs(torch.autograd.Function):
             if grad_low is not None and low_block is not None:
                 grad_low[rows] = low_block.to(grad_low.dtype)
         returned = sink if need_weight and options.grad_accumulator is None else None
-        if grad_up is not None and options.give_up is not None:
-            grad_up = options.give_up(grad_up)
+        if grad_up is not None and options.on_up_grad is not None:
+            grad_up = options.on_up_grad(grad_up)
         return grad_hidden, returned, None, None, grad_low, grad_up
 
 
 @dataclass(frozen=True)
 class _LogitInputs:
-    """What a block of rows makes its logits of; ``start`` is the token of the weight's first
-    row."""
+    """The factors of a block of logits; ``start`` is the token id of the weight's first row."""
 
     hidden: Tensor
     weight: Tensor
@@ -269,7 +267,7 @@ class _LogitInputs:
     start: int
 
     def logits(self, lo: int, hi: int) -> Tensor:
-        """[rows, hi - lo], of these rows of the weight."""
+        """Return the logits of rows lo to hi of the weight: [rows, hi - lo]."""
         logits = self.hidden @ self.weight[lo:hi].t()
         if self.low is not None and self.up is not None:
             logits.addmm_(self.low, self.up[lo:hi].t())
@@ -298,8 +296,8 @@ def _inputs_of(
 
 
 def _running_softmax(inputs: _LogitInputs, targets: Tensor, options: _Options) -> Tensor:
-    """max, Σ exp(x - max), target logit (0 if another rank holds it) and Σ exp(x - max)·(x - max):
-    [4, rows]."""
+    """Return max, Σ exp(x - max), target logit (0 if another rank holds it) and
+    Σ exp(x - max)·(x - max): [4, rows]."""
     hidden = inputs.hidden
     n = hidden.size(0)
     shard = options.shard
@@ -307,8 +305,8 @@ def _running_softmax(inputs: _LogitInputs, targets: Tensor, options: _Options) -
     stats[0] = _LOWEST
     local = targets - shard.start
     step = columns_per_block(hidden.device, n)
-    # in one kernel the entropy is free, and log-probs computed with and without it have the same
-    # bits
+    # the fused GPU kernel gets the entropy for free; always computing it gives log-probs the same
+    # bits with and without it
     with_entropy = options.with_entropy or hidden.is_cuda
     for lo in range(0, shard.size, step):
         hi = min(lo + step, shard.size)
@@ -320,7 +318,7 @@ def _running_softmax(inputs: _LogitInputs, targets: Tensor, options: _Options) -
 def _absorb(
     logits: Tensor, targets: Tensor, stats: Tensor, scale: float, with_entropy: bool
 ) -> Tensor:
-    """The statistics of `_running_softmax` with one more block of logits, which is overwritten."""
+    """Add a block of logits to the statistics of `_running_softmax`; overwrite the block."""
     top, total, target, weighted = stats.unbind()
     width = logits.size(1)
     picked = logits.gather(1, targets.clamp(0, width - 1)[:, None])[:, 0].to(stats.dtype) * scale
@@ -341,7 +339,7 @@ def _absorb(
 
 
 def _combine(stats: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """log Σ exp, the target's logit and Σ p·x over the whole vocabulary."""
+    """Return log Σ exp, the target's logit and Σ p·x over the whole vocabulary."""
     top, total, target, weighted = stats.unbind()
     if group is not None and dist.get_world_size(group) > 1 and stats.numel() > 0:
         global_top = top.clone()
@@ -367,8 +365,8 @@ def _backward_rows(
     need_hidden: bool,
     options: _Options,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of these rows of ``hidden`` and ``low`` (float32); those of ``weight`` and ``up``
-    are added to their sinks.
+    """Return the gradients of these rows of ``hidden`` and ``low`` in the dtype of the softmax; add
+    those of ``weight`` and ``up`` to their sinks.
 
     With p = softmax: d log_prob / d x_j = 1[j = target] - p_j and d entropy / d x_j = -p_j (log p_j
     + entropy).
@@ -393,11 +391,11 @@ def _backward_rows(
         hi = min(lo + step, shard.size)
         logits = inputs.logits(lo, hi)
         here = ((local >= lo) & (local < hi))[:, None]
-        # one per row: nothing to accumulate, nothing to sort
+        # one target per row, so that the scatter neither accumulates nor sorts
         column = (local - lo).clamp(0, hi - lo - 1)[:, None]
-        at_target = _slope(logits.gather(1, column).to(dtype), options.scale, *per_row)
+        at_target = _logit_grad(logits.gather(1, column).to(dtype), options.scale, *per_row)
         at_target += torch.where(here, grad_log_probs * options.scale, 0.0)
-        grad = _slope(logits, options.scale, *per_row).scatter_(
+        grad = _logit_grad(logits, options.scale, *per_row).scatter_(
             1, column, at_target.to(hidden.dtype)
         )
         if weight_sink is not None:
@@ -414,7 +412,7 @@ def _backward_rows(
 
 
 @fused
-def _slope(
+def _logit_grad(
     logits: Tensor,
     scale: float,
     log_sum: Tensor,
@@ -422,8 +420,8 @@ def _slope(
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of logits that are no row's target, in their dtype; they are overwritten. Others
-    are [rows, 1]."""
+    """Return the gradient of the logits without the target's own term, in their dtype. Overwrites
+    ``logits``; the other tensors are [rows, 1]."""
     x = logits.to(log_sum.dtype)
     if scale != 1.0:
         x = x.mul_(scale)

@@ -1,8 +1,8 @@
-"""Losses per token, and what is multiplied with them. Flat tensors [T]: the response tokens of a
-micro-batch, one sample after the other.
+"""Losses per token, and the importance weights and masks that multiply them. Tensors are flat, [T]:
+the response tokens of a micro-batch, sample after sample.
 
-Every policy loss takes the same `PolicyInputs` and returns the same `PolicyLoss`; which one runs is
-a field of the `slime.algorithms.estimators.Estimator`.
+Every policy loss takes `PolicyInputs` and returns a `PolicyLoss`; a field of the
+`slime.algorithms.estimators.Estimator` names the one to use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PolicyInputs:
         lengths: int64 [samples], response tokens of each sample.
         eps_clip, eps_clip_high: the ratio is clipped to [1 - eps_clip, 1 + eps_clip_high].
         eps_clip_c: dual clip, > 1: for A < 0 the loss is at most -c·A. None switches it off.
-        sapo_tau_pos, sapo_tau_neg: steepness of SAPO's gate for A > 0, and for the others.
+        sapo_tau_pos, sapo_tau_neg: steepness of SAPO's gate for A > 0 and for A ≤ 0.
     """
 
     log_probs: Tensor
@@ -64,7 +64,7 @@ def importance_ratio(log_ratio: Tensor) -> Tensor:
     is 0.
 
     Without the clamp a ratio overflows to Inf, and a token of weight 0 then has a gradient of 0 ·
-    Inf = NaN. Within it nothing changes.
+    Inf = NaN. Within the clamp nothing changes.
 
     Example:
         >>> importance_ratio(torch.tensor([0.0, 200.0])).tolist() == [
@@ -75,8 +75,8 @@ def importance_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def ppo_clip_loss(inputs: PolicyInputs) -> PolicyLoss:
-    """max(-ρA, -clip(ρ)A) with ρ = exp(log_prob - old_log_prob); asymmetric and dual clipping by
-    the inputs.
+    """max(-ρA, -clip(ρ)A) with ρ = exp(log_prob - old_log_prob). ``eps_clip_high`` makes the clip
+    asymmetric, ``eps_clip_c`` adds the dual clip.
 
     Source: Schulman et al., "PPO" (arXiv:1707.06347), eq. 7; clip-higher: Yu et al., "DAPO"
     (arXiv:2503.14476); dual clip: Ye et al. (arXiv:1912.09729), eq. 5.
@@ -174,15 +174,15 @@ def _clipped(inputs: PolicyInputs, ppo_kl: Tensor) -> PolicyLoss:
     return PolicyLoss(loss, clipped, ppo_kl)
 
 
-# -- what is multiplied with the loss: tokens that a slightly different distribution produced ------
+# -- corrections for tokens that were sampled from a slightly different distribution ---------------
 
 Level = Literal["token", "sequence", "geometric"]
-"""What an importance ratio is taken of: a token, the product over a sample's trained tokens, or
-their geometric mean, which does not depend on the sample's length."""
+"""How importance ratios are aggregated: per token, by the product over a sample's trained tokens,
+or by their geometric mean, which does not depend on the sample's length."""
 
 
 def log_ratio_at(level: Level, log_ratio: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
-    """Log-ratios per token → at a level, given to each token of the sample.
+    """Aggregate log-ratios per token at ``level``; each token gets the value of its sample.
 
     Args:
         log_ratio, masks: flat [T].
@@ -203,8 +203,8 @@ def log_ratio_at(level: Level, log_ratio: Tensor, masks: Tensor, lengths: Tensor
 
 @dataclass(frozen=True)
 class Correction:
-    """``weights`` [T] to multiply the token losses with, and metrics [T] to be averaged as the loss
-    is."""
+    """Weights [T] that multiply the token losses, and metrics [T] that are averaged like the
+    loss."""
 
     weights: Tensor
     metrics: dict[str, Tensor]
@@ -233,11 +233,11 @@ def truncated_importance_sampling(log_ratio: Tensor, low: float, high: float) ->
 
 
 def icepop(log_ratio: Tensor, low: float, high: float) -> Correction:
-    """Importance ratio exp(log_ratio), 0 outside of [low, high]: tokens that trainer and engine see
-    too differently teach nothing, instead of something with a weight that is not theirs.
+    """Importance ratio exp(log_ratio), 0 outside [low, high]: tokens on which trainer and engine
+    disagree too much are dropped, instead of trained on with a clamped weight.
 
     Args:
-        log_ratio: [T], as `truncated_importance_sampling` takes it.
+        log_ratio: [T], as in `truncated_importance_sampling`.
     Source: Zhao et al., "Small leak can sink a great ship: boost RL training on MoE with IcePop"
     (2025).
 
@@ -257,7 +257,7 @@ def icepop(log_ratio: Tensor, low: float, high: float) -> Correction:
 
 @dataclass(frozen=True)
 class Rejection:
-    """``keep`` [T], 0 or 1, and metrics [T] to be averaged as the loss is."""
+    """``keep`` [T], 0 or 1, and metrics [T] that are averaged like the loss."""
 
     keep: Tensor
     metrics: dict[str, Tensor]
@@ -272,13 +272,13 @@ def rejection_mask(
     high: float,
     veto: float | None,
 ) -> Rejection:
-    """Leave out what trainer and engine see too differently: tokens, or whole samples, whose ratio
-    at ``level`` is outside of [low, high], and samples of which any trained token has a ratio below
-    ``veto``. Weights and denominators stay what they were.
+    """Drop tokens on which trainer and engine disagree too much: tokens, or whole samples, whose
+    ratio at ``level`` is outside [low, high], and samples with any trained token whose ratio is
+    below ``veto``. Importance weights and the denominators of means do not change.
 
     Args:
-        log_ratio, masks: flat [T]; log-ratio without gradient, as `truncated_importance_sampling`
-            takes it.
+        log_ratio, masks: flat [T]; the log-ratio as in `truncated_importance_sampling`, without
+            gradient.
         lengths: int64 [samples].
     Source: Liu et al., "When Speed Kills Stability" (2025), on sequence masks; Li et al.,
     "Trust Region Masking" (arXiv:2512.23075), on the geometric level.
@@ -294,8 +294,8 @@ def rejection_mask(
     too_high = at_level > math.log(high)
     vetoed = torch.zeros_like(too_low)
     if veto is not None:
-        impossible = (log_ratio < math.log(veto)) & (masks != 0)
-        vetoed = sequence_sum(impossible.to(log_ratio.dtype), masks, lengths) > 0
+        below_veto = (log_ratio < math.log(veto)) & (masks != 0)
+        vetoed = sequence_sum(below_veto.to(log_ratio.dtype), masks, lengths) > 0
     metrics = {"rs_fraction_low": too_low, "rs_fraction_high": too_high}
     if veto is not None:
         metrics["rs_fraction_veto"] = vetoed
@@ -314,8 +314,8 @@ def off_policy_sequence_mask(
     lengths: Tensor,
     delta: float,
 ) -> Tensor:
-    """0 for every token of a sample with negative advantage whose mean log-ratio old/new exceeds
-    ``delta``, else 1.
+    """Return a mask [T]: 0 for tokens with negative advantage in samples whose mean log-ratio
+    old/new exceeds ``delta``, else 1.
 
     Source: DeepSeek-V3.2 report (2025), off-policy sequence masking.
 

@@ -1,4 +1,4 @@
-"""Matrix products that add to what is there."""
+"""Matrix products that accumulate into an existing tensor."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def add_product(sink: Tensor, a: Tensor, b: Tensor) -> None:
-    """sink += a @ b, without an intermediate where the dtypes allow it: they are equal, or, on a
-    GPU, ``sink`` is float32, in which 16-bit products are summed up anyway.
+    """sink += a @ b. No intermediate tensor is made if the dtypes are equal, or if ``sink`` is
+    float32 on a GPU, where 16-bit products are accumulated in float32 anyway.
 
     Example:
         >>> sink = torch.ones(1, 1)

@@ -1,5 +1,5 @@
-"""Write safetensors files tensor by tensor, so that none waits in memory for another. The caller
-knows names, dtypes and shapes before."""
+"""Write safetensors files tensor by tensor, so that one tensor at a time is in memory. The caller
+must know all names, dtypes and shapes in advance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slime.files import replacing
 #: Name → (dtype as torch calls it, shape).
 Table = dict[str, tuple[str, tuple[int, ...]]]
 
-#: Of the format; torch's names are `slime.engines.wire.buckets.dtype_name`'s.
+#: dtype code of the format → torch's name, as `slime.engines.wire.buckets.dtype_name` returns it.
 DTYPE_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
@@ -43,7 +43,7 @@ def read_table(path: Path) -> Table:
 
 
 def table_of(tensors: Mapping[str, torch.Tensor]) -> Table:
-    """The table of a file of these tensors."""
+    """Return the table of a file with these tensors."""
     return {
         name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()
     }
@@ -54,13 +54,13 @@ def write_stream(
     table: Mapping[str, tuple[str, tuple[int, ...]]],
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Write a file, whole or not at all; on the disk when this returns.
+    """Write a file atomically; it is on the disk when this returns.
 
     Args:
-        table: all that will come.
-        tensors: the same in any order; each is written as it comes, and may be given up then.
+        table: all tensors of the file.
+        tensors: the same in any order; each is written at once and may be freed afterwards.
     """
-    # as the library lays them out: large types first, so that every tensor is aligned
+    # the library's order: large dtypes first, so that every tensor is aligned
     order = sorted(table, key=lambda name: (-dtype_of(table[name][0]).itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets = dict[str, int]()
@@ -75,14 +75,14 @@ def write_stream(
         }
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
-    left = set(order)
+    missing = set(order)
     with replacing(path, durable=True) as unfinished, unfinished.open("wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)
         start = file.tell()
         file.truncate(start + end)
         for name, tensor in tensors:
-            left.remove(name)
+            missing.remove(name)
             assert (dtype_name(tensor.dtype), tuple(tensor.shape)) == table[name], name
             file.seek(start + offsets[name])
             file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        assert not left, left
+        assert not missing, missing

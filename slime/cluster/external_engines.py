@@ -3,11 +3,11 @@
     --rollout-external-engine-addrs  part of the run from the launch on, like the run's own
     slime engines add                joins: checked ─► started ─► rejoined ─► push ─► admitted
     slime engines remove             leaves: out of the router ─► its requests are aborted and
-                                     continue elsewhere ─► forgotten; the run's own are ended
+                                     continue elsewhere ─► forgotten; the run stops its own server
 
-The run never starts, restarts or ends an external engine, and asks it for no memory. Its liveness
-is probed over HTTP. No engine joins or leaves during a weight push, because the push talks to all
-of them.
+The run never starts, restarts or stops an external engine, and never asks it to release memory. Its
+liveness is probed over HTTP. No engine joins or leaves during a weight push, which needs all of
+them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ logger = get_logger(__name__)
 _COMMAND = "slime engines"
 
 
-#: Refused probes in a row until a server counts as gone; one may meet a connection that was just
-#: closed.
+#: Refused probes in a row after which a server counts as gone. A single one may have met a
+#: connection that was just being closed.
 _MAX_MISSES = 2
 
 
@@ -136,7 +136,7 @@ class EngineOps(Protocol):
 
 
 class ExternalEngines:
-    """Handles external engines, and the commands by which engines join and leave.
+    """Manages external engines and executes the commands by which engines join and leave.
 
     Args:
         inbox: commands of ``slime engines``; None if there can be none.
@@ -166,7 +166,7 @@ class ExternalEngines:
         self._liveness = LivenessProbe(clock)
         self._num_frozen = 0
         self._clock = clock
-        self._to_take_out = set[str]()  # lost engines that are still behind the router
+        self._still_routed = set[str]()  # lost engines that are still behind the router
         self._next_try = 0.0
 
     def check_named(self) -> None:
@@ -192,12 +192,11 @@ class ExternalEngines:
         policy = self._config.engine.router.get("policy") or ""
         if self.named and policy == "power_of_two" and len(own) < 2:
             raise UserError(
-                f"--router-policy {policy} needs two engines of the run's own beside "
+                f"--router-policy {policy} needs two engines of the run's own besides "
                 "--rollout-external-engine-addrs",
-                why="the router wants to be started with two engines, and these get the run's "
-                "key, which is not for"
-                " engines that somebody else has started",
-                fix="take another policy, cache_aware for one",
+                why="the router must be started with two engines and sends them the run's key, "
+                "which external engines must not get",
+                fix="choose another policy, for example cache_aware",
             )
 
     def poll(self) -> None:
@@ -210,7 +209,7 @@ class ExternalEngines:
         self._drop_gone(
             self._liveness.poll([engine.url for engine in self._external() if engine.urls])
         )
-        self._retry_take_out()
+        self._retry_router_removal()
         if self._inbox is None:
             return
         for command in self._inbox.take():
@@ -218,16 +217,16 @@ class ExternalEngines:
                 continue  # the inbox returns it again
             self._inbox.answer(command, self._execute(command))
 
-    def _retry_take_out(self) -> None:
+    def _retry_router_removal(self) -> None:
         """Remove engines from the router that were lost while it did not answer.
 
         If such an engine came back, it would get requests but no weights.
         """
-        if self._to_take_out and self._clock() >= self._next_try:
+        if self._still_routed and self._clock() >= self._next_try:
             self._next_try = self._clock() + deadlines.EXTERNAL_ENGINES_REMOVE_RETRY
             joined_again = {engine.url for engine in self._external() if engine.urls}
-            self._to_take_out -= joined_again
-            self._to_take_out = {url for url in self._to_take_out if not self._leave_router(url)}
+            self._still_routed -= joined_again
+            self._still_routed = {url for url in self._still_routed if not self._leave_router(url)}
 
     def poll_for_deaths(self, what: str = "") -> None:
         """Probe all external engines now and drop those that are gone. Raises as `poll`.
@@ -311,17 +310,16 @@ class ExternalEngines:
         if self._shares_gpus:
             raise UserError(
                 f"the engine at {url} cannot take part with --colocate",
-                why="trainer and engines take turns with the memory of their GPUs, which is not "
-                "asked of an engine that"
-                " somebody else has started; and handles to weights on a GPU reach the run's own "
-                "engines only",
-                fix="pass --no-colocate, and --rollout-num-gpus for engines of the run's own "
-                "beside it",
+                why="engines then release their GPU memory for the trainer, which an external "
+                "engine is never asked to do; and only the run's own engines can open handles to "
+                "weights on a GPU",
+                fix="pass --no-colocate, and --rollout-num-gpus if the run shall also have engines "
+                "of its own",
             )
         if not self._engines.answers_alone:
             raise UserError(
-                f"the engine at {url} cannot stand beside prefill and decode servers",
-                why="their router sends every request to a pair",
+                f"the engine at {url} cannot be combined with prefill and decode servers",
+                why="their router sends every request to a pair of them",
                 fix="give --sglang-config a regular server group, or leave the engine out",
             )
         info = engine_fit.fetch_engine_info(url)
@@ -357,26 +355,28 @@ class ExternalEngines:
         if [one for one in self._table.in_state(State.SERVING) if one.is_policy] == [engine]:
             raise UserError(
                 f"{name} cannot leave: it is the last engine that serves",
-                why="nobody would generate any more",
+                why="no engine would be left to generate",
                 fix=f"let another one join first ({_COMMAND} add), and wait for the push after "
                 "which it serves",
             )
         if engine.state is State.SERVING and not self._leave_router(engine.url):
             raise UserError(
-                f"{name} cannot leave now: the router does not let go of it",
-                why="it would get requests, and no weights any more",
+                f"{name} cannot leave now: the router has not removed it",
+                why="it would still get requests, but no new weights",
                 fix="try again in a minute",
             )
         served = engine.state is State.SERVING
         self._table.mark_left(engine.number)
-        left = self._drain(engine.url) if served else True
+        drained = self._drain(engine.url) if served else True
         self._engines.drop_fleets()
         if not engine.is_external:
             self._engines.stop_engine(engine)
-        logger.info("%s has left (%s remove), %d go on", name, _COMMAND, len(self._table.policy))
-        done = f"{name} has left" + ("" if engine.is_external else ", and its server was ended")
+        logger.info(
+            "%s has left (%s remove); engines left: %d", name, _COMMAND, len(self._table.policy)
+        )
+        done = f"{name} has left" + ("" if engine.is_external else ", and its server was stopped")
         return (
-            done if left else f"{done}; some of its requests may be lost, and are then sent again"
+            done if drained else f"{done}; if it has lost some of its requests, they are sent again"
         )
 
     def _find(self, wanted: str) -> EngineEntry:
@@ -391,11 +391,11 @@ class ExternalEngines:
             there = ", ".join(
                 engine.urls[0] for engine in self._table.engines.values() if engine.urls
             )
-            raise UserError(f"{url} is no engine of this run", why=f"there are {there or 'none'}")
+            raise UserError(f"{url} is no engine of this run", why=f"the run has {there or 'none'}")
         if not found.urls:
             raise UserError(
                 f"{found.name} cannot leave while it is {state_name(found)}",
-                why="it died, and is being started again",
+                why="it died and is being restarted",
             )
         return found
 
@@ -403,7 +403,7 @@ class ExternalEngines:
         try:
             self._engines.routers.take_out(url)
         except EngineError as error:
-            # requests that the router still sends there may fail, and are sent again
+            # requests that the router still sends there may fail; they are sent again
             logger.warning("%s is still behind the router: %s", url, error)
             return False
         return True
@@ -455,19 +455,19 @@ class ExternalEngines:
         if served and not self._tolerant:
             raise RunFailed(
                 said,
-                why="the run had requests there, and does not start it again: somebody else did",
-                fix="with --use-fault-tolerance the run goes on as long as another engine serves",
+                why="it had requests of the run, which does not restart external engines",
+                fix="with --use-fault-tolerance the run continues as long as another engine serves",
             )
         if not self._leave_router(url):
-            self._to_take_out.add(url)
+            self._still_routed.add(url)
         if not any(one.is_policy for one in self._table.engines.values()):
             raise RunFailed(
                 said,
                 why="it was the last engine",
-                fix="more than one engine, or engines of the run's own",
+                fix="use more than one engine, or engines of the run's own",
             )
         logger.warning(
-            "%s; it is taken out, %d go on; %s add takes it back",
+            "%s; it is removed from the run, engines left: %d; %s add lets it join again",
             said,
             len(self._table.policy),
             _COMMAND,
@@ -475,7 +475,7 @@ class ExternalEngines:
 
     def _drop_gone(self, urls: Sequence[str], what: str = "") -> None:
         for engine in [engine for engine in self._external() if engine.urls and engine.url in urls]:
-            self.drop(engine, "does not answer any more: nobody listens there", what)
+            self.drop(engine, "does not answer any more: it refuses connections", what)
 
     # -- commands ----------------------------------------------------------------------------------
 
@@ -487,7 +487,7 @@ class ExternalEngines:
                 counts = asyncio.run(_counts([next(iter(engine.urls), "") for engine in engines]))
                 return {"engines": [_row(*both) for both in zip(engines, counts, strict=True)]}
             if command.verb not in verbs:
-                raise UserError(f"there is no order {command.verb!r}", fix="add, remove or list")
+                raise UserError(f"unknown command {command.verb!r}", fix="use add, remove or list")
             return {"said": verbs[command.verb](command.url)}
         except RunFailed:
             raise

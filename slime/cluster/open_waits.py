@@ -16,9 +16,9 @@ class OpenWait:
     """A wait of this process.
 
     Attributes:
-        what: "training".
+        what: what is waited for, in messages: "training".
         since: epoch seconds.
-        pending: actors that have not answered, with the process id, 0 if not on this host.
+        pending: actors that have not answered → process id, 0 if it is on another host.
     """
 
     what: str
@@ -82,10 +82,10 @@ def waiting(what: str) -> Iterator[OpenWait]:
 
 
 def describe() -> str:
-    """Return "waits since 14:03:10 (training) for trainer-0", or that it waits for no actor."""
+    """Return "has waited since 14:03:10 (training) for trainer-0", or "waits for no actor"."""
     for one in list(_open)[-1:]:
         since = time.strftime("%H:%M:%S", time.localtime(one.since))
-        return f"waits since {since} ({one.what}) for {', '.join(one.pending) or 'nobody any more'}"
+        return f"has waited since {since} ({one.what}) for {', '.join(one.pending) or 'no actor'}"
     return "waits for no actor"
 
 

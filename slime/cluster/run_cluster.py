@@ -67,7 +67,7 @@ class LapTimer:
 
 
 def require_launched(part: T | None) -> T:
-    """Return a part of the cluster, which exists once it is launched."""
+    """Return ``part``, which is not None after the launch."""
     assert part is not None, "launch comes first"
     return part
 
@@ -83,7 +83,7 @@ def connect_rollout(
     Args:
         connect: has the rollout actor connect to the router's current address.
         explain_failures: `Engines.explain_failures`.
-        tolerant: a router that dies is started again (--use-fault-tolerance); then try once more.
+        tolerant: a router that dies is restarted (--use-fault-tolerance); then try once more.
     Raises:
         RunFailed: the router died, or does not answer.
     """
@@ -99,15 +99,15 @@ def connect_rollout(
 class Cluster:
     """Owns Ray, the rollout actor, the trainer ranks, the engines and the routers.
 
-    Who waits for whom: the driver, here, waits for everybody, with a deadline, and checks twice a
-    second whether anybody died. The trainer's rank 0 waits for engines in a push. The rollout actor
-    waits for engines and rewards. No actor waits for another actor.
+    The driver, which runs this class, waits for all other processes, with a deadline, and checks
+    twice a second whether one has died. The trainer's rank 0 waits for engines in a push. The
+    rollout actor waits for engines and rewards. No actor waits for another actor.
 
     Args:
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
         on_progress: called with the rollout's counters while a rollout is waited for.
-        on_push: called with the weight version after a push in the middle of a rollout, which
-            happens when all engines had died.
+        on_push: called with the weight version after a push during a rollout, which is needed if
+            all engines have died.
     Attributes:
         is_sequential: trainer and engines never work at the same time, so that each may use all CPU
             cores.
@@ -216,7 +216,7 @@ class Cluster:
         self._load_source(config, start)
         if config.fault_tolerance.max_restarts:
             self._source_at_launch = rollout.source_state()
-        # versions go on behind those in the journal, which may belong to other weights
+        # count on from the versions in the journal, which may belong to other weights
         self._connect_trainers(
             max(start.extra_state.get("weight_version", 0), rollout.newest_version())
         )
@@ -269,16 +269,16 @@ class Cluster:
         self._watches = [group.watch() for group in (trainers, engines) if group is not None]
 
     def restart_trainers(self, version: int) -> TrainerStart:
-        """Start all trainer ranks again from the newest checkpoint; engines and rollout actor stay.
+        """Restart all trainer ranks from the newest checkpoint; engines and rollout actor stay.
 
-        Rollouts under way are collected, as long as engines answer, and thrown away: their finished
-        samples are in the journal. The ranks come up meanwhile, unless engines hold the memory of
-        their GPUs. Raises as `launch`.
+        Rollouts in progress are collected, as long as engines answer, and discarded: their finished
+        samples are in the journal. The ranks start meanwhile, unless engines hold the memory of
+        their GPUs. Raises the errors of `launch`.
 
         Args:
             version: weight version of the engines; the next push gets the next number.
         Returns:
-            The rollout to go on with, and what the checkpoint holds besides the weights.
+            The rollout to continue with, and what the checkpoint holds besides the weights.
         """
         config = going_on(self.config)
         slots = require_launched(self._slots)
@@ -286,7 +286,7 @@ class Cluster:
         remove_stale()
         self._watches = [self._engines.watch()] if self._engines is not None else []
         if half_pushed := self._weights is not None and self._weights.is_pushing:
-            # paused engines would never finish the rollouts under way
+            # paused engines would never finish the rollouts in progress
             require_launched(self._engines).continue_generation()
         pushed = version if half_pushed else None
         shares_memory = self._gpu_memory is not None and self._gpu_memory.is_shared
@@ -298,7 +298,7 @@ class Cluster:
         setting_up = trainers.begin_setup(self._should_stop)
         if not shares_memory:
             self._drain_rollouts(pushed)
-        on_poll = partial(raise_failed, setting_up, "as the trainer came up again")
+        on_poll = partial(raise_failed, setting_up, "while the trainer restarted")
         starts = wait_for(setting_up, "setting up again", *self._limits, on_poll)
         start = trainers.agreed_start(starts)
         self._load_source(config, start, is_again=True)
@@ -306,11 +306,11 @@ class Cluster:
         return start
 
     def _drain_rollouts(self, pushed: int | None) -> None:
-        """Collect and discard the rollouts under way, as long as engines answer.
+        """Collect and discard the rollouts in progress, as long as engines answer.
 
         Args:
             pushed: the last complete version if a push was interrupted, else None. Groups with a
-                newer version number belong to no weights, and are dropped.
+                newer version number are dropped: no such weights exist.
         """
         self._trainers_are_lost = True
         try:
@@ -366,8 +366,8 @@ class Cluster:
         """Stop engines and routers, end actors, release the slots, and stop a Ray started here.
 
         Args:
-            politely: give the processes time to shut down; false after a failure, when some of them
-                may hang, waiting for others that have died.
+            politely: give the processes time to shut down; false after a failure, when some may
+                hang because they wait for others that have died.
         """
         if not ray.is_initialized():
             return
@@ -442,7 +442,7 @@ class Cluster:
         return found | (self._engines.metrics() if self._engines is not None else {})
 
     def failed_step(self) -> list[FailedStep]:
-        """Return what each trainer rank kept of a step that has just failed with NaN or Inf."""
+        """Return what each trainer rank recorded of a step that just failed with NaN or Inf."""
         return self._trainers.failed_step() if self._trainers is not None else []
 
     def set_run_length(self, num_rollout: int) -> None:
@@ -455,8 +455,8 @@ class Cluster:
         return self._weights.push() if self._weights is not None else {}
 
     def evaluate_preferences(self) -> dict[str, float]:
-        """Score the pairs of --eval-preference-data with the trainer's weights; return metrics
-        ``eval/preferences/…``, none without such pairs."""
+        """Score the pairs of --eval-preference-data with the trainer's weights; return their
+        metrics ``eval/preferences/…``, {} without such pairs."""
         if self._trainers is None or not self.config.preference.eval_preference_data:
             return {}
         rollout = require_launched(self._rollout)
@@ -476,7 +476,7 @@ class Cluster:
     def collect_evaluation(self, evaluating: Generating) -> dict[str, float]:
         """Wait for an evaluation and return its metrics ``eval/…``.
 
-        If it has ended already, a SIGTERM does not matter.
+        A SIGTERM does not end the wait if the evaluation has already finished.
         """
         should_stop = (lambda: False) if evaluating.ends_within(0.0) else self._should_stop
         found: dict[str, float] = self._wait_rollout(evaluating.ref, "evaluating", should_stop)
@@ -501,7 +501,7 @@ class Cluster:
                 self._trainers.save(rollout_id, state)
 
     def is_loss_of_trainers(self, error: Exception) -> bool:
-        """Return whether the error says that trainer ranks died, hang, or lost each other."""
+        """Return whether the error means that trainer ranks died, hang, or lost contact."""
         ranks = self._trainers.names if self._trainers is not None else set()
         return isinstance(error, ConnectionBroken) or (
             isinstance(error, ActorLost) and bool(ranks & set(error.names))
@@ -517,7 +517,7 @@ class Cluster:
         """Name the processes that could not take part in a save; "" if there are none."""
         stopped = ", ".join(stopped_parts().values())
         if stopped and self._gpu_memory is not None and self._gpu_memory.is_shared:
-            return f"{stopped}, which would have to give its memory up"
+            return f"{stopped}, which would have to release its memory"
         asked = self._trainers.ping() if self._trainers is not None else {}
         if self._rollout is not None:
             asked[self._rollout.worker] = self._rollout.ping()
@@ -549,10 +549,10 @@ class Cluster:
     def _handle_dead_engines(self, engines: Engines) -> None:
         """Restart dead or hanging engines while a rollout is waited for."""
         engines.kill_hanging()
-        if self._trainers_are_lost:  # no engine comes back without a push
+        if self._trainers_are_lost:  # engines come back only with a push
             if not engines.table.in_state(State.SERVING):
                 raise NoEngineLeft
-        elif self._trainers is None:  # engines start with the right weights
+        elif self._trainers is None:  # nothing is pushed: restarted engines have the weights
             require_launched(self._weights).rejoin_restarted()
             engines.admit()
         elif not engines.table.policy:
@@ -562,7 +562,7 @@ class Cluster:
     # -- waiting -----------------------------------------------------------------------------------
 
     def _wait_rollout(self, ref: ray.ObjectRef, what: str, should_stop: Callable[[], bool]) -> Any:
-        # the rollout loop has its own, more precise deadlines; this is the outer one
+        # an outer deadline: the rollout loop has its own, more precise ones
         engines = self._engines
         if engines is not None:
             engines.begin_health_checks()
@@ -589,7 +589,7 @@ class Cluster:
             )[0]
 
     def _poll(self) -> None:
-        """End the wait for all if a process died, or after a SIGTERM if a process is stopped."""
+        """Raise if a process has died, or, after a SIGTERM, if one is stopped (SIGSTOP)."""
         for watch in self._watches:
             watch.poll()
         if self._engines is not None:

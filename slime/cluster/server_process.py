@@ -21,7 +21,7 @@ from slime.processes.host import past_proxies
 from slime.processes.owner import die_with_parent
 
 _LOG_BYTES = 1 << 18
-_NUM_LAST = 40  # last lines of a log; the process survived an exception above them
+_TAIL_LINES = 40  # the process survived exceptions above the last lines of its log
 #: SGLang's processes fail one after the other; the first failure is the cause.
 _FIRST_FAILURE = "Scheduler hit an exception:"
 _TRACEBACK = "Traceback (most recent call last):"
@@ -30,7 +30,7 @@ _CLASH_MARKS = ("address already in use", "address in use", "errno 98", "addrinu
 
 
 class ServerDied(Exception):
-    """A server process ended by itself; has the last lines of its log."""
+    """A server process ended by itself or was not ready in time; has the last lines of its log."""
 
     def __init__(self, name: str, what: str, log_tail: str) -> None:
         super().__init__(name, what, log_tail)
@@ -64,15 +64,15 @@ def exception_line(log: str) -> str:
             inside = True
         elif inside and line.strip() and not line[0].isspace():
             inside = False
-            if (mark or number >= len(lines) - _NUM_LAST) and not _NO_CAUSE.match(line):
+            if (mark or number >= len(lines) - _TAIL_LINES) and not _NO_CAUSE.match(line):
                 found.append(line.strip())
     return found[0 if mark else -1] if found else ""
 
 
 class ServerProcess:
-    """One server process, a child of this process or of the preloaded one.
+    """A server process, forked from this process or from the preloaded one.
 
-    It leads its own session, so that `stop` also reaches its children, and is killed when this
+    It leads a session of its own, so that `stop` also reaches its children. It is killed when this
     process dies.
 
     Args:
@@ -97,10 +97,10 @@ class ServerProcess:
     def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log:
-            self._log_start = log.tell()  # earlier servers of this name wrote what is before it
+            self._log_start = log.tell()  # earlier servers of this name wrote the log up to here
             environment = {**os.environ, **past_proxies(self._hosts), **self.spec.env}
             if self.spec.is_preloaded and preloaded.VARIABLE in os.environ:
-                with contextlib.suppress(OSError):  # a process of its own follows
+                with contextlib.suppress(OSError):  # else start it without preloading
                     self._process = preloaded.ForkedProcess(
                         self.spec.argv, environment, log.fileno()
                     )

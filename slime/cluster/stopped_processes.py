@@ -1,14 +1,13 @@
-"""Monitor, in a thread of the driver, that ends waits for a stopped process (SIGSTOP), which never
-answers.
+"""End waits for a stopped process (SIGSTOP), which never answers; a thread of the driver does this.
 
-    pid 4711 (ray::TrainerActor) is stopped since 14:03:12; the driver waits since 14:03:10
-        (training) for trainer-0. It ends at 14:13:12 if nothing is heard until then;
-        kill -CONT 4711 lets it go on
+    pid 4711 (ray::TrainerActor) has been stopped since 14:03:12; the driver has waited since
+        14:03:10 (training) for trainer-0. The run ends at 14:13:12 unless there is progress before;
+        kill -CONT 4711 continues the process
 
-Deadlines of calls (docs/deadlines.md) fit the work that is waited for, up to hours, and a call into
-Ray may never return while one of Ray's daemons is stopped. So the thread measures the time since a
-process was seen stopped and since the last progress. At its limit it raises `DeadlinePassed` in the
-main thread, and if that has no effect it ends the program.
+Deadlines of calls (docs/deadlines.md) allow for the work itself, up to hours, and a call into Ray
+may never return while one of Ray's daemons is stopped. So the thread measures the time since it
+first saw the process stopped and since the last progress. At its limit it raises `DeadlinePassed`
+in the main thread; if that has no effect, it ends the program.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class StoppedProcessMonitor:
 
     Args:
         limit: seconds that a process may be stopped without any progress.
-        log: the driver's log, for its own stacks.
-        before_exit: called by the thread with the error before it ends the program, because the
-            main thread does not react.
+        log: the driver's log, to which its own stacks are written.
+        before_exit: called by the thread with the error before it ends the program because the main
+            thread does not react.
         find_stopped: returns process id → name of the stopped processes.
         clock: seconds.
     """
@@ -87,11 +86,11 @@ class StoppedProcessMonitor:
             signal.signal(_SIGNAL, signal.SIG_IGN)
 
     def leaving(self, error: BaseException, *, waits_for_save: bool) -> None:
-        """Raise nothing more, because the run has failed; but end the program if a stopped process
-        keeps it from ending.
+        """Raise nothing more, because the run has failed, but end the program if a stopped process
+        keeps it from exiting.
 
         Args:
-            waits_for_save: the run may wait for a checkpoint that is being written; never end it.
+            waits_for_save: the run may still write a checkpoint; then never end the program.
         """
         self._error = error
         self._is_leaving = True
@@ -110,7 +109,7 @@ class StoppedProcessMonitor:
         now = self._clock()
         stopped = self._find_stopped()
         for pid in self._reported - stopped.keys():
-            logger.info("pid %d goes on, or is gone", pid)
+            logger.info("pid %d runs again or has ended", pid)
         self._reported &= stopped.keys()
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
         if self._raised_at is not None:
@@ -134,8 +133,8 @@ class StoppedProcessMonitor:
             return
         self._reported |= news.keys()
         logger.warning(
-            "%s; the driver %s. It ends at %s if nothing is heard until then; kill -CONT %s lets "
-            "it go on",
+            "%s; the driver %s. The run ends at %s unless there is progress before; kill -CONT %s "
+            "continues the process",
             self._stopped(news),
             open_waits.describe(),
             _time_in(left),
@@ -144,7 +143,9 @@ class StoppedProcessMonitor:
 
     def _stopped(self, stopped: dict[int, str]) -> str:
         since = {pid: _time_in(self._since[pid] - self._clock()) for pid in stopped}
-        return ", ".join(f"{name} is stopped since {since[pid]}" for pid, name in stopped.items())
+        return ", ".join(
+            f"{name} has been stopped since {since[pid]}" for pid, name in stopped.items()
+        )
 
     def _expire(self, now: float, stopped: dict[int, str]) -> None:
         last_progress = open_waits.last_progress()
@@ -155,11 +156,11 @@ class StoppedProcessMonitor:
         error = self._error = DeadlinePassed(
             f"{self._stopped(stopped)}, and the run does not go on: the driver "
             f"{open_waits.describe()}",
-            why="a process that is stopped (SIGSTOP) answers nobody, and nothing was heard for "
+            why="a stopped process (SIGSTOP) does not answer, and there was no progress for "
             f"{self._limit:.0f} s (--distributed-timeout-minutes)",
-            fix=f"the Python stacks of the driver and of {len(asked)} actors that could still "
-            "tell are in their logs; find out who has stopped it; kill -CONT "
-            f"{' '.join(map(str, stopped))} in time would have let the run go on",
+            fix="find out who stopped it; in time, kill -CONT "
+            f"{' '.join(map(str, stopped))} lets a run continue. The Python stacks of the driver "
+            f"and of {len(asked)} actors that still answered are in their logs",
         )
         error.names = tuple(open_waits.names_of(stopped))
         self._raised_at = now

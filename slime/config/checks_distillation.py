@@ -1,4 +1,4 @@
-"""Equations between the flags of on-policy distillation and the others."""
+"""Checks of the flags of on-policy distillation, together with other flags."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slime.config.flag import option_of
 from slime.config.teachers import BASE, read_teachers
 from slime.errors import UserError
 
-#: Functions of the user's that may set ``teacher_log_probs`` of samples.
+#: Flags of user functions that can set ``teacher_log_probs`` of samples.
 _MAY_SCORE = (
     "custom_rm_path",
     "custom_reward_post_process_path",
@@ -18,7 +18,7 @@ _MAY_SCORE = (
     "rollout_sample_hook_path",
     "custom_convert_samples_to_train_data_path",
 )
-#: Functions of the user's that may set rewards.
+#: Flags of functions that can set rewards.
 _MAY_REWARD = (*_MAY_SCORE, "rm_type")
 
 
@@ -47,7 +47,7 @@ def distillation(draft: Draft) -> None:
     if draft["dynamic_sampling_filter_path"] and not any(draft[dest] for dest in _MAY_REWARD):
         raise UserError(
             "--dynamic-sampling-filter-path with --use-opd and no reward function",
-            why="every reward is 0 then, and a filter of groups without contrast keeps none",
+            why="every reward is then 0, and a filter of groups with equal rewards keeps none",
             fix="leave it out, or pass --rm-type",
         )
 
@@ -84,43 +84,43 @@ def _engine_teachers(draft: Draft) -> None:
         raise UserError(
             "--use-opd has no teacher",
             why="none of --opd-teacher-load, --opd-teacher-urls and --sglang-config names one, and "
-            "no function of yours may set teacher_log_probs",
+            "there is no user function that could set teacher_log_probs",
             fix="pass --opd-teacher-load DIR for a teacher in the trainer, or --opd-teacher-urls",
         )
     if draft["opd_loss"] != "sampled" and not draft["opd_top_k"]:
         raise UserError(
             f"--opd-loss {draft['opd_loss']} over the whole vocabulary needs --opd-teacher-load",
-            why="an engine answers with its most likely tokens, not with all of them",
-            fix="pass --opd-top-k 64, or put the teacher into the trainer",
+            why="an engine returns the log-probs of its most likely tokens only",
+            fix="pass --opd-top-k 64, or run the teacher in the trainer",
         )
     if draft["opd_loss"] != "sampled" and not scores_itself:
         raise UserError(
             f"--opd-loss {draft['opd_loss']} needs a teacher",
-            why="a function of yours can set the log-probs of the sampled tokens alone",
+            why="a user function can set the log-probs of sampled tokens only",
             fix="pass --opd-teacher-urls or --opd-teacher-load, or --opd-loss sampled",
         )
     if scores_itself and draft["use_sampling_mask"] and draft["opd_loss"] == "sampled":
         raise UserError(
-            "--opd-type sglang with --use-sampling-mask",
+            "--opd-type sglang and --use-sampling-mask exclude each other",
             why=f"with {' and '.join(draft.truncations())} the policy's log-probs are over the "
-            "tokens that were left to be sampled from, and an engine's teacher gives those of the "
+            "tokens that it could sample, but a teacher in an engine returns log-probs over the "
             "whole vocabulary",
-            fix="sample from the whole vocabulary, pass --no-use-sampling-mask, or "
-            "--opd-teacher-load for a teacher in the trainer, which computes as the policy does",
+            fix="sample from the whole vocabulary, pass --no-use-sampling-mask, or pass "
+            "--opd-teacher-load for a teacher in the trainer, which uses the policy's mask",
         )
     temperature = draft["rollout_temperature"]
     if temperature == 1.0:
         return
     if scores_itself:
         raise UserError(
-            f"--opd-type sglang with --rollout-temperature {temperature:g}",
-            why="engines give the log-probs of a prompt at temperature 1, whatever they are asked "
-            "for, and the policy's are those at which it sampled",
+            f"--opd-type sglang needs --rollout-temperature 1, not {temperature:g}",
+            why="engines return log-probs of a prompt at temperature 1, whatever the request says, "
+            "but the policy's log-probs are at its sampling temperature",
             fix="pass --rollout-temperature 1, or --opd-teacher-load for a teacher in the trainer, "
-            "which is scaled as the policy is",
+            "which uses the policy's temperature",
         )
     draft.warnings.append(
-        f"--use-opd with --rollout-temperature {temperature:g}: engines give a teacher's log-probs "
-        f"at temperature 1, so that the policy, as sampled at {temperature:g}, learns the teacher "
-        f"as it is at 1 ({' or '.join(own)} sets them)"
+        f"--use-opd with --rollout-temperature {temperature:g}: log-probs that {' or '.join(own)} "
+        "gets from an engine are at temperature 1; the policy sampled at "
+        f"{temperature:g} then learns the teacher at temperature 1"
     )

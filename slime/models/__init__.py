@@ -175,9 +175,11 @@ def _named(model_name: str) -> list[ModelFamily]:
     found = dict[str, list[ModelFamily]]()
     all_stems = [(stem, family) for family in FAMILIES for stem in _stems(family)]
     for stem, family in all_stems:
-        # "glm" is a family, and so is "glm4": then a number is a version, not a size
-        versions = any(re.match(rf"{stem}\d", other) for other, _ in all_stems)
+        # "glm" is a family, and so is "glm4": then a number is a version, not a size; behind a
+        # version, as in "qwen3", only the numbers that "qwen3.5" and its kin begin with
         rest = wanted.removeprefix(stem)
+        version = re.escape(rest[:1]) if stem[-1].isdigit() else r"\d"
+        versions = any(re.match(rf"{stem}{version}", other) for other, _ in all_stems)
         if versions and rest[:1].isdigit():
             continue
         if wanted.startswith(stem) and _REST.fullmatch(rest):
@@ -191,6 +193,7 @@ def _named(model_name: str) -> list[ModelFamily]:
 
 def _stems(family: ModelFamily) -> set[str]:
     stems = {_letters(name) for name in (family.name, *family.model_types)}
+    stems |= {stem.removesuffix("text") for stem in stems}
     return stems | {stem.removesuffix("moe") for stem in stems}
 
 

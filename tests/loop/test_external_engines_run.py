@@ -125,9 +125,7 @@ def test_one_is_killed_and_another_takes_its_place(
     wait_held(driver, hold, 0)
     assert weight_version(external.url) == "1"
     external.process.kill()
-    wait_while_running(
-        driver, lambda: "it is taken out, 1 go on" in driver.stderr, "the death is noticed"
-    )
+    wait_while_running(driver, lambda: "engines left: 1" in driver.stderr, "the death is noticed")
     assert f"the external engine {external.url} does not answer any more" in driver.stderr
     (hold / "hold-0").unlink()
     wait_held(driver, hold, 1)

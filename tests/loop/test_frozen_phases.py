@@ -156,7 +156,7 @@ def test_a_part_that_is_stopped_is_named_and_ends_its_wait(
         assert phase == "launch" or re.search(
             r"weights: (version \d was|none were) pushed", error
         ), error
-        if "is stopped since" in error:
+        if "has been stopped since" in error:
             stacks = (driver.path / "logs" / "driver.log").read_text()
             assert "most recent call first" in stacks and 'session.py", line' in stacks, (
                 "the driver's own"
@@ -180,7 +180,7 @@ def stopped_at(
         driver,
         stopped,
         re.compile(
-            rf"pid {stopped.pid} \([^\n]*\) is stopped since \d\d:\d\d:\d\d; the driver waits"
+            rf"pid {stopped.pid} \([^\n]*\) has been stopped since \d\d:\d\d:\d\d; the driver has"
         ),
     )
 

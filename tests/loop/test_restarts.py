@@ -106,7 +106,7 @@ def test_a_rank_that_is_frozen_is_named_and_replaced(
     names = (
         r"training: processes that work together lost each other; no answer from trainer-[01] "
         r"\(pid",
-        r"pid \d+ \(ray::TrainerActor.*\) is stopped since [\d:]+, and the run does not go on: "
+        r"pid \d+ \(ray::TrainerActor.*\) has been stopped since [\d:]+, and the run does not go on"
         r".*\(training\)",
     )
     assert re.search("|".join(names), told), "whoever passes the limit first says it"

@@ -47,7 +47,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A toy run: its flags beside those of `World`, less one; after ``after``, whose files it goes
+    """A toy run: its flags beside those of `World`, less some; after ``after``, whose files it goes
     on with.
 
     In ``flags``, {inputs} is the folder of model and data, {outputs} that of run folders.
@@ -68,6 +68,9 @@ class Launch:
     def config(self, world: World, name: str, *more: str) -> Config:
         return parse_args([*self.words(world, name), *more], self.entry)
 
+
+#: What asks for samples, which a run on preferences does not draw.
+_OF_SAMPLES = "--label-key --rollout-max-response-len --n-samples-per-prompt --custom-rm-path"
 
 LAUNCHES = {
     "sync": Launch(
@@ -136,6 +139,24 @@ LAUNCHES = {
         "--opd-kl-coef 0.5 --opd-teacher-key kind --opd-teacher-prompt-key hint "
         "--custom-generate-function-path tests.support.flag_reads.taught",
         after="sync",
+    ),
+    "pairs": Launch(
+        "--loss-type preference_loss --preference-loss simpo --chosen-key better "
+        "--rejected-key worse --preference-beta 1.5 --preference-label-smoothing 0.1 "
+        "--preference-sft-coef 0.2 --simpo-gamma 0.4 --prompt-data {inputs}/preferences.jsonl "
+        "--eval-preference-data {inputs}/preferences.jsonl --eval-interval 1",
+        without=_OF_SAMPLES,
+    ),
+    "labels": Launch(
+        "--loss-type preference_loss --preference-loss kto --completion-key answer "
+        "--label-key right --kto-desirable-weight 1.5 --kto-undesirable-weight 0.5 "
+        "--prompt-data {inputs}/preferences.jsonl",
+        without=_OF_SAMPLES,
+    ),
+    "reward model": Launch(
+        "--loss-type preference_loss --preference-loss reward_model --chosen-key better "
+        "--rejected-key worse --reward-center-coef 0.1 --prompt-data {inputs}/preferences.jsonl",
+        without=_OF_SAMPLES,
     ),
     "teachers": Launch(
         "--use-opd --opd-teacher-urls near=teacher --opd-teacher-key kind "

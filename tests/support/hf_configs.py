@@ -15,9 +15,9 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(
 )
 
 HYBRID = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
     "linear_key_head_dim": 4,
     "linear_value_head_dim": 6,
 }

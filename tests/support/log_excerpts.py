@@ -228,11 +228,9 @@ EXCERPTS = (
     Excerpt(
         "no-answer",
         "",
-        "pid 4711 (ray::TrainerActor) is stopped since 14:03:12, and the run does not go on: the "
-        "driver waits since "
-        "14:03:10 (training) for trainer-0\n"
-        "  why: a process that is stopped (SIGSTOP) answers nobody, and nothing was heard for 600 "
-        "s "
+        "pid 4711 (ray::TrainerActor) has been stopped since 14:03:12, and the run does not go "
+        "on: the driver has waited since 14:03:10 (training) for trainer-0\n"
+        "  why: a stopped process (SIGSTOP) does not answer, and there was no progress for 600 s "
         "(--distributed-timeout-minutes)",
         "DeadlinePassed",
     ),

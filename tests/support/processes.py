@@ -59,10 +59,14 @@ class World:
         (world.inputs / "model").mkdir(parents=True)
         arithmetic.write_data(world.inputs, seed=0, num_demonstrations=64)
         arithmetic.write_model(world.inputs / "model", seed=0)
+        rows = [{"prompt": f"{i}0+{i}=", "better": f"{i}{i}", "worse": "00"} for i in range(1, 9)]
+        lines = [json.dumps(row | {"answer": row["better"], "right": True}) for row in rows]
+        lines += [json.dumps(row | {"answer": row["worse"], "right": False}) for row in rows]
+        (world.inputs / "preferences.jsonl").write_text("\n".join(lines))
         return world
 
     def flags(self, name: str, *more: object, without: str = "") -> list[str]:
-        """The flags, with those in ``more`` on top, and ``without`` one."""
+        """The flags, with those in ``more`` on top, and ``without`` some."""
         given = {
             "--output-dir": self.outputs,
             "--run-name": name,
@@ -80,7 +84,7 @@ class World:
         }
         words = ["--colocate", "--fp32", "--use-dynamic-batch-size"]
         for flag, value in given.items():
-            words += [] if flag in (*more, without) else [flag, str(value)]
+            words += [] if flag in (*more, *without.split()) else [flag, str(value)]
         return words + [str(word) for word in more]
 
     def resumable(self, name: str, *more: object) -> list[str]:

@@ -34,7 +34,7 @@ CALLS: dict[str, Call] = {
         ],
     ),
     "slope": (
-        logprobs._slope,
+        logprobs._logit_grad,
         lambda n, dtype: [
             torch.randn(n, 3 * n).to(dtype),
             0.7,
@@ -43,7 +43,7 @@ CALLS: dict[str, Call] = {
         ],
     ),
     "slope with entropy": (
-        logprobs._slope,
+        logprobs._logit_grad,
         lambda n, dtype: [
             torch.randn(n, n).to(dtype),
             1.0,

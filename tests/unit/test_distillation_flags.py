@@ -25,8 +25,8 @@ def test_where_teachers_run_follows_from_what_names_them() -> None:
         ({}, "--use-opd has no teacher"),
         ({"opd_type": "megatron"}, "needs --opd-teacher-load"),
         ({**DIR, "opd_type": "sglang"}, "--opd-teacher-load has no effect with --opd-type sglang"),
-        ({**URL, "rollout_temperature": 0.8}, "--opd-type sglang with --rollout-temperature 0.8"),
-        ({**URL, "rollout_top_p": 0.9}, "--opd-type sglang with --use-sampling-mask"),
+        ({**URL, "rollout_temperature": 0.8}, "needs --rollout-temperature 1, not 0.8"),
+        ({**URL, "rollout_top_p": 0.9}, "--opd-type sglang and --use-sampling-mask exclude"),
         ({**URL, "opd_loss": "jsd"}, "over the whole vocabulary needs --opd-teacher-load"),
         ({"custom_rm_path": "a.b", "opd_loss": "jsd", "opd_top_k": 4}, "needs a teacher"),
         ({"opd_teacher_load": ["base"]}, "--opd-teacher-load base needs --lora-rank"),
@@ -57,4 +57,4 @@ def test_a_teacher_in_the_trainer_is_scaled_and_masked_as_the_policy() -> None:
 
 def test_a_function_that_scores_at_another_temperature_is_warned_of() -> None:
     config = make_config(use_opd=True, custom_rm_path="a.b", rollout_temperature=0.8)
-    assert any("learns the teacher as it is at 1" in warning for warning in config.warnings)
+    assert any("learns the teacher at temperature 1" in warning for warning in config.warnings)

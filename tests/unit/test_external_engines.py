@@ -325,7 +325,7 @@ def test_an_engine_of_its_own_is_ended(make_run: MakeRun, monkeypatch: pytest.Mo
     run = make_run()
     monkeypatch.setattr(ExternalEngines, "_drain", lambda self, url: True)
     assert (
-        "engine-1 (http://127.0.0.1:2) has left, and its server was ended"
+        "engine-1 (http://127.0.0.1:2) has left, and its server was stopped"
         in run.external.remove("engine-1")
     )
     assert run.log == ["out http://127.0.0.1:2", "end engine-1"]
@@ -397,12 +397,12 @@ def test_with_it_the_run_goes_on_and_it_may_come_back(
     answering(run, dead(), dead())
     run.external.poll_for_deaths()
     assert run.log == ["out http://ext:1"] and run.table.num_lost == 1
-    assert len(run.table.policy) == 2 and "it is taken out, 2 go on" in caplog.text
+    assert len(run.table.policy) == 2 and "engines left: 2" in caplog.text
     run.join("http://ext:1")
 
 
 def test_one_that_was_lost_behind_the_routers_back_is_taken_out_later(make_run: MakeRun) -> None:
-    """Back alive, it would get requests, and no weights."""
+    """Back alive, it would get requests but no weights."""
     run = make_run(use_fault_tolerance=True)
     taken_out, run.routers.take_out = run.routers.take_out, no_answer
     run.external.drop(run.join("http://ext:1"), "hangs")
@@ -489,7 +489,7 @@ def test_orders_are_obeyed_and_answered(make_run: MakeRun, serve: Serve, tmp_pat
     run.external.poll()
     answers = [read_object(tmp_path / FOLDER / f"{n:0>16}.answer.json") for n in (1, 2, 3, 4)]
     assert "next push" in answers[0]["said"] and "already" in answers[1]["refused"]["what"]
-    assert "no order 'dance'" in answers[2]["refused"]["what"]
+    assert "unknown command 'dance'" in answers[2]["refused"]["what"]
     assert [(row["kind"], row["state"]) for row in answers[3]["engines"]] == [
         ("own", "serving"), ("own", "serving"), ("external", "joining"),
     ]  # fmt: skip

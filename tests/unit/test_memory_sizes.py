@@ -233,7 +233,8 @@ def test_saved_tensors_are_those_of_the_formulas(
 @pytest.mark.parametrize(
     ("world", "flags", "names"),
     [
-        pytest.param(1, {}, DENSE, id="one rank"),
+        # no stand-in keeps what the kernels of gated delta nets keep
+        pytest.param(1, {}, [one for one in DENSE if one != "qwen3_5_text"], id="one rank"),
         pytest.param(2, TP2 | SP, ["llama", "qwen3"], id="TP2+SP"),
         pytest.param(2, CP2, ["llama", "qwen3"], id="CP2"),
     ],

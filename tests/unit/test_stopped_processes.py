@@ -64,13 +64,13 @@ def test_it_names_who_is_stopped_and_who_waits_once(
         assert lines_of(caplog) == []
         scene.after(1)
         (line,) = lines_of(caplog)
-        assert line.startswith("pid 4711 (ray::TrainerActor) is stopped since ")
-        assert "(training) for trainer-0. It ends at " in line and "kill -CONT 4711" in line
+        assert line.startswith("pid 4711 (ray::TrainerActor) has been stopped since ")
+        assert "(training) for trainer-0. The run ends at " in line and "kill -CONT 4711" in line
         scene.after(20)
         assert lines_of(caplog) == []
         scene.stopped = {}
         scene.after(1)
-        assert lines_of(caplog) == ["pid 4711 goes on, or is gone"]
+        assert lines_of(caplog) == ["pid 4711 runs again or has ended"]
 
 
 def test_it_ends_the_wait_with_its_names(scene: Scene) -> None:
@@ -81,13 +81,11 @@ def test_it_ends_the_wait_with_its_names(scene: Scene) -> None:
         open_waits.raise_interrupt()  # not yet
         scene.after(1)
         with pytest.raises(
-            DeadlinePassed, match=r"pid 4711 .* is stopped since .*the run does not go on"
+            DeadlinePassed, match=r"pid 4711 .* has been stopped since .*the run does not go on"
         ) as failed:
             open_waits.raise_interrupt()
     assert failed.value.names == ("trainer-0",)
-    assert (
-        "nothing was heard for 60 s" in failed.value.why and "kill -CONT 4711" in failed.value.fix
-    )
+    assert "no progress for 60 s" in failed.value.why and "kill -CONT 4711" in failed.value.fix
     assert "test_it_ends_the_wait" in scene.stopped_monitor._log.read_text(), (
         "the driver's own stacks"
     )

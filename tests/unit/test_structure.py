@@ -42,7 +42,7 @@ BUDGETS = {
     "page": 1_600,
     "processes": 1_040,  # the preloaded process
     "prompts": 3_990,  # rows of preferences
-    "rollout": 9_190,  # preferences, reward models
+    "rollout": 9_210,  # preferences, reward models
     "run": 2_140,
     "samples": 2_110,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 950,

@@ -14,7 +14,7 @@ from slime.errors import UserError
 from slime.models import FAMILIES, ModelFamily, Rule, family_of
 from slime.models.layouts import COLUMN, GATE_UP, QKV, REPLICATED, ROW, VOCAB, Shard
 from slime.models.spec import ModelSpec, read_hf_config, rotary_settings
-from tests.support.hf_configs import config_of
+from tests.support.hf_configs import NESTED, config_of
 from tests.support.megatron_stub import megatron_names, random_hf, sources_of
 
 
@@ -189,7 +189,8 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
     moe = (transformers.Qwen3MoeConfig, transformers.Glm4MoeConfig, transformers.Glm4MoeLiteConfig,
            transformers.DeepseekV3Config, transformers.DeepseekV2Config,
            transformers.Qwen2MoeConfig, transformers.MixtralConfig,
-           transformers.GptOssConfig)  # fmt: skip
+           transformers.GptOssConfig, transformers.Qwen3NextConfig,
+           transformers.Qwen3_5MoeTextConfig)  # fmt: skip
     windowed = (
         transformers.Gemma3TextConfig,
         transformers.Olmo3Config,
@@ -208,10 +209,11 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
         transformers.Phi3Config,
         transformers.SeedOssConfig,
         transformers.GraniteConfig,
+        transformers.Qwen3_5TextConfig,
         *windowed[:-1],
     )
     known = {cls.model_type for cls in (*moe, *dense)} | {"mimo"}  # which transformers has not
-    assert known == {family.name for family in FAMILIES}
+    assert known == {family.name for family in FAMILIES} - NESTED.keys()
     for cls in (*moe, *dense):
         full = cls().to_dict()
         if cls not in windowed:
@@ -312,6 +314,11 @@ def test_unknown_families_and_missing_fields() -> None:
         ("qwen3-30B-A3B", "qwen3_moe", "qwen3_moe"),
         ("Qwen3-4B-Base", "not_known_here", "qwen3"),
         ("qwen3moeconfig", "not_known_here", "qwen3_moe"),
+        ("qwen3.5-9B", "qwen3_5", "qwen3_5"),
+        ("qwen3.5-9B", "qwen3_5_text", "qwen3_5_text"),
+        ("Qwen3.5-35B-A3B", "qwen3_5_moe", "qwen3_5_moe"),
+        ("qwen3-next-80B-A3B", "qwen3_next", "qwen3_next"),
+        ("qwen3-8B", "qwen3", "qwen3"),
         ("qwen2.5-7B-Instruct", "qwen2", "qwen2"),
         ("glm4-9B", "glm4", "glm4"),
         ("glm4.5-355B-A32B", "glm4_moe", "glm4_moe"),
@@ -333,7 +340,7 @@ def test_a_model_name_may_not_contradict_the_config() -> None:
         UserError, match=r"--model-name glm4-9B(.|\n)*glm4 or glm4_moe(.|\n)*'qwen3'"
     ):
         family_of({"model_type": "qwen3"}, "glm4-9B")
-    for name in ("qwen3-next-80B", "qwen", "glm4v-9B", "7B"):
+    for name in ("qwen3-omni-30B", "qwen", "glm4v-9B", "7B"):
         with pytest.raises(UserError, match=f"--model-name {name} is not a model family"):
             family_of({"model_type": "mine"}, name)
 
