@@ -74,7 +74,7 @@ def train_on(session: Session) -> None:
         saves = session.saving.is_due(rollout_id)
         pushes = schedule.pushes(rollout_id)
         if saves or pushes:
-            # so that it scores one weight version and a resume from this checkpoint has it
+            # it must score one weight version, and the checkpoint must contain its result
             session.finish_evaluation()
         if saves:
             session.save(rollout_id)

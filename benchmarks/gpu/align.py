@@ -312,7 +312,7 @@ def _examine(
         "mean_difference": result.case.differences.mean,
         "tolerance": result.case.tolerance,
         "seconds": time.monotonic() - began,
-        "from_reference": result.case.far,
+        "from_reference": result.case.from_reference,
         "tokens": int(result.case.differences.values.numel()),
         "ranking": [
             (r.cause.trouble.name, r.best.side, r.best.what, r.best.share)

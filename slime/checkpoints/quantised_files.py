@@ -40,8 +40,8 @@ from slime.models.ignore_list import (
     examine,
     idle_among,
     matrices,
-    refuse_delta_nets,
     refuse_stacks,
+    refuse_untried,
 )
 from slime.models.layouts import Transposed
 from slime.models.parameters import ModelParameters
@@ -118,7 +118,7 @@ def quantise_directory(
     """
     tables, weights = plain_weights(source, model_name)
     refuse_stacks(family_of(source, model_name), quantisation.method)
-    refuse_delta_nets(family_of(source, model_name), quantisation.method)
+    refuse_untried(family_of(source, model_name), quantisation.method)
     found = examine(weights, quantisation)
     problems = found.problems()
     if problems:

@@ -75,7 +75,7 @@ class DistillationConfig:
     checkpoint of the policy's architecture; `self` is the policy as it was before the update, and
     `base`, with --lora-rank, the model without adapters."""
     opd_teacher_ckpt_step: int | None = flag(
-        None, needs=(_OPD, on("opd_teacher_load")), read_by="trainer"
+        None, range=NONE_OR_SOME, needs=(_OPD, on("opd_teacher_load")), read_by="trainer"
     )
     """Iteration of the teachers' checkpoints; default: the latest."""
     opd_teacher_urls: tuple[str, ...] = flag((), needs=(_OPD, _IN_ENGINE), read_by="generation")

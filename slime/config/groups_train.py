@@ -1,4 +1,4 @@
-"""Groups about training: batches, checkpoints, weight sync."""
+"""Flags of training: batches, checkpoints, weight sync."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class TrainConfig:
         ),
         read_by="samples",
     )
-    """Samples per micro-batch; given, it turns packing by tokens off."""
+    """Samples per micro-batch. If it is given, micro-batches are not packed by tokens."""
     use_dynamic_batch_size: bool = derived(
         "on, unless micro_batch_size is given", read_by="samples"
     )
-    """Pack micro-batches by tokens, up to --max-tokens-per-gpu. The loss and the gradient are those
-    of unpacked micro-batches, in less time."""
+    """Pack micro-batches by tokens, up to --max-tokens-per-gpu. Loss and gradient equal those of
+    unpacked micro-batches, in less time."""
     max_tokens_per_gpu: int | None = derived(
         "from the memory plan when the run starts: a power of two, at most 16384 on a GPU and 4096 "
         "on a CPU",
@@ -63,8 +63,8 @@ class TrainConfig:
         needs=on("use_dynamic_batch_size"),
         read_by="samples",
     )
-    """Most tokens of a micro-batch on one GPU, with --use-dynamic-batch-size. A longer sample gets
-    a micro-batch of its own."""
+    """Maximum tokens of a micro-batch on one GPU, with --use-dynamic-batch-size. A longer sample
+    gets a micro-batch of its own."""
     ref_micro_batch_size: int | None = flag(
         None,
         no_effect="one packing serves all passes over a batch; see --micro-batch-size and "
@@ -72,7 +72,7 @@ class TrainConfig:
     )
     """Samples per micro-batch of the reference policy's pass."""
     balance_data: bool = derived("balance_by_flops", read_by="samples")
-    """Spread samples over data-parallel ranks so that each has the same work."""
+    """Give all data-parallel ranks about equally many tokens (or FLOPs: --balance-by-flops)."""
     balance_by_flops: bool = flag(False, needs=on("use_dynamic_batch_size"), read_by="samples")
     """Balance by floating-point operations instead of tokens."""
     data_pad_size_multiplier: int = flag(128, range=SOME, read_by="trainer")
@@ -80,16 +80,17 @@ class TrainConfig:
     size."""
     log_probs_chunk_size: int = flag(
         -1,
-        range=Interval(1, or_minus_one=True, what="-1 leaves the choice to the program"),
+        range=Interval(1, or_minus_one=True, what="-1 stands for 8192"),
         read_by="trainer",
     )
-    """Rows of logits computed at a time for log-probs; -1: chosen from the vocabulary size."""
+    """Rows of logits computed at a time for log-probs; -1: at most 8192."""
     seq_length: int | None = flag(
         None,
         range=at_least(2, "a prompt token and a response token"),
         read_by=("driver", "collection", "generation", "samples"),
     )
-    """Hard cap of prompt plus response: generation is limited to it, longer samples are refused."""
+    """Maximum tokens of prompt plus response: generation stops there, and longer samples are
+    refused."""
     only_train_params_name_list: tuple[str, ...] = flag((), read_by="trainer")
     """Regular expressions (re.search) of the parameters to train; all others are frozen."""
     freeze_params_name_list: tuple[str, ...] = flag((), read_by="trainer")
@@ -97,19 +98,19 @@ class TrainConfig:
     transformer_impl: Literal["auto", "local", "transformer_engine"] = flag(
         "auto", read_by="trainer"
     )
-    """Layer implementation; auto is local. transformer_engine needs it installed (2.9 to 2.11)."""
+    """Layer implementation; auto is local. transformer_engine needs that package, 2.9 to 2.11."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag(
         "auto", read_by="trainer"
     )
-    """Attention kernel, with or without Transformer Engine; one that is not there is refused by
-    name. On GPUs auto is flash-attn-4 where it is installed (SGLang brings it) and knows the GPU,
-    else, like flash, torch's packed kernel."""
+    """Attention kernel, with or without Transformer Engine; one that is not installed is refused.
+    On GPUs, auto is flash-attn-4 if it is installed (SGLang installs it) and supports the GPU; else
+    auto, like flash, is torch's packed kernel."""
     custom_model_provider_path: str | None = flag(None, read_by="trainer")
     """Function (pre_process, post_process, vp_stage) -> GPTModel that builds the model."""
     spec: tuple[str, ...] = flag((), read_by="trainer")
     """Module and name of a function (args, config, vp_stage) that returns megatron-core's layer
     specification of a pipeline stage: --spec my_package.layers my_spec. The reference system's
-    modules for families that are built in stand for their tables."""
+    modules for built-in families select slime's tables of these families."""
     custom_megatron_init_path: str | None = flag(None, read_by="trainer")
     """Function (args) run after Megatron is initialised."""
     custom_megatron_before_log_prob_hook_path: str | None = flag(None, needs=SAMPLES)
@@ -118,12 +119,12 @@ class TrainConfig:
     """Function (args, rollout_id, step_id, model, optimizer, opt_param_scheduler) run before each
     step's passes."""
     use_routing_replay: bool = derived("use_rollout_routing_replay")
-    """Experts of the old-policy pass are used again in training, their weights computed anew."""
+    """Training reuses the experts that the old-policy pass chose, and recomputes their weights."""
     use_rollout_routing_replay: bool = flag(
         False, needs=SAMPLES, read_by=("generation", "training", "engine")
     )
-    """Experts that the engine chose (rollout_routed_experts of the samples) are used in the
-    old-policy pass and in training; implies --use-routing-replay."""
+    """The old-policy pass and training reuse the experts that the engine chose
+    (rollout_routed_experts of the samples); implies --use-routing-replay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,14 +151,14 @@ class CheckpointConfig:
     trust_remote_code: bool = flag(
         False, read_by=("driver", "collection", "generation", "samples", "training", "engine")
     )
-    """Run Python code that the model's directory brings (a tokenizer's class, SGLang's model). Off:
-    a model that needs it is refused."""
+    """Run Python code from the model's directory (its tokenizer, its model in SGLang). Off: a model
+    that needs it is refused."""
     model_name: str | None = flag(
         None, read_by=("generation", "samples", "trainer", "push", "engine")
     )
-    """Model family of the weight converter; unset: found from the Hugging Face config."""
+    """Model family of the weight converter; unset: as the Hugging Face config says."""
     load: str | None = flag(None)
-    """Checkpoint to start from; equal to --save: resume, or start fresh when there is nothing yet.
+    """Checkpoint to start from. The directory of --save: resume, or start fresh if it has none yet.
     Unset: start from --ref-load or --hf-checkpoint."""
     ckpt_step: int | None = flag(None, range=NONE_OR_SOME, needs=on("load"))
     """Iteration of --load; unset: the latest."""
@@ -166,23 +167,23 @@ class CheckpointConfig:
         off="no-save",
         read_by="training",
     )
-    """Directory of the run's own checkpoints; {run} in it, in --load and in --save-hf is the run
-    folder. With --no-save and without --save-hf nothing of the training is kept."""
+    """Directory of the run's checkpoints; {run} in it, in --load and in --save-hf stands for the
+    run folder. With --no-save and without --save-hf no trained weights are kept."""
     save_interval: int | None = flag(
         None, range=SOME, needs=on("save") | on("save_hf"), read_by="training"
     )
-    """Save every so many rollouts, and after the last. Unset: with --save every tenth of the run,
-    or half an hour where that is sooner, of which --save-retain keeps 2, and no more often than
-    --save-min-seconds; with --save-hf alone after the last."""
+    """Save every N rollouts, and after the last. Unset, with --save: after every tenth of the run
+    or every half hour, whichever is sooner, but not more often than --save-min-seconds;
+    --save-retain keeps 2. Unset, with --save-hf alone: after the last."""
     save_min_seconds: float = derived(
         "120, or 0 with save_interval",
         range=finite(0),
         needs=on("save") | on("save_hf"),
         read_by="training",
     )
-    """Least time from one checkpoint to the next: one that is due sooner is written after the first
-    step for which that much time has passed. The last step, and a run that is stopped, save all the
-    same. Given together with --save-interval, both hold."""
+    """Minimum seconds between checkpoints: one that is due sooner is written after the first step
+    at which they have passed. The last step, and a run that is stopped, always save. If
+    --save-interval is given too, both apply."""
     save_retain: int | None = derived(
         "2 with --save and no --save-interval, else all",
         range=SOME,
@@ -191,15 +192,14 @@ class CheckpointConfig:
     )
     """Keep only the last N checkpoints."""
     save_hf: str | None = flag(None, read_by="training")
-    """Also write a Hugging Face directory with each checkpoint: {rollout_id} in it, with a format
-    where wanted ({rollout_id:04d}), is the rollout; without it each replaces the last."""
+    """Also write a Hugging Face directory with each checkpoint. {rollout_id} in its name, or with
+    a format {rollout_id:04d}, stands for the rollout; without it each replaces the last."""
     export_model: bool = flag(True, needs=on("save"), read_by="training")
-    """With --save and no --save-hf: when the run ends, write its model into the run folder (model/)
-    as a Hugging Face directory, to load, chat with or train on. 2 bytes per parameter; of a model
-    of 30B that takes minutes (--no-export-model: none, `slime convert megatron-to-hf` makes it from
-    a checkpoint)."""
+    """With --save and without --save-hf: when the run ends, write its model to model/ in the run
+    folder as a Hugging Face directory, 2 bytes per parameter. A model of 30B takes minutes; with
+    --no-export-model, `slime convert megatron-to-hf` makes it from a checkpoint."""
     async_save: bool = flag(False, needs=on("save"), read_by="training")
-    """Copy a checkpoint to host memory and write it behind training."""
+    """Copy checkpoints to host memory and write them while training continues."""
     no_save_optim: bool = flag(False, needs=on("save"), read_by="training")
     """Leave the optimizer out of checkpoints."""
     no_save_rng: bool = flag(False, needs=on("save"), read_by="training")
@@ -212,8 +212,8 @@ class CheckpointConfig:
     """Load the weights only and start at rollout 0."""
     ref_load: str | None = derived("hf_checkpoint, when a reference model is needed")
     """Checkpoint of the reference model. With --lora-rank it may be a PEFT adapter of the policy's
-    rank and layers: the reference model is --hf-checkpoint with it, and without --ref-load
-    --hf-checkpoint alone."""
+    rank and layers: the reference model is then --hf-checkpoint with this adapter. Without
+    --ref-load it is --hf-checkpoint alone."""
     ref_ckpt_step: int | None = flag(None, range=NONE_OR_SOME, needs=on("ref_load"))
     """Iteration of --ref-load."""
     ref_update_interval: int | None = flag(
@@ -222,7 +222,7 @@ class CheckpointConfig:
         needs=(SAMPLES, on("use_kl_loss") | on("kl_coef", why="no reference model is loaded")),
         read_by="training",
     )
-    """Copy the trained weights into the reference model every so many rollouts."""
+    """Copy the trained weights into the reference model every N rollouts."""
     reset_optimizer_states: bool = flag(False, read_by="training")
     """Reset Adam's moments at each rollout."""
 
@@ -236,8 +236,8 @@ class SyncConfig:
 
     @property
     def staleness(self) -> int:
-        """Most rollouts trained on since the push of the weights that generate one, as the flags
-        have it."""
+        """Return the maximum number of rollouts trained on between a push and the training on a
+        rollout that its weights generate, by the flags."""
         most = self.max_staleness
         bound = self._staleness_unpaced
         return bound if most is None else min(most, bound)
@@ -248,13 +248,13 @@ class SyncConfig:
 
     @property
     def paced(self) -> str:
-        """Where rollouts wait for a push before they begin: by what, and what the bound would be;
-        else ""."""
+        """Return text that says why rollouts wait for a push before they start, and what the bound
+        would be otherwise; "" if they do not wait."""
         if self.staleness == self._staleness_unpaced:
             return ""
         return (
-            " (--max-staleness): fewer are ahead than --async-buffer-size "
-            f"{self.async_buffer_size} allows for, by which it would be {self._staleness_unpaced}"
+            f" (--max-staleness); with --async-buffer-size {self.async_buffer_size} alone it would "
+            f"be {self._staleness_unpaced}"
         )
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("push",)
@@ -264,23 +264,23 @@ class SyncConfig:
     )
     """Push all weights, or only what changed."""
     update_weight_transport: Literal["nccl", "disk"] = flag("nccl", read_by=("push", "engine"))
-    """nccl: by memory or network (IPC or shared memory when colocated, NCCL or gloo else); disk: a
+    """nccl: CUDA IPC or shared memory if colocated, else NCCL or gloo; disk: files in a
     directory."""
     update_weight_buffer_size: int = flag(512 * 1024 * 1024, range=SOME)
-    """Bytes per bucket; one for a larger tensor, or for tensors that engines fuse, is as large as
-    these."""
+    """Bytes per bucket. A bucket grows for a larger tensor, and for tensors that engines fuse and
+    that must share one."""
     update_weights_interval: int = flag(1, range=SOME, needs=GENERATES, read_by=("push", "engine"))
-    """Push the weights every so many rollouts."""
+    """Push the weights every N rollouts."""
     async_buffer_size: int = derived(
         "0 for train, 1 for train-async and for supervised fine-tuning",
         range=NONE_OR_SOME,
         needs=_TRAINS,
         read_by=("collection", "samples"),
     )
-    """Most rollouts finished or under way ahead of the trainer. 0 is lock step. What a rollout
-    draws anew is trained on at most async_buffer_size + update_weights_interval - 1 rollouts after
-    its weights were pushed, less with --max-staleness; what was put back may be older. Fine-tuning,
-    whose data depend on no weights, makes one ahead."""
+    """Maximum rollouts, finished or in progress, ahead of the trainer; 0: synchronous training. New
+    samples are trained on at most async_buffer_size + update_weights_interval - 1 rollouts after
+    the push of their weights, earlier with --max-staleness; samples that were put back may be
+    older. Supervised fine-tuning, whose data depend on no weights, prepares one ahead."""
     update_weights_in_flight: bool = flag(
         False,
         needs=(
@@ -288,7 +288,7 @@ class SyncConfig:
             _TRAINS,
             on(
                 "async_buffer_size",
-                why="in lock step nothing is generated while weights are pushed",
+                why="a synchronous run generates nothing while weights are pushed",
             ),
             unless(
                 "deterministic_rollout",
@@ -296,29 +296,29 @@ class SyncConfig:
             ),
         ),
     )
-    """Push the weights while answers are being generated, which go on with them, instead of waiting
-    until the rollouts under way have ended. Every token keeps the version that sampled it."""
+    """Push weights while responses are generated, which continue with the new weights, instead of
+    waiting for the rollouts in progress. Every token records the version that sampled it."""
     max_staleness: int | None = flag(
         None,
         range=NONE_OR_SOME,
         needs=(SAMPLES, unless("debug_rollout_only", why="nothing is trained")),
         read_by="collection",
     )
-    """Most rollouts that the trainer may have trained on since it pushed the weights that sampled a
-    sample's first token. Where async_buffer_size and update_weights_interval allow for more, a
-    rollout begins only after the push that makes its samples young enough: nothing is generated in
-    vain, and no answer is left out for its length. What is too old all the same is --stale-samples'
-    business."""
+    """Maximum number of rollouts trained on since the push of the weights that sampled a sample's
+    first token. Where async_buffer_size and update_weights_interval allow more, a rollout starts
+    only after the push that keeps its samples within the limit: none is generated in vain, and no
+    response is dropped because it is long. --stale-samples says what happens to samples that are
+    older all the same."""
     stale_samples: Literal["correct", "requeue", "drop"] = derived(
         "correct with mask_offpolicy_in_partial_rollout, else requeue",
         needs=on("max_staleness"),
         read_by="collection",
     )
-    """What becomes of groups with tokens older than --max-staleness: those that earlier rollouts,
-    or an earlier life of the run, had begun or finished and put back, and what a generate function
-    of your own brings. correct: they are trained on, with the correction that is on (--use-tis,
-    --use-rollout-logprobs, --mask-offpolicy-in-partial-rollout); requeue: they are generated anew;
-    drop: their prompts are passed over, and others take their place."""
+    """What to do with groups that have tokens older than --max-staleness: groups that earlier
+    rollouts, or the run before a resume, began or finished and put back, and groups of a custom
+    generate function. correct: train on them, with the correction that is on (--use-tis,
+    --use-rollout-logprobs, --mask-offpolicy-in-partial-rollout); requeue: generate them again;
+    drop: skip their prompts and draw others."""
     update_weight_disk_dir: str | None = flag(None, needs=on("update_weight_transport", "disk"))
     """Directory for --update-weight-transport disk."""
     update_weight_disk_keep_files: bool = flag(False, needs=on("update_weight_transport", "disk"))

@@ -40,11 +40,13 @@ MISSING_FAMILIES = tuple(
 
 #: Modules of the reference system → the family here whose table takes their place.
 BUILT_IN: dict[str, str] = {
+    _PLUGINS + "gemma3": "Gemma 3",
     _PLUGINS + "glm4": "GLM-4",
     _PLUGINS + "qwen3_5": "Qwen3.5",
     _PLUGINS + "qwen3_next": "Qwen3-Next",
     _PLUGINS + "gptoss": "gpt-oss",
     _PLUGINS + "gpt_oss": "gpt-oss",
+    _PLUGINS + "minimax_m2": "MiniMax-M2",
 }
 
 

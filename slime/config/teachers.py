@@ -1,4 +1,4 @@
-"""Teachers of on-policy distillation by name, and which one a sample has."""
+"""Teachers of on-policy distillation: their names, and which one scores a sample."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from slime.errors import UserError
 
-#: The name of a teacher that has none, and the one of samples that name none.
+#: Name of a teacher that is given without one, and teacher of samples that name none.
 DEFAULT = "default"
-#: Teachers that are no directory: the policy, and the model without adapters.
+#: Sources that are not directories: the policy itself, and the model without adapters.
 SELF = "self"
 BASE = "base"
 
@@ -31,7 +31,7 @@ def read_teachers(values: Sequence[str]) -> tuple[Teacher, ...]:
     """Return the teachers of a flag whose values are ``SOURCE`` or ``NAME=SOURCE``.
 
     Raises:
-        UserError: two have one name.
+        UserError: two teachers have the same name.
 
     Example:
         >>> read_teachers(["math=models/math", "models/chat"])[1]
@@ -70,7 +70,7 @@ def engine_teachers(values: Sequence[str], models: Collection[str]) -> tuple[Tea
     for teacher in found:
         if "://" not in teacher.source and teacher.source not in models:
             raise UserError(
-                f"--opd-teacher-urls: '{teacher.source}' is no URL and no model",
+                f"--opd-teacher-urls: '{teacher.source}' is neither a URL nor a model",
                 why=f"models of --sglang-config other than the policy: {', '.join(models) or '-'}",
                 fix="write http://host:port, or the name of such a model",
             )
@@ -81,11 +81,11 @@ def teacher_of(metadata: Mapping[str, Any], key: str, names: Collection[str], wh
     """Return the name of a sample's teacher.
 
     Args:
-        key: of ``metadata`` (--opd-teacher-key).
-        names: of the teachers that there are.
+        key: key of ``metadata`` that holds the teacher's name (--opd-teacher-key).
+        names: names of all teachers.
         where: the sample, for messages.
     Raises:
-        UserError: it names one that is not there, or none of several.
+        UserError: the sample names an unknown teacher, or none although there are several.
 
     Example:
         >>> teacher_of({"opd_teacher": "math"}, "opd_teacher", ["math", "code"], "sample 3")
@@ -105,7 +105,7 @@ def teacher_of(metadata: Mapping[str, Any], key: str, names: Collection[str], wh
             fix=f"give the row metadata {{'{key}': NAME}}, or call one teacher {DEFAULT}",
         )
     raise UserError(
-        f"{where} has the teacher '{name}', and there are: {there}",
-        why=f"its metadata has '{key}'",
+        f"{where} names the teacher '{name}', but the teachers are: {there}",
+        why=f"its metadata['{key}'] says so",
         fix="correct the row, or add the teacher",
     )

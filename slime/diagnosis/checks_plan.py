@@ -10,8 +10,7 @@ from slime.memory.plan import MemoryPlan, gb
 from slime.placement import PlacementPlan, needs_engines
 from slime.run import preflight
 
-#: So many rollouts between the weights that make a sample and the step that trains on it are a
-#: finding.
+#: Staleness that is reported: rollouts between the push of a sample's weights and training on it.
 _STALE = 4
 
 
@@ -58,7 +57,7 @@ def memory(case: CheckedRun, findings: CheckFindings) -> None:
     config = case.run
     if preflight.joins_cluster(config) and config.cluster.gpu_memory_gb is None:
         raise LeftOut(
-            "the nodes of the cluster tell how large their GPUs are (--gpu-memory-gb says it here)"
+            "only the nodes of the cluster know the memory of their GPUs (pass --gpu-memory-gb)"
         )
     device = findings.attempt(device_memory, config)
     if device is None:
@@ -83,14 +82,15 @@ def age(case: CheckedRun, findings: CheckFindings) -> None:
     config = case.run
     if not needs_engines(config) or config.debug.debug_rollout_only:
         raise LeftOut("no weights are pushed")
-    most = config.sync.staleness
     sync = config.sync
+    most = sync.staleness
     if most >= _STALE and not config.algorithm.use_tis:
-        detail = (
-            f"samples are trained on up to {most} rollouts after the weights that made them: "
+        formula = (
             f"--async-buffer-size {sync.async_buffer_size} + --update-weights-interval "
             f"{sync.update_weights_interval} − 1"
         )
+        bound = f"--max-staleness {sync.max_staleness}" if sync.paced else formula
+        detail = f"samples are up to {most} rollouts old when they are trained on: {bound}"
         findings.add("stale-weights", detail, is_fatal=False)
     findings.note(f"{most} rollouts at most")
 

@@ -14,6 +14,7 @@ import torch
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.mixers import mixers_of
+from slime.models.nested import decoder_config
 from slime.models.quantised import is_mxfp4
 from slime.models.rotary import layer_frequencies
 from slime.models.spec import ModelSpec, RotaryKind, named_dtype
@@ -182,7 +183,8 @@ class Architecture:
             tie_word_embeddings=spec.tie_embeddings,
             max_positions=spec.max_position_embeddings,
             dtype=named_dtype(config) or ("bfloat16" if is_mxfp4(config) else "float32"),
-            eos_token_ids=_token_ids(config.get("eos_token_id"), generation_eos),
+            eos_token_ids=_token_ids(config.get("eos_token_id"), generation_eos)
+            or _token_ids(decoder_config(config).get("eos_token_id")),
             experts=ExpertLayers.of(spec) if spec.num_experts else None,
         )
 

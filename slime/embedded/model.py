@@ -17,6 +17,7 @@ from slime.embedded.architecture import Architecture, Rope
 from slime.embedded.layers import ExpertMLP, Linear, Mlp, TokenEmbedding, rms_norm
 from slime.embedded.low_rank import AdaptedRows
 from slime.embedded.states import StateRows
+from slime.models.rotary import query_factors
 from slime.models.spec import RotaryKind
 
 
@@ -39,6 +40,26 @@ class Attend(Protocol):
     ) -> torch.Tensor:
         """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], which it
         stores, too, sinks [heads] → [tokens, heads * head_dim]."""
+
+
+class _GrowingQueries:
+    """An `Attend` that multiplies each token's queries by a factor, [tokens], before another."""
+
+    def __init__(self, attend: Attend, factors: torch.Tensor) -> None:
+        self._attend = attend
+        self._factors = factors[:, None, None]
+        self.states = attend.states
+
+    def __call__(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        scaled = queries * self._factors.to(queries.dtype)
+        return self._attend(layer, scaled, keys, values, sinks)
 
 
 class Observer(Protocol):
@@ -134,6 +155,9 @@ class Decoder:
         angles = {
             kind: (cos[positions], sin[positions]) for kind, (cos, sin) in self.angles.items()
         }
+        if self.arch.spec.query_scaling is not None:
+            factors = query_factors(self.arch.spec.query_scaling, positions)
+            attend = _GrowingQueries(attend, factors)
         hidden = self.embedding(token_ids, adapted)
         if self.arch.spec.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(self.arch.spec.embedding_scale, dtype=hidden.dtype)

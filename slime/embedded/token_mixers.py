@@ -67,20 +67,28 @@ class GroupedAttention:
         projected = mixed.view(-1, heads + 2 * kv_heads, head_dim)
         rotated = projected[:, : heads + kv_heads]
         values = projected[:, heads + kv_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            rotated = torch.cat(
-                [
-                    self._normalised(rotated[:, :heads], self.q_norm),
-                    self._normalised(rotated[:, heads:], self.k_norm),
-                ],
-                dim=1,
-            )
-        rotated = arch.rope.rotate(rotated, cos, sin)
+        if arch.spec.rotates_first:
+            rotated = self._both_normalised(arch.rope.rotate(rotated, cos, sin))
+        else:
+            rotated = arch.rope.rotate(self._both_normalised(rotated), cos, sin)
         queries = rotated[:, :heads]
         if "softmax_scale" in arch.spec.transformer:
             # the kernels scale by 1 / sqrt(head_dim)
             queries = queries * (arch.spec.score_scale * head_dim**0.5)
         return queries, rotated[:, heads:], values
+
+    def _both_normalised(self, both: torch.Tensor) -> torch.Tensor:
+        """[tokens, query and key heads, head_dim]; as they are, where the layer has no norms."""
+        if self.q_norm is None or self.k_norm is None:
+            return both
+        heads = self.arch.num_heads
+        return torch.cat(
+            [
+                self._normalised(both[:, :heads], self.q_norm),
+                self._normalised(both[:, heads:], self.k_norm),
+            ],
+            dim=1,
+        )
 
     def _normalised(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, head_dim], over each head or, where the weight is that long, over all."""

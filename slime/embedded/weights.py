@@ -163,7 +163,7 @@ class WeightStore:
             if name in seen:
                 raise WeightError(f"{name} comes twice in one update")
             seen.add(name)
-            if name == "lm_head.weight" and self.arch.tie_word_embeddings:
+            if name in self._tied_names:
                 continue
             if self.form is not None and name in self.form:
                 expected = self.form.shape(name)
@@ -247,8 +247,7 @@ class WeightStore:
         Raises:
             WeightError: the model has no such parameter.
         """
-        tied = name == "lm_head.weight" and self.arch.tie_word_embeddings
-        found = self.named.get(self._embedding_name if tied else name)
+        found = self.named.get(self._tied_names.get(name, name))
         if found is None:
             raise WeightError(f"the model has no parameter {name}{self._nearest(name)}")
         return found
@@ -261,7 +260,7 @@ class WeightStore:
         """
         held = self.held
         chosen = list(names if names is not None else held)
-        tied = {"lm_head.weight": self._embedding_name} if self.arch.tie_word_embeddings else {}
+        tied = self._tied_names
         unknown = [name for name in chosen if tied.get(name, name) not in held]
         if unknown:
             raise WeightError(
@@ -352,6 +351,14 @@ class WeightStore:
         if not arch.tie_word_embeddings:
             self.parts[self._embedding_name] = (lookup, slice(0, lookup.out_features))
         return Decoder(arch, lookup, layers, norm, head, num_positions)
+
+    @property
+    def _tied_names(self) -> dict[str, str]:
+        """The name of the output layer → that of the embedding in its place, of a tied model."""
+        if not self.arch.tie_word_embeddings:
+            return {}
+        rules = [rule for rule in self.arch.family.rules if rule.is_output]
+        return {name: self._embedding_name for rule in rules for name in rule.hf_names}
 
     @property
     def _embedding_name(self) -> str:

@@ -1,7 +1,7 @@
-"""``--sglang-config``: the servers of a run, when they are not all alike; of whichever engine.
+"""``--sglang-config``: a run with servers of different models or settings, for any engine.
 
 sglang:
-  - name: policy                 # --hf-checkpoint: rollouts ask it, and it gets the pushes
+  - name: policy                 # --hf-checkpoint: serves the rollouts, gets the weight pushes
     num_gpus_per_engine: 2
     server_groups:               # also spelt engine_groups
       - {worker_type: regular, num_gpus: 4, overrides: {mem_fraction_static: 0.8}}
@@ -44,11 +44,11 @@ class GroupRules:
     """An engine's rules for server groups.
 
     Attributes:
-        worker_types: kinds of servers that there are.
-        check_override: (name, value) of an option, with underscores; raises `UserError`, which gets
-            the place.
-        check_policy: (config, overrides, the place) of a group of the policy, which gets the
-            pushes; raises it as well.
+        worker_types: supported kinds of servers.
+        check_override: called with name (with underscores) and value of each option; raises
+            `UserError`, to whose message the place in the file is added.
+        check_policy: called with config, overrides and place of each group of the policy, which
+            gets the weight pushes; raises `UserError`.
     """
 
     worker_types: tuple[str, ...]
@@ -59,11 +59,11 @@ class GroupRules:
 
 
 def served_models(config: Config, rules: GroupRules) -> list[ServedModel]:
-    """The models of ``--sglang-config`` in its order; without it the policy, with one group of all
-    GPUs.
+    """Return the models of ``--sglang-config`` in the order of the file; without the flag, the
+    policy with one group of all GPUs.
 
     Raises:
-        UserError: the file cannot be read, or asks for what is not there; names file and key.
+        UserError: the file cannot be read, or a value is not valid; names file and key.
     """
     cluster = config.cluster
     file = config.engine.sglang_config
@@ -118,9 +118,9 @@ def _models_of(path: Path) -> list[Mapping[str, Any]]:
     for name in names:
         if names.count(name) > 1 or not _MODEL_NAME.fullmatch(name):
             raise UserError(
-                f"{path} has {names.count(name)} model(s) of the name '{name}'",
-                why="custom functions and log files know a model by its name",
-                fix="give every model a name of its own, of letters, digits, '-' and '_'",
+                f"{path} has {names.count(name)} model(s) with the name '{name}'",
+                why="custom functions and log files identify models by their names",
+                fix="give every model a unique name of letters, digits, '-' and '_'",
             )
     return models
 
@@ -130,14 +130,14 @@ def _name(model: Mapping[str, Any]) -> str:
 
 
 def _policy_of(path: Path, models: list[Mapping[str, Any]], checkpoint: str) -> int:
-    """Number of the model that gets the pushes: the one whose ``model_path`` is the checkpoint, or
-    is left out."""
+    """Return the index of the model that gets the weight pushes: the one whose ``model_path`` is
+    the checkpoint or left out."""
     updated = []
     for number, model in enumerate(models):
         fits = model.get("model_path") is None or str(model["model_path"]) == checkpoint
         if model.get("update_weights") and not fits:
             raise UserError(
-                f"{path}: model {_name(model)} has update_weights, and its model_path "
+                f"{path}: model {_name(model)} has update_weights, but its model_path "
                 f"{model['model_path']} is not --hf-checkpoint {checkpoint}",
                 why="pushed weights would not fit it",
                 fix="leave model_path or update_weights out",
@@ -149,15 +149,15 @@ def _policy_of(path: Path, models: list[Mapping[str, Any]], checkpoint: str) -> 
     if not updated:
         raise UserError(
             f"{path} has no model that gets the policy's weights",
-            why="its model_path is --hf-checkpoint or left out, and it has no update_weights: "
-            "false",
-            fix="add one, or leave its model_path and update_weights out",
+            why="the model_path of that model is --hf-checkpoint or left out, and its "
+            "update_weights is not false",
+            fix="add such a model, or leave model_path and update_weights of one model out",
         )
     raise UserError(
         f"{path} has {len(updated)} models of --hf-checkpoint: "
         f"{', '.join(_name(models[n]) for n in updated)}",
-        why="one of them is the policy, which rollouts ask and which gets the pushes",
-        fix="say update_weights: false for those that keep the weights of the checkpoint",
+        why="only one can be the policy, which serves the rollouts and gets the weight pushes",
+        fix="set update_weights: false for those that keep the weights of the checkpoint",
     )
 
 
@@ -167,7 +167,7 @@ def _check_kinds(path: Path, model: str, groups: Sequence[ServerGroup]) -> None:
         there, missing = ("prefill", "decode") if "prefill" in kinds else ("decode", "prefill")
         raise UserError(
             f"{path}: model {model} has a {there} group and no {missing} group",
-            why="one is of no use without the other",
+            why="a request needs one server of each",
         )
     if "regular" in kinds and "prefill" in kinds:
         raise UserError(
@@ -199,8 +199,8 @@ def _groups_of(
         count = row.get("num_gpus")
         if not _is_count(count) or not _is_count(each) or count % each:
             raise UserError(
-                f"{path}: {where} has num_gpus {count} in servers of {each}",
-                why="it must be a multiple",
+                f"{path}: {where} has num_gpus {count} and num_gpus_per_engine {each}",
+                why="the first must be a positive multiple of the second",
             )
         yield ServerGroup(
             kind, count, each, _overrides(path, where, row.get("overrides") or {}, rules)
@@ -209,7 +209,7 @@ def _groups_of(
 
 def _overrides(path: Path, where: str, given: Any, rules: GroupRules) -> Mapping[str, Any]:
     if not isinstance(given, dict):
-        raise UserError(f"{path}: overrides of {where} must be the engine's options by name")
+        raise UserError(f"{path}: overrides of {where} must map option names to values")
     overrides = {str(name).replace("-", "_"): value for name, value in given.items()}
     for name, value in overrides.items():
         try:

@@ -14,7 +14,9 @@ from slime.errors import UserError
 from slime.models.decoder import EXPERT_COUNTS
 from slime.models.deepseek_v2 import DEEPSEEK_V2
 from slime.models.deepseek_v3 import DEEPSEEK_V3
+from slime.models.ernie4_5_moe import ERNIE4_5_MOE
 from slime.models.exaone4 import EXAONE4
+from slime.models.gemma3 import GEMMA3
 from slime.models.gemma3_text import GEMMA3_TEXT
 from slime.models.glm import GLM
 from slime.models.glm4 import GLM4
@@ -22,9 +24,13 @@ from slime.models.glm4_moe import GLM4_MOE
 from slime.models.glm4_moe_lite import GLM4_MOE_LITE
 from slime.models.gpt_oss import GPT_OSS
 from slime.models.granite import GRANITE
+from slime.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from slime.models.llama import LLAMA
 from slime.models.mimo import MIMO
+from slime.models.minimax_m2 import MINIMAX_M2
+from slime.models.ministral3 import MINISTRAL3
 from slime.models.mistral import MISTRAL
+from slime.models.mistral3 import MISTRAL3
 from slime.models.mixtral import MIXTRAL
 from slime.models.olmo2 import OLMO2
 from slime.models.olmo3 import OLMO3
@@ -70,6 +76,12 @@ FAMILIES: tuple[ModelFamily, ...] = (
     QWEN3_5_MOE_TEXT,
     QWEN3_5_MOE,
     GPT_OSS,
+    MINISTRAL3,
+    MISTRAL3,
+    GEMMA3,
+    HUNYUAN_V1_DENSE,
+    ERNIE4_5_MOE,
+    MINIMAX_M2,
 )
 
 __all__ = [
@@ -175,12 +187,13 @@ def _named(model_name: str) -> list[ModelFamily]:
     found = dict[str, list[ModelFamily]]()
     all_stems = [(stem, family) for family in FAMILIES for stem in _stems(family)]
     for stem, family in all_stems:
-        # "glm" is a family, and so is "glm4": then a number is a version, not a size; behind a
-        # version, as in "qwen3", only the numbers that "qwen3.5" and its kin begin with
+        # "glm" is a family, and so is "glm4": then a number is a version, unless it is a size, as
+        # "7b"; behind a version, as in "qwen3", only those that "qwen3.5" and its kin begin with
         rest = wanted.removeprefix(stem)
         version = re.escape(rest[:1]) if stem[-1].isdigit() else r"\d"
         versions = any(re.match(rf"{stem}{version}", other) for other, _ in all_stems)
-        if versions and rest[:1].isdigit():
+        is_size = re.match(rf"{stem}-?\d+b\b", model_name.lower())
+        if versions and rest[:1].isdigit() and not is_size:
             continue
         if wanted.startswith(stem) and _REST.fullmatch(rest):
             found.setdefault(stem, []).append(family)

@@ -13,7 +13,7 @@ from slime.models.spec import ModelSpec, Rotary, RotaryKind, require, rotary_set
 logger = get_logger(__name__)
 
 #: Fields of config.json that say how many routed experts a layer has.
-EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
 #: Without the one that Megatron's configuration of latent attention has, too.

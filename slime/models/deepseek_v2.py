@@ -11,7 +11,7 @@ from slime.models.deepseek_v3 import DEEPSEEK_V3, latent_spec
 from slime.models.spec import ModelSpec, refuse, require
 from slime.models.table import COMPUTED_BUFFERS, ModelFamily
 
-#: transformers' DeepseekV2Config, where config.json is silent.
+#: Defaults of transformers' DeepseekV2Config for fields that config.json lacks.
 _DEFAULTS = {
     "first_k_dense_replace": 0,
     "max_position_embeddings": 2048,
@@ -25,7 +25,7 @@ _DEFAULTS = {
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    # transformers reads neither here
+    # transformers ignores these two fields in this family
     config = {**_DEFAULTS, **config, "moe_layer_freq": 1, "num_nextn_predict_layers": 0}
     refuse(config, "mlp_bias", "the experts of this family have no biases")
     return latent_spec(config, "deepseek_v2", _router(config))
@@ -36,9 +36,9 @@ def _router(config: dict[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"the model routes with topk_method {config['topk_method']!r} and norm_topk_prob "
             f"{config.get('norm_topk_prob')!r}",
-            why="trainer and embedded engine know the choice 'greedy' without normalisation, as of "
-            "DeepSeek-V2-Lite; DeepSeek-V2 chooses groups of experts by their best one",
-            fix="choose DeepSeek-V2-Lite, or a model of DeepSeek-V3's family",
+            why="trainer and embedded engine support only 'greedy' without normalisation, the "
+            "router of DeepSeek-V2-Lite; DeepSeek-V2 chooses groups of experts first",
+            fix="use DeepSeek-V2-Lite, or a model of DeepSeek-V3's family",
         )
     inner = int(require(config, "moe_intermediate_size"))
     return {

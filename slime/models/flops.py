@@ -50,9 +50,8 @@ def sequence_cost(family: ModelFamily, hf_config: HfConfig) -> SequenceCost:
     spec = family.model_spec(hf_config)
     passed = 0.0
     for parameter in family.parameters(spec, range(spec.num_layers)):
-        if parameter.rule.columns is not None and (
-            spec.tie_embeddings or not parameter.is_embedding
-        ):
+        is_matrix = parameter.rule.columns is not None and not parameter.rule.is_buffer
+        if is_matrix and (spec.tie_embeddings or not parameter.is_embedding):
             share = (
                 int(spec.transformer["moe_router_topk"]) / spec.num_experts
                 if parameter.is_expert

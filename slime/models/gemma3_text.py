@@ -34,7 +34,12 @@ _DEFAULTS = {
 }
 
 
-def _spec(config: dict[str, Any]) -> ModelSpec:
+def gemma3_spec(config: dict[str, Any], family: str) -> ModelSpec:
+    """Read the decoder of a Gemma 3.
+
+    Raises:
+        UserError: as `decoder_spec`; tokens see those behind them.
+    """
     config, local = rotary_by_kind({**_DEFAULTS, **config}, 1e6, 1e4)
     refuse(config, "use_bidirectional_attention", "tokens see those behind them")
     nth = int(config.get("sliding_window_pattern") or 6)
@@ -42,7 +47,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     return decoder_spec(
         {**config, "hidden_act": config["hidden_activation"]},
-        "gemma3_text",
+        family,
         qk_layernorm=True,
         add_qkv_bias=bias,
         output_bias=bias,
@@ -55,6 +60,10 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
         honours=("query_pre_attn_scalar",),
         **windows(config, kinds),
     )
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    return gemma3_spec(config, "gemma3_text")
 
 
 GEMMA3_TEXT = ModelFamily(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from slime.errors import UserError
 from slime.models.decoder import FULL, decoder_spec
-from slime.models.rules import Rule
 from slime.models.spec import ModelSpec, refuse, require
 
 LINEAR = "linear_attention"
@@ -22,7 +19,6 @@ _DELTA_DEFAULTS = {
 }
 #: Layers for multi-token prediction: counted, not trained.
 MTP = (r"mtp\..*",)
-_INSIDE = "model.language_model."
 #: The tower that sees images: counted, not trained.
 VISION = (r"model\.visual\..*",)
 
@@ -119,27 +115,3 @@ def gates(config: dict[str, Any]) -> dict[str, Any]:
             fix="use the config.json that belongs to the weights",
         )
     return {"honours": ("attn_output_gate",)}
-
-
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of config.json that describes the decoder. Whether embedding and output layer
-    are one weight stands outside of it."""
-    inner = dict(require(config, "text_config"))
-    tied = config.get("tie_word_embeddings")
-    return inner if tied is None else {**inner, "tie_word_embeddings": tied}
-
-
-def inside(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the same rules for a decoder below ``model.language_model``."""
-
-    def renamed(name: str) -> str:
-        return _INSIDE + name.removeprefix("model.") if name.startswith("model.") else name
-
-    return tuple(
-        replace(
-            rule,
-            hf=tuple(renamed(name) for name in rule.hf_names),
-            tied_to=rule.tied_to and renamed(rule.tied_to),
-        )
-        for rule in rules
-    )

@@ -286,16 +286,21 @@ def refuse_stacks(family: ModelFamily, method: str) -> None:
         )
 
 
-def refuse_delta_nets(family: ModelFamily, method: str) -> None:
-    """Refuse INT4 and FP8 of models with gated delta nets.
+def refuse_untried(family: ModelFamily, method: str) -> None:
+    """Refuse INT4 and FP8 of models of which nobody has tried what engines hold quantised.
 
     Raises:
-        UserError: the family has such layers.
+        UserError: the family has gated delta nets, or a tower that sees images.
     """
+    untried = ""
     if any("linear_attn." in name for rule in family.rules for name in rule.hf_names):
+        untried = "which projections of gated delta nets"
+    elif any("vision" in pattern for pattern in family.carried):
+        untried = "which layers of towers that see images"
+    if untried:
         raise UserError(
             f"models of the family {family.name} are not quantised by {method}",
-            why="which projections of gated delta nets engines hold quantised was not tried",
+            why=f"{untried} engines hold quantised was not tried",
             fix="take the model with plain weights",
         )
 
@@ -307,7 +312,7 @@ def check(family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> F
         UserError: with it engines would compute something else; names the modules.
     """
     refuse_stacks(family, quantisation.method)
-    refuse_delta_nets(family, quantisation.method)
+    refuse_untried(family, quantisation.method)
     found = examine(matrices(family, spec), quantisation)
     if found.problems():
         raise UserError(

@@ -217,6 +217,16 @@ class Replicated(ParamMapping):
         return [pieces[0]]
 
 
+class OneRow(Replicated):
+    """A vector [n], whole on every rank, from a tensor [1, n]."""
+
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+        return sources[0][:].flatten()
+
+    def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
+        return [pieces[0].unsqueeze(0)]
+
+
 class ColumnParallel(ParamMapping):
     """Output features over ranks: rows of [out, in], entries of a bias [out]."""
 
@@ -565,6 +575,7 @@ def _joined(pieces: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
 
 
 REPLICATED = Replicated()
+ONE_ROW = OneRow()
 COLUMN = ColumnParallel()
 LATENT = LatentProjection()
 ROW = RowParallel()

@@ -13,9 +13,14 @@ from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 
 
-def _spec(config: dict[str, Any]) -> ModelSpec:
+def mistral_spec(config: dict[str, Any], family: str) -> ModelSpec:
+    """Read the decoder of a Mistral; raises as `decoder_spec`."""
     config = {**_DEFAULTS, **config}
-    return decoder_spec(config, "mistral", **windows_everywhere(config))
+    return decoder_spec(config, family, **windows_everywhere(config))
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    return mistral_spec(config, "mistral")
 
 
 MISTRAL = ModelFamily(

@@ -212,7 +212,8 @@ def _attention_saved(
     has_norms = bool(spec.transformer.get("qk_layernorm")) or spec.wide_qk_norms
     # The kernel reads the mixed product, and keeps it for the norms only. It needs whole groups on
     # a rank.
-    one_pass = kernels.fused and spec.num_query_groups >= layout.tensor and not spec.wide_qk_norms
+    plain = not spec.wide_qk_norms and not spec.rotates_first
+    one_pass = kernels.fused and spec.num_query_groups >= layout.tensor and plain
     parts = {"mixed product": query + key_value} if has_norms or not one_pass else {}
     if layout.context > 1:
         exchanged = min(max(groups, float(layout.context)), heads) if kernels.grouped else heads
@@ -230,6 +231,8 @@ def _attention_saved(
     if has_norms and not one_pass:
         # the queries of several groups do not lie side by side
         copied = query if groups > 1 else 0.0
+        if spec.rotates_first:
+            copied = query + key_value / 2  # rotated
         parts["norms of query and key"] = copied + kernels.norm(
             (heads + groups) * width, heads + groups
         )

@@ -51,7 +51,8 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def _renamed(rule: Rule) -> Rule:
+def mixtral_names(rule: Rule) -> Rule:
+    """The rule of experts or their router under the names that Mixtral's tensors have."""
     names = rule.hf_names
     for before, after in _RENAMED.items():
         names = tuple(name.replace(before, after) for name in names)
@@ -62,7 +63,7 @@ MIXTRAL = ModelFamily(
     name="mixtral",
     model_types=("mixtral",),
     architectures=("MixtralForCausalLM",),
-    rules=DENSE_RULES + tuple(_renamed(rule) for rule in MOE_RULES),
+    rules=DENSE_RULES + tuple(mixtral_names(rule) for rule in MOE_RULES),
     make_spec=_spec,
     ignored=COMPUTED_BUFFERS,
 )

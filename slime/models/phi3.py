@@ -11,7 +11,7 @@ from slime.models.mixers import STACKED_QKV_RULES
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, OUTER_RULES, STACKED_MLP_RULES, ModelFamily
 
-#: transformers' Phi3Config, where config.json is silent.
+#: Defaults of transformers' Phi3Config for fields that config.json lacks.
 _DEFAULTS = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None}
 
 
@@ -22,15 +22,15 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def _refuse_scaling(config: dict[str, Any]) -> None:
-    """transformers takes "yarn" and "su" for "longrope" here, and refuses the other kinds."""
+    """Refuse every rotary scaling. transformers reads "yarn" and "su" as "longrope" here."""
     settings = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind != "default":
         raise UserError(
             f"rotary scaling of type {kind!r} is not supported for this family",
-            why="its frequencies depend on the length of the longest sequence of a batch, so that "
-            "the log-prob of a token depends on what it is computed with",
-            fix="choose a model of the family that was made without it, such as Phi-4",
+            why="its frequencies depend on the longest sequence of a batch, so that the log-prob "
+            "of a token depends on the other samples of the batch",
+            fix="use a model of the family without rotary scaling, such as Phi-4",
         )
 
 

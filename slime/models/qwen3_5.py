@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.models.hybrid import MTP, VISION, gates, hybrid_spec, inside, text_config
+from slime.models.hybrid import MTP, VISION, gates, hybrid_spec
 from slime.models.mixers import GATED_ATTENTION, SPLIT_DELTA_RULES
+from slime.models.nested import inside, text_config
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, MLP_RULES, OUTER_RULES, ModelFamily
 

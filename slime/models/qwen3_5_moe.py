@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from slime.models.decoder import softmax_router
-from slime.models.hybrid import MTP, VISION, gates, hybrid_spec, inside, text_config
+from slime.models.hybrid import MTP, VISION, gates, hybrid_spec
 from slime.models.layouts import STACKED_GATE_UP
 from slime.models.mixers import GATED_ATTENTION, SPLIT_DELTA_RULES
+from slime.models.nested import inside, text_config
 from slime.models.qwen2_moe import GATED_MOE_RULES
 from slime.models.rules import HF_MLP, Rule
 from slime.models.spec import ModelSpec, require

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.models.spec import ModelSpec, RotaryKind
+from slime.models.spec import ModelSpec, QueryScaling, RotaryKind
 
 
 def inverse_frequencies(
@@ -54,6 +54,16 @@ def layer_frequencies(spec: ModelSpec, kind: RotaryKind) -> tuple[Tensor, float]
         base = spec.local_rotary.base
         scaling = spec.local_rotary.scaling
     return inverse_frequencies(spec.rotary_dim, base, scaling, spec.max_position_embeddings)
+
+
+def query_factors(scaling: QueryScaling, positions: Tensor) -> Tensor:
+    """Return the factor on the queries of each position; float32, of the shape of ``positions``.
+
+    Example:
+        >>> query_factors(QueryScaling(0.5, 4), torch.tensor([0, 3, 4])).tolist()
+        [1.0, 1.0, 1.3465735912322998]
+    """
+    return 1 + scaling.beta * torch.log(1 + torch.floor(positions / scaling.length))
 
 
 def _llama3(inverse: Tensor, scaling: dict[str, Any]) -> Tensor:

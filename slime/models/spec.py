@@ -53,6 +53,19 @@ class Rotary:
     scaling: dict[str, Any] | None = None
 
 
+@dataclass(frozen=True)
+class QueryScaling:
+    """Queries grow with the position p: by the factor 1 + beta · ln(1 + ⌊p / length⌋), which is 1
+    before ``length``.
+
+    Source: Llama 4's attention temperature, as Ministral 3 has it (transformers,
+    ``modeling_ministral3.py``).
+    """
+
+    beta: float
+    length: int
+
+
 RotaryKind = Literal["main", "local", "none"]
 """Which rotary embedding a layer has: the model's, that of layers with a window, or none."""
 
@@ -77,12 +90,14 @@ class ModelSpec:
             "llama3", "yarn", …); None for plain rope.
         layer_rotary: which rotary embedding each layer has; empty: all have the model's.
         local_rotary: that of the layers marked "local".
+        query_scaling: how queries grow with the position; None: they do not.
         tie_embeddings: the output layer is the embedding.
         max_position_embeddings: longest sequence the model was made for.
         pre_norms: each layer normalises the inputs of its attention and of its MLP.
         post_norms: each layer normalises the outputs of its attention and of its MLP before they
             are added (GLM-4).
         wide_qk_norms: the norms of queries and of keys are over all heads together, not over each.
+        rotates_first: queries and keys are rotated before their norms, not behind them (Hunyuan).
         embedding_scale: factor on the embeddings, rounded to their dtype.
         residual_scale: factor on the outputs of attention and MLP before they are added.
         logits_scale: factor on the logits.
@@ -103,11 +118,13 @@ class ModelSpec:
     rotary_scaling: dict[str, Any] | None = None
     layer_rotary: tuple[RotaryKind, ...] = ()
     local_rotary: Rotary | None = None
+    query_scaling: QueryScaling | None = None
     tie_embeddings: bool = False
     max_position_embeddings: int = 2048
     pre_norms: bool = True
     post_norms: bool = False
     wide_qk_norms: bool = False
+    rotates_first: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
@@ -298,10 +315,12 @@ def check_same_model(spec: ModelSpec, other: ModelSpec, directory: Path) -> None
         "rotary_scaling",
         "layer_rotary",
         "local_rotary",
+        "query_scaling",
         "tie_embeddings",
         "pre_norms",
         "post_norms",
         "wide_qk_norms",
+        "rotates_first",
         "embedding_scale",
         "residual_scale",
         "logits_scale",

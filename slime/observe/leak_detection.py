@@ -1,7 +1,7 @@
 """Detect memory that grows without end.
 
-Memory of a process fills caches at first, jumps when something is done for the first time,
-fluctuates, and starts again when the process is restarted; none of that is a leak.
+The memory of a process grows at first while caches fill, jumps when something is done for the first
+time, fluctuates, and starts over when the process is restarted; none of this is a leak.
 
     windows of 5, 10, 20, … values     ▁▂▃▄▅▆▇█   the minimum of each of the last 6 rises: a leak
                                        ▁▄▆▇████   caches fill up: the last windows hardly rise
@@ -20,16 +20,16 @@ from typing import NamedTuple
 
 _SMALLEST = 5
 _WINDOWS = 6
-#: Windows at the beginning of a process in which its caches fill.
+#: First windows of a process, in which its caches fill; they are not compared.
 _WARM_UP = 2
-#: A value that falls below this share of the one before shows a restart of the process.
+#: A value below this share of the one before means that the process was restarted.
 _RESTARTED = 0.7
-#: Share of the mean rise that each window must rise by.
+#: Each value must rise by at least this share of the mean rise.
 _STEADY = 1 / 3
-#: Memory may be used up before there are windows: first values that are skipped, and newest values
-#: that are compared.
-_FIRST = 5
-_SOON = 10
+#: Fast growth may use up the memory before there are enough windows: number of first values to
+#: skip, and of newest values to compare.
+_SKIPPED = 5
+_NEWEST = 10
 
 
 class Growth(NamedTuple):
@@ -48,9 +48,9 @@ def steady_growth(values: Sequence[float], at_least: float, share: float) -> Gro
     """Return the growth seen in the shortest windows that show any.
 
     Args:
-        values: of each step.
-        at_least: what less than that is none, in the unit of the values.
-        share: the same as a share of what it began with.
+        values: memory at each step.
+        at_least: smaller growth does not count; in the unit of the values.
+        share: the same bound, as a share of the first value that is compared.
     """
     values = _since_restart(values)
     size = _SMALLEST
@@ -64,13 +64,13 @@ def steady_growth(values: Sequence[float], at_least: float, share: float) -> Gro
 
 
 def sudden_growth(values: Sequence[float], at_least: float, share: float) -> Growth | None:
-    """Return growth in which each of a few steps rises; it counts if it would use up what is
-    left."""
-    values = _since_restart(values)[_FIRST:]
-    newest = values[-_SOON:]
-    if len(newest) < _SOON or not _is_growth(newest, at_least, share):
+    """Return the growth of the newest values if each step rises. That is enough for an alarm only
+    if it would soon use up the memory that is left."""
+    values = _since_restart(values)[_SKIPPED:]
+    newest = values[-_NEWEST:]
+    if len(newest) < _NEWEST or not _is_growth(newest, at_least, share):
         return None
-    return Growth(newest[0], newest[-1], _SOON - 1)
+    return Growth(newest[0], newest[-1], _NEWEST - 1)
 
 
 def _is_growth(values: Sequence[float], at_least: float, share: float) -> bool:

@@ -1,5 +1,5 @@
-"""Wall-clock phases of a process: ``perf/{phase}_time`` metrics and the events of the timeline,
-from one clock.
+"""Wall-clock times of the phases of a process. One clock feeds the ``perf/{phase}_time`` metrics
+and the events of the timeline.
 
 Example:
     >>> timer = PhaseTimer()
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-#: Epoch seconds that never run backwards: the wall clock is read once, then a monotonic one counts.
+#: Epoch seconds at zero of the monotonic clock. The wall clock is read once: it may run backwards.
 _EPOCH = time.time() - time.perf_counter()
 
 
@@ -42,8 +42,8 @@ class PhaseTimer:
     thread only.
 
     Args:
-        on_change: told the name of the innermost open phase whenever it changes, None when there is
-            none.
+        on_change: called with the name of the innermost open phase, or None, whenever it
+            changes.
     """
 
     def __init__(self, on_change: Callable[[str | None], None] | None = None) -> None:
@@ -78,7 +78,7 @@ class PhaseTimer:
 
     @property
     def open_phase(self) -> str | None:
-        """Name of the innermost open phase."""
+        """Name of the innermost open phase; None if there is none."""
         return self._open[-1][0] if self._open else None
 
     def pop_metrics(self) -> dict[str, float]:
@@ -88,8 +88,8 @@ class PhaseTimer:
         return {f"perf/{name}_time": value for name, value in seconds.items()}
 
     def forget_all_but(self, name: str) -> None:
-        """Drop the seconds of other phases since the last `pop_metrics`, because their step is
-        repeated."""
+        """Drop the seconds of all other phases since the last `pop_metrics`. Call this when their
+        step is repeated."""
         self._seconds = {name: self._seconds[name]} if name in self._seconds else {}
 
     def pop_events(self) -> list[PhaseEvent]:

@@ -4,9 +4,9 @@ double fork.
     driver ─► this file as a script, twice ─► raylet ─► agents, workers, engines, and whatever
                                                         users' functions start
 
-The script starts one command. It ends everything the command started when the command ends, when
-SIGTERM asks for it, or when the driver has ended for any reason. The kernel hands it every process
-of the tree that loses its parent (PR_SET_CHILD_SUBREAPER), so it needs no list of them.
+The script starts one command. It ends everything that the command started when the command ends, on
+SIGTERM, or when the driver has ended for any reason. The kernel makes it the parent of each process
+of the tree that loses its own (PR_SET_CHILD_SUBREAPER), so it needs no list of them.
 
 Only the standard library is imported, and nothing of slime: this file runs as a script without
 site-packages, and scripts that must start in a few milliseconds import it.
@@ -46,12 +46,12 @@ def descendants() -> list[int]:
     """
     children = _children_by_parent() if _SEARCHED else None
     found = []
-    asked = [os.getpid()]
-    while asked:
-        pid = asked.pop()
+    to_visit = [os.getpid()]
+    while to_visit:
+        pid = to_visit.pop()
         new = children.get(pid, []) if children is not None else _children_of(pid)
         found += new
-        asked += new
+        to_visit += new
     return found
 
 
@@ -115,21 +115,21 @@ def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int
     """Run ``command`` until it ends, SIGTERM arrives, or process ``owner``, our parent, has ended;
     then end everything it started.
 
-    Two processes do this, one below the other. If one of them is killed, the other one cleans up.
+    Two processes do this, parent and child. If one of them is killed, the other one cleans up.
 
     Args:
-        last_command: run if the owner has ended, to remove what is left besides processes.
+        last_command: run if the owner has ended, to remove what is left other than processes.
     Returns:
         The exit status of ``command``; 1 if it did not end by itself.
     """
     import subprocess
 
     adopt_orphans()
-    # Ray sets this signal for its daemons; this one has work to do when the driver dies.
+    # Ray has the kernel kill its daemons with the driver; this one must then clean up.
     _LIBC.prctl(_PDEATHSIG, 0)
     if os.getppid() != owner:
         return 1
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # sigtimedwait takes them
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # sigtimedwait receives them
     outer = os.getpid()
     inner = os.fork()
     if inner:
@@ -159,8 +159,8 @@ def _watch(owner: int, child: int, grace: float) -> int:
     """Wait for the child, the owner or a signal, end everything, and return the child's status."""
     limit = float("inf")
     while not (ended := has_ended(child)) and os.getppid() == owner and time.monotonic() < limit:
-        came = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
-        if came is not None and came.si_signo == signal.SIGTERM:
+        received = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
+        if received is not None and received.si_signo == signal.SIGTERM:
             if limit < float("inf"):
                 break  # asked twice: end at once
             limit = time.monotonic() + grace

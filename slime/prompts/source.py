@@ -27,6 +27,7 @@ from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.errors import UserError
 from slime.log import get_logger, tell
+from slime.models.nested import decoder_config
 from slime.models.spec import read_hf_config
 from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.order import MappedOrder, PromptOrder, StreamedOrder
@@ -482,7 +483,7 @@ def model_context(config: Config) -> int | None:
     file = Path(config.checkpoint.hf_checkpoint) / "config.json"
     if not file.is_file():
         return None
-    model = read_hf_config(file)
+    model = decoder_config(read_hf_config(file))
     positions = model.get("max_position_embeddings")
     scaling = model.get("rope_scaling") or model.get("rope_parameters") or {}
     is_scaled = "original_max_position_embeddings" in scaling or "factor" not in scaling

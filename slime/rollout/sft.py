@@ -1,8 +1,8 @@
 """Supervised fine-tuning (``--loss-type sft_loss``): no engine, the answers are in the data. Only
-what an assistant says is trained; `slime.prompts.sft_encoding` finds it.
+the assistant's messages are trained on; `slime.prompts.sft_encoding` finds them.
 
 A conversation whose earlier turns the chat template rewrites becomes several samples of one
-trajectory: they are weighted together as one sample, and count as one in the batch.
+trajectory, which together have the weight of one sample and count as one in the batch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
 
 logger = get_logger(__name__)
 
-#: So many rows in a row may be left out; where all are too long, drawing would never end.
+#: Maximum of consecutive rows that are left out; if all are too long, drawing would never end.
 _MOST_LEFT_OUT = 10_000
 
 
 async def sft_rollout(
     config: Config, source: DataSource, tokenizer: Any, rollout_id: int
 ) -> RolloutFnTrainOutput:
-    """`generate_sft` as a step of the run: with --save-debug-rollout-data and the user's log
+    """Run `generate_sft` as a step of the run, with --save-debug-rollout-data and the user's log
     function.
 
     Raises:
@@ -46,16 +46,15 @@ async def sft_rollout(
 
 
 def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutFnTrainOutput:
-    """``rollout_batch_size`` groups of one trajectory each, with ready-made samples.
+    """Return ``rollout_batch_size`` groups of one trajectory each, encoded for training.
 
-    A row is a conversation with assistant messages, or a prompt and its label (the answer). Left
-    out and counted, and others drawn: samples longer than ``--seq-length`` or
-    ``--rollout-max-context-len``, and those with more than ``--rollout-max-prompt-len`` tokens
-    before the first trained one.
+    A row is a conversation with assistant messages, or a prompt and its label (the answer). Samples
+    longer than ``--seq-length`` or ``--rollout-max-context-len``, and samples with more than
+    ``--rollout-max-prompt-len`` tokens before the first trained one, are counted and replaced by
+    others.
 
     Raises:
-        UserError: a row that gives nothing to train on, only rows that are too long, or no more
-            data.
+        UserError: a row has nothing to train on, all rows are too long, or the data have ended.
     """
     encoder = SftEncoder(config, tokenizer)
     drawn = draw_groups(config, source, encoder)
@@ -82,13 +81,13 @@ class Encoder(Protocol):
     def read_ahead(self, samples: list[Sample]) -> None: ...
 
     def encode(self, sample: Sample) -> list[Sample]:
-        """The samples of a row; [] where it is of no use."""
+        """Return the samples of a row; [] if it cannot be used."""
         ...
 
 
 @dataclass(frozen=True)
 class DrawnGroups:
-    """Groups of one trajectory each, and the samples that are too long for one."""
+    """Groups of one trajectory each, and the samples that were left out as too long."""
 
     groups: list[Group]
     left_out: list[Sample]
@@ -104,9 +103,9 @@ def draw_groups(config: Config, source: DataSource, encoder: Encoder) -> DrawnGr
     limit, prompt_limit = sft_limits(config)
     groups: list[Group] = []
     left_out: list[Sample] = []
-    num_left_out_before = 0  # ones of earlier rows than those in a row
-    rows_in_a_row = 0
-    most_in_a_row = _most_left_out_in_a_row(source)
+    num_left_out_before = 0  # length of left_out before the current run of skipped rows
+    num_skipped = 0
+    max_skipped = _max_consecutive_skips(source)
     wanted = config.rollout.rollout_batch_size
     while len(groups) < wanted:
         drawn = source.get_samples(wanted - len(groups))
@@ -140,14 +139,14 @@ def draw_groups(config: Config, source: DataSource, encoder: Encoder) -> DrawnGr
             if fitting:
                 groups.append(Group(index, [fitting]))
                 num_left_out_before = len(left_out)
-                rows_in_a_row = 0
+                num_skipped = 0
                 continue
             source.mark_discarded([index])
-            rows_in_a_row += 1
-            if rows_in_a_row >= most_in_a_row:
+            num_skipped += 1
+            if num_skipped >= max_skipped:
                 too_long = left_out[num_left_out_before:]
                 if not too_long:
-                    raise UserError(f"none of {rows_in_a_row} rows in a row can be trained on")
+                    raise UserError(f"none of {num_skipped} consecutive rows can be trained on")
                 raise _all_too_long(too_long, limit, prompt_limit)
     return DrawnGroups(groups, left_out)
 
@@ -174,15 +173,15 @@ def tell_drawn(config: Config, drawn: DrawnGroups, encoder: Encoder, tokenizer: 
         )
 
 
-def _most_left_out_in_a_row(source: DataSource) -> int:
-    """Return how many rows in a row may be left out. Two epochs' worth holds a whole epoch,
-    wherever it begins."""
+def _max_consecutive_skips(source: DataSource) -> int:
+    """Return how many consecutive rows may be left out. Two epochs of rows contain a whole epoch,
+    wherever they begin."""
     epoch = source.rows_per_epoch if isinstance(source, PromptSource) else None
     return _MOST_LEFT_OUT if epoch is None else min(_MOST_LEFT_OUT, 2 * epoch)
 
 
 def sft_limits(config: Config) -> tuple[int | None, int | None]:
-    """Most tokens of a sample, and of what stands before its first trained token."""
+    """Return the maximum tokens of a sample, and of its part before the first trained token."""
     limits = [
         n
         for n in (config.train.seq_length, config.rollout.rollout_max_context_len)
@@ -192,7 +191,7 @@ def sft_limits(config: Config) -> tuple[int | None, int | None]:
 
 
 def compared_rule(config: Config) -> str | None:
-    """The reference system's rule for loss masks that ours are compared with
+    """Return the reference system's rule for loss masks that our masks are compared with
     (``--loss-mask-type``)."""
     return config.rollout.loss_mask_type
 
@@ -210,19 +209,19 @@ def _all_too_long(samples: list[Sample], limit: int | None, prompt_limit: int | 
         and (shortest := min(sample.prompt_length for sample in samples)) > prompt_limit
     ):
         said.append(
-            f"of a prompt of more than --rollout-max-prompt-len {prompt_limit} tokens (shortest: "
+            f"with a prompt of more than --rollout-max-prompt-len {prompt_limit} tokens (shortest: "
             f"{shortest})"
         )
-    limits = f"longer than {limit} tokens, or of a prompt of more than {prompt_limit}"
+    limits = f"longer than {limit} tokens, or with a prompt of more than {prompt_limit}"
     return UserError(
-        f"{len(samples)} samples in a row are {' and '.join(said) or limits}",
-        fix="raise --seq-length, --rollout-max-context-len or --rollout-max-prompt-len, or take "
+        f"{len(samples)} consecutive samples are {' and '.join(said) or limits}",
+        fix="raise --seq-length, --rollout-max-context-len or --rollout-max-prompt-len, or use "
         "other data",
     )
 
 
 class SftEncoder:
-    """Fills in tokens, response and loss mask of samples as the prompt source draws them.
+    """Fills in tokens, response and loss mask of samples that the prompt source has drawn.
 
     Attributes:
         totals: what was found in the rows that were encoded.
@@ -245,7 +244,7 @@ class SftEncoder:
             self._encoding.read_ahead(text for s in plain for text in (str(s.prompt), str(s.label)))
 
     def encode(self, sample: Sample) -> list[Sample]:
-        """The samples that a drawn one becomes: itself, filled in, and copies of it where the chat
+        """Return the samples of a drawn one: itself, filled in, and copies of it if the chat
         template rewrites earlier turns of its conversation.
 
         Raises:
@@ -273,7 +272,7 @@ class SftEncoder:
 
 
 def sft_encoding(config: Config, tokenizer: Any) -> SftEncoding:
-    """Encodes rows as the flags say."""
+    """Return the encoding of rows that the flags describe."""
     path = config.checkpoint.hf_checkpoint
     return SftEncoding(
         tokenizer,

@@ -1,4 +1,4 @@
-"""Runs one group of samples from prompt to reward: generate → sample hooks → reward, each sample on
+"""Run a group of samples from prompt to reward: generate → sample hooks → reward, each sample on
 its own.
 
     Trajectory  queued ─► generating ─► hooks ─► reward ─► done
@@ -7,8 +7,8 @@ its own.
 A failing sample fails alone. If the user's code fails on it, it is tried a second time. If it fails
 again, or hangs, the error becomes `Trajectory.failure`: the loop replaces the group, and stops the
 run when too many fail. A `UserError` of our own code is a mistake in configuration or data and
-stops the run at once. During an abort neither happens: a sample on which user code fails because an
-answer was cut short is put back, and any other mistake shows when it is tried again.
+stops the run at once. During an abort neither happens: user code may fail because its response was
+cut short, so the sample is put back. A real mistake shows again in the next rollout.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ from slime.user_code.overrides import override_of
 logger = get_logger(__name__)
 T = TypeVar("T")
 
-#: Calls of a generate function that asks the engines itself, when pushes of weights cut its answers
-#: short.
-_MOST_CUTS = 8
-#: The name in messages of a function that a sample brings along (--eval-config gives each data set
-#: its own).
+#: Maximum calls of a generate function that calls the engines itself, while weight pushes keep
+#: cutting its responses short.
+_MAX_CUTS = 8
+#: Name in messages of the generate function that a sample carries (--eval-config: one per data
+#: set).
 _OF_SAMPLE = "generate_function_path of the sample"
-#: Failed samples of one rollout that are logged.
-_MOST_LOGGED = 20
+#: Maximum number of failed samples that are logged per rollout.
+_MAX_LOGGED = 20
 
 _FINAL = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
@@ -95,18 +95,18 @@ class Activity(StrEnum):
 
 @dataclass
 class Trajectory:
-    """One run of the generate function.
+    """One run of the generate function, from one prompt.
 
     Attributes:
-        prompt: the sample as this rollout took it up: a copy if user code might change it beyond
-            repair, else ``samples[0]``.
+        prompt: the sample as this rollout received it: a copy if user code might change it, else
+            ``samples[0]``.
         drawn: `Sample.to_dict` of the sample as it was first drawn; None if that is ``prompt``
             without its response.
         samples: the current samples; several after a fan-out.
         failure: the error that ended it.
         function: the user's function that is running; "" if none is.
         num_failures: how often the user's code has failed on it.
-        hung_seconds: how long nothing had moved when it was given up; 0 if it was not.
+        hung_seconds: seconds without progress after which it was given up; 0 if it was not.
     """
 
     prompt: Sample
@@ -127,7 +127,7 @@ class Trajectory:
 
     @property
     def was_cut(self) -> bool:
-        """An abort has cut it short."""
+        """Whether an abort has cut it short."""
         return any(sample.status is SampleStatus.ABORTED for sample in self.samples)
 
     def enter(self, activity: Activity) -> None:
@@ -135,14 +135,14 @@ class Trajectory:
         self.since = time.monotonic()
 
     def rewind(self) -> None:
-        """Return to what it was when this rollout took it up."""
+        """Return to the state in which this rollout received it."""
         self.samples = [self.prompt]
         self.fanned_out = False
         self.enter(Activity.QUEUED)
 
     def restart(self) -> None:
-        """Return to the prompt alone, without what users' code has made of it in this rollout or an
-        earlier one."""
+        """Return to the prompt alone, without changes by users' code in this rollout or an earlier
+        one."""
         if self.drawn is not None:
             self.prompt = copy_of_prompt(Sample.from_dict(self.drawn))
         self.rewind()
@@ -156,9 +156,9 @@ class GroupRun:
     Attributes:
         order: its number among the draws of this rollout.
         drawn_as: see `slime.rollout.journal.drawn_as`.
-        is_noted: the journal has it in its present state.
-        is_restored: it came out of the journal.
-        was_prompt: it was drawn as a prompt, so all of its response came out of the journal.
+        is_noted: the journal has its current state.
+        is_restored: it was read from the journal.
+        was_prompt: it was drawn as a prompt, so its whole response was read from the journal.
     """
 
     trajectories: list[Trajectory]
@@ -222,8 +222,8 @@ class GroupRun:
             trajectory.restart()
 
     def for_later(self) -> list[Sample]:
-        """Return the samples, to be put back. The first of each trajectory carries how it was
-        drawn."""
+        """Return the samples, to be put back. The first of each trajectory records how the
+        trajectory was drawn."""
         for trajectory in self.trajectories:
             first = trajectory.samples[0]
             prompt = trajectory.prompt
@@ -254,23 +254,23 @@ def copy_of_prompt(sample: Sample) -> Sample:
     twin.weight_versions = list(sample.weight_versions)
     twin.spec_info = copy.copy(sample.spec_info)
     twin.prefix_cache_info = copy.copy(sample.prefix_cache_info)
-    if sample.trace is not None:  # whose events stay as they are
+    if sample.trace is not None:  # its events do not change
         twin.trace = {**sample.trace, "events": list(sample.trace.get("events", ()))}
     return twin
 
 
 class GroupRunner:
-    """Runs groups. Shared by training rollouts and evaluations; nothing in it belongs to one group.
+    """Runs groups, for training rollouts and evaluations. It has no state of a single group.
 
     Args:
         state: tokenizer, client, sampling parameters.
-        rewards: None when the samples bring their rewards along.
-        teachers: score what was generated; None when nothing is learned from any.
+        rewards: None if the samples already have rewards.
+        teachers: score the responses; None without distillation by engines.
         rollout_id, evaluation: passed to hooks that ask for them.
         group_rm: score the finished group as a whole.
-        mask_offpolicy: do not train on what an earlier rollout had generated of a resumed sample.
-        ours: "group", "sample": for these the plugin's function is not called in place of ours,
-            since it is the caller.
+        mask_offpolicy: do not train on tokens that an earlier rollout generated.
+        ours: "group", "sample": levels at which our function runs although a plugin replaces it,
+            since the plugin is the caller.
         hook_limit: seconds that a sample hook may take.
         on_failure: called with each failed trajectory and its error.
 
@@ -318,7 +318,7 @@ class GroupRunner:
         return self._functions[path]
 
     async def run(self, group: GroupRun) -> None:
-        """Bring every trajectory as far as it goes: scored, aborted or failed. A failure is not
+        """Run every trajectory until it is scored, aborted or failed. Failures of samples are not
         raised."""
         bind_state(self.state)
         for sample in group.samples:
@@ -345,7 +345,7 @@ class GroupRunner:
                 await self._score_group(group)
 
     async def _run_whole(self, function: Any, group: GroupRun) -> None:
-        """Run the group through a plugin's ``generate_and_rm_group``; it fails as a whole."""
+        """Run the group through a plugin's ``generate_and_rm_group``. It fails as a whole."""
         name = "the plugin's generate_and_rm_group"
         for trajectory in group.trajectories:
             trajectory.prompt = copy_of_prompt(trajectory.samples[0])
@@ -365,13 +365,13 @@ class GroupRunner:
                 self._accept(trajectory, samples, name)
                 await self._score_unless_group_rm(trajectory)
                 trajectory.enter(Activity.DONE)
-        except Exception as error:  # the boundary of a group's failures, as of a sample's below
+        except Exception as error:  # a failure of user code ends here, as in `_run_once`
             for trajectory in group.trajectories:
                 self._handle_error(trajectory, error)
         except asyncio.CancelledError:
             hung = [trajectory for trajectory in group.trajectories if trajectory.hung_seconds]
             if not hung:
-                raise  # those that were accepted before one hung in its reward are not among them
+                raise  # cancelled by somebody else, not by the watchdog
             for trajectory in hung:
                 self._handle_cancellation(trajectory)
         self.last_progress = time.monotonic()
@@ -383,8 +383,8 @@ class GroupRunner:
             await self._score(trajectory)
 
     async def _ask_teacher(self, trajectory: Trajectory) -> bool:
-        """Let teachers score the samples that they have not scored yet. False if the rollout ended
-        meanwhile: the samples then stay without reward, and are scored in the next one."""
+        """Let teachers score the samples that they have not scored yet. Return False if the rollout
+        ended meanwhile: the samples get their scores and rewards in the next one."""
         if self.teachers is None:
             return True
         trajectory.enter(Activity.TEACHER)
@@ -430,15 +430,15 @@ class GroupRunner:
                 sample_span.adopt(trajectory.samples)
             await self._score_unless_group_rm(trajectory)
             trajectory.enter(Activity.DONE)
-        except Exception as error:  # the boundary of a sample's failures; see the module
+        except Exception as error:  # a failure of a sample ends here; see the module
             if not self.state.client.aborting and self._retries(trajectory, error):
                 return False
             self._handle_error(trajectory, error)
         return True
 
     def _retries(self, trajectory: Trajectory, error: Exception) -> bool:
-        """Prepare one more try, from where users' code has failed, so that a sandbox that did not
-        come up does not cost the group; False if there is none."""
+        """Prepare a retry of the stage in which users' code failed, once per trajectory; return
+        False if there is none. A sandbox that did not start then does not fail the group."""
         trajectory.num_failures += 1
         is_of_user = bool(trajectory.function) or isinstance(error, FunctionFailed)
         if _stops_run(error) or trajectory.num_failures > 1 or not is_of_user:
@@ -465,28 +465,26 @@ class GroupRunner:
         self._note_failure(group.trajectories[0], error)
 
     def _log_failure(self, text: str, trajectory: Trajectory, error: Exception) -> None:
-        """Log the first few, and all with --log-level debug: one mistake may fail thousands of
-        samples."""
+        """Log the first few failures, all with --log-level debug: one mistake may fail thousands
+        of samples."""
         is_debugging = logger.isEnabledFor(10)
-        if self.num_failures < _MOST_LOGGED or is_debugging:
+        if self.num_failures < _MAX_LOGGED or is_debugging:
             logger.warning(
                 text,
                 trajectory.prompt.index,
                 _failure_text(trajectory, error),
                 exc_info=is_debugging and error,
             )
-        elif self.num_failures == _MOST_LOGGED:
-            logger.warning(
-                "further failures of samples are written to samples/failed_*.jsonl alone"
-            )
+        elif self.num_failures == _MAX_LOGGED:
+            logger.warning("further failures of samples are only written to samples/failed_*.jsonl")
 
     def _note_failure(self, trajectory: Trajectory, error: Exception) -> None:
         self.num_failures += 1
         self.on_failure(trajectory, error)
 
     def _abort(self, trajectory: Trajectory, error: Exception) -> None:
-        """Undo a failure during an abort: a sample that was generating is put back as it was; a
-        generated one only lacks its score."""
+        """Undo a failure during an abort: a sample that was being generated is put back as it was;
+        one that was being scored only lacks its score."""
         logger.debug(
             "sample %s was aborted while %s: %r",
             trajectory.prompt.index,
@@ -512,23 +510,23 @@ class GroupRunner:
         if self.mask_offpolicy and sample.response_length:
             sample.loss_mask = [0] * sample.response_length
         whole = None if "sample" in self._ours else override_of("generate_and_reward")
-        # a plugin's function takes a slot where it calls ours
+        # a plugin's function takes a slot when it calls ours
         async with contextlib.nullcontext() if whole else self.state.client.slots:
             if self.state.client.aborting:
                 sample.status = SampleStatus.ABORTED
                 return
             trajectory.enter(Activity.GENERATING)
-            for _ in range(_MOST_CUTS):
+            for _ in range(_MAX_CUTS):
                 origin = await self._generate_once(trajectory, whole)
                 if self.state.client.aborting or not trajectory.was_cut:
                     break
-                # user code asked the engines itself, and a push of weights came between
+                # user code called the engines itself, and a weight push aborted its requests
                 trajectory.rewind()
                 trajectory.enter(Activity.GENERATING)
             else:
                 raise EngineError(
                     self.state.client.base_url,
-                    f"{origin} was cut short {_MOST_CUTS} times by aborts",
+                    f"{origin} was cut short {_MAX_CUTS} times by aborts",
                 )
         if trajectory.is_generated and whole is None:
             trajectory.enter(Activity.HOOKS)
@@ -553,7 +551,7 @@ class GroupRunner:
             path = "the plugin's generate"
         else:
             return await generate(self.state.args, sample, params), "the generate function"
-        # user code may leave anything behind when it is cancelled or returns other samples
+        # user code may leave the sample in any state if it is cancelled or returns other samples
         trajectory.prompt = copy_of_prompt(sample)
         trajectory.function = path
         returned = fn(
@@ -646,7 +644,7 @@ class GroupRunner:
         )
 
     def _turn_of(self, hook: Any) -> AbstractAsyncContextManager[Any]:
-        """Sync hooks take turns, though each has a thread: they may keep state."""
+        """Serialise sync hooks, although each call has a thread: they may keep state."""
         return contextlib.nullcontext() if is_async(hook) else self._hooks_turn
 
     # -- rewards -----------------------------------------------------------------------------------
@@ -685,10 +683,10 @@ class GroupRunner:
 
     async def _unless_aborted(self, score: Callable[[Any], Awaitable[T]], what: Any) -> T | None:
         """Return ``await score(what)``, or None if an abort begins first: a slow judge must not
-        hold up a rollout's end.
+        delay the end of a rollout.
 
-        It is None, too, if scoring fails because of the abort: the sample is put back and scored in
-        the next rollout.
+        Also return None if scoring fails during an abort: the sample is put back and scored in the
+        next rollout.
         """
         client = self.state.client
         task = asyncio.current_task()
@@ -730,7 +728,7 @@ async def apply_sample_hook(
     """Apply a sample hook and return the sample that it makes.
 
     Args:
-        origin: the hook in messages (`slime.user_code.loading.named`).
+        origin: name of the hook in messages (`slime.user_code.loading.named`).
         limit: seconds that it may take.
     Raises:
         FunctionFailed: it hung, or returned something other than a sample, or a sample whose
@@ -756,8 +754,8 @@ async def apply_sample_hook(
 
 
 def truncated(sample: Sample, prompt: Sample, prompt_ids: list[int]) -> Sample:
-    """Return the sample as far as users' code has built it when there was no more room. If it is
-    half-built (another prompt, or lengths that do not fit), return it as that code was given it."""
+    """Return the sample as users' code left it when the context was full. If it is inconsistent
+    (another prompt, or lengths that do not fit), return it as that code received it."""
     try:
         sample.validate()
         whole = sample.tokens[: sample.prompt_length] == prompt_ids
@@ -771,7 +769,7 @@ def truncated(sample: Sample, prompt: Sample, prompt_ids: list[int]) -> Sample:
 
 
 def set_rewards(samples: list[Sample], scores: list[Any] | None) -> None:
-    """Set the rewards; None leaves the samples without.
+    """Set the rewards; None leaves the samples without rewards.
 
     Raises:
         UserError: there is not one score for each sample.
@@ -788,13 +786,13 @@ def set_rewards(samples: list[Sample], scores: list[Any] | None) -> None:
 
 
 def _stops_run(error: Exception) -> TypeGuard[UserError]:
-    """An error of our own code is a mistake in configuration or data."""
+    """Return whether it is an error of our own code: a mistake in configuration or data."""
     return isinstance(error, UserError) and not isinstance(error, FunctionFailed)
 
 
 def _failure_text(trajectory: Trajectory, error: Exception) -> str:
     frames = user_frames(error)
-    # a reward that failed has noted where
+    # a failed reward function has added notes that say where
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
     lines = notes or (f"\n  {frames}" if frames else "")
     where = f" in {trajectory.function}" if trajectory.function else ""
@@ -803,11 +801,11 @@ def _failure_text(trajectory: Trajectory, error: Exception) -> str:
 
 def _hung(trajectory: Trajectory) -> FunctionHangs:
     return FunctionHangs(
-        f"sample {trajectory.prompt.index} hung "
-        f"{'in ' + trajectory.function if trajectory.function else 'there'}",
-        why=f"nothing in the rollout had moved for {trajectory.hung_seconds:.0f} s "
+        f"sample {trajectory.prompt.index} hung"
+        f"{' in ' + trajectory.function if trajectory.function else ''}",
+        why=f"the rollout had made no progress for {trajectory.hung_seconds:.0f} s "
         "(--rollout-stall-timeout)",
-        fix="give what it waits for a deadline",
+        fix="set a deadline for whatever it waits for",
     )
 
 
@@ -838,11 +836,11 @@ def too_many_failed(what: str, which: str, run: GroupRun, file: str) -> UserErro
         file: the file in ``samples/`` of the run folder that has all failures.
     """
     cause = run.failure
-    fix = "mend what it names"
+    fix = "fix what the cause names"
     if isinstance(cause, UserError) and cause.fix:
         fix = cause.fix
     elif cause is not None and user_frames(cause):
         fix = where_to_mend(cause)
-    why = f"{which}: {why_failed(run)}; all of them are in samples/{file} of the run folder"
+    why = f"{which}: {why_failed(run)}; all failures are in samples/{file} of the run folder"
     failure = UserError(what, why, fix)
     return failure if cause is None else with_user_frames(failure, cause)

@@ -25,7 +25,7 @@ from slime.samples.sample_fields import (
     reward_number,
     token_problem,
 )
-from slime.samples.token_rewards import is_several, note_token_rewards
+from slime.samples.token_rewards import is_reward_list, note_token_rewards
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.user_code.loading import FunctionFailed, shown
 
@@ -231,7 +231,7 @@ def check_reward(sample: Sample, origin: str, args: Any) -> None:
         for key in (getattr(args, "reward_key", None), getattr(args, "eval_reward_key", None)):
             if key in sample.reward:
                 sample.reward[key] = reward_number(sample.reward[key], origin, f"{key!r} in {role}")
-    elif is_several(sample.reward):
+    elif is_reward_list(sample.reward):
         sample.reward = note_token_rewards(sample, sample.reward, origin)
     elif sample.reward is not None:
         sample.reward = reward_number(sample.reward, origin, role)

@@ -331,10 +331,11 @@ def check_context(config: Config) -> None:
             a warning is logged.
     """
     from slime.models import read_hf_config
+    from slime.models.nested import decoder_config
 
     path = config.checkpoint.hf_checkpoint
     assert path is not None
-    hf_config = read_hf_config(path)
+    hf_config = decoder_config(read_hf_config(path))
     context = hf_config.get("max_position_embeddings")
     if not isinstance(context, int) or context <= 0:
         return

@@ -154,7 +154,7 @@ class Session:
         paced = self.config.sync.paced
         if self._tracks_staleness and (behind or paced):
             logger.info(
-                "samples are trained on at most %d rollouts after the weights that made them%s",
+                "samples are trained on at most %d rollouts after the push of their weights%s",
                 behind,
                 paced,
             )

@@ -16,7 +16,7 @@ from slime.user_code.loading import FunctionFailed
 
 
 def turn_ends(loss_mask: Sequence[int]) -> list[int]:
-    """The last token of each turn: of each run of trained tokens.
+    """Return the index of the last token of each turn. A turn is a run of trained tokens.
 
     Example (a tool's answer of two tokens stands between two turns):
         >>> turn_ends([1, 1, 0, 0, 1])
@@ -33,8 +33,8 @@ def note_token_rewards(sample: Any, values: Any, origin: str, why: str = "") -> 
         values: a list, tuple, array or tensor of numbers.
         origin: who gave them, for messages.
     Raises:
-        FunctionFailed: their number fits neither the tokens nor the turns, one is no finite number,
-            or a token that the model did not write has one.
+        FunctionFailed: their number fits neither the tokens nor the turns, one is not a finite
+            number, or a token that the model did not write has one.
     """
     role = f"the reward of sample {sample.index}"
     rewards = [reward_number(value, origin, f"a part of {role}", why) for value in as_list(values)]
@@ -65,9 +65,9 @@ def note_token_rewards(sample: Any, values: Any, origin: str, why: str = "") -> 
     return math.fsum(found)
 
 
-def is_several(reward: Any) -> bool:
-    """Tell whether a reward function has returned rewards of parts. An array of one number is that
-    number."""
+def is_reward_list(reward: Any) -> bool:
+    """Return whether a reward has one number per token or turn. An array of one number counts as a
+    single number."""
     if isinstance(reward, list | tuple):
         return True
     shape = tuple(getattr(reward, "shape", ()))
@@ -75,8 +75,8 @@ def is_several(reward: Any) -> bool:
 
 
 def token_rewards_problem(rewards: Any, num_tokens: int) -> str:
-    """The problem of rewards that users' code has set for a sample of ``num_tokens``; "" if there
-    is none."""
+    """Return what is wrong with rewards that users' code has set for a sample of ``num_tokens``,
+    "" if nothing is."""
     if rewards is None:
         return ""
     if not isinstance(rewards, list) or len(rewards) > num_tokens:

@@ -574,7 +574,7 @@ async def call_hook(
         raise FunctionHangs(
             f"'{what}' has not returned within {limit:g} s",
             why="it hangs, or takes long: where it stood is in the log",
-            fix="give what it waits for a deadline",
+            fix="set a deadline for whatever it waits for",
         ) from None
 
 

@@ -1,11 +1,11 @@
-"""Transport to engines anywhere by broadcast: NCCL between GPUs, gloo between CPUs.
+"""Push weights to engines on any host by broadcast: NCCL between GPUs, gloo between CPUs.
 
     source rank of a stage ── HTTP: names, dtypes, shapes ──► every engine
                            ── broadcast: one flat bucket ───► every engine process
 
-Each pipeline stage has a source of its own and a group of it and all engine processes. While one
-bucket travels and is loaded, the next one is gathered and packed; a buffer is written to again only
-when the bucket that was in it is loaded everywhere.
+Each pipeline stage has its own source rank, and a process group of this rank and all engine
+processes. While one bucket is sent and loaded, the next one is gathered and packed. A buffer is
+reused only after all engines have loaded its bucket.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from slime.weights.transport import NamedTensors, Observer, Transferred, Transpo
 
 @dataclass(frozen=True)
 class _Sending:
-    """A bucket under way.
+    """A bucket in flight.
 
     Attributes:
-        arrival: of the bytes; answers: of the engines, which have loaded them.
+        arrival: done when the broadcast is; answers: of the engines, when they have loaded it.
         limit: seconds for both.
     """
 
@@ -49,13 +49,13 @@ class DistributedTransport(Transport):
     Args:
         fleet: the engines.
         buffer_size: bytes per bucket; two are held from the first push on.
-        dtype: of the engines' floating-point weights.
+        dtype: dtype of the engines' floating-point weights.
         backend: "nccl" or "gloo".
         ranks_per_engine: processes that hold weights, by engine; one each by default.
-        timeout: seconds that a member may be waited for (``NCCL_TIMEOUT`` or the flag), on top of
-            the time that the bytes need.
-        stage: the pipeline stage that this rank sends for; the group has its number in its name.
-        await_turn: returns when engines may be sent to; called with the first bucket packed.
+        timeout: seconds to wait for a member (``NCCL_TIMEOUT`` or the flag), on top of the time
+            that the bytes need.
+        stage: pipeline stage of this rank; its number is part of the group's name.
+        await_turn: called when the first bucket is packed; returns when it may be sent.
         together: tensors that must share a bucket.
     Raises:
         EngineError: an engine did not join; names it and what it said.
@@ -94,7 +94,7 @@ class DistributedTransport(Transport):
         self._join()
 
     def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
-        """A group in which a push failed is left, and the next push makes a new one."""
+        """Broadcast all tensors. A push after a failed one leaves the old group for a new one."""
         num_tensors = nbytes = 0
         self._buffers.rewind()
         try:
@@ -127,7 +127,7 @@ class DistributedTransport(Transport):
     # -- inside ------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        # a fresh name per group: an engine that still knows a former one must not mix them up
+        # a new name per group: an engine may still have an earlier one
         name = f"slime-{secrets.token_hex(4)}-pp_{self._stage}"
         world_size = 1 + sum(self._ranks)
         address = own_address(self._fleet.urls)
@@ -149,7 +149,7 @@ class DistributedTransport(Transport):
                 store, address, name, self._backend, 0, world_size, deadlines.DISTRIBUTED_JOIN
             )
         except RuntimeError as error:
-            # an engine that refused says why; that is the better message
+            # if an engine refused, this raises its reason, which is the better message
             self._fleet.wait(joining, deadlines.DISTRIBUTED_JOIN)
             raise EngineError(
                 self._engines,
@@ -165,14 +165,14 @@ class DistributedTransport(Transport):
         leaving = self._fleet.start(
             "/destroy_weights_update_group", body, deadlines.DISTRIBUTED_LEAVE
         )
-        # meanwhile: NCCL's members on one host wait for one another
+        # at the same time as the engines: NCCL members on one host wait for one another
         self._group.close(deadlines.DISTRIBUTED_LEAVE)
         with contextlib.suppress(EngineError):  # an engine that is gone has left
             self._fleet.wait(leaving, deadlines.DISTRIBUTED_LEAVE)
         self._group = None
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        """The buffer that does not travel at the moment."""
+        """Return the buffer that is not in flight."""
         self._buffers.advance()
         return self._buffers.current(nbytes)
 
@@ -188,14 +188,13 @@ class DistributedTransport(Transport):
         )
 
     def _finish(self) -> None:
-        """Wait until the bucket under way is loaded, or for the first thing that goes wrong with
-        it."""
+        """Wait until all engines have loaded the bucket in flight; raise the first failure."""
         if self._sending is None:
             return
         sending = self._sending
         self._sending = None
         both: list[Future[Any]] = [sending.arrival, sending.answers]
-        # the requests' own limit comes first
+        # longer than the limit of the requests, whose errors are more precise
         wait(both, sending.limit + deadlines.DISTRIBUTED_GRACE, return_when=FIRST_EXCEPTION)
         problem = sending.arrival.exception() if sending.arrival.done() else None
         if problem is not None:
@@ -210,7 +209,7 @@ class DistributedTransport(Transport):
         sending.answers.result(deadlines.DISTRIBUTED_GRACE)
 
     def _give_up(self) -> None:
-        """Nobody knows which members are in which broadcast any more."""
+        """Abort the group, because its members may now be in different broadcasts."""
         self._sending = None
         self._is_broken = True
         if self._group is not None:
@@ -238,8 +237,8 @@ def _request(bucket: Bucket, group_name: str, version: int) -> dict[str, Any]:
 
 
 def own_address(urls: tuple[str, ...]) -> str:
-    """An address of this host that every engine can reach: loopback only if all engines are
-    here."""
+    """Return an address of this host that every engine can reach: loopback only if all engines are
+    on this host."""
     if all(is_local(url) for url in urls):
         return "127.0.0.1"
     return address_towards(next(urlsplit(url).hostname or "" for url in urls if not is_local(url)))

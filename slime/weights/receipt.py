@@ -14,7 +14,7 @@ from slime.engines.wire.buckets import fingerprint
 
 
 class WeightMismatch(Exception):
-    """An engine does not hold what the trainer sent. Training on would use the wrong policy."""
+    """An engine does not hold what the trainer sent: it would generate with a wrong policy."""
 
     def __init__(self, version: int, mismatches: Sequence[str]) -> None:
         super().__init__(version, tuple(mismatches))
@@ -32,18 +32,18 @@ class Receipt:
     """The record of one push.
 
     Attributes:
-        version: of the weights that the engines now have.
+        version: version of the weights that the engines now have.
         num_tensors, nbytes: sent, in the engine's dtype.
-        seconds: by phase: "pause", "transfer", "flush", "check", "continue", "total", in some
-            pushes "reset", "open", "close".
-        transport: its name.
+        seconds: phase → seconds: "pause", "transfer", "flush", "check", "continue", "total", in
+            some pushes "reset", "open", "close".
+        transport: name of the transport.
         checked: names whose fingerprints were compared on every engine.
         full: all tensors were compared, and the engines were asked what else they hold.
-        zeros: of a push of quantised weights, matrices that are all zeros on the trainer's side.
-        loaded: tensors that every engine is known to have loaded. Fewer than were sent where an
-            engine holds some in a form that is not known; a tensor that an engine is known to have
+        zeros: in a push of quantised weights, matrices that are all zeros in the trainer.
+        loaded: number of tensors that every engine is known to have loaded. It is smaller than
+            num_tensors if an engine holds some in an unknown form; a tensor that an engine has
             dropped is an error. None if engines cannot say.
-        adapter: name under which engines have the pushed adapter; "" of a push of whole weights.
+        adapter: name of the pushed adapter in the engines; "" in a push of whole weights.
         fingerprints: of an adapter's tensors by name, in the engine's dtype.
     """
 
@@ -63,8 +63,8 @@ class Receipt:
         return asdict(self)
 
     @staticmethod
-    def from_json(words: dict[str, Any]) -> Receipt:
-        return Receipt(**words | {name: tuple(words[name]) for name in ("checked", "zeros")})
+    def from_json(record: dict[str, Any]) -> Receipt:
+        return Receipt(**record | {name: tuple(record[name]) for name in ("checked", "zeros")})
 
     def metrics(self) -> dict[str, float]:
         loaded = {}
@@ -98,15 +98,15 @@ class Receipt:
 class Sampler:
     """Chooses which tensors of a push are fingerprinted, within a share of the push's time.
 
-    Every push takes one tensor of each kind (the same name in another layer, or of another expert)
-    and one member of each group that engines fuse, another one each time. The rest of the time goes
-    to a window that moves on with every push. The window takes tensors until the time is used up,
-    always at least one, so that enough pushes cover every tensor whatever its size.
+    Every push takes one tensor of each kind (names that differ only in layer or expert) and one
+    member of each group that engines fuse, a different one each time. The rest of the time goes to
+    a window that advances with every push. It takes tensors until the time is used up, at least
+    one, so that enough pushes cover every tensor whatever its size.
 
     Attributes:
-        share: of the last push's duration that may be spent here.
-        floor: seconds that may be spent in any case. Both sides hash, so half of it is this side's.
-        digest: of a tensor: its fingerprint, or those of the slices that the engines hold.
+        share: share of the last push's duration that may be spent on fingerprints.
+        floor: seconds that may be spent in any case. Both sides hash, and each gets half of it.
+        digest: returns the fingerprint of a tensor, or those of the slices that engines hold.
         always: lists of names; every push takes one of each.
     """
 
@@ -133,7 +133,7 @@ class Sampler:
         self._taken_up_to = self._cursor
 
     def observe(self, name: str, tensor: torch.Tensor) -> None:
-        """Take the next tensor of the push; an `Observer`."""
+        """Fingerprint the next tensor of the push if it is chosen; an `Observer`."""
         position = len(self.names)
         self.names.append(name)
         started = time.perf_counter()
@@ -175,14 +175,13 @@ def compare(
     answers: Mapping[str, Mapping[str, str]],
     complete: Collection[str] | None = None,
 ) -> list[str]:
-    """Compare fingerprints; return one line per tensor and engine that differs, [] when all is
-    well.
+    """Compare fingerprints; return one line per tensor and engine that differs, [] if none does.
 
     Args:
         sent: name → fingerprint on the trainer's side.
         answers: engine URL → its fingerprints.
-        complete: all names that were sent; given in a full check, where an engine's further tensors
-            are an error.
+        complete: all names that were sent, in a full check: other tensors of an engine are then an
+            error.
     """
     wrong = []
     for url, there in answers.items():

@@ -56,6 +56,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "sliding_window": None,
     },
+    "ministral3": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 5000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "qwen3": {
         "num_attention_heads": 4,
@@ -90,6 +102,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 24,
     },
     "qwen3_5_text": HYBRID | {"tie_word_embeddings": True},
+    "minimax_m2": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rotary_dim": 8,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "ernie4_5_moe": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+    },
+    "hunyuan_v1_dense": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     "gpt_oss": {
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
@@ -177,7 +205,9 @@ def tiny_model(shape: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "sinks")) or "norm" in name:
+            if "e_score_correction_bias" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif name.endswith(("bias", "sinks")) or "norm" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

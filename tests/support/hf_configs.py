@@ -35,6 +35,13 @@ EXTRA: dict[str, dict[str, object]] = {
     "qwen3_moe": {**EXPERTS, "num_experts": 4},
     "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "mixtral": {"num_local_experts": 4},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 2},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 8,
+        "moe_layer_start_index": 0,
+    },
     "gpt_oss": {"num_local_experts": 4, "sliding_window": 8},
     "deepseek_v2": {**DENSE_FIRST, **LATENT, "norm_topk_prob": False, "q_lora_rank": None},
     "gemma3_text": {"sliding_window": 8},
@@ -47,6 +54,15 @@ EXTRA: dict[str, dict[str, object]] = {
         "shared_expert_intermediate_size": 16,
     },
     "olmo3": {"sliding_window": 8},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "glm4_moe": {**DENSE_FIRST, "attention_bias": True, "use_qk_norm": True},
     "glm4_moe_lite": {**DENSE_FIRST, **LATENT},
@@ -54,7 +70,14 @@ EXTRA: dict[str, dict[str, object]] = {
 }
 
 #: Families whose config.json describes the decoder inside, as one of the other family.
-NESTED = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+NESTED = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "mistral3": "mistral",
+    "gemma3": "gemma3_text",
+}
+#: Fields of theirs that stand outside of the description.
+OUTSIDE = ("dtype", "tie_word_embeddings", "quantization_config")
 
 
 def config_of(family: str, **changes: object) -> dict:
@@ -77,5 +100,6 @@ def config_of(family: str, **changes: object) -> dict:
     }
     if family in NESTED:  # the decoder is described inside
         text = config_of(NESTED[family], **changes)
-        return {**config, "text_config": text, "vision_config": {}}
+        outside = {key: changes[key] for key in OUTSIDE if key in changes}
+        return {**config, **outside, "text_config": text, "vision_config": {}}
     return config | changes

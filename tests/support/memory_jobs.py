@@ -76,6 +76,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "use_qk_norm": True,
     },
+    "ernie4_5_moe": {
+        **DECODER,
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_intermediate_size": 48,
+    },
+    "hunyuan_v1_dense": {**DECODER, "model_type": "hunyuan_v1_dense"},
     "gpt_oss": {**DECODER, "model_type": "gpt_oss", "num_local_experts": 4},
     "deepseek_v3": {**DECODER, **EXPERTS, **LATENT, "model_type": "deepseek_v3"},
     "qwen3_5_text": {**DECODER, **DELTA, "model_type": "qwen3_5_text"},
@@ -194,7 +202,10 @@ def kernels_of_a_gpu() -> Iterator[None]:
         patch.object(
             attention.PackedSelfAttention,
             "_takes_one_pass",
-            lambda self, hidden: not self.config.attention_output_gate,
+            lambda self, hidden: (
+                not self.config.attention_output_gate
+                and not isinstance(self.q_layernorm, layers.NormOfRotated)
+            ),
         ),
     ):
         yield

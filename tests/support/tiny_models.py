@@ -311,6 +311,39 @@ OTHER_FAMILIES |= {
             "tie_word_embeddings": True,
         },
     ),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "head_dim": 12,
+            "rotary_dim": 6,
+            "rope_parameters": DEFAULT,
+        },
+    ),
+    "ernie4_5_moe": (
+        transformers.Ernie4_5_MoeConfig,
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 24,
+            "moe_layer_end_index": 2,
+            "rope_parameters": DEFAULT,
+        },
+    ),
+    "hunyuan_v1_dense": (
+        transformers.HunYuanDenseV1Config,
+        {
+            "head_dim": 12,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 50.0,
+                "factor": 1.0,
+                "rope_theta": 1000.0,
+            },
+        },
+    ),
     "glm": (
         transformers.GlmConfig,
         {"head_dim": 8, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}},
@@ -353,6 +386,60 @@ OTHER_FAMILIES["qwen3_5_moe_text"] = (
         "shared_expert_intermediate_size": 40,
     },
 )
+#: Queries grow at every eighth position.
+MINISTRAL3: dict[str, Any] = {
+    "head_dim": 12,
+    "rope_parameters": {
+        **DENSE_YARN,
+        "original_max_position_embeddings": 8,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.4,
+    },
+}
+PIXTRAL: dict[str, Any] = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
+}
+OTHER_FAMILIES |= {
+    "ministral3": (transformers.Ministral3Config, MINISTRAL3),
+    "ministral3, window, tied": (
+        transformers.Ministral3Config,
+        {**MINISTRAL3, "sliding_window": 6, "tie_word_embeddings": True},
+    ),
+}
+#: Models that see images: name → (transformers' class, config of the decoder, of the tower).
+WITH_IMAGES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
+    "mistral3": (
+        transformers.Mistral3Config,
+        {"model_type": "mistral", "head_dim": 12, "sliding_window": None},
+        PIXTRAL,
+    ),
+    "mistral3, Ministral 3, tied": (
+        transformers.Mistral3Config,
+        {"model_type": "ministral3", **MINISTRAL3, "tie_word_embeddings": True},
+        PIXTRAL,
+    ),
+    "gemma3": (
+        transformers.Gemma3Config,
+        {**OTHER_FAMILIES["gemma3_text"][1], "model_type": "gemma3_text"},
+        {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    ),
+}
 #: Families that have them.
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
@@ -363,6 +450,12 @@ def save_tiny(kind: str, directory: Path) -> torch.nn.Module:
     if kind in LLAMA_LIKE:
         config_class, extra = LLAMA_LIKE[kind]
         return _save(config_class(**{**SMALL, **extra}), directory, scale=5)
+    if kind in WITH_IMAGES:
+        config_class, text, tower = WITH_IMAGES[kind]
+        tied = text.get("tie_word_embeddings", kind == "gemma3")  # of which no other exists
+        inner = {**SHAPE, **text, "tie_word_embeddings": tied}
+        config = config_class(text_config=inner, vision_config=tower, tie_word_embeddings=tied)
+        return _save(config, directory, scale=8)
     config_class, extra = OTHER_FAMILIES[kind]
     # the norm behind a gated delta net makes the most of rounding as it is
     return _save(config_class(**{**SHAPE, **extra}), directory, scale=3 if kind in HYBRIDS else 8)
@@ -404,7 +497,10 @@ def _save(config: Any, directory: Path, *, scale: float) -> torch.nn.Module:
     """Matrices are ``scale`` times as large as at the start of training, routers' 20 times; biases
     of experts, which start at 0, are as random as others: nothing is indifferent."""
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    auto = transformers.AutoModelForCausalLM
+    if "text_config" in config.to_dict():
+        auto = transformers.AutoModelForImageTextToText
+    model = auto.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and not name.endswith("_bias"):

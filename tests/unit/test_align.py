@@ -173,7 +173,7 @@ def test_another_prompt(case: Discrepancy) -> None:
     found = first(examine(with_engine(case, without_head)))
     assert (
         found.cause.trouble.name == "align-template"
-        and "before the assistant's head" in found.best.what
+        and "lacks the generation prompt" in found.best.what
     )
 
     def bare(sample: Scored) -> Tensor:

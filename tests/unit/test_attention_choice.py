@@ -50,7 +50,7 @@ def layer(q: Any, k: Any, groups: int = 2, ranks: int = 1, **more: Any) -> Any:
         q_layernorm=q,
         k_layernorm=k,
         world_size=ranks,
-        config=SimpleNamespace(num_query_groups=groups),
+        config=SimpleNamespace(num_query_groups=groups, attention_output_gate=False),
         **more,
     )
 

@@ -39,6 +39,16 @@ MODEL = {
     "moe_router_num_groups",
     "moe_router_group_topk",
     "moe_router_topk_scaling_factor",
+    "window_size",
+    "window_attn_skip_freq",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
 }
 FP8 = {
     "fp8_margin",

@@ -384,8 +384,8 @@ def test_failing_groups_are_replaced_and_too_many_stop_the_run() -> None:
             FunctionFailed("the reward failed", "KeyError: 'x'", "try slime reward"),
             "try slime reward",
         ),
-        (FunctionFailed("the reward failed"), "mend what it names"),
-        (OSError("no engine"), "mend what it names"),
+        (FunctionFailed("the reward failed"), "fix what the cause names"),
+        (OSError("no engine"), "fix what the cause names"),
     ],
 )
 def test_what_stops_the_run_tells_the_remedy_of_what_failed(cause: Exception, fix: str) -> None:

@@ -13,11 +13,25 @@ from tests.support.hf_configs import PUBLISHED
 def test_gemma_with_a_scaled_rotary_embedding_is_refused_with_sglang_alone() -> None:
     small = PUBLISHED["google/gemma-3-1b-pt"]["config"]
     large = {**small, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    for config in (small, large):
+    nested = PUBLISHED["google/gemma-3-4b-pt"]["config"]
+    whole = {"model_type": "gemma3", "text_config": nested, "vision_config": {}}
+    for config in (small, large, whole):
         engine_kind("embedded").check_model(family_of(config).model_spec(config), config)
     engine_kind("sglang").check_model(family_of(small).model_spec(small), small)
-    with pytest.raises(UserError, match=r"SGLang computes this Gemma 3 without(.|\n)*linear"):
-        engine_kind("sglang").check_model(family_of(large).model_spec(large), large)
+    for config in (large, whole):
+        with pytest.raises(UserError, match=r"SGLang computes this Gemma 3 without(.|\n)*linear"):
+            engine_kind("sglang").check_model(family_of(config).model_spec(config), config)
+
+
+def test_queries_that_grow_from_another_position_on_are_refused_with_sglang_alone() -> None:
+    same = PUBLISHED["mistralai/Ministral-3-8B-Base-2512"]["config"]
+    shorter = same["rope_parameters"] | {"original_max_position_embeddings": 8192}
+    other = {"model_type": "mistral3", "text_config": same | {"rope_parameters": shorter}}
+    for config in (same, other):
+        engine_kind("embedded").check_model(family_of(config).model_spec(config), config)
+    engine_kind("sglang").check_model(family_of(same).model_spec(same), same)
+    with pytest.raises(UserError, match=r"grow from position 16384 on(.|\n)*which is 8192"):
+        engine_kind("sglang").check_model(family_of(other).model_spec(other), other)
 
 
 def test_experts_in_mxfp4_are_refused_with_sglang_alone() -> None:

@@ -301,7 +301,7 @@ def test_samples_are_scored_in_processes_of_their_own(
             )
             assert await pool.score(boxed) == 1.0
             for metadata, said in (
-                (of("words:start_verb"), "need data of NLTK"),
+                (of("words:start_verb"), "need NLTK data"),
                 ({}, "sample 7: .*no instructions"),
             ):
                 with pytest.raises(UserError, match=said):

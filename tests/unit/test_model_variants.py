@@ -86,6 +86,16 @@ BASE: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "smollm3": {**SHAPE, "no_rope_layers": [1, 0]},
+    "ministral3": {
+        **SHAPE,
+        "head_dim": 12,
+        "sliding_window": None,
+        "rope_parameters": {
+            **DENSE_YARN,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.4,
+        },
+    },
     "phi3": {**SHAPE, "sliding_window": 9},
     "seed_oss": {**SHAPE, "head_dim": 12},
     "granite": {
@@ -101,6 +111,20 @@ BASE: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "glm": {**SHAPE, "head_dim": 8},
+    "hunyuan_v1_dense": {**SHAPE, "head_dim": 12},
+    "minimax_m2": {
+        **SHAPE,
+        "head_dim": 12,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "ernie4_5_moe": {
+        **SHAPE,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 1,
+    },
     "gpt_oss": {
         **SHAPE,
         "head_dim": 12,
@@ -160,6 +184,7 @@ VALUES: dict[str, list[dict[str, Any]]] = {
             *(
                 {"rope_theta": 50.0},
                 {"rope_type": "dynamic", "factor": 2.0},
+                {"rope_type": "dynamic", "factor": 2.0, "alpha": 50.0},
                 {"partial_rotary_factor": 0.25},
             ),
             {"rope_type": "default", "factor": 3.0},
@@ -187,6 +212,7 @@ VALUES: dict[str, list[dict[str, Any]]] = {
         {"partial_rotary_factor": 1.0},
         {"partial_rotary_factor": 0.5, "rope_scaling": LINEAR},
     ],
+    "rotary_dim": [{"rotary_dim": 6}],
     "hidden_act": [
         {"hidden_act": "gelu"},
         {"hidden_act": "relu"},
@@ -208,6 +234,12 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     ],
     "num_key_value_heads": [{"num_key_value_heads": heads} for heads in (1, 4, None)],
     "head_dim": [{"head_dim": 4}, {"head_dim": None}],
+    "moe_layer_start_index": [{"moe_layer_start_index": 0}],
+    "moe_layer_end_index": [{"moe_layer_end_index": 0, "moe_layer_start_index": 0}],
+    "moe_layer_interval": [{"moe_layer_interval": 2}],
+    "moe_num_shared_experts": [{"moe_num_shared_experts": 2}, {"moe_num_shared_experts": 0}],
+    "moe_k": [{"moe_k": 3}],
+    "moe_norm_min": [{"moe_norm_min": 0.9}],
     "first_k_dense_replace": [{"first_k_dense_replace": 0}],
     "mlp_only_layers": [{"mlp_only_layers": [1]}],
     "decoder_sparse_step": [{"decoder_sparse_step": 2}],
@@ -250,6 +282,7 @@ SHARED = {
 }
 #: Families of which the full run alone tries every field.
 RARE = (
+    "ministral3",
     "mixtral",
     "qwen2_moe",
     "deepseek_v2",
@@ -260,6 +293,9 @@ RARE = (
     "granite",
     "exaone4",
     "glm",
+    "hunyuan_v1_dense",
+    "ernie4_5_moe",
+    "minimax_m2",
 )
 COMPUTE_SHARED = ("llama", "glm4", "deepseek_v3")
 #: What must not be refused.
@@ -284,6 +320,12 @@ SUPPORTED: list[tuple[str, dict[str, Any]]] = [
         {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["full_attention"] * 2},
     ),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}),
+    ("minimax_m2", {"rotary_dim": 6}),
+    ("minimax_m2", {"partial_rotary_factor": 0.5}),
+    (
+        "hunyuan_v1_dense",
+        {"rope_parameters": THETA | {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0}},
+    ),
 ]
 
 

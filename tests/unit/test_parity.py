@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.hf_configs import NESTED
 from tests.support.parity import (
     CP2,
     DATA_PARALLEL,
@@ -81,7 +82,8 @@ OF_KNOWN_PARTS = [
 ]
 #: With parts of their own, at the layouts that cut or move these: a gate of shared experts; wide
 #: norms, and a window and a rotary embedding for each kind of layer; factors on embeddings,
-#: residuals and logits.
+#: residuals and logits; queries that grow with the position; norms behind the rotation; a softmax
+#: router with a bias.
 OF_NEW_PARTS = {
     "qwen2_moe": ("TP2+SP",),
     "olmo3": ("TP2", "TP2+SP", "PP2", "CP2"),
@@ -90,8 +92,14 @@ OF_NEW_PARTS = {
     "qwen3_5_text": ("TP2", "PP2"),
     "qwen3_5_moe_text": ("EP2",),
     "gpt_oss": ("TP2+SP", "CP2", "EP2"),
+    "ministral3": ("CP2",),
+    "hunyuan_v1_dense": ("TP2", "TP2+SP"),
+    "ernie4_5_moe": ("TP2+SP", "EP2"),
+    "minimax_m2": ("TP2+SP",),
 }
 MOE = {
+    "minimax_m2",
+    "ernie4_5_moe",
     "gpt_oss",
     "mixtral",
     "qwen2_moe",
@@ -250,6 +258,6 @@ def test_the_table_holds_every_family() -> None:
     from slime.models import FAMILIES as TABLES
 
     # the first is Qwen2, the others are text models under other names
-    twins = {"mimo", "qwen3_5", "qwen3_5_moe"}
+    twins = {"mimo", *NESTED}
     known = {*FAMILIES, *OF_KNOWN_PARTS, *OF_NEW_PARTS, *twins}
     assert known == {family.name for family in TABLES}

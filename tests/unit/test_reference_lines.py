@@ -261,7 +261,6 @@ def test_refusals_name_only_lines_that_are_there() -> None:
 @pytest.mark.parametrize(
     ("module", "named"),
     [
-        ("slime_plugins.models.minimax_m2", "MiniMax-M2"),
         ("slime_plugins.models.gemma4", "Gemma"),
         ("slime_plugins.models.glm5.glm5", "GLM-5"),
         ("slime_plugins.models.something_new", "slime_plugins.models.something_new"),
@@ -290,8 +289,10 @@ def test_flags_of_a_hybrid_contradict_other_models(flag: dict[str, Any], said: s
 @pytest.mark.parametrize(
     ("module", "family"),
     [
+        ("slime_plugins.models.gemma3", "Gemma 3"),
         ("slime_plugins.models.glm4", "GLM-4"),
         ("slime_plugins.models.gpt_oss", "gpt-oss"),
+        ("slime_plugins.models.minimax_m2", "MiniMax-M2"),
         ("slime_plugins.models.qwen3_5", "Qwen3.5"),
         ("slime_plugins.models.qwen3_next", "Qwen3-Next"),
     ],

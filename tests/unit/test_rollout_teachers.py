@@ -189,7 +189,7 @@ def test_each_sample_is_scored_by_the_teacher_that_it_names() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"opd_teacher": "law"}, "has the teacher 'law', and there are: code, math"),
+        ({"opd_teacher": "law"}, "names the teacher 'law', but the teachers are: code, math"),
         ({}, "names no teacher, and there are several"),
     ],
 )
@@ -261,7 +261,7 @@ def test_a_teacher_with_other_weights_than_at_the_start_ends_the_run() -> None:
 
 def test_teachers_are_urls_or_models() -> None:
     assert [one.source for one in engine_teachers([], ["a", "b"])] == ["a", "b"]
-    with pytest.raises(UserError, match="'c' is no URL and no model"):
+    with pytest.raises(UserError, match="'c' is neither a URL nor a model"):
         engine_teachers(["c"], ["a", "b"])
     with pytest.raises(UserError, match="two teachers have the name 'default'"):
         read_teachers(["a", "b"])

@@ -185,7 +185,7 @@ def test_data_of_which_no_row_fits_is_refused_after_a_whole_epoch(tmp_path: Path
     rows = [{"messages": chat("q", "a" * 100)}] * 3
     path = write_jsonl(tmp_path / "s.jsonl", rows)
     config = config_for(prompt_data=path, input_key="messages", seq_length=60)
-    with pytest.raises(UserError, match="6 samples in a row are longer than 60 tokens"):
+    with pytest.raises(UserError, match="6 consecutive samples are longer than 60 tokens"):
         generate_sft(config, PromptSource(config, tokenizer), tokenizer)
 
 
@@ -366,7 +366,7 @@ def test_an_sft_rollout_ends_as_training_data(tmp_path: Path) -> None:
 def test_sft_needs_something_short_enough(tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "s.jsonl", [{"input": "long" * 10, "label": "x"}])
     config = config_for(prompt_data=data, label_key="label", seq_length=20)
-    with pytest.raises(UserError, match="samples in a row are longer than 20 tokens"):
+    with pytest.raises(UserError, match="consecutive samples are longer than 20 tokens"):
         generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
 
 

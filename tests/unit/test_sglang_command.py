@@ -317,7 +317,7 @@ def test_an_engine_over_two_nodes_has_a_part_on_each() -> None:
             {"model_path": "other", "update_weights": True},
             "is not --hf-checkpoint",
         ),
-        ([{"num_gpus": 2}], {"name": "a/b"}, "of the name 'a/b'"),
+        ([{"num_gpus": 2}], {"name": "a/b"}, "with the name 'a/b'"),
     ],
 )
 def test_wrong_groups_are_refused_by_name(
@@ -381,7 +381,7 @@ def test_every_model_has_engines_of_its_own(tmp_path: Path) -> None:
     ("models", "expected"),
     [
         ([{"name": "a"}, {"name": "b"}], "2 models of --hf-checkpoint: a, b"),
-        ([{"name": "a"}, {"name": "a", "model_path": "other"}], "2 model.s. of the name 'a'"),
+        ([{"name": "a"}, {"name": "a", "model_path": "other"}], "2 model.s. with the name 'a'"),
         (
             [{"name": "a"}, {"name": "b", "model_path": "o", "server_groups": []}],
             "model b must have a list",

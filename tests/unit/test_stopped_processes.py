@@ -106,7 +106,7 @@ def test_another_part_that_is_stopped_later_does_not_count_anew(scene: Scene) ->
     scene.after(0)
     scene.stopped |= {4712: "pid 4712 (gcs_server)"}
     scene.after(60)
-    with pytest.raises(DeadlinePassed, match=r"pid 4712 .gcs_server. is stopped"):
+    with pytest.raises(DeadlinePassed, match=r"pid 4712 .gcs_server. has been stopped"):
         open_waits.raise_interrupt()
 
 

@@ -31,13 +31,13 @@ BUDGETS = {
     "cluster": 4_500,
     "compat": 1_400,
     "config": 5_530,  # flags of estimators, importance levels and rejection, preferences
-    "diagnosis": 4_220,
-    "embedded": 5_780,  # sinks, stacks of experts
-    "engines": 4_320,  # log-probs behind the filters, channels of gpt-oss
+    "diagnosis": 4_240,
+    "embedded": 5_800,  # sinks, stacks of experts, queries that grow
+    "engines": 4_330,  # log-probs behind the filters, channels of gpt-oss
     "environments": 450,
     ".": 1_450,
     "memory": 1_700,
-    "models": 4_620,  # gpt-oss, stacks of experts
+    "models": 4_980,  # gpt-oss, stacks of experts, models around text models
     "observe": 3_050,
     "page": 1_600,
     "processes": 1_040,  # the preloaded process

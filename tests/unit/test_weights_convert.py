@@ -190,7 +190,8 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
            transformers.DeepseekV3Config, transformers.DeepseekV2Config,
            transformers.Qwen2MoeConfig, transformers.MixtralConfig,
            transformers.GptOssConfig, transformers.Qwen3NextConfig,
-           transformers.Qwen3_5MoeTextConfig)  # fmt: skip
+           transformers.Qwen3_5MoeTextConfig, transformers.Ernie4_5_MoeConfig,
+           transformers.MiniMaxM2Config)  # fmt: skip
     windowed = (
         transformers.Gemma3TextConfig,
         transformers.Olmo3Config,
@@ -200,6 +201,7 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
     dense = (
         transformers.LlamaConfig,
         transformers.MistralConfig,
+        transformers.Ministral3Config,
         transformers.Qwen2Config,
         transformers.Qwen3Config,
         transformers.Glm4Config,
@@ -210,6 +212,7 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
         transformers.SeedOssConfig,
         transformers.GraniteConfig,
         transformers.Qwen3_5TextConfig,
+        transformers.HunYuanDenseV1Config,
         *windowed[:-1],
     )
     known = {cls.model_type for cls in (*moe, *dense)} | {"mimo"}  # which transformers has not
@@ -226,6 +229,8 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
             family_of(full).model_spec(sparse),
         )
         assert from_full.transformer == from_sparse.transformer
+        assert from_full.rotary_scaling == from_sparse.rotary_scaling
+        assert from_full.query_scaling == from_sparse.query_scaling
         assert from_full.rotary_base == from_sparse.rotary_base
         assert from_full.tie_embeddings == from_sparse.tie_embeddings
         assert from_full.rotary_percent == from_sparse.rotary_percent
@@ -326,6 +331,9 @@ def test_unknown_families_and_missing_fields() -> None:
         ("llama3.1-8B", "llama", "llama"),
         ("deepseekv3", "deepseek_v3", "deepseek_v3"),
         ("mistral-7B", "mistral", "mistral"),
+        ("Mistral-7B-Instruct-v0.3", "not_known_here", "mistral"),
+        ("Ministral-3-8B", "ministral3", "ministral3"),
+        ("mistral3-24B", "mistral3", "mistral3"),
     ],
 )
 def test_model_name_in_the_spellings_of_launch_scripts(

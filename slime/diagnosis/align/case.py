@@ -18,12 +18,12 @@ from slime.models.ignore_list import examine, matrices
 from slime.models.quantised import Quantisation
 
 Side = Literal["engine", "trainer", ""]
-#: Mean difference up to which two sides in float32 are the same: a hundred times what sound ones
-#: differ by.
+#: Mean difference up to which two sides in float32 count as alike: a hundred times that of correct
+#: ones.
 ALIKE = 1e-3
-#: A single token may differ by as many times the allowed mean.
+#: A single token may differ by this multiple of the allowed mean.
 _OUTLIER = 50.0
-#: As a multiple of what rounding to 16 bits alone changes.
+#: Allowed mean, as a multiple of what rounding to 16 bits alone changes.
 _TIMES_ROUNDING = 3.0
 
 
@@ -32,11 +32,11 @@ class Untested(Exception):
 
 
 class AskableEngine(Protocol):
-    """An engine that can still be asked."""
+    """An engine that still answers requests."""
 
     def score(self, tokens: Sequence[Sequence[int]], *, together: bool) -> list[list[float]]:
-        """Score each list's tokens but the first at temperature 1, one request at a time or all at
-        once."""
+        """Return the log-probs at temperature 1 of each list's tokens but the first, with one
+        request at a time or all at once (``together``)."""
 
     def fingerprints(self) -> dict[str, str]:
         """Return the fingerprint of each tensor, by its Hugging Face name.
@@ -55,23 +55,23 @@ class AskableEngine(Protocol):
 
 @dataclass
 class Discrepancy:
-    """A difference between trainer and engine, with everything that can be asked about it.
+    """A difference between trainer and engine, with everything that is known about it.
 
     Attributes:
         samples: with the log-probs of both sides.
         sampling: of the run.
-        reference: None where the model is not at hand.
+        reference: None if the model is not available.
         without_reference: why there is no reference.
-        engine: the engine, if it can still be asked.
+        engine: the engine, if it still answers.
         tokenizer: of the model, or None.
-        facts: what else is known of the run, for details: "quantization", "dtypes", flags, ….
+        facts: other facts of the run, for details: "quantization", "dtypes", flags, ….
         stored: how the engine stores weights, where --hf-checkpoint has a quantization_config.
     """
 
     samples: list[Scored]
     sampling: Sampling = field(default_factory=Sampling)
     reference: Reference | None = None
-    without_reference: str = "the model is not at hand"
+    without_reference: str = "the model is not available"
     engine: AskableEngine | None = None
     tokenizer: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class Discrepancy:
         )
 
     @cached_property
-    def far(self) -> dict[str, float]:
+    def from_reference(self) -> dict[str, float]:
         """Mean distance of each side from the reference."""
         if self.reference is None:
             return {}

@@ -211,8 +211,12 @@ def _notes(result: Result) -> Iterable[str]:
         yield (
             "the trainer's log-probs were not kept: what the reference computes stands in for them"
         )
-    elif case.far and result.sides_differ and min(case.far.values()) > case.tolerance:
-        who = ", ".join(f"the {side} by {value:.3g}" for side, value in case.far.items())
+    elif (
+        case.from_reference
+        and result.sides_differ
+        and min(case.from_reference.values()) > case.tolerance
+    ):
+        who = ", ".join(f"the {side} by {value:.3g}" for side, value in case.from_reference.items())
         yield (
             f"both sides are far from the reference ({who}): its weights, of "
             f"{case.model().directory}, are perhaps not those of this rollout, and what is "
@@ -232,7 +236,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "largest_difference": differences.largest,
         "tolerance": case.tolerance,
         "rounding": case.rounding,
-        "from_reference": case.far,
+        "from_reference": case.from_reference,
         "growth_with_position": differences.growth(),
         "where": differences.where(),
         "worst": differences.worst(),
@@ -277,10 +281,10 @@ def text(result: Result) -> str:
         else "for both compute in float32"
     )
     lines.append(f"up to {case.tolerance:.3g} on average they are alike ({rounding})")
-    if case.far:
+    if case.from_reference:
         lines.append(
             "from the reference: "
-            + ", ".join(f"{side} {value:.3g}" for side, value in case.far.items())
+            + ", ".join(f"{side} {value:.3g}" for side, value in case.from_reference.items())
         )
     if not result.sides_differ:
         lines += ["", "nothing parts them"]

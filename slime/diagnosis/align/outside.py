@@ -1,5 +1,5 @@
-"""Causes outside the model: which tokens were scored, after which context, and what was made of the
-logits."""
+"""Causes outside the model: which tokens were scored, after which context, and how logits became
+log-probs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from slime.errors import UserError
 from slime.prompts.chat_template import render_messages, render_prompt
 
 _SHIFTS = (1, -1, 2, -2)
-#: Range and number of temperatures that are tried besides those with a reason.
+#: Range and number of temperatures that are tried besides the plausible ones.
 _LOWEST = 0.1
 _HIGHEST = 4.0
 _SEARCHES = 24
-#: How much better than the temperatures with a reason another one must explain it.
+#: Share that another temperature must explain beyond the best plausible one.
 _BETTER = 0.05
 
 
@@ -33,7 +33,7 @@ def other_tokens(case: Discrepancy) -> Iterator[Tried]:
     if any(sample.sent is not None for sample in case.samples):
         yield _two_dumps(case)
     if case.tokenizer is None:
-        raise Untested("the model's tokenizer is not at hand")
+        raise Untested("the model's tokenizer is not available")
     yield from _contexts(
         case, {"the prompt's text was tokenised again": partial(_retokenised, case)}
     )
@@ -65,21 +65,22 @@ def _two_dumps(case: Discrepancy) -> Tried:
 
 
 def _retokenised(case: Discrepancy, sample: Scored) -> list[int]:
-    text = case.tokenizer.decode(
-        sample.tokens[: sample.prompt_length].tolist(), skip_special_tokens=False
-    )
-    return list(case.tokenizer.encode(text, add_special_tokens=False))
+    return _encoded(case, _text(case, sample))
 
 
 # -- shift -----------------------------------------------------------------------------------------
 
 
 def shift(case: Discrepancy) -> Iterator[Tried]:
-    """Log-probs stand at neighbouring tokens."""
+    """One side's log-probs belong to neighbouring tokens."""
     whole = case.differences.values
     at_fault: Side = ""
-    if case.far:
-        at_fault = "engine" if case.far["engine"] > case.far["trainer"] else "trainer"
+    if case.from_reference:
+        at_fault = (
+            "engine"
+            if case.from_reference["engine"] > case.from_reference["trainer"]
+            else "trainer"
+        )
     for by in _SHIFTS:
         shifted = [_shifted(sample.engine, by) for sample in case.samples]
         # the hypothesis: the trainer's log-probs are the engine's of another token
@@ -119,7 +120,7 @@ def template(case: Discrepancy) -> Iterator[Tried]:
     BOS token."""
     tokenizer = case.tokenizer
     if tokenizer is None:
-        raise Untested("the model's tokenizer is not at hand")
+        raise Untested("the model's tokenizer is not available")
     makers: dict[str, Callable[[Scored], list[int] | None]] = {
         "the prompt lacks its first token": lambda sample: _prompt(sample)[1:],
         "the prompt lacks its last token": lambda sample: _prompt(sample)[:-1],
@@ -134,10 +135,10 @@ def template(case: Discrepancy) -> Iterator[Tried]:
         makers |= {
             "the prompt is in the chat template (once more)": partial(_templated, case),
             "the prompt is without the chat template": partial(_bare, case),
-            "the prompt ends before the assistant's head": partial(_without_head, case),
-            "the prompt has the assistant's head twice": lambda sample: [
+            "the prompt lacks the generation prompt": partial(_without_generation_prompt, case),
+            "the prompt has the generation prompt twice": lambda sample: [
                 *_prompt(sample),
-                *_head(case),
+                *_generation_prompt(case),
             ],
         }
     remedies = (
@@ -205,8 +206,8 @@ def _bare(case: Discrepancy, sample: Scored) -> list[int] | None:
     return _encoded(case, text[len(head) : len(text) - len(end)])
 
 
-def _head(case: Discrepancy) -> list[int]:
-    """Return the generation prompt of the template."""
+def _generation_prompt(case: Discrepancy) -> list[int]:
+    """Return the tokens that the chat template adds before an assistant's answer."""
     messages = [{"role": "user", "content": "hello"}]
     try:
         whole = render_messages(case.tokenizer, messages)
@@ -216,8 +217,8 @@ def _head(case: Discrepancy) -> list[int]:
     return _encoded(case, whole[len(without) :]) if whole.startswith(without) else []
 
 
-def _without_head(case: Discrepancy, sample: Scored) -> list[int] | None:
-    head = _head(case)
+def _without_generation_prompt(case: Discrepancy, sample: Scored) -> list[int] | None:
+    head = _generation_prompt(case)
     prompt = _prompt(sample)
     return prompt[: -len(head)] if head and prompt[-len(head) :] == head else None
 
@@ -252,7 +253,7 @@ def _temperature_words(value: float, now: float) -> str:
 
 
 def _narrowed(case: Discrepancy, near: float, ratio: float) -> Tried:
-    """Find the best temperature around ``near``, to a hundredth."""
+    """Find the best temperature around ``near``, to about 0.3 %."""
     now = case.sampling.temperature
     best = None
     for _ in range(3):
@@ -277,7 +278,7 @@ def filters(case: Discrepancy) -> Iterator[Tried]:
         words = ", ".join(
             f"--rollout-{name.replace('_', '-')} {value:g}" for name, value in mine.items()
         )
-        asked[f"log-probs are those of what {words} left over, renormalised"] = replace(
+        asked[f"log-probs are renormalised over the tokens that {words} kept"] = replace(
             now, renormalised=True
         )
     theirs = dict(case.facts.get("generation_config") or {})
@@ -301,12 +302,12 @@ def filters(case: Discrepancy) -> Iterator[Tried]:
         )
     if not asked:
         raise Untested(
-            "nothing is filtered: neither the flags nor generation_config.json ask for top-p, "
-            "top-k, min-p"
+            "nothing is filtered: neither the flags nor generation_config.json set top-p, top-k, "
+            "min-p or a repetition penalty"
         )
     remedies = (
-        "both sides must speak of all tokens: an engine's log-probs are taken before its filters; "
-        "with SGLang --sglang-sampling-defaults openai leaves generation_config.json out",
+        "both sides must take log-probs over the whole vocabulary, an engine before its filters; "
+        "with SGLang, --sglang-sampling-defaults openai ignores generation_config.json",
     )
     yield from _from_logits(case, list(asked.values()), list(asked), remedies)
 

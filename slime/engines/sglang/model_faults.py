@@ -17,12 +17,13 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
     Args:
         config: its config.json.
     Raises:
-        UserError: a scaled rotary embedding in Gemma 3, which SGLang leaves out (0.5.16,
-            ``models/gemma3_causal.py``: all layers get the type "default"). Experts in MXFP4, which
-            SGLang lays out anew as it starts (0.5.16, ``layers/quantization/mxfp4.py``), so that no
-            weights can be loaded into them afterwards. Text models of Qwen3.5 on their own, and
-            hybrids whose kinds of layers it would not find (0.5.16, ``models/qwen3_5.py``,
-            ``configs/qwen3_next.py``).
+        UserError: a scaled rotary embedding in Gemma 3, with a vision tower or not, which SGLang
+            leaves out (0.5.16, ``models/gemma3_causal.py``: all layers get the type "default").
+            Experts in MXFP4, which SGLang lays out anew as it starts (0.5.16,
+            ``layers/quantization/mxfp4.py``), so that no weights can be loaded into them
+            afterwards. Queries that grow from another position on than SGLang lets them
+            (``models/ministral3.py``). Text models of Qwen3.5 on their own, and hybrids whose kinds
+            of layers it would not find (0.5.16, ``models/qwen3_5.py``, ``configs/qwen3_next.py``).
     """
     if is_mxfp4(config):
         raise UserError(
@@ -32,13 +33,30 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             "names; or pass --rollout-engine embedded, which holds plain weights",
         )
     _check_hybrid(spec, config)
-    if spec.family == "gemma3_text" and spec.rotary_scaling is not None:
+    _check_query_scaling(spec)
+    if spec.family in ("gemma3_text", "gemma3") and spec.rotary_scaling is not None:
         kind = spec.rotary_scaling["rope_type"]
         raise UserError(
             f"SGLang computes this Gemma 3 without the rotary scaling ({kind}) of its config.json",
             why="SGLang 0.5.16 gives layers that see everything an unscaled embedding, so that its "
             "log-probs drift from the trainer's as positions grow",
             fix="pass --rollout-engine embedded, or choose Gemma 3 270M or 1B, which scale nothing",
+        )
+
+
+#: Positions from which on queries grow in SGLang, whatever config.json says.
+_QUERY_SCALING_LENGTH = 16384
+
+
+def _check_query_scaling(spec: ModelSpec) -> None:
+    scaling = spec.query_scaling
+    if scaling is not None and scaling.length != _QUERY_SCALING_LENGTH:
+        raise UserError(
+            f"SGLang lets queries of this model grow from position {_QUERY_SCALING_LENGTH} on",
+            why="its models/ministral3.py does not read original_max_position_embeddings of "
+            f"rope_parameters, which is {scaling.length}",
+            fix="pass --rollout-engine embedded, or choose a model with that length, such as "
+            "Ministral 3 8B",
         )
 
 

@@ -1,9 +1,9 @@
-"""Does a response follow the instructions of its row? The checkers of IFBench and IFEval are those
-of the package if-verifiable (``pip install 'slime-rl[ifbench]'``); this is how a row reaches them.
-They run in processes of their own (``python -m slime.rollout.rewards.instructions``), as they may
-hang and draw from the global ``random``.
+"""Reward for following the instructions of a row, by the checkers of IFBench and IFEval in the
+package if-verifiable (``pip install 'slime-rl[ifbench]'``). They run in separate processes
+(``python -m slime.rollout.rewards.instructions``), because they may hang and they draw from the
+global ``random``.
 
-A row's metadata has what the benchmarks' files have:
+A row's metadata has the fields of the benchmarks' files:
 
     {"instruction_id_list": ["count:word_count_range"],
      "kwargs": [{"min_words": 50, "max_words": 60}]}
@@ -34,7 +34,7 @@ _PROBE = "Here is a response. It has two sentences."
 #: Instructions of a row, by name and arguments.
 Task = list[tuple[str, dict[str, Any]]]
 
-#: Checkers that ask for data of NLTK's, which no package brings → where NLTK keeps it.
+#: Checkers that need NLTK data, which no package contains → its paths in NLTK's folder.
 _WORDS = "tokenizers/punkt_tab"
 _TAGGER = "taggers/averaged_perceptron_tagger_eng"
 _STOP_WORDS = "corpora/stopwords"
@@ -50,11 +50,11 @@ NEEDS_DATA: dict[str, tuple[str, ...]] = {
 
 
 def follows_all(response: str, task: Task) -> float:
-    """1.0 if the response follows every instruction to the letter, else 0.0. What stands before
-    ``</think>`` is not looked at; a checker that trips over a response has not found it followed.
+    """Return 1.0 if the response follows every instruction exactly, else 0.0. Text before
+    ``</think>`` is ignored. If a checker fails on a response, the instruction is not followed.
 
     Raises:
-        UserError: the instructions cannot be judged; as `check_task`, and `check_data`.
+        UserError: the instructions cannot be checked (`check_task`, `check_data`).
     """
     check_task(task)
     check_data(name for name, _ in task)
@@ -62,18 +62,18 @@ def follows_all(response: str, task: Task) -> float:
     names = [name for name, _ in task]
     arguments = [given for _, given in task]
     try:
-        with _same_draws(task):
+        with _seeded_random(task):
             _, scores = evaluate(
                 response, names, arguments, prompt="", instruction_registry=_checkers()
             )
     except LookupError as error:
-        if type(error) is not LookupError:  # those of lists and dicts are the checker's own
+        if type(error) is not LookupError:  # KeyError, IndexError: the checker failed
             return 0.0
         raise UserError(
-            f"the checkers of {', '.join(names)} need data of NLTK's that is not here",
+            f"the checkers of {', '.join(names)} need NLTK data that is not installed",
             why=" ".join(str(error).replace("*", "").split())[:300],
-            fix="get it with python -m nltk.downloader on each host of the run, or leave the rows "
-            "out",
+            fix="install it with python -m nltk.downloader on each host of the run, or leave the "
+            "rows out",
         ) from error
     return float(scores.binary_strict)
 
@@ -82,13 +82,13 @@ def follows_all(response: str, task: Task) -> float:
 
 
 def read_task(metadata: dict[str, Any] | None, where: str) -> Task:
-    """The instructions of a row. Arguments that are None are as good as none: columnar files fill
-    in all of them.
+    """Return the instructions of a row. Arguments that are None are dropped, because columnar files
+    have every argument in every row.
 
     Args:
         where: the row or sample, for errors.
     Raises:
-        UserError: there are none, or they have no arguments that go with them.
+        UserError: there are no instructions, or the arguments do not match them.
 
     Example:
         >>> read_task({"instruction_id_list": ["count:numbers"], "kwargs": [{"N": 3, "n": None}]},
@@ -101,9 +101,8 @@ def read_task(metadata: dict[str, Any] | None, where: str) -> Task:
         raise UserError(
             f"{where}: --rm-type {NAME} finds no instructions",
             why=f"metadata['instruction_id_list'] is {names!r:.80}",
-            fix="make it a list of names, {'instruction_id_list': ['count:numbers'], 'kwargs': "
-            "[{'N': 3}]} for one; "
-            "--metadata-key names the column",
+            fix="make it a list of names, for example {'instruction_id_list': ['count:numbers'], "
+            "'kwargs': [{'N': 3}]}; --metadata-key names the column",
         )
     listed = [given or {}] * len(names) if isinstance(given, dict | None) else given
     fits = (
@@ -113,7 +112,8 @@ def read_task(metadata: dict[str, Any] | None, where: str) -> Task:
     )
     if not fits:
         raise UserError(
-            f"{where}: the arguments of its {len(names)} instructions are no list of as many dicts",
+            f"{where}: the arguments of its {len(names)} instructions are not a list of "
+            f"{len(names)} dicts",
             why=f"metadata['kwargs'] is {given!r:.80}",
             fix="give {} to instructions that take none",
         )
@@ -124,10 +124,10 @@ def read_task(metadata: dict[str, Any] | None, where: str) -> Task:
 
 
 def check_task(task: Task) -> None:
-    """There is a checker for each instruction, and it takes the arguments.
+    """Check that each instruction has a checker that accepts its arguments.
 
     Raises:
-        UserError: names the instruction; or the package is missing.
+        UserError: one has none, and is named; or the package is missing.
     """
     for name, arguments in task:
         if name not in _checkers():
@@ -139,21 +139,21 @@ def check_task(task: Task) -> None:
                 else "leave its rows out, or judge them in --custom-rm-path",
             )
         try:
-            with _same_draws(task):
+            with _seeded_random(task):
                 checker = _checkers()[name](name)
                 checker.build_description(**arguments)
         except (TypeError, ValueError, AttributeError, LookupError) as error:
-            raise _unfit(name, arguments, error) from error
+            raise _arguments_error(name, arguments, error) from error
         try:
             checker.check_following(_PROBE)
-        # arguments are missing, or are no pattern: met with every response
+        # missing arguments and invalid patterns fail with every response
         except (TypeError, re.error) as error:
-            raise _unfit(name, arguments, error) from error
+            raise _arguments_error(name, arguments, error) from error
         except (ArithmeticError, ValueError, AttributeError, LookupError):
-            pass  # of this response, or of data that `check_data` asks for
+            pass  # caused by this response, or by missing data, which `check_data` reports
 
 
-def _unfit(name: str, arguments: dict[str, Any], error: Exception) -> UserError:
+def _arguments_error(name: str, arguments: dict[str, Any], error: Exception) -> UserError:
     return UserError(
         f"the instruction {name} does not take these arguments: {arguments!r:.200}",
         why=f"{type(error).__name__}: {error}",
@@ -165,19 +165,18 @@ def check_data(names: Iterable[str]) -> None:
     """Check that the NLTK data that these checkers need is installed.
 
     Raises:
-        UserError: names those whose is not, and how to get it.
+        UserError: names the checkers whose data are missing, and how to install them.
     """
     lacking = {name: missing for name in sorted(set(names)) if (missing := _missing(name))}
     if lacking:
         data = sorted({path.rpartition("/")[2] for paths in lacking.values() for path in paths})
         raise UserError(
-            f"the checkers of {', '.join(lacking)} need data of NLTK's that is not here: "
+            f"the checkers of {', '.join(lacking)} need NLTK data that is not installed: "
             f"{', '.join(data)}",
-            why="no package brings it, and rewards do not wait for a download; looked in "
+            why="no package contains it, and rewards do not wait for a download; searched "
             + ", ".join(optional_package("nltk", NAME).data.path),
             fix=f"python -m nltk.downloader {' '.join(data)}, on each host of the run (NLTK_DATA "
-            "names another folder "
-            "to look in); or leave their rows out",
+            "names another folder to search); or leave their rows out",
         )
 
 
@@ -191,16 +190,16 @@ def _missing(name: str) -> list[str]:
 
 
 def check_package() -> None:
-    """Whether the extra is installed, without importing it.
+    """Check that the extra is installed, without importing it.
 
     Raises:
-        UserError: it is not.
+        UserError: it is not installed.
     """
     lacking = [name for name in (PACKAGE, "nltk") if importlib.util.find_spec(name) is None]
     if lacking:
         raise UserError(
             f"--rm-type {NAME} needs the package {lacking[0].replace('_', '-')}",
-            why="the checkers of IFBench and IFEval are there",
+            why="it contains the checkers of IFBench and IFEval, or they import it",
             fix=f"pip install 'slime-rl[{NAME}]'",
         )
 
@@ -210,10 +209,10 @@ def check_package() -> None:
 
 @functools.cache
 def _checkers() -> dict[str, Any]:
-    """The classes of both benchmarks by the names of their instructions. Takes two seconds."""
+    """Return instruction → checker class for both benchmarks. The import takes two seconds."""
     nltk: Any = optional_package("nltk", NAME)
     download = nltk.download
-    # on import it asks the network for data, 16 s where there is none
+    # the import would try to download data, and takes 16 s without a network
     nltk.download = lambda *_, **__: False
     try:
         registries = [
@@ -222,7 +221,7 @@ def _checkers() -> dict[str, Any]:
         ]
     finally:
         nltk.download = download
-    # or it draws, and calls one response by two languages
+    # without a seed, it may detect two languages in two passes over one response
     optional_package("langdetect", NAME).DetectorFactory.seed = 0
     return {
         name: checker
@@ -232,9 +231,9 @@ def _checkers() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _same_draws(task: Task) -> Iterator[None]:
-    """Checkers draw what their arguments leave open: the same each time, and out of nobody else's
-    numbers."""
+def _seeded_random(task: Task) -> Iterator[None]:
+    """Seed ``random`` by the task in the block, and restore it: checkers draw arguments that are
+    not given."""
     state = random.getstate()
     random.seed(orjson.dumps(task))
     try:

@@ -24,7 +24,7 @@ from slime.rollout.rewards.remote import RemoteReward
 from slime.rollout.rewards.text import grade_dapo, grade_f1, grade_gpqa, last_boxed
 from slime.samples.frozen_fields import frozen
 from slime.samples.sample_fields import is_finite, is_number, reward_number
-from slime.samples.token_rewards import is_several, note_token_rewards
+from slime.samples.token_rewards import is_reward_list, note_token_rewards
 from slime.samples.types import Sample
 from slime.user_code.hooks import RewardFunction
 from slime.user_code.loading import (
@@ -375,7 +375,7 @@ class RewardPool:
         role = f"the reward of sample {sample.index}"
         why = f"response: {shown(sample.response[:80])}"
         why += f", label: {shown(sample.label, 80)}"
-        if is_several(value):
+        if is_reward_list(value):
             return note_token_rewards(sample, value, origin, why)
         if not isinstance(value, dict):
             return reward_number(value, origin, role, why)

@@ -1,12 +1,12 @@
-"""From the product of the query, key and value weights to what attention takes: one pass over
-memory, and one back.
+"""Fused kernel between the QKV projection and attention: split the heads, normalise and rotate
+(RoPE) query and key, in one pass over memory, and one in the backward pass.
 
     mixed [T, groups, (per group + 2) · dim] ─► query [T, groups · per group, dim]  norm, rotation
        q q q q k v │ q q q q k v │ …            key   [T, groups, dim]              norm, rotation
                                                 value [T, groups, dim]
 
-Written out, that is a copy, two norms and two rotations, each reading and writing everything, and
-twice that going back. Inside, everything is float32.
+Unfused, these are a copy, two norms and two rotations, each of which reads and writes everything,
+and twice as many passes backward. The arithmetic is in float32.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TOKENS = 32  # of a tile: one head of so many tokens
-# per program in the backward pass, which then writes one partial gradient of its head's norm weight
+_TOKENS = 32  # tokens of a tile, which has one head
+# tiles per program in the backward pass, which sums them to one partial gradient of a norm's weight
 _TILES = 4
 
 
 @triton.jit
 def _offsets(HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Columns of the first and second members of the rotated pairs."""
+    """Return the pairs' indices, and the columns of their first and second members."""
     i = tl.arange(0, BLOCK)[None, :]
     if INTERLEAVED:
         return i, 2 * i, 2 * i + 1
@@ -33,7 +33,7 @@ def _offsets(HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr)
 
 
 @triton.jit
-def _of_head(
+def _locate_head(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -44,8 +44,8 @@ def _of_head(
     PER_GROUP: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """This program's slot in its group (queries, then key, then value), where tokens ``t`` of that
-    head begin in the tensor that has it alone, and the weight of its norm."""
+    """Return the slot of this program's head in its group (queries, key, value), pointers to its
+    tokens ``t`` in the query, key or value tensor, and the pointer to the weight of its norm."""
     group = tl.program_id(1) // (PER_GROUP + 2)
     slot = tl.program_id(1) % (PER_GROUP + 2)
     if slot < PER_GROUP:
@@ -77,7 +77,9 @@ def _forward(
     x1 = tl.load(source + first, mask=pairs, other=0.0).to(tl.float32)
     x2 = tl.load(source + second, mask=pairs, other=0.0).to(tl.float32)
     x3 = tl.load(source + rest, mask=others, other=0.0).to(tl.float32)
-    slot, target, w_ptr = _of_head(q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, t, GROUPS, PER_GROUP, DIM)
+    slot, target, w_ptr = _locate_head(
+        q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, t, GROUPS, PER_GROUP, DIM
+    )
     if slot <= PER_GROUP:
         if WITH_NORM:
             squares = tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1) + tl.sum(x3 * x3, axis=1)
@@ -112,7 +114,7 @@ def _backward(
         inside = t < n
         pairs = inside & (i < HALF)
         others = inside & (rest < DIM)
-        slot, grad, w_ptr = _of_head(
+        slot, grad, w_ptr = _locate_head(
             dq_ptr, dk_ptr, dv_ptr, wq_ptr, wk_ptr, t, GROUPS, PER_GROUP, DIM
         )
         g1 = tl.load(grad + first, mask=pairs, other=0.0).to(tl.float32)
@@ -159,14 +161,14 @@ def _backward(
 
 
 class SplitNormRotate(torch.autograd.Function):
-    """See the module's drawing.
+    """Split the QKV projection into heads; normalise and rotate query and key.
 
     Args of ``apply``:
         mixed: [T, groups, (per group + 2) · dim].
-        query_weight, key_weight: [dim] of the norms over each head; None for none.
+        query_weight, key_weight: [dim], weights of the norms over each head; None: no norms.
         cos, sin: [T, 1, rotated dimensions / 2].
-        per_group: query heads per key.
-        eps: of the norms.
+        per_group: query heads per key head.
+        eps: epsilon of the norms.
         interleaved: pairs of rotated dimensions are (0, 1), (2, 3), … instead of (0, half), ….
     Returns:
         query [T, groups · per group, dim], key and value [T, groups, dim]; contiguous.
@@ -218,7 +220,7 @@ class SplitNormRotate(torch.autograd.Function):
         partial = torch.empty(
             programs if with_norm else 0, groups, slots, dim, dtype=torch.float32, device=cos.device
         )
-        if not with_norm:  # not read
+        if not with_norm:  # placeholders that the kernel does not read
             mixed = query_weight = key_weight = grad_mixed
         if n:
             _backward[(programs, groups * slots)](

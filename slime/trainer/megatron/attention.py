@@ -28,7 +28,7 @@ from slime.log import get_logger
 from slime.memory.hardware import FLASH4_MAJORS, FLASH4_WIDEST
 from slime.models.spec import RotaryKind
 from slime.trainer.megatron import device
-from slime.trainer.megatron.layers import RMSNorm
+from slime.trainer.megatron.layers import NormOfRotated, RMSNorm
 from slime.trainer.megatron.packed import AttentionBlock, PackedSequences, PaddedLayout
 from slime.trainer.megatron.rotary import Rotate
 
@@ -151,6 +151,8 @@ class PackedSelfAttention(SelfAttention):
         query, key, value, *gates = heads(
             hidden_states, *packed_seq_params.rotary[self.rotary_kind]
         )
+        if packed_seq_params.query_factors is not None:
+            query = query * packed_seq_params.query_factors
         core = functools.partial(self.core_attention, sequences=packed_seq_params)
         out = attend(self, core, query, key, value)
         for gate in gates:
@@ -164,12 +166,12 @@ class PackedSelfAttention(SelfAttention):
         found = self.get_query_key_value_tensors(hidden, output_gate=gated)
         query, key, value, *gates = (x.squeeze(1) for x in found)
         interleaved = self.config.rotary_interleaved
-        return (
-            Rotate.apply(query, cos, sin, interleaved),
-            Rotate.apply(key, cos, sin, interleaved),
-            value,
-            *(self._own_part(gate, query) for gate in gates),
-        )
+        query = Rotate.apply(query, cos, sin, interleaved)
+        key = Rotate.apply(key, cos, sin, interleaved)
+        if isinstance(self.q_layernorm, NormOfRotated):
+            query = self.q_layernorm.normalised(query)
+            key = self.k_layernorm.normalised(key)
+        return (query, key, value, *(self._own_part(gate, query) for gate in gates))
 
     def _own_part(self, gate: Tensor, query: Tensor) -> Tensor:
         """The gates of the rank's own query heads: Megatron returns those of a whole group where

@@ -1,12 +1,12 @@
-"""The weights that quantised engines compute with, in the trainer's own model.
+"""Fake quantisation: the trainer's model computes with the weights of quantised engines.
 
-    parameter ─ pieces of the tensor ranks ─► Hugging Face weights
-              ─ quantise, dequantise ─► this rank's piece again
+    parameter ─ shards of the tensor-parallel ranks ─► Hugging Face weights
+              ─ quantise, dequantise ─► this rank's shard again
 
-Swapped in around a pass, they make the trainer compute what engines compute after a push of its
-weights: the same bits (`slime.engines.wire.quantised` has the arithmetic, for pushes too), at any
-layout. A backward pass inside the block leaves gradients of the loss at these weights with the
-plain parameters, which is what a straight-through estimator is: rounding counts as the identity.
+Swapped in around a pass, these weights have the bits of those that engines compute with after a
+push, at any layout (`slime.engines.wire.quantised` has the arithmetic, for pushes too). A backward
+pass inside the block gives the plain parameters the gradients of the loss at these weights. This is
+the straight-through estimator, which takes rounding as the identity.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from slime.weights.route import flag_dtype
 class EngineWeights:
     """The parameters of a rank's model that engines hold quantised.
 
-    Building one is not collective, swapping in is, over the tensor-parallel ranks.
+    The constructor is not collective; `swapped_in` is, over the tensor-parallel ranks.
 
     Args:
         chunks: this rank's model, one chunk per virtual pipeline stage, wrapped or not.
         hf_config: what the model was built from.
         dtype: of the engines' weights.
-        model_name: conversion table, when the config does not tell.
+        model_name: name of the conversion table, if the config does not tell.
     Raises:
         UserError: the ignore list does not fit the model; compressed-tensors is needed and not
             installed.
@@ -66,9 +66,9 @@ class EngineWeights:
             match = family.match_megatron(name, self._spec)
             if match is not None and chosen.intersection(match.exports):
                 self._matches[name] = match
-                holders[_whole(tensor).data_ptr()] = match.rule.is_expert
+                holders[_stack_of(tensor).data_ptr()] = match.rule.is_expert
         of_chunks = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        #: Each parameter that is quantised, and whether it is that of routed experts.
+        #: Each quantised parameter, and whether it belongs to routed experts.
         self._parameters = [
             (p, holders[p.data_ptr()]) for p in of_chunks if p.data_ptr() in holders
         ]
@@ -77,7 +77,7 @@ class EngineWeights:
     def of(
         config: Config, chunks: Sequence[nn.Module], hf_config: HfConfig
     ) -> EngineWeights | None:
-        """Build it from a run's flags; None if engines hold plain weights."""
+        """Return the weights by a run's flags; None if engines hold plain weights."""
         quantisation = Quantisation.read(read_hf_config(hf_config))
         if quantisation is None:
             return None
@@ -86,9 +86,9 @@ class EngineWeights:
 
     @contextmanager
     def swapped_in(self, *, experts_only: bool = False) -> Iterator[None]:
-        """Within the block the model computes with these weights instead of those that it has now,
-        which come back afterwards, bit for bit. Takes the memory of the parameters a second time.
-        Collective."""
+        """Let the model compute with these weights within the block; afterwards it has its own
+        again, bit for bit. Collective. The block takes the memory of the parameters a second
+        time."""
         parameters = [
             parameter for parameter, is_expert in self._parameters if is_expert or not experts_only
         ]
@@ -100,7 +100,7 @@ class EngineWeights:
                 for name, tensor in self._named():
                     match = self._matches.get(name)
                     if match is not None and (match.rule.is_expert or not experts_only):
-                        tensor.copy_(self._piece(match, tensor.detach()))
+                        tensor.copy_(self._engine_shard(match, tensor.detach()))
             yield
         finally:
             for parameter, data in zip(parameters, own):
@@ -109,8 +109,8 @@ class EngineWeights:
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         return global_parameters(self._chunks, self._spec.num_experts, self._placement, part="base")
 
-    def _piece(self, match: Match, own: Tensor) -> Tensor:
-        """This rank's piece of the weight that engines compute with."""
+    def _engine_shard(self, match: Match, own: Tensor) -> Tensor:
+        """Return this rank's shard of the weight that engines compute with."""
         layout = match.rule.layout
         shard = shard_of(match, self._placement)
         if self._scheme.is_of_rows(own.shape[1]):
@@ -128,7 +128,7 @@ class EngineWeights:
         return layout.load(weights, shard, spec)
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """The parameter that a single expert's weight is a view of; any other is whole itself."""
+def _stack_of(tensor: Tensor) -> Tensor:
+    """Return the stacked parameter of which a single expert's weight is a view, else ``tensor``."""
     stack, _ = getattr(tensor, "stacked_in", (tensor, 0))
     return stack

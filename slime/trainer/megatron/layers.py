@@ -66,6 +66,20 @@ class RMSNorm(torch.nn.Module):
         return 1.0 + self.weight.float() if self.zero_centred else self.weight
 
 
+class NormOfRotated(RMSNorm):
+    """The norm of queries or keys that are rotated first (Hunyuan).
+
+    Megatron calls norms before the rotation: there it passes its input on, and the attention calls
+    `normalised` behind the rotation.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def normalised(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 class WideNorm(torch.nn.Module):
     """Root-mean-square norm over all heads of queries or of keys together (OLMo-2).
 

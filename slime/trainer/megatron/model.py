@@ -44,7 +44,7 @@ from slime.errors import UserError
 from slime.models.layout_rules import virtual_stages
 from slime.models.mixers import GATED_DELTA_NET, mixer_of, mixers_of
 from slime.models.model_flags import merge_transformer
-from slime.models.rotary import layer_frequencies
+from slime.models.rotary import layer_frequencies, query_factors
 from slime.models.spec import ModelSpec, RotaryKind
 from slime.trainer.megatron import te_layers
 from slime.trainer.megatron.adapters import give_gradient
@@ -52,6 +52,7 @@ from slime.trainer.megatron.attention import PackedAttention, PackedSelfAttentio
 from slime.trainer.megatron.delta_net import delta_net_spec
 from slime.trainer.megatron.layers import (
     Embedding,
+    NormOfRotated,
     RMSNorm,
     SwiGLUActivation,
     WideNorm,
@@ -172,6 +173,9 @@ class PolicyModel(GPTModel):
         if sequences.rotary is None:
             positions = sequences.positions
             sequences.rotary = {kind: angles(positions) for kind, angles in self.angles.items()}
+            if self.spec.query_scaling is not None:
+                factors = query_factors(self.spec.query_scaling, positions)
+                sequences.query_factors = factors.to(self.config.params_dtype)[:, None, None]
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=batch.tokens, position_ids=None)
@@ -433,6 +437,9 @@ def put_in_parts(
             if spec.wide_qk_norms:
                 attention.submodules.q_layernorm = _wide_norm(spec.num_heads)
                 attention.submodules.k_layernorm = _wide_norm(spec.num_query_groups)
+            if spec.rotates_first:
+                attention.submodules.q_layernorm = NormOfRotated
+                attention.submodules.k_layernorm = NormOfRotated
         if attention.module is MLASelfAttention:
             attention.module = PackedMLASelfAttention
         if issubclass(attention.module, PackedMLASelfAttention):
@@ -486,7 +493,12 @@ def transformer_config(
         arguments["use_te_activation_func"] = True  # the slot that `SwiGLUActivation` fills
     arguments.update(expert_arguments(arguments))
     mixer = mixer_of(spec.transformer, 0)
-    return pkgutil.resolve_name(mixer.megatron_config)(**arguments | mixer.megatron_overrides)
+    # Megatron refuses it beside softmax scores, which `slime.trainer.megatron.moe_router` computes
+    has_bias = arguments.pop("moe_router_enable_expert_bias", False)
+    config_class = pkgutil.resolve_name(mixer.megatron_config)
+    made: TransformerConfig = config_class(**arguments | mixer.megatron_overrides)
+    made.moe_router_enable_expert_bias = has_bias
+    return made
 
 
 def _trainer_arguments(spec: ModelSpec, config: Config, initialise: bool) -> dict[str, Any]:

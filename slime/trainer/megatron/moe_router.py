@@ -256,11 +256,8 @@ def choose_experts(logits: Tensor, bias: Tensor | None, config: TransformerConfi
     unless a bias or sums over groups come in between.
     """
     scores = torch.sigmoid(logits) if config.moe_router_score_function == "sigmoid" else logits
-    if (
-        config.moe_router_group_topk
-        and config.moe_router_score_function == "softmax"
-        and config.moe_router_pre_softmax
-    ):
+    limited = config.moe_router_group_topk and config.moe_router_pre_softmax
+    if config.moe_router_score_function == "softmax" and (limited or bias is not None):
         scores = logits.softmax(dim=-1)
     if bias is not None:
         scores = scores + bias

@@ -174,6 +174,8 @@ class PackedSequences(PackedSeqParams):
         padded: the same tokens as dense blocks; None for the packed kernel.
         rotary: (cos, sin) of every position for each rotary embedding of the model's layers, filled
             by the model on first use.
+        query_factors: [T, 1, 1], on the queries of every position, filled likewise; None for models
+            whose queries do not grow.
         context: how the tokens are divided over a context-parallel group; None where one rank has
             all.
         routing: what the routers of experts are told; None for dense models.
@@ -184,6 +186,7 @@ class PackedSequences(PackedSeqParams):
     positions: Tensor | None = None
     padded: PaddedLayout | None = None
     rotary: dict[RotaryKind, tuple[Tensor, Tensor]] | None = None
+    query_factors: Tensor | None = None
     context: ContextSplit | None = None
     routing: Routing | None = None
 

@@ -1,0 +1,26 @@
+"""Gemma 3 from 4B on (``Gemma3ForConditionalGeneration``): models that also see images, around the
+decoder of Gemma 3's text models. The text part alone is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.models.gemma3_text import gemma3_spec
+from slime.models.nested import TOWER_AND_PROJECTOR, text_config, under
+from slime.models.spec import ModelSpec
+from slime.models.table import POST_NORM_RULES, ModelFamily
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    return gemma3_spec(text_config(config), "gemma3")
+
+
+GEMMA3 = ModelFamily(
+    name="gemma3",
+    model_types=("gemma3",),
+    architectures=("Gemma3ForConditionalGeneration",),
+    rules=under(POST_NORM_RULES),
+    make_spec=_spec,
+    ignored=TOWER_AND_PROJECTOR,
+    carried=TOWER_AND_PROJECTOR,
+)

@@ -1,0 +1,80 @@
+"""Hunyuan dense, 0.5B to 7B (``HunYuanDenseV1ForCausalLM``): norms on queries and keys behind their
+rotation, whose base ``alpha`` may stretch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from slime.models.decoder import decoder_spec
+from slime.models.rules import Rule
+from slime.models.spec import ModelSpec, require, rotary_settings
+from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+
+#: transformers' HunYuanDenseV1Config, where config.json is silent.
+_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+_RENAMED = {".q_norm.": ".query_layernorm.", ".k_norm.": ".key_layernorm."}
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    config = _with_stretched_base({**_DEFAULTS, **config})
+    bias = bool(config.get("attention_bias"))
+    return decoder_spec(
+        config,
+        "hunyuan_v1_dense",
+        add_qkv_bias=bias,
+        output_bias=bias,
+        qk_layernorm=True,
+        rotates_first=True,
+    )
+
+
+def _with_stretched_base(config: dict[str, Any]) -> dict[str, Any]:
+    """Write rotary scaling of type "dynamic" with ``alpha`` as what it is here: base ·
+    alpha^(dim / (dim - 2)) at every length. Other fields of it have no effect.
+
+    Source: transformers' HunYuanDenseV1RotaryEmbedding.
+    """
+    places = [place for place in ("rope_parameters", "rope_scaling") if config.get(place)]
+    alphas = {_alpha(config[place]) for place in places}
+    alpha = alphas.pop() if len(alphas) == 1 else None
+    if alpha is None:
+        return config
+    kept = ("rope_theta", "partial_rotary_factor")
+    plain = {
+        place: {key: value for key, value in config[place].items() if key in kept}
+        for place in places
+    }
+    base, percent, _ = rotary_settings({**config, **plain})
+    hidden = int(require(config, "hidden_size"))
+    dim = int(config.get("head_dim") or hidden // int(require(config, "num_attention_heads")))
+    return {
+        **config,
+        "rope_theta": base * alpha ** (dim / (dim - 2)),
+        "partial_rotary_factor": percent,
+        "rope_parameters": None,
+        "rope_scaling": None,
+    }
+
+
+def _alpha(settings: dict[str, Any]) -> float | None:
+    """Return the stretch of the base; None for another kind of scaling."""
+    kind = settings.get("rope_type") or settings.get("type")
+    return float(settings["alpha"]) if kind == "dynamic" and settings.get("alpha") else None
+
+
+def _renamed(rule: Rule) -> Rule:
+    names = rule.hf_names
+    for before, after in _RENAMED.items():
+        names = tuple(name.replace(before, after) for name in names)
+    return replace(rule, hf=names)
+
+
+HUNYUAN_V1_DENSE = ModelFamily(
+    name="hunyuan_v1_dense",
+    model_types=("hunyuan_v1_dense",),
+    architectures=("HunYuanDenseV1ForCausalLM",),
+    rules=tuple(_renamed(rule) for rule in DENSE_RULES),
+    make_spec=_spec,
+    ignored=COMPUTED_BUFFERS,
+)

@@ -1,0 +1,82 @@
+"""Ministral 3's text models (``Ministral3ForCausalLM``): Mistral with YaRN, and queries that grow
+with the position (``llama_4_scaling_beta``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.errors import UserError
+from slime.models.decoder import decoder_spec, windows_everywhere
+from slime.models.spec import ModelSpec, QueryScaling
+from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
+
+#: transformers' Ministral3Config, where config.json is silent.
+_DEFAULTS = {
+    "vocab_size": 131072,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+}
+_DEFAULT_ROTARY = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+_BETA = "llama_4_scaling_beta"
+
+
+def ministral3_spec(config: dict[str, Any], family: str) -> ModelSpec:
+    """Read the decoder of a Ministral 3.
+
+    Raises:
+        UserError: as `decoder_spec`; queries grow, and no field says from which length on.
+    """
+    config = {**_DEFAULTS, **config}
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or _DEFAULT_ROTARY
+    rest = {key: value for key, value in config.items() if key != "rope_scaling"}
+    # the second is that of the whole model, again; it scales nothing
+    apart = (_BETA, "max_position_embeddings")
+    rotary = {key: value for key, value in settings.items() if key not in apart}
+    return decoder_spec(
+        {**rest, "rope_parameters": rotary},
+        family,
+        query_scaling=_query_scaling(settings, config),
+        **windows_everywhere(config),
+    )
+
+
+def _query_scaling(settings: dict[str, Any], config: dict[str, Any]) -> QueryScaling | None:
+    beta = settings.get(_BETA)
+    if not beta:
+        return None
+    key = "original_max_position_embeddings"
+    length = settings.get(key) or config.get(key)
+    if not length:
+        raise UserError(
+            f"the model's config.json sets {_BETA} to {beta} and no {key}",
+            why="queries grow with each multiple of that length",
+            fix="use the config.json that belongs to the weights",
+        )
+    return QueryScaling(float(beta), int(length))
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    return ministral3_spec(config, "ministral3")
+
+
+MINISTRAL3 = ModelFamily(
+    name="ministral3",
+    model_types=("ministral3",),
+    architectures=("Ministral3ForCausalLM",),
+    rules=DENSE_RULES,
+    make_spec=_spec,
+    ignored=COMPUTED_BUFFERS,
+)

@@ -1,0 +1,61 @@
+"""Models that also see images: their config.json describes the decoder in ``text_config``, and
+names of its tensors have a prefix. The text part alone is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from slime.models.rules import Rule
+from slime.models.spec import require
+
+_INSIDE = "model.language_model."
+_UNDER = "language_model."
+#: Tower and projector of models whose decoder is below ``language_model``: counted, not trained.
+TOWER_AND_PROJECTOR = (r"vision_tower\..*", r"multi_modal_projector\..*")
+
+
+def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of config.json that describes the decoder; of a text model, all of it."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of config.json that describes the decoder. Whether embedding and output layer
+    are one weight stands outside of it.
+
+    Raises:
+        UserError: there is no such part.
+    """
+    inner = dict(require(config, "text_config"))
+    tied = config.get("tie_word_embeddings")
+    return inner if tied is None else {**inner, "tie_word_embeddings": tied}
+
+
+def inside(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Return the same rules for a decoder below ``model.language_model``, whose output layer is
+    beside it (Qwen3.5)."""
+
+    def inner(name: str) -> str:
+        return _INSIDE + name.removeprefix("model.") if name.startswith("model.") else name
+
+    return _renamed(rules, inner)
+
+
+def under(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Return the same rules for a whole text model below ``language_model``, its output layer
+    included (Mistral 3, Gemma 3)."""
+    return _renamed(rules, lambda name: _UNDER + name)
+
+
+def _renamed(rules: Sequence[Rule], rename: Callable[[str], str]) -> tuple[Rule, ...]:
+    return tuple(
+        replace(
+            rule,
+            hf=tuple(rename(name) for name in rule.hf_names),
+            tied_to=rule.tied_to and rename(rule.tied_to),
+        )
+        for rule in rules
+    )
