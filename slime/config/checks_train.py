@@ -149,6 +149,7 @@ def _algorithm(draft: Draft) -> None:
             f"--tis-clip-low {draft['tis_clip_low']:g} is more than --tis-clip "
             f"{draft['tis_clip']:g}"
         )
+    _check_baseline(draft)
     _check_sampling_mask(draft)
     if draft["rs_lower_bound"] > draft["rs_upper_bound"]:
         raise UserError(
@@ -168,6 +169,27 @@ def _algorithm(draft: Draft) -> None:
         )
 
 
+#: Estimators that are GRPO but for what a reward loses and is divided by.
+_GRPO_BUT_FOR_REWARDS = ("rloo", "maxrl")
+#: What takes the place of that.
+_OWN_REWARDS = (
+    "disable_rewards_normalization",
+    "custom_reward_post_process_path",
+    "custom_convert_samples_to_train_data_path",
+    "custom_advantage_function_path",
+)
+
+
+def _check_baseline(draft: Draft) -> None:
+    estimator = draft["advantage_estimator"]
+    own = [option_of(dest) for dest in _OWN_REWARDS if draft[dest]]
+    if estimator in _GRPO_BUT_FOR_REWARDS and own:
+        draft.warnings.append(
+            f"--advantage-estimator {estimator} has no effect with {' and '.join(own)}: it is "
+            "grpo but for what rewards become within their group"
+        )
+
+
 def _check_sampling_mask(draft: Draft) -> None:
     flags = " and ".join(draft.truncations())
     if draft["use_sampling_mask"] and not flags:
@@ -176,6 +198,17 @@ def _check_sampling_mask(draft: Draft) -> None:
             why="without --rollout-top-k, --rollout-top-p or --rollout-min-p every token is drawn "
             "from the whole vocabulary",
             fix="leave it out",
+        )
+    if (
+        draft["use_sampling_mask"]
+        and draft["rollout_top_k"] == 1
+        and draft["opd_loss"] == "sampled"
+    ):
+        raise UserError(
+            "with --use-sampling-mask and --rollout-top-k 1 nothing is learned",
+            why="each token is drawn from one alone, so that its probability is 1 whatever the "
+            "policy, and its gradient 0",
+            fix="pass a larger --rollout-top-k",
         )
     if flags and not draft["use_sampling_mask"] and draft["loss_type"] not in DATA_LOSSES:
         draft.warnings.append(

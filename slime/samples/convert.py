@@ -157,7 +157,7 @@ def _check_teacher_top(columns: Columns) -> None:
     for position, values in enumerate(columns.payloads.get("teacher_top", ())):
         shape = np.shape(values)
         length = columns.response_lengths[position]
-        if shape != (0,) and shape[1] != length:
+        if shape != (0,) and shape[1:2] != (length,):
             raise _refused(
                 columns,
                 position,

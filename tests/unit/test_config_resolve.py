@@ -388,6 +388,25 @@ def test_evaluation_follows_rollout() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "warns"),
+    [
+        ({"advantage_estimator": "rloo", "disable_rewards_normalization": True}, True),
+        ({"advantage_estimator": "maxrl", "custom_advantage_function_path": "a.b"}, True),
+        ({"advantage_estimator": "dr_grpo", "custom_advantage_function_path": "a.b"}, False),
+        ({"advantage_estimator": "rloo"}, False),
+    ],
+)
+def test_an_estimator_of_which_nothing_is_left_is_told(flags: dict[str, Any], warns: bool) -> None:
+    warnings = make_config(**flags).warnings
+    assert any("has no effect with --" in warning for warning in warnings) is warns
+
+
+def test_a_policy_distils_greedy_answers() -> None:
+    flags = {"use_opd": True, "opd_teacher_load": ["x"], "opd_loss": "reverse_kl"}
+    assert make_config(**flags, rollout_top_k=1).algorithm.use_sampling_mask
+
+
 def test_an_evaluation_is_not_cut_to_what_bounds_the_sampling_mask() -> None:
     flags = {"rollout_top_p": 0.9, "rollout_engine": "sglang"}
     config = make_config(**flags)
@@ -654,6 +673,7 @@ def test_deepep_and_sequence_parallel_without_tensor_parallel_are_warned_of() ->
             "--overlong-buffer-len has no effect with --advantage-estimator maxrl",
             {"overlong_buffer_len": 4, "advantage_estimator": "maxrl"},
         ),
+        ("and --rollout-top-k 1 nothing is learned", {"rollout_top_k": 1}),
         ("--bf16 and --fp16", {"bf16": True, "fp16": True}),
         ("--min-lr 1 is more than --lr 1e-06", {"min_lr": 1.0, "lr_decay_style": "cosine"}),
         (

@@ -30,7 +30,7 @@ BUDGETS = {
     "cli": 2_350,
     "cluster": 4_500,
     "compat": 1_400,
-    "config": 5_530,  # flags of estimators, importance levels and rejection, preferences
+    "config": 5_580,  # flags of estimators, importance levels and rejection, preferences
     "diagnosis": 4_240,
     "embedded": 5_800,  # sinks, stacks of experts, queries that grow
     "engines": 4_330,  # log-probs behind the filters, channels of gpt-oss
