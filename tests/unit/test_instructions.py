@@ -212,7 +212,7 @@ def test_missing_data_is_named_with_what_gets_it(words: Path) -> None:
     assert refused.value.fix.startswith(
         "python -m nltk.downloader averaged_perceptron_tagger_eng stopwords, on each"
     )
-    with pytest.raises(UserError, match="need data"):
+    with pytest.raises(UserError, match="need NLTK data"):
         follows_all("The end", [("words:start_verb", {})])
 
 
@@ -221,7 +221,7 @@ def test_data_that_the_table_does_not_know_is_no_zero(
     words: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(instructions.NEEDS_DATA, "ratio:stop_words", ())
-    with pytest.raises(UserError, match="the checkers of ratio:stop_words need data") as refused:
+    with pytest.raises(UserError, match="of ratio:stop_words need NLTK data") as refused:
         follows_all("The end", [("ratio:stop_words", {"percentage": 50})])
     assert "'stopwords' not found" in refused.value.why
 
@@ -253,7 +253,7 @@ def config_for(rows: list[dict[str, Any]], folder: Path, **flags: Any) -> Any:
     [
         ({}, r"rows.jsonl:2\)\s+why: .*--rm-type ifbench finds no instructions"),
         (of("count:nmbers"), r"rows.jsonl:2\)\s+why: no instruction .* 'count:nmbers'"),
-        (of("format:title_case", "ratio:stop_words"), "the checkers of ratio:stop_words need data"),
+        (of("format:title_case", "ratio:stop_words"), "of ratio:stop_words need NLTK data"),
     ],
 )
 def test_rows_are_looked_at_before_a_launch(words: Path, row: dict[str, Any], said: str) -> None:

@@ -54,8 +54,7 @@ def _two_dumps(case: Discrepancy) -> Tried:
         count += len(unequal) + abs(len(sent) - len(sample.tokens))
         place = int(unequal[0]) if len(unequal) else length
         first = first or f"first: {sample.name}, position {place}"
-        other = replace(sample, tokens=sent)
-        variant.append(model.log_probs(other))
+        variant.append(model.log_probs(replace(sample, tokens=sent)))
     what = f"scored {count} other token ids than the other side"
     remedies = (
         "keep the ids that the engine returned: sample.append_response_tokens(tokens=…); never "
@@ -91,9 +90,8 @@ def shift(case: Discrepancy) -> Iterator[Tried]:
         if int(known.sum()) * 2 < len(known):
             raise Untested("responses of one or two tokens have no neighbours")
         share = explained(whole[known], predicted[known])
-        what = f"log-probs are those of the token {abs(by)} {'later' if by < 0 else 'earlier'}"
-        if at_fault == "trainer":
-            what = f"log-probs are those of the token {abs(by)} {'earlier' if by < 0 else 'later'}"
+        is_later = (by < 0) != (at_fault == "trainer")
+        what = f"log-probs are those of the token {abs(by)} {'later' if is_later else 'earlier'}"
         left = size(whole[known] - predicted[known])
         remedy = (
             "position p of the logits predicts token p + 1: look at custom generate, conversion "
@@ -106,9 +104,8 @@ def _shifted(values: Tensor, by: int) -> Tensor:
     """Return ``values[t + by]`` for each t; NaN if that is outside."""
     moved = torch.full_like(values, float("nan"))
     if abs(by) < len(values):
-        moved[max(0, -by) : len(values) - max(0, by)] = values[
-            max(0, by) : len(values) + min(0, by)
-        ]
+        inside = values[max(0, by) : len(values) + min(0, by)]
+        moved[max(0, -by) : len(values) - max(0, by)] = inside
     return moved
 
 
