@@ -54,7 +54,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
         rotary_interleaved=True,
         moe_layer_freq=moe_layer_freq(_has_experts(config)),
         moe_router_enable_expert_bias=True,
-        **({"moe_shared_expert_intermediate_size": shared} if shared else {}),
+        moe_shared_expert_intermediate_size=shared or None,
         **softmax_router(routed),
     )
 
