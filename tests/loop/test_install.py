@@ -220,7 +220,7 @@ def imported() -> set[str]:
 
 
 #: Modules that come with a requirement, in those of its builds where they are used.
-BROUGHT_BY = {"triton": "torch", "flash_attn": "sglang"}
+BROUGHT_BY = {"triton": "torch", "flash_attn": "sglang", "fla": "fla-core"}
 
 
 def test_what_is_imported_is_required() -> None:

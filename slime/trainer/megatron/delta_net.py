@@ -302,7 +302,7 @@ def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     except ImportError as error:
         logger.warning(
             "gated delta nets are computed by torch, which is many times slower than kernels on "
-            "this GPU (%s); pip install fla-core",
+            "this GPU (%s); pip install 'slime-rl[delta-net]'",
             error,
         )
         return None
