@@ -54,8 +54,8 @@ def _moe_spec(config: dict[str, Any], family: str) -> ModelSpec:
     )
 
 
-def _stacked(rule: Rule) -> Rule:
-    """The same rule for a stack of experts, gate rows above up rows."""
+def stacked(rule: Rule) -> Rule:
+    """Return the same rule for a stack of experts, gate rows above up rows."""
     if not rule.is_expert:
         return rule
     if len(rule.hf_names) == 1:
@@ -73,7 +73,7 @@ _RULES = (
     *GATED_ATTENTION.rules,
     *SPLIT_DELTA_RULES,
     MLP_NORM,
-    *(_stacked(rule) for rule in GATED_MOE_RULES),
+    *(stacked(rule) for rule in GATED_MOE_RULES),
 )
 
 QWEN3_5_MOE_TEXT = ModelFamily(
