@@ -10,11 +10,10 @@ from typing import Any
 from slime.models.hybrid import VISION
 from slime.models.layouts import Transposed
 from slime.models.nested import inside, text_config, text_rotary
-from slime.models.qwen3_5_moe import stacked
 from slime.models.qwen3_moe import qwen3_moe_spec
 from slime.models.rules import Rule
 from slime.models.spec import ModelSpec
-from slime.models.table import DENSE_RULES, MOE_RULES, ModelFamily
+from slime.models.table import DENSE_RULES, MOE_RULES, ModelFamily, stacked
 
 #: transformers' Qwen3VLMoeTextConfig, where config.json is silent.
 _DEFAULTS = {

@@ -3,6 +3,7 @@ along."""
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from slime.errors import UserError
 from slime.models import family_of
+from slime.models.ignore_list import refuse_untried
 from tests.support.embedded_models import make_scheduler, make_sequence, run
-from tests.support.hf_configs import config_of
+from tests.support.hf_configs import NESTED, PUBLISHED, config_of
 from tests.support.tiny_models import WITH_IMAGES, save_tiny
 from tests.support.trainer_ranks import make_batch
 from tests.support.trainers import trainer
@@ -99,11 +101,22 @@ def test_positions_of_images_do_not_matter_to_text(family: str) -> None:
 
 
 def test_qwen2_5_vl_is_described_inside_or_at_the_top() -> None:
-    inside = config_of("qwen2_5_vl", tie_word_embeddings=True)
-    flat = {**inside["text_config"], "model_type": "qwen2_5_vl", "vision_config": {}}
+    of_text = PUBLISHED["Qwen/Qwen2.5-7B"]["config"]
+    flat = {  # Qwen2.5-VL-7B-Instruct, as published
+        **of_text,
+        "model_type": "qwen2_5_vl",
+        "max_position_embeddings": 128000,
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {"model_type": "qwen2_5_vl"},
+    }
     table = family_of(flat)
-    assert table.model_spec(flat) == table.model_spec(inside)
-    # transformers 4 wrote the outer field where it is not read
+    spec = table.model_spec(flat)
+    assert spec == table.model_spec(transformers.Qwen2_5_VLConfig(**copy.deepcopy(flat)).to_dict())
+    text = family_of(of_text)
+    assert list(table.hf_tensors(spec)) == list(text.hf_tensors(text.model_spec(of_text)))
+    # the outer field at its default does not untie what is tied inside
+    inside = config_of("qwen2_5_vl", tie_word_embeddings=True)
     assert table.model_spec({**inside, "tie_word_embeddings": False}).tie_embeddings
 
 
@@ -123,6 +136,12 @@ def test_fields_that_are_left_out_are_as_in_transformers(family: str, config_cla
     short = {key: text[key] for key in (*names, "num_experts", "num_local_experts") if key in text}
     table = family_of({"model_type": family})
     assert table.model_spec({"text_config": short}) == table.model_spec(full)
+
+
+@pytest.mark.parametrize("family", NESTED)
+def test_towers_are_not_quantised(family: str) -> None:
+    with pytest.raises(UserError, match=f"{family} are not quantised by int4"):
+        refuse_untried(family_of({"model_type": family}), "int4")
 
 
 def test_another_decoder_is_refused_by_name() -> None:
