@@ -90,7 +90,8 @@ def write_model(folder: Path, family: str, seed: int = 0) -> Path:
     }
     if family in ("qwen2", "deepseek_v3"):
         del shape["head_dim"]
-    config = getattr(transformers, f"{name}Config")(**shape)
+    described = f"{name}TextConfig" if family.endswith("_text") else f"{name}Config"
+    config = getattr(transformers, described)(**shape)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     # transformers makes the embedding of the padding token 0, where the gradient of a normalisation

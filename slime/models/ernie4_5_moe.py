@@ -46,9 +46,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
         "num_experts_per_tok": _either(config, "moe_k", "num_experts_per_tok", default=6),
         "norm_topk_prob": True,
     }
-    experts = softmax_router(routed)
-    if shared := int(config["moe_num_shared_experts"]) * int(config["moe_intermediate_size"]):
-        experts["moe_shared_expert_intermediate_size"] = shared
+    shared = int(config["moe_num_shared_experts"]) * int(config["moe_intermediate_size"])
     return decoder_spec(
         config,
         "ernie4_5_moe",
@@ -56,7 +54,8 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
         rotary_interleaved=True,
         moe_layer_freq=moe_layer_freq(_has_experts(config)),
         moe_router_enable_expert_bias=True,
-        **experts,
+        moe_shared_expert_intermediate_size=shared or None,
+        **softmax_router(routed),
     )
 
 

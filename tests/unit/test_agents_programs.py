@@ -104,13 +104,22 @@ sys.argv[1]])
 os.wait()
 """,
 }
+#: What its child ends up with as arguments, before the mark.
+SLEEPS = "import time; time.sleep(600)"
 #: Until its child is what it is to become.
-SEES_IT = """
+SEES_IT = f"""
 import psutil, sys, time
-while sum(sys.argv[1] in (p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])) < 2: \
-time.sleep(0.01)
+while not any(["-c", {SLEEPS!r}, sys.argv[1]] == (p.info["cmdline"] or [])[1:] \
+for p in psutil.process_iter(["cmdline"])): time.sleep(0.01)
 print("started", flush=True)
 """
+
+
+def sleepers(mark: str) -> list[int]:
+    """Children that have become what they are to be."""
+    arguments = ["-c", SLEEPS, mark]
+    found = psutil.process_iter(["cmdline"])
+    return [p.pid for p in found if (p.info["cmdline"] or [])[1:] == arguments]
 
 
 @pytest.mark.parametrize("way", DETACHED)
@@ -132,7 +141,7 @@ def test_what_has_left_its_process_group_ends_with_it_and_is_named(
         if how == "by itself":
             assert await running == Finished(0, "started\n")
             return
-        while len(left(mark)) < 2:
+        while not sleepers(mark):
             await asyncio.sleep(0.01)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
