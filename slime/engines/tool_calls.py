@@ -356,7 +356,10 @@ FORMATS: dict[str, ToolFormat] = {
         ("<tool_call>",),
         _hermes,
         ("<tool_call>",),
-        ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "mimo"),
+        (
+            *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "mimo"),
+            *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+        ),
         "qwen25",
     ),
     # DeepSeek-V3 and R1

@@ -36,12 +36,15 @@ from slime.models.olmo2 import OLMO2
 from slime.models.olmo3 import OLMO3
 from slime.models.phi3 import PHI3
 from slime.models.qwen2 import QWEN2
+from slime.models.qwen2_5_vl import QWEN2_5_VL
 from slime.models.qwen2_moe import QWEN2_MOE
 from slime.models.qwen3 import QWEN3
 from slime.models.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
 from slime.models.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
 from slime.models.qwen3_moe import QWEN3_MOE
 from slime.models.qwen3_next import QWEN3_NEXT
+from slime.models.qwen3_vl import QWEN3_VL
+from slime.models.qwen3_vl_moe import QWEN3_VL_MOE
 from slime.models.seed_oss import SEED_OSS
 from slime.models.smollm3 import SMOLLM3
 from slime.models.spec import HfConfig, ModelSpec, read_hf_config
@@ -82,6 +85,9 @@ FAMILIES: tuple[ModelFamily, ...] = (
     HUNYUAN_V1_DENSE,
     ERNIE4_5_MOE,
     MINIMAX_M2,
+    QWEN2_5_VL,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
 )
 
 #: model_type or architecture → why a family that users ask for has no table.
@@ -208,7 +214,7 @@ def _named(model_name: str) -> list[ModelFamily]:
         # "7b"; behind a version, as in "qwen3", only those that "qwen3.5" and its kin begin with
         rest = wanted.removeprefix(stem)
         version = re.escape(rest[:1]) if stem[-1].isdigit() else r"\d"
-        versions = any(re.match(rf"{stem}{version}", other) for other, _ in all_stems)
+        versions = any(re.fullmatch(rf"{stem}{version}", other) for other, _ in all_stems)
         is_size = re.match(rf"{stem}-?\d+b\b", model_name.lower())
         if versions and rest[:1].isdigit() and not is_size:
             continue

@@ -295,7 +295,7 @@ def refuse_untried(family: ModelFamily, method: str) -> None:
     untried = ""
     if any("linear_attn." in name for rule in family.rules for name in rule.hf_names):
         untried = "which projections of gated delta nets"
-    elif any("vision" in pattern for pattern in family.carried):
+    elif any("vision" in pattern or "visual" in pattern for pattern in family.carried):
         untried = "which layers of towers that see images"
     if untried:
         raise UserError(

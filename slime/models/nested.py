@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from slime.errors import UserError
 from slime.models.rules import Rule
 from slime.models.spec import require
 
@@ -14,6 +15,7 @@ _INSIDE = "model.language_model."
 _UNDER = "language_model."
 #: Tower and projector of models whose decoder is below ``language_model``: counted, not trained.
 TOWER_AND_PROJECTOR = (r"vision_tower\..*", r"multi_modal_projector\..*")
+_ROTARY_SETTINGS = ("rope_parameters", "rope_scaling")
 
 
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -34,9 +36,40 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return inner if tied is None else {**inner, "tie_word_embeddings": tied}
 
 
+def text_rotary(config: dict[str, Any], kinds: tuple[str, ...] = ("default",)) -> dict[str, Any]:
+    """Return the description of a decoder with M-RoPE as one with the plain rotary embedding, which
+    is the same where all tokens are text: their three positions are equal, so that it does not
+    matter which of them turns which pair.
+
+    Args:
+        kinds: values of ``rope_type`` that mean this.
+    Raises:
+        UserError: another type, whose frequencies are scaled.
+    Source: Wang et al., Qwen2-VL (arXiv:2409.12191), section 2.1.
+
+    Example:
+        >>> text_rotary({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1]}}, ("mrope",))
+        {'rope_scaling': {'mrope_section': [1, 1], 'rope_type': 'default'}}
+    """
+    given = {key: config[key] for key in _ROTARY_SETTINGS if config.get(key)}
+    for key, settings in given.items():
+        for name in ("rope_type", "type"):
+            if settings.get(name, kinds[0]) not in kinds:
+                raise UserError(
+                    f"rotary scaling of type {settings[name]!r} is not trained together with "
+                    "M-RoPE",
+                    why=f"{key} of config.json has it as {name}; "
+                    f"{' and '.join(kinds)} can be trained",
+                    fix="use the config.json that was published with the weights",
+                )
+        rest = {name: value for name, value in settings.items() if name != "type"}
+        given[key] = {**rest, "rope_type": "default"}
+    return {**config, **given}
+
+
 def inside(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Return the same rules for a decoder below ``model.language_model``, whose output layer is
-    beside it (Qwen3.5)."""
+    beside it (Qwen3.5, Qwen3-VL)."""
 
     def inner(name: str) -> str:
         return _INSIDE + name.removeprefix("model.") if name.startswith("model.") else name

@@ -12,9 +12,24 @@ from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 
 
-def _spec(config: dict[str, Any]) -> ModelSpec:
+def qwen2_spec(config: dict[str, Any], family: str, default_base: float = 10000.0) -> ModelSpec:
+    """Read the decoder of a Qwen2; raises as `decoder_spec`.
+
+    Args:
+        default_base: theta where config.json is silent.
+    """
     config = {**_DEFAULTS, **config}
-    return decoder_spec(config, "qwen2", add_qkv_bias=True, **windows_from_layer(config))
+    return decoder_spec(
+        config,
+        family,
+        add_qkv_bias=True,
+        default_rotary_base=default_base,
+        **windows_from_layer(config),
+    )
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    return qwen2_spec(config, "qwen2")
 
 
 QWEN2 = ModelFamily(

@@ -3,18 +3,15 @@ projection and layer; a softmax router whose chosen scores are always normalised
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from slime.models.decoder import softmax_router
 from slime.models.hybrid import MTP, VISION, gates, hybrid_spec
-from slime.models.layouts import STACKED_GATE_UP
 from slime.models.mixers import GATED_ATTENTION, SPLIT_DELTA_RULES
 from slime.models.nested import inside, text_config
 from slime.models.qwen2_moe import GATED_MOE_RULES
-from slime.models.rules import HF_MLP, Rule
 from slime.models.spec import ModelSpec, require
-from slime.models.table import COMPUTED_BUFFERS, MLP_NORM, OUTER_RULES, ModelFamily
+from slime.models.table import COMPUTED_BUFFERS, MLP_NORM, OUTER_RULES, ModelFamily, stacked
 
 #: transformers' Qwen3_5MoeTextConfig, where config.json is silent.
 _DEFAULTS = {
@@ -54,26 +51,12 @@ def _moe_spec(config: dict[str, Any], family: str) -> ModelSpec:
     )
 
 
-def _stacked(rule: Rule) -> Rule:
-    """The same rule for a stack of experts, gate rows above up rows."""
-    if not rule.is_expert:
-        return rule
-    if len(rule.hf_names) == 1:
-        return replace(rule, hf=HF_MLP + "experts.down_proj")
-    return replace(
-        rule,
-        hf=HF_MLP + "experts.gate_up_proj",
-        layout=STACKED_GATE_UP,
-        rows="expert gate and up",
-    )
-
-
 _RULES = (
     *OUTER_RULES,
     *GATED_ATTENTION.rules,
     *SPLIT_DELTA_RULES,
     MLP_NORM,
-    *(_stacked(rule) for rule in GATED_MOE_RULES),
+    *(stacked(rule) for rule in GATED_MOE_RULES),
 )
 
 QWEN3_5_MOE_TEXT = ModelFamily(

@@ -13,7 +13,12 @@ from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, ModelFa
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 4}
 
 
-def _spec(config: dict[str, Any]) -> ModelSpec:
+def qwen3_moe_spec(config: dict[str, Any], family: str, default_base: float = 10000.0) -> ModelSpec:
+    """Read the decoder of a Qwen3-MoE; raises as `decoder_spec`.
+
+    Args:
+        default_base: theta where config.json is silent.
+    """
     config = {**_DEFAULTS, **config}
     bias = bool(config.get("attention_bias"))
     step = int(config.get("decoder_sparse_step") or 1)
@@ -22,7 +27,8 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in layers]
     return decoder_spec(
         config,
-        "qwen3_moe",
+        family,
+        default_rotary_base=default_base,
         qk_layernorm=True,
         add_qkv_bias=bias,
         output_bias=bias,
@@ -30,6 +36,10 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
         **softmax_router(config),
         **windows_everywhere(config, "use_sliding_window"),
     )
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    return qwen3_moe_spec(config, "qwen3_moe")
 
 
 QWEN3_MOE = ModelFamily(

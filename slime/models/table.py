@@ -460,6 +460,21 @@ MOE_RULES = (
     _down(MLP + "shared_experts.linear_fc2.weight", _SHARED, "shared inner", _has_shared_experts),
 )
 
+
+def stacked(rule: Rule) -> Rule:
+    """Return the same rule for a stack of experts, gate rows above up rows."""
+    if not rule.is_expert:
+        return rule
+    if len(rule.hf_names) == 1:
+        return replace(rule, hf=HF_MLP + "experts.down_proj")
+    return replace(
+        rule,
+        hf=HF_MLP + "experts.gate_up_proj",
+        layout=STACKED_GATE_UP,
+        rows="expert gate and up",
+    )
+
+
 #: Rules of a decoder whose layers are all dense.
 DENSE_RULES = OUTER_RULES + GROUPED_ATTENTION.rules + MLP_RULES
 

@@ -75,6 +75,9 @@ NESTED = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "mistral3": "mistral",
     "gemma3": "gemma3_text",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
 }
 #: Fields of theirs that stand outside of the description.
 OUTSIDE = ("dtype", "tie_word_embeddings", "quantization_config")

@@ -427,6 +427,15 @@ OTHER_FAMILIES |= {
         {**MINISTRAL3, "sliding_window": 6, "tie_word_embeddings": True},
     ),
 }
+M_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
+QWEN_TOWER: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+}
 #: Models that see images: name → (transformers' class, config of the decoder, of the tower).
 WITH_IMAGES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "mistral3": (
@@ -451,6 +460,40 @@ WITH_IMAGES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
             "image_size": 28,
             "patch_size": 14,
         },
+    ),
+    "qwen2_5_vl": (
+        transformers.Qwen2_5_VLConfig,
+        {"rope_parameters": {**M_ROPE, "mrope_section": [1, 1, 2]}},
+        {**QWEN_TOWER, "fullatt_block_indexes": [0]},
+    ),
+    "qwen2_5_vl, tied, window": (
+        transformers.Qwen2_5_VLConfig,
+        {
+            "rope_parameters": {**M_ROPE, "mrope_section": [1, 1, 2]},
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 2,
+        },
+        {**QWEN_TOWER, "fullatt_block_indexes": [0]},
+    ),
+    "qwen3_vl": (
+        transformers.Qwen3VLConfig,
+        {
+            "head_dim": 12,
+            "rope_parameters": {**M_ROPE, "mrope_section": [2, 2, 2], "mrope_interleaved": True},
+        },
+        {**QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    ),
+    "qwen3_vl_moe": (
+        transformers.Qwen3VLMoeConfig,
+        {
+            **CHOSEN_EXPERTS,
+            "num_experts": 4,
+            "mlp_only_layers": [1],
+            "rope_parameters": {**M_ROPE, "mrope_section": [1, 2, 1], "mrope_interleaved": True},
+        },
+        {**QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
     ),
 }
 #: Families that have them.
@@ -526,7 +569,20 @@ def _save(config: Any, directory: Path, *, scale: float) -> torch.nn.Module:
     model.save_pretrained(directory)
     if config.model_type.startswith("qwen3_5_moe"):
         stack_experts(directory)
+    if config.model_type == "qwen3_vl_moe":
+        transpose_experts(directory)
     return model
+
+
+def transpose_experts(directory: Path) -> None:
+    """Write experts as published checkpoints of Qwen3-VL have them, [experts, in, out];
+    transformers writes them as [experts, out, in] and reads both."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name, stack in tensors.items():
+        if ".mlp.experts." in name:
+            tensors[name] = stack.transpose(1, 2).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def stack_experts(directory: Path) -> None:

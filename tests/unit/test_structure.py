@@ -37,7 +37,7 @@ BUDGETS = {
     "environments": 450,
     ".": 1_450,
     "memory": 1_700,
-    "models": 5_020,  # gpt-oss, stacks of experts, models around text models
+    "models": 5_160,  # gpt-oss, stacks of experts, models around text models
     "observe": 3_050,
     "page": 1_600,
     "processes": 1_040,  # the preloaded process

@@ -1,0 +1,46 @@
+"""Qwen2.5-VL (``Qwen2_5_VLForConditionalGeneration``): models that also see images, around the
+decoder of Qwen2. The text part alone is trained.
+
+Published files name the decoder as text models do, and their config.json describes it at the top.
+transformers 5 describes it in ``text_config``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.models.nested import text_config, text_rotary
+from slime.models.qwen2 import qwen2_spec
+from slime.models.spec import ModelSpec
+from slime.models.table import DENSE_RULES, ModelFamily
+
+#: transformers' Qwen2_5_VLTextConfig, where config.json is silent and Qwen2's differs.
+_DEFAULTS = {"vocab_size": 152064, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
+_DEFAULT_BASE = 1e6
+_VISION = (r"visual\..*",)
+
+
+def _decoder(config: dict[str, Any]) -> dict[str, Any]:
+    """As `text_config`, from either place. A description inside may also be the one that ties
+    embedding and output layer: so files of transformers 4 do."""
+    if not config.get("text_config"):
+        return config
+    inner = text_config(config)
+    own = config["text_config"].get("tie_word_embeddings")
+    return {**inner, "tie_word_embeddings": own or inner.get("tie_word_embeddings")}
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    inner = text_rotary(_decoder(config), kinds=("default", "mrope"))
+    return qwen2_spec({**_DEFAULTS, **inner}, "qwen2_5_vl", _DEFAULT_BASE)
+
+
+QWEN2_5_VL = ModelFamily(
+    name="qwen2_5_vl",
+    model_types=("qwen2_5_vl",),
+    architectures=("Qwen2_5_VLForConditionalGeneration",),
+    rules=DENSE_RULES,
+    make_spec=_spec,
+    ignored=_VISION,
+    carried=_VISION,
+)
