@@ -155,6 +155,7 @@ def test_sampling_parameters_reach_the_engine() -> None:
         test,
         rollout_temperature=0.7,
         rollout_top_p=0.9,
+        use_sampling_mask=False,
         rollout_stop=("END",),
         rollout_max_context_len=6,
     )
