@@ -67,7 +67,8 @@ def write_stream(
     end = 0
     for name in order:
         dtype, shape = table[name]
-        offsets[name], end = end, end + math.prod(shape) * dtype_of(dtype).itemsize
+        offsets[name] = end
+        end += math.prod(shape) * dtype_of(dtype).itemsize
         header[name] = {
             "dtype": _CODES[dtype],
             "shape": list(shape),

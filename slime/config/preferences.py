@@ -4,7 +4,7 @@ defaults follow from it. What a loss computes is its row in `slime.algorithms.pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 #: The values of the flag.
@@ -35,45 +35,25 @@ class PreferenceFacts:
     trains_head: bool
 
 
+_DPO = PreferenceFacts(
+    name="dpo",
+    takes_pairs=True,
+    needs_reference=True,
+    beta=0.1,
+    smooths_labels=True,
+    adds_sft=True,
+    trains_head=False,
+)
+_IPO = replace(_DPO, name="ipo", smooths_labels=False)
+
+#: A loss is a record of its own, or says how it differs from another.
 PREFERENCE_FACTS: dict[str, PreferenceFacts] = {
     facts.name: facts
     for facts in (
-        PreferenceFacts(
-            name="dpo",
-            takes_pairs=True,
-            needs_reference=True,
-            beta=0.1,
-            smooths_labels=True,
-            adds_sft=True,
-            trains_head=False,
-        ),
-        PreferenceFacts(
-            name="ipo",
-            takes_pairs=True,
-            needs_reference=True,
-            beta=0.1,
-            smooths_labels=False,
-            adds_sft=True,
-            trains_head=False,
-        ),
-        PreferenceFacts(
-            name="simpo",
-            takes_pairs=True,
-            needs_reference=False,
-            beta=2.0,
-            smooths_labels=True,
-            adds_sft=True,
-            trains_head=False,
-        ),
-        PreferenceFacts(
-            name="kto",
-            takes_pairs=False,
-            needs_reference=True,
-            beta=0.1,
-            smooths_labels=False,
-            adds_sft=False,
-            trains_head=False,
-        ),
+        _DPO,
+        _IPO,
+        replace(_DPO, name="simpo", needs_reference=False, beta=2.0),
+        replace(_IPO, name="kto", takes_pairs=False, adds_sft=False),
         PreferenceFacts(
             name="reward_model",
             takes_pairs=True,

@@ -41,7 +41,8 @@ def read_teachers(values: Sequence[str]) -> tuple[Teacher, ...]:
     for value in values:
         name, equals, source = value.partition("=")
         if not equals or "/" in name:
-            name, source = DEFAULT, value
+            name = DEFAULT
+            source = value
         if name in found:
             raise UserError(
                 f"two teachers have the name '{name}': {found[name].source} and {source}",

@@ -36,7 +36,8 @@ def _transposed(rule: Rule) -> Rule:
     if not rule.is_expert:
         return rule
     rule = stacked(rule)
-    rows, columns = rule.rows, rule.columns
+    rows = rule.rows
+    columns = rule.columns
     assert columns is not None and not isinstance(rows, tuple)
     return replace(rule, layout=Transposed(rule.layout), rows=columns, columns=rows)
 

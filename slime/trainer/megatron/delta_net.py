@@ -183,9 +183,10 @@ class PackedGatedDeltaNet(MegatronModule):
         weights: tuple[Tensor, Tensor, Tensor],
         runs: DeltaRuns,
     ) -> Tensor:
-        compute = _with_kernels if mixed.is_cuda and runs.are_whole and _kernels() else _with_torch
         arguments = (mixed, scalars, *weights, runs, self.sizes)
-        return (_recomputed if compute is _with_torch else _computed)(compute, *arguments)
+        if mixed.is_cuda and runs.are_whole and _kernels():
+            return _with_kernels(*arguments)
+        return _recomputed(_with_torch, *arguments)
 
     def sharded_state_dict(
         self,
@@ -199,10 +200,6 @@ class PackedGatedDeltaNet(MegatronModule):
             found |= module.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         own = {name: getattr(self, name) for name in (*_CUT, "norm_weight")}
         return found | make_sharded_tensors_for_checkpoint(own, prefix, _CUT, sharded_offsets)
-
-
-def _computed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    return function(*arguments)
 
 
 def _recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
