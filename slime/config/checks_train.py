@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 
 from slime.config.checks_distillation import distillation
 from slime.config.draft import Draft
@@ -169,9 +170,13 @@ def _algorithm(draft: Draft) -> None:
         )
 
 
-#: Estimators that are GRPO but for what a reward loses and is divided by.
-_GRPO_BUT_FOR_REWARDS = ("rloo", "maxrl")
-#: What takes the place of that.
+#: Estimators whose flags are those of GRPO: only baseline and divisor of their rewards differ.
+_GRPO_BUT_FOR_REWARDS = tuple(
+    name
+    for name, facts in FACTS.items()
+    if name != "grpo" and replace(facts, name="grpo", std_normalized=True) == FACTS["grpo"]
+)
+#: Flags that replace baseline and divisor.
 _OWN_REWARDS = (
     "disable_rewards_normalization",
     "custom_reward_post_process_path",

@@ -390,8 +390,13 @@ class GroupRunner:
         trajectory.enter(Activity.TEACHER)
         with span(trajectory.samples, "teacher"):
             for sample in trajectory.samples:
-                if await self._unless_aborted(self.teachers.score, sample) is None:
+                if not await self._unless_aborted(self._score_by_teacher, sample):
                     return False
+        return True
+
+    async def _score_by_teacher(self, sample: Sample) -> bool:
+        assert self.teachers is not None
+        await self.teachers.score(sample)
         return True
 
     def _handle_error(self, trajectory: Trajectory, error: Exception) -> None:
