@@ -31,8 +31,9 @@ _DISTRIBUTION = on(
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
-    """On-policy distillation: the policy generates, and learns to give its own tokens the
-    probabilities that a teacher gives them. A task reward adds to it where there is one."""
+    """On-policy distillation: the policy learns from a teacher's probabilities of its own tokens.
+
+    A task reward adds to the distillation loss where there is one."""
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("training",)
 

@@ -23,9 +23,10 @@ _KTO = on("preference_loss", *preferences_where("takes_pairs", False))
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig:
-    """Preferences: pairs of a better and a worse answer to one prompt, or answers with a label. The
-    answers are the data's own, as in supervised fine-tuning. --global-batch-size counts pairs, and
-    so does --micro-batch-size."""
+    """Preferences: pairs of a better and a worse answer to one prompt, or labelled answers.
+
+    The answers are the data's own, as in supervised fine-tuning. --global-batch-size counts pairs,
+    and so does --micro-batch-size."""
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("training",)
 
