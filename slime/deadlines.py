@@ -80,7 +80,7 @@ GPU_MEMORY_IDLE = 3.0
 
 # -- cluster/ray_session.py
 #: For a cluster to let a driver join, with the import of Ray in a process that tries it.
-RAY_SESSION_JOIN = 60.0
+RAY_SESSION_JOIN = 40.0
 RAY_SESSION_JOIN_POLL = 0.1
 #: For the kernel to end a tree of processes.
 RAY_SESSION_KILL = 6.0
