@@ -128,6 +128,7 @@ _GPT_OSS = {
     "num_key_value_heads": 8,
     "head_dim": 64,
     "sliding_window": 128,
+    "swiglu_limit": 7.0,
     "num_local_experts": 16,
     "num_experts_per_tok": 4,
     "rms_norm_eps": 1e-5,

@@ -72,7 +72,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def save_wide(kind: str, directory: Path) -> torch.nn.Module:
     """A random model of ``kind`` in float32, saved, and on the GPU."""
     config_class, extra = OTHER_FAMILIES[kind]
-    config = config_class(**{**WIDE, "rms_norm_eps": 1e-5, **extra, **KINDS[kind]})
+    config = config_class(**{**WIDE, "rms_norm_eps": 1e-5, **extra, "head_dim": 64, **KINDS[kind]})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -184,7 +184,7 @@ class PackedGatedDeltaNet(MegatronModule):
         runs: DeltaRuns,
     ) -> Tensor:
         arguments = (mixed, scalars, *weights, runs, self.sizes)
-        if mixed.is_cuda and runs.are_whole and _kernels():
+        if mixed.is_cuda and mixed.dtype != torch.float32 and runs.are_whole and _kernels():
             return _with_kernels(*arguments)
         return _recomputed(_with_torch, *arguments)
 
@@ -296,7 +296,7 @@ def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     try:
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # a library that it needs may not load, either
         logger.warning(
             "gated delta nets are computed by torch, which is many times slower than kernels on "
             "this GPU (%s); pip install 'slime-rl[delta-net]'",
