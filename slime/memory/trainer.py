@@ -31,9 +31,11 @@ from slime.models.mixers import Kernels, mixers_of
 from slime.models.spec import ModelSpec
 from slime.models.table import Parameter
 
-#: Adam's moments that are on the device at a time with --offload-optimizer-states; one larger
-#: parameter is a bucket of its own.
-MOMENTS_BUCKET_BYTES = 512 * 1024 * 1024
+#: Elements of a bucket of optimizer states that travels from host memory to the device and back,
+#: and buckets that are on the device at a time. A copy of 64 MiB is long enough for the full speed
+#: of the link.
+STREAM_BUCKET = 1 << 24
+STREAM_SLOTS = 3
 
 #: CUDA context, kernels, NCCL's buffers: while the trainer runs, and what stays of it while it
 #: sleeps (2.2 GB on an H200, with what the driver keeps for itself); of the latter, what may be
