@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.megatron_jobs import make_model
-from tests.support.streamed_jobs import train
+from slime.checkpoints.directory import iteration_dir
+from tests.support.megatron_jobs import everything, make_model, parameters, single
+from tests.support.streamed_jobs import all_states, make_step, train
 from tests.support.trainer_ranks import Pools
 
 STREAMED = {"optimizer_cpu_offload": True}
@@ -55,3 +56,174 @@ def test_same_bits(ranks: Pools, models: dict[str, Path], layout: str) -> None:
     for ours, theirs in zip(streamed, plain, strict=True):
         assert_same(ours, theirs)
         assert [applied for _, applied in ours["outcomes"]] == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"bf16": False},
+        {"accumulate_allreduce_grads_in_fp32": False},
+        {"optimizer_offload_fraction": 0.5},
+        {"optimizer_offload_fraction": 0.0},
+        {"fp16": True, "bf16": False, "fp32": False},
+    ],
+    ids=["float32", "bf16 gradients", "half on the host", "nothing on the host", "loss scale"],
+)
+def test_same_bits_with(ranks: Pools, models: dict[str, Path], flags: dict[str, Any]) -> None:
+    common = {name: value for name, value in flags.items() if "fraction" not in name}
+    [plain] = ranks.run(1, train, models["qwen3"], {**COMMON, **common})
+    [streamed] = ranks.run(1, train, models["qwen3"], {**COMMON, **STREAMED, **flags})
+    assert_same(streamed, plain)
+
+
+def test_moments_alone_can_be_streamed(ranks: Pools, models: dict[str, Path]) -> None:
+    flags = {**COMMON, "expert_model_parallel_size": 2}
+    plain, streamed = (
+        ranks.run(2, train, models["qwen3_moe"], {**flags, **more})
+        for more in ({}, {"offload_optimizer_states": True})
+    )
+    for ours, theirs in zip(streamed, plain, strict=True):
+        assert_same(ours, theirs)
+
+
+def test_adapters_alone(ranks: Pools, models: dict[str, Path]) -> None:
+    flags = {**COMMON, "lora_rank": 4}
+    [plain], [streamed] = (
+        ranks.run(1, train, models["qwen3"], {**flags, **more}) for more in ({}, STREAMED)
+    )
+    assert_same(streamed, plain)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_the_same_bytes_and_load_either_way(
+    ranks: Pools, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Written at one layout and read at another, with the states on either side."""
+    model = models["qwen3_moe"]
+    written = {"expert_model_parallel_size": 2}
+    kinds: dict[str, dict[str, Any]] = {"plain": {}, "streamed": STREAMED}
+    for name, more in kinds.items():
+        flags = {**COMMON, **written, **more, "save": str(tmp_path / name)}
+        ranks.run(2, train, model, flags, 3)
+    plain, streamed = (everything(iteration_dir(tmp_path / name, 3), tmp_path) for name in kinds)
+    assert plain.keys() == streamed.keys()
+    assert any(".exp_avg_sq." in name for name in plain)
+    assert all(torch.equal(plain[name], streamed[name]) for name in plain)
+
+    read = {"tensor_model_parallel_size": 2}
+    [on, *_], [off, *_], [neither, *_] = (
+        ranks.run(
+            2, train, model, {**COMMON, **read, **more, "load": str(tmp_path / source)}, 2, 3
+        )
+        for source, more in (("plain", STREAMED), ("streamed", {}), ("plain", {}))
+    )
+    assert_same(on, neither)
+    assert_same(off, neither)
+
+
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
+    ranks: Pools, models: dict[str, Path], tmp_path: Path
+) -> None:
+    flags = {**COMMON, **STREAMED, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    [whole] = ranks.run(1, train, models["qwen3"], flags, 5)
+    ranks.run(1, train, models["qwen3"], {**flags, "save": str(tmp_path / "save")}, 3)
+    [resumed] = ranks.run(
+        1, train, models["qwen3"], {**flags, "load": str(tmp_path / "save")}, 2, 3
+    )
+    whole["outcomes"] = whole["outcomes"][3:]
+    assert_same(resumed, whole)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [("bf16", "fp32"), ("fp32", "bf16")], ids=["narrow", "wide"]
+)
+def test_moments_are_read_in_another_dtype(
+    ranks: Pools, models: dict[str, Path], tmp_path: Path, written: str, read: str
+) -> None:
+    flags = {**COMMON, **STREAMED, "save": str(tmp_path / "save")}
+    chosen = [{"exp_avg_dtype": one, "exp_avg_sq_dtype": one} for one in (written, read)]
+    [before] = ranks.run(1, train, models["qwen3"], {**flags, **chosen[0]}, 2)
+    more = {**COMMON, **STREAMED, **chosen[1], "load": str(tmp_path / "save")}
+    [after] = ranks.run(1, train, models["qwen3"], more, 0)
+    for (name, old), (_, new) in zip(before["states"], after["states"], strict=True):
+        assert torch.equal(old.to(new.dtype), new), name
+
+
+# -- less than float32 -----------------------------------------------------------------------------
+
+
+def test_moments_in_bf16_follow_shrinking_gradients() -> None:
+    """Rounded to nearest, the second moment would stay where the first gradients put it."""
+    from slime.trainer.megatron.streamed import Member, StreamedStates
+
+    def trained(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        gradients = torch.Generator().manual_seed(0)
+        weights = torch.nn.Parameter(torch.zeros(500))
+        inner = torch.optim.AdamW([weights], lr=1e-3, betas=(0.9, 0.999), fused=True, foreach=False)
+        dtypes = {"exp_avg": dtype, "exp_avg_sq": dtype}
+        StreamedStates.install(inner, [Member(weights, 0)], None, dtypes)
+        for step in range(1500):
+            scale = 0.01 ** (step / 1500)
+            weights.grad = scale * torch.randn(500, generator=gradients)
+            inner.step()
+        return {name: value.float() for name, value in inner.state[weights].items()}
+
+    exact = trained(torch.float32)
+    rounded = trained(torch.bfloat16)
+    assert rounded["step"] == exact["step"] == 1500
+    assert (rounded["exp_avg_sq"] / exact["exp_avg_sq"]).mean().item() == pytest.approx(1, abs=0.05)
+    error = (rounded["exp_avg"] - exact["exp_avg"]).norm() / exact["exp_avg"].norm()
+    assert error < 0.02
+
+
+def test_rounding_keeps_the_mean() -> None:
+    from slime.trainer.megatron.streamed import round_stochastically
+
+    values = torch.full((100_000,), 1.0 + 1 / 512)  # bfloat16 has 1 and 1 + 1/128
+    rounded = round_stochastically(values, torch.Generator().manual_seed(0))
+    assert set(rounded.unique().tolist()) == {1.0, 1.0 + 1 / 128}
+    assert rounded.float().mean().item() == pytest.approx(values[0].item(), abs=2e-4)
+    exact = torch.tensor([0.0, -1.5, 3.0])
+    assert torch.equal(round_stochastically(exact, torch.Generator()).float(), exact)
+
+
+# -- asleep ----------------------------------------------------------------------------------------
+
+
+def test_sleeping_copies_no_state(models: dict[str, Path]) -> None:
+    from slime.trainer.megatron.offload import Offloader, torch_optimizers
+    from slime.trainer.megatron.streamed import states_of
+
+    flags = {**COMMON, **STREAMED, "optimizer_offload_fraction": 0.7}
+    with single(models["qwen3"], **flags) as backend:
+        make_step(backend, 0)
+        [inner] = torch_optimizers(backend.optimizer)
+        states = states_of(inner)
+        assert states is not None
+        places = {name: flat.data_ptr() for name, flat in states.host.items()}
+        before = [*all_states(backend), *(("weights", one) for one in parameters(backend))]
+        offloader = Offloader(backend.model_chunks, backend.optimizer, pin=False)
+        weights = sum(one.nbytes for one in parameters(backend))
+        freed = offloader.sleep()
+        numel = weights // 2
+        streamed = states.host["exp_avg"].numel()
+        expected = weights + 4 * numel + 12 * (numel - streamed)  # weights, gradients, the rest
+        assert freed == pytest.approx(expected, rel=0.02) and streamed > 0.6 * numel
+        assert {name: flat.data_ptr() for name, flat in states.host.items()} == places
+        offloader.wake()
+        after = [*all_states(backend), *(("weights", one) for one in parameters(backend))]
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(before, after, strict=True))
+        make_step(backend, 1)
+
+
+def test_reset_forgets_moments_and_steps(models: dict[str, Path]) -> None:
+    from slime.trainer.megatron.optimizer import reset_moments
+
+    with single(models["qwen3"], **COMMON, **STREAMED) as backend:
+        make_step(backend, 0)
+        reset_moments(backend.optimizer)
+        kept = {name for name, tensor in all_states(backend) if tensor.any()}
+        assert kept == {"param"}
+        make_step(backend, 1)

@@ -17,7 +17,7 @@ from slime.errors import UserError
 from slime.memory.remedies import remedies
 from slime.samples.batch import TrainBatch
 from slime.trainer.megatron.backend import MegatronBackend
-from slime.trainer.megatron.offload import HostStates
+from slime.trainer.megatron.streamed import ALIGNMENT, StreamedStates
 from slime.trainer.memory import LargestMicroBatch, OutOfMemory, PhaseMemory, is_out_of_memory
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, make_batch
@@ -268,41 +268,24 @@ def test_parameters_that_are_gathered_late_are_whole_after_a_rollout(
 # -- optimizer states on the host ------------------------------------------------------------------
 
 
-class Travelling(HostStates):
-    """With copies where a GPU would have them, and a count of the bytes away from the host at a
-    time."""
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_states_visit_the_device_bucket_by_bucket(
+    kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StreamedStates, "bucket", ALIGNMENT)
+    more: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
 
-    def __init__(self, inner: torch.optim.Optimizer, bucket_bytes: int) -> None:
-        super().__init__(inner, bucket_bytes)
-        self.away = self.most_away = 0
-
-    def _to_device(self, value: Tensor, parameter: Tensor, name: str) -> Tensor:
-        self.away += value.nbytes
-        self.most_away = max(self.most_away, self.away)
-        return value.clone()
-
-    def _to_host(self, value: Tensor, parameter: Tensor, name: str) -> Tensor:
-        key = (id(parameter), name)
-        buffer = self._buffers.setdefault(key, torch.full_like(value, float("nan")))
-        self.away = max(0, self.away - value.nbytes)
-        return buffer.copy_(value)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_states_visit_the_device_bucket_by_bucket(fused: bool) -> None:
     def make() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
         torch.manual_seed(0)
-        parameters = [torch.nn.Parameter(torch.randn(n, 8)) for n in (4, 16, 1, 7, 2, 3)]
+        parameters = [torch.nn.Parameter(torch.randn(n, 8)) for n in (4, 16, 1, 7, 20, 3)]
         groups = [
             {"params": parameters[:4], "weight_decay": 0.1},
             {"params": parameters[4:], "lr": 0.3},
         ]
-        return parameters, torch.optim.AdamW(groups, lr=0.1, fused=fused, foreach=False)
+        return parameters, kind(groups, lr=0.1, fused=True, foreach=False, **more)
 
     (ours, inner), (theirs, reference) = make(), make()
-    bucket = 2 * 4 * 8 * 8  # moments of 8 rows
-    states = Travelling(inner, bucket)
-    inner.step = states.step  # type: ignore[method-assign]
+    states = StreamedStates.install(inner)
     for k in range(4):
         for a, b in zip(ours, theirs):
             a.grad = torch.sin(b.detach() * 100 + k)
@@ -311,19 +294,17 @@ def test_states_visit_the_device_bucket_by_bucket(fused: bool) -> None:
         reference.step()
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
     assert [len(group["params"]) for group in inner.param_groups] == [4, 2]
-    largest = 2 * 4 * 8 * 16  # one parameter is larger than a bucket
-    assert bucket < states.most_away <= largest
-    for parameter in ours:
-        assert inner.state[parameter]["exp_avg"] is states._buffers[(id(parameter), "exp_avg")]
+    assert inner.state.keys() == set(ours)
+    for a, b in zip(ours, theirs):
+        for name, value in reference.state[b].items():
+            assert torch.equal(inner.state[a][name], value)
+            assert name == "step" or states.holds(inner.state[a][name].untyped_storage())
 
 
 def test_an_optimizer_that_counts_steps_per_group_is_refused() -> None:
-    from slime.trainer.megatron.optimizer import _move_states_to_host
-
     parameter = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(UserError, match="Adagrad") as caught:
-        _move_states_to_host(torch.optim.Adagrad([parameter]))
-    assert "--optimizer-cpu-offload" in caught.value.fix
+    with pytest.raises(UserError, match="Adagrad"):
+        StreamedStates.install(torch.optim.Adagrad([parameter]))
 
 
 def test_offloaded_states_survive_a_checkpoint(tmp_path: Any) -> None:
