@@ -14,10 +14,6 @@ from torch import Tensor
 
 from slime.trainer.megatron import device
 
-device.install()
-
-from slime.trainer.megatron.streamed import round_stochastically
-
 STEPS = 4000
 NUMEL = 1 << 14
 LR = 1e-6
@@ -31,6 +27,8 @@ WAYS = {
 
 
 def rounded(values: Tensor, way: str | None, generator: torch.Generator) -> Tensor:
+    from slime.trainer.megatron.streamed import round_stochastically
+
     if way is None:
         return values
     if way == "nearest":
@@ -56,6 +54,7 @@ def train(ways: tuple[str | None, str | None]) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
+    device.install()  # before anything imports megatron
     exact, moment = train(WAYS["float32"])
     print(f"{'moments in bfloat16':44} {'second moment':>14} {'weights':>10}")
     for name, ways in WAYS.items():

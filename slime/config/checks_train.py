@@ -277,6 +277,12 @@ def _streamed(draft: Draft) -> None:
                 why=f"streamed states can be {' or '.join(possible)} there",
                 fix=f"leave {option_of(dest)} out",
             )
+    if draft.values.get("fp8_param_gather"):
+        raise UserError(
+            "--fp8-param-gather with --optimizer-cpu-offload",
+            why="streamed master weights are copied to weights in 16 bits",
+            fix="leave one out",
+        )
     narrow = "bf16" in map(draft.values.get, ("exp_avg_dtype", "exp_avg_sq_dtype"))
     if draft["use_precision_aware_optimizer"] and not narrow:
         draft.warnings.append(

@@ -540,7 +540,7 @@ def _remarks(plan: MemoryPlan) -> list[str]:
             for use in plan.host.largest
             if use.nbytes >= _SMALL
         )
-        limit = "" if math.isinf(plan.host_limit) else f" (limit {gb(plan.host_limit)})"
+        limit = "" if math.isinf(plan.host_limit) else f" (limit {gb(plan.host_limit)} GB)"
         over = " !" if plan.host_is_full else ""
         lines.append(
             f"host memory of a trainer node: {gb(plan.host.total)} GB{limit}{over}: {parts}"

@@ -114,9 +114,7 @@ def test_checkpoints_are_the_same_bytes_and_load_either_way(
 
     read = {"tensor_model_parallel_size": 2}
     [on, *_], [off, *_], [neither, *_] = (
-        ranks.run(
-            2, train, model, {**COMMON, **read, **more, "load": str(tmp_path / source)}, 2, 3
-        )
+        ranks.run(2, train, model, {**COMMON, **read, **more, "load": str(tmp_path / source)}, 2, 3)
         for source, more in (("plain", STREAMED), ("streamed", {}), ("plain", {}))
     )
     assert_same(on, neither)

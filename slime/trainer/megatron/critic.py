@@ -30,7 +30,7 @@ from slime.models import family_of
 from slime.models.spec import ModelSpec, check_same_model
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.loss import VALUE_LOSS, micro_batch_loss
-from slime.trainer.megatron import device, forward, optimizer
+from slime.trainer.megatron import forward, optimizer
 from slime.trainer.megatron.model import build_model_chunks
 from slime.trainer.megatron.offload import Offloader
 from slime.trainer.megatron.packed import PackedMicroBatch

@@ -35,7 +35,6 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.processes.json_collectives import all_gather
-from slime.trainer.megatron import device
 from slime.trainer.megatron.offload import megatron_optimizers, torch_optimizers
 from slime.trainer.megatron.streamed import StreamedOptimizer, StreamedStates, states_of
 from slime.trainer.records import StepOutcome

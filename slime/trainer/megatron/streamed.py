@@ -55,7 +55,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _PartOfMember:
     """The elements of a member that lie in one bucket.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Piece:
 class _Bucket:
     start: int
     end: int
-    pieces: list[_Piece]
+    pieces: list[_PartOfMember]
 
 
 class _Slot:
@@ -260,8 +260,8 @@ class StreamedStates:
         resumed run rounds as the first one would have."""
         if all(flat.dtype == torch.float32 for flat in self.host.values()):
             return None
-        generator = torch.Generator(torch.cuda.current_device())
-        return generator.manual_seed(int(self._states()[0]["step"]))
+        count = self._states()[0]["step"]
+        return torch.Generator(count.device).manual_seed(int(count))
 
     def _update_bucket(
         self,
@@ -371,7 +371,7 @@ def _buckets(members: Sequence[Member], size: int) -> Iterator[_Bucket]:
             last = min(_end(member), stop)
             if first < last:
                 inside = (first - member.offset, last - member.offset, first - start)
-                pieces.append(_Piece(member, *inside))
+                pieces.append(_PartOfMember(member, *inside))
         waiting = [member for member in waiting if _end(member) > stop]
         if pieces:
             yield _Bucket(start, stop, pieces)
@@ -400,7 +400,7 @@ class StreamedOptimizer(DistributedOptimizer):
             StreamedStates.install(self.optimizer, self._members, self._masters, dtypes)
 
     @torch.no_grad()
-    def _build_model_and_main_param_groups(  # type: ignore[override]
+    def _build_model_and_main_param_groups(
         self,
         gbuf_ranges: list[Any],
         param_gbuf_map: dict[Any, Any],
