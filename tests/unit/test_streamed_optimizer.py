@@ -10,6 +10,10 @@ import pytest
 import torch
 
 from slime.checkpoints.directory import iteration_dir
+from slime.config import make_config
+from slime.config.flag import option_of
+from slime.errors import UserError
+from slime.trainer.megatron import te_layers
 from tests.support.megatron_jobs import everything, make_model, parameters, single
 from tests.support.streamed_jobs import all_states, make_step, train
 from tests.support.trainer_ranks import Pools
@@ -225,3 +229,46 @@ def test_reset_forgets_moments_and_steps(models: dict[str, Path]) -> None:
         kept = {name for name, tensor in all_states(backend) if tensor.any()}
         assert kept == {"param"}
         make_step(backend, 1)
+
+
+# -- flags -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"exp_avg_dtype": "fp8"}, "--exp-avg-dtype fp8 with --optimizer-cpu-offload"),
+        ({"exp_avg_sq_dtype": "fp16"}, "streamed states can be fp32 or bf16 there"),
+        (
+            {"use_precision_aware_optimizer": True, "main_params_dtype": "fp16"},
+            "--main-params-dtype fp16 with --optimizer-cpu-offload",
+        ),
+        ({"optimizer": "sgd"}, "--optimizer-cpu-offload has no effect without --optimizer adam"),
+        ({"use_distributed_optimizer": False}, "without --use-distributed-optimizer"),
+        ({"fp8_format": "hybrid", "fp8_param_gather": True}, "--fp8-param-gather with"),
+        ({"offload_optimizer_states": True}, "exclude each other"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(flags: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_config(**STREAMED, **flags)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "overlap_cpu_optimizer_d2h_h2d",
+        "use_precision_aware_optimizer",
+        "use_torch_optimizer_for_cpu_offload",
+    ],
+)
+def test_flags_of_the_cpu_optimizer_warn(flag: str) -> None:
+    config = make_config(**STREAMED, **{flag: True})
+    assert any(f"{option_of(flag)} has no effect" in warning for warning in config.warnings)
+    te_layers.check(config)  # none of them needs Transformer Engine
+
+
+def test_dtypes_of_moments_need_an_optimizer_that_reads_them() -> None:
+    with pytest.raises(UserError, match="--optimizer-cpu-offload"):
+        make_config(exp_avg_dtype="bf16")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slime.config import make_config
 from slime.errors import UserError
-from slime.memory.remedies import remedies
+from slime.memory.remedies import host_remedies, remedies
 from slime.samples.batch import TrainBatch
 from slime.trainer.megatron.backend import MegatronBackend
 from slime.trainer.megatron.streamed import ALIGNMENT, StreamedStates
@@ -454,6 +454,19 @@ def test_remedies_carry_this_runs_values() -> None:
     tensor = {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2}
     assert "--sequence-parallel" in advice(**tensor)
     assert "--sequence-parallel" not in advice(**tensor, sequence_parallel=True)
+
+
+def test_a_full_host_gets_remedies_of_its_own() -> None:
+    def ways(**flags: Any) -> str:
+        return "\n".join(host_remedies(make_config(**flags)))
+
+    narrow = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    assert "--exp-avg-dtype bf16" in ways(optimizer_cpu_offload=True)
+    assert "--exp-avg-dtype bf16" not in ways(optimizer_cpu_offload=True, **narrow)
+    assert "without --optimizer-cpu-offload" in ways(optimizer_cpu_offload=True)
+    assert "without --optimizer-cpu-offload" not in ways(optimizer_cpu_offload=True, colocate=True)
+    assert "--async-save" in ways(async_save=True, save="runs") and "--async-save" not in ways()
+    assert "--max-tokens-per-gpu" not in ways(max_tokens_per_gpu=4096)
 
 
 def test_what_does_not_lower_the_peak_is_not_advised_as_if_it_did() -> None:
