@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from slime.config import Config, make_config
 from slime.errors import UserError
-from slime.memory.check import check_memory, judge, refuse, remedies
+from slime.memory.check import check_memory, check_memory_of_cluster, judge, refuse, remedies
 from slime.memory.hardware import DeviceMemory, device_memory
 from slime.memory.measured import Measured
 from slime.memory.plan import MemoryPlan, Phase, ranges, summary, table
@@ -327,7 +327,9 @@ def test_offloaded_states_are_in_host_memory(folders: dict[str, Path]) -> None:
     assert owned(half.peak, "trainer")["optimizer moments"] == moments / 2
 
 
-def test_a_host_that_is_too_small_is_refused(folders: dict[str, Path]) -> None:
+def test_a_host_that_is_too_small_is_refused(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = {"colocate": True, "optimizer_cpu_offload": True, "async_save": True, "save": "runs"}
     config = config_of(folders[DENSE], **flags)
     plan = MemoryPlan.of(config, dataclasses.replace(gpu(141), host=120e9))
@@ -336,6 +338,11 @@ def test_a_host_that_is_too_small_is_refused(folders: dict[str, Path]) -> None:
     assert "host memory, limit 114.0 GB (of 120.0 GB)" in text
     assert "trainer copy of a checkpoint" in text and "trainer master weights 16.1 GB" in text
     assert "without --async-save: " in text and "--max-tokens-per-gpu" not in text
+    with pytest.raises(UserError, match=r"limit 114\.0 GB"):
+        check_memory_of_cluster(config, 141e9, 120e9, on_gpu=True)
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.5")
+    assert MemoryPlan.of(config, dataclasses.replace(gpu(141), host=140e9)).host_limit == 70e9
+    monkeypatch.undo()
     roomy = MemoryPlan.of(config, dataclasses.replace(gpu(141), host=400e9))
     assert roomy.fits and " GB (limit 380.0 GB): trainer" in table(roomy)
 

@@ -272,3 +272,61 @@ def test_flags_of_the_cpu_optimizer_warn(flag: str) -> None:
 def test_dtypes_of_moments_need_an_optimizer_that_reads_them() -> None:
     with pytest.raises(UserError, match="--optimizer-cpu-offload"):
         make_config(exp_avg_dtype="bf16")
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+def test_each_hand_over_between_streams_waits_for_its_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slot is loaded, updated and returned on three streams; none begins before the one before
+    it, and a slot is loaded again only after it was returned."""
+    from slime.trainer.megatron.streamed import ALIGNMENT, StreamedStates
+
+    log: list[tuple[str, str, int]] = []
+    names = iter(["to device", "to host"])
+
+    class Stream:
+        def __init__(self, name: str | None = None) -> None:
+            self.name = name or next(names)
+
+        def wait_event(self, event: Any) -> None:
+            log.append(("wait", self.name, id(event)))
+
+        def wait_stream(self, stream: Any) -> None:
+            log.append(("wait for stream", self.name, id(stream)))
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            log.append(("record", stream.name, id(self)))
+
+    here = Stream("update")
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: here)
+    monkeypatch.setattr(StreamedStates, "bucket", ALIGNMENT)
+    weights = torch.nn.Parameter(torch.zeros(5 * ALIGNMENT))
+    inner = torch.optim.AdamW([weights], lr=1e-3, fused=True, foreach=False)
+    StreamedStates.install(inner)
+    weights.grad = torch.ones_like(weights)
+    inner.step()
+
+    first, *steps, last = log
+    assert first[:2] == ("wait for stream", "to device") and last[1] == "update"
+    buckets = [steps[start : start + 6] for start in range(0, len(steps), 6)]
+    assert len(buckets) == 5
+    returned_by_slot: dict[int, int] = {}
+    for number, bucket in enumerate(buckets):
+        assert [entry[:2] for entry in bucket] == [
+            ("wait", "to device"),
+            ("record", "to device"),
+            ("wait", "update"),
+            ("record", "update"),
+            ("wait", "to host"),
+            ("record", "to host"),
+        ]
+        free, loaded, loaded_too, updated, updated_too, returned = (entry[2] for entry in bucket)
+        assert loaded == loaded_too and updated == updated_too and free == returned
+        assert returned_by_slot.setdefault(number % 3, returned) == returned
+    assert len(set(returned_by_slot.values())) == 3

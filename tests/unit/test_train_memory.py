@@ -215,13 +215,20 @@ def test_full_recompute_needs_no_more_words() -> None:
         ({"pipeline_model_parallel_size": 2}, RECOMPUTE["activations"]),
         ({"pipeline_model_parallel_size": 2}, RECOMPUTE["several"]),
         ({}, {"offload_optimizer_states": True}),
+        ({"bf16": True}, {"optimizer_cpu_offload": True}),
+        (
+            {"bf16": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+            {"optimizer_cpu_offload": True},
+        ),
     ],
     ids=[
         "tp2+sp, layers",
         "tp2+sp, modules",
         "pp2, layers",
         "pp2, modules",
+        "dp2, moments on the host",
         "dp2, states on the host",
+        "dp2, states on the host, overlapped",
     ],
 )
 def test_levers_change_no_number(
@@ -229,7 +236,8 @@ def test_levers_change_no_number(
 ) -> None:
     # Adam would make whole steps of rounding where a gradient is nearly 0; only its states are
     # moved bit for bit
-    optimizer = "adam" if "offload_optimizer_states" in levers else "sgd"
+    is_streamed = levers.keys() <= {"offload_optimizer_states", "optimizer_cpu_offload"}
+    optimizer = "adam" if is_streamed else "sgd"
     before, after = (
         ranks.run(2, train_job, {"optimizer": optimizer, **layout, **more}) for more in ({}, levers)
     )
@@ -237,7 +245,7 @@ def test_levers_change_no_number(
         assert equal(lever["weights"], plain["weights"])
         for ours, theirs in zip(lever["metrics"], plain["metrics"]):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
-        assert all(lever["on host"]) is bool(levers.get("offload_optimizer_states"))
+        assert all(lever["on host"]) is is_streamed
         assert lever["peaks"] == [
             f"perf/{phase}_peak_memory_gb"
             for phase in ("ref_log_probs", "forward_backward", "optimizer")

@@ -493,7 +493,8 @@ class MegatronBackend:
         still holds on the GPU."""
         if not device.has_gpu():
             return {}
-        freed = self._offloader().sleep(keep_weights=keep_weights)
+        with PhaseMemory(self.config, self.ranks.device).phase("sleep"):
+            freed = self._offloader().sleep(keep_weights=keep_weights)
         held = torch.cuda.memory_reserved() / 1e9
         logger.info("trainer asleep: %.1f GB freed, %.1f GB held", freed / 1e9, held)
         return {"perf/trainer_asleep_gb": held}

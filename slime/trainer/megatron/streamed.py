@@ -90,9 +90,11 @@ class _Slot:
 
 
 def host_states(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a flat tensor in host memory, page-locked where there is a GPU."""
-    nbytes = numel * dtype.itemsize
-    return host_buffer(nbytes, pin=device.has_gpu()).view(dtype)
+    """Return a flat tensor of zeros in host memory, page-locked where there is a GPU."""
+    pin = device.has_gpu()
+    buffer = host_buffer(numel * dtype.itemsize, pin=pin)
+    # pages that were mapped for it are zeros, and a pass over them takes seconds
+    return (buffer if pin else buffer.zero_()).view(dtype)
 
 
 def aligned(numel: int) -> int:
@@ -150,12 +152,14 @@ class StreamedStates:
         self.host = {} if masters is None else {MASTER: masters}
         for name in state_names(inner):
             dtype = (dtypes or {}).get(name, torch.float32)
-            self.host[name] = host_states(numel, dtype).zero_()
+            self.host[name] = host_states(numel, dtype)
         self._buckets = list(_buckets(self.members, self.bucket))
         self._to_device = torch.cuda.Stream()
         self._to_host = torch.cuda.Stream()
         groups = inner.param_groups
         self._group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+        streamed = {member.main for member in self.members}
+        self._resident = [main for main in self._group_of if main not in streamed]
         for member in self.members:
             inner.state[member.main] = self._views(member)
 
@@ -176,7 +180,7 @@ class StreamedStates:
     def _views(self, member: Member) -> dict[str, Tensor]:
         main = member.main
         found = {}
-        if isinstance(self.inner, torch.optim.Adam):
+        if "exp_avg" in self.host:
             where = torch.cuda.current_device()
             found["step"] = torch.zeros((), dtype=torch.float32, device=where)
         for name in state_names(self.inner):
@@ -191,10 +195,9 @@ class StreamedStates:
     @torch.no_grad()
     def reset(self) -> None:
         """Forget moments and step counts; the memory stays."""
-        mains = {member.main for member in self.members}
-        for main in [main for main in self.inner.state if main not in mains]:
-            del self.inner.state[main]
-        for state in self.inner.state.values():
+        for main in self._resident:
+            self.inner.state.pop(main, None)
+        for state in self._states():
             for value in state.values():
                 value.zero_()
 
@@ -211,14 +214,12 @@ class StreamedStates:
 
     def _update_resident(self, groups: list[dict[str, Any]]) -> None:
         """Update the parameters whose states are on the device."""
-        mains = {member.main for member in self.members}
-        resident = [main for main in self._group_of if main not in mains]
-        if not resident:
+        if not self._resident:
             return
-        for main in resident:
+        for main in self._resident:
             main.grad = _gradient(main).float().view(main.shape)
-        self._call(groups, [(main, main) for main in resident])
-        for main in resident:
+        self._call(groups, [(main, main) for main in self._resident])
+        for main in self._resident:
             main.grad = None
 
     def _update_streamed(self, groups: list[dict[str, Any]]) -> None:
