@@ -13,10 +13,12 @@ from slime.checkpoints.directory import iteration_dir
 from slime.config import make_config
 from slime.config.flag import option_of
 from slime.errors import UserError
-from slime.trainer.megatron import te_layers
+from slime.trainer.megatron import device, te_layers
 from tests.support.megatron_jobs import everything, make_model, parameters, single
 from tests.support.streamed_jobs import all_states, make_step, train
 from tests.support.trainer_ranks import Pools
+
+device.install()  # before anything imports megatron
 
 STREAMED = {"optimizer_cpu_offload": True}
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
