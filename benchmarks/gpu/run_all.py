@@ -72,6 +72,8 @@ CASES = [
          f"trainer {_TINY.replace('tiny', 'tiny-moe')}"),
     Case("sleep-wake-4b", 1, 60, 180, "sleep_wake --shape qwen3-4b",
          "sleep_wake --shape tiny --rounds 2", ""),
+    Case("streamed-optimizer-4b", 1, 120, 420, "streamed_optimizer",
+         f"streamed_optimizer --equal tiny --shape {_TINY} --max-tokens 256"),
     Case("generation-0.6b", 1, 120, 360, "generation --shape qwen3-0.6b --rounds 3",
          "generation --shape tiny --in-flight 4 --new-tokens 8 --rounds 1", ""),
     Case("weight-sync-4b", 1, 90, 240, "weight_sync --shape qwen3-4b",

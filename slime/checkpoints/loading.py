@@ -245,7 +245,7 @@ def _read_model(plan: LoadPlan, state: TrainerState) -> None:
 def _read_optimizer(plan: LoadPlan, state: TrainerState, saved: StateDict) -> float:
     """After the model: master weights may share memory with float32 parameters, and are the finer
     ones."""
-    ensure_state(state.optimizer, on_host=state.moments_on_host)
+    ensure_state(state.optimizer)
     tensors = optimizer_tensors(state.optimizer, state.model())
     contents = read_contents(plan.path)
     wanted = tensors.known_to(contents)

@@ -154,14 +154,9 @@ def _flat(tensors: dict[str, Any], numel: int) -> dict[str, Tensor]:
     }
 
 
-def ensure_state(optimizer: Any, *, on_host: bool = False) -> None:
+def ensure_state(optimizer: Any) -> None:
     """Give the optimizer the state that its first step would give it, so that it can be saved, and
-    loaded into, before that step.
-
-    Args:
-        on_host: Adam's moments live in host memory (--offload-optimizer-states): the device may
-            have no room for them.
-    """
+    loaded into, before that step. States in host memory are there from the start."""
     for part in parts(optimizer):
         inner = part.optimizer
         for group in inner.param_groups:
@@ -170,13 +165,12 @@ def ensure_state(optimizer: Any, *, on_host: bool = False) -> None:
                     continue
                 if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
                     on_device = group.get("fused") or group.get("capturable")
-                    where = "cpu" if on_host else parameter.device
                     inner.state[parameter] = {
                         "step": torch.zeros(
                             (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
                         ),
-                        "exp_avg": torch.zeros_like(parameter, device=where),
-                        "exp_avg_sq": torch.zeros_like(parameter, device=where),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
                     }
                 elif isinstance(inner, torch.optim.SGD) and group["momentum"]:
                     inner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
@@ -185,19 +179,16 @@ def ensure_state(optimizer: Any, *, on_host: bool = False) -> None:
 # -- to a checkpoint and back ----------------------------------------------------------------------
 
 
-def sharded_optimizer_state(
-    optimizer: Any, model_state: StateDict, *, on_host: bool = False
-) -> StateDict:
+def sharded_optimizer_state(optimizer: Any, model_state: StateDict) -> StateDict:
     """The optimizer as part of a sharded state dict. Collective.
 
     Args:
         model_state: the model's sharded state dict, whose data are the parameters themselves.
-        on_host: as for `ensure_state`.
     Returns:
         ``param_state`` (sharded tensors over the optimizer's own memory) and what is the same on
         every rank: settings and step counts of all parameter groups, the loss scaler.
     """
-    ensure_state(optimizer, on_host=on_host)
+    ensure_state(optimizer)
     groups = all_gather([group for part in parts(optimizer) for group in _settings(part)])
     union = {_identity(group): group for some in groups for group in map(_with_tuples, some)}
     common: StateDict = {

@@ -37,7 +37,6 @@ class TrainerState:
             None unless the run has changed them (--ref-update-interval), as otherwise --ref-load
             has them.
         reference_iteration: the rollout after which they were the policy's.
-        moments_on_host: Adam's moments live in host memory (--offload-optimizer-states).
         part: of the model that is saved, or loaded.
         adapters: of the model, if it has any.
         prefix: in front of the names of all tensors: "critic." for the critic's.
@@ -49,7 +48,6 @@ class TrainerState:
     scheduler: Any = None
     reference: Sequence[Tensor] | None = None
     reference_iteration: int | None = None
-    moments_on_host: bool = False
     part: ModelPart = "everything"
     adapters: AdapterConfig | None = None
     prefix: str = ""
@@ -82,9 +80,7 @@ class TrainerState:
         """The model, and its optimizer and schedule. Collective."""
         saved = self.model()
         if save_optimizer and self.optimizer is not None:
-            saved["optimizer"] = sharded_optimizer_state(
-                self.optimizer, self.model(), on_host=self.moments_on_host
-            )
+            saved["optimizer"] = sharded_optimizer_state(self.optimizer, self.model())
             if self.scheduler is not None:
                 saved["opt_param_scheduler"] = self.scheduler.state_dict()
         return saved

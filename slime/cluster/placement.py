@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,8 @@ from slime.placement import PlacementPlan
 class GpuSlot:
     """The location of one slot: its bundle in the placement group, node address and id, and GPU.
 
-    ``memory`` is the bytes of the node's smallest GPU, None if its driver does not report them.
+    ``memory`` is the bytes of the node's smallest GPU, None if its driver does not report them;
+    ``host_memory`` that of the node itself.
     """
 
     bundle: int
@@ -29,6 +31,7 @@ class GpuSlot:
     node: str
     gpu: str
     memory: float | None = None
+    host_memory: float = math.inf
 
 
 @dataclass
@@ -56,6 +59,11 @@ class GpuSlots:
         return min(
             (place.memory for place in self.places if place.memory is not None), default=None
         )
+
+    @property
+    def host_memory(self) -> float:
+        """The bytes of memory of the smallest node."""
+        return min(place.host_memory for place in self.places)
 
     def release(self) -> None:
         remove_placement_group(self.group)

@@ -39,6 +39,7 @@ from slime.processes import tree as process_tree
 from slime.processes.host import (
     PortReservation,
     folder_of_sockets,
+    host_memory,
     num_gpus,
     python_module,
     reserve_port,
@@ -506,7 +507,8 @@ def _slot_of_bundle(bundle: int) -> GpuSlot:
     gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
     node = ray.get_runtime_context().get_node_id()
     memory = seen_gpu_memory() if gpus else None
-    return GpuSlot(bundle, ray.util.get_node_ip_address(), node, ",".join(gpus), memory)
+    address = ray.util.get_node_ip_address()
+    return GpuSlot(bundle, address, node, ",".join(gpus), memory, host_memory())
 
 
 def reserve(

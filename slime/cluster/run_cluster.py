@@ -167,7 +167,9 @@ class Cluster:
             self.plan, config.cluster.placement_timeout, self._should_stop
         )
         if not self._started_ray:  # with its own Ray, this host is checked before the launch
-            check_memory_of_cluster(config, slots.gpu_memory, on_gpu=slots.on_gpu)
+            check_memory_of_cluster(
+                config, slots.gpu_memory, slots.host_memory, on_gpu=slots.on_gpu
+            )
         clock.lap("placement")
         rollout = self._rollout = RolloutHandle(config, self.run_path)
         data = {rollout.worker: rollout.begin_setup()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,9 @@ from slime.cluster import open_waits
 from slime.cluster.slow_waits import SlowWaitLogger, own_actors, pid_here, stopped_parts
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger
+from slime.memory.remedies import ON_HOST
 from slime.processes import stacks
+from slime.processes.host import num_gpus
 
 logger = get_logger(__name__)
 
@@ -388,6 +390,14 @@ def _object_lost(what: str, worker: NamedActor) -> ActorDied:
     )
 
 
+def _less_host_memory() -> Sequence[str]:
+    """List what lowers the use of host memory. Without GPUs, that is where everything is
+    computed."""
+    if num_gpus():
+        return ON_HOST
+    return ("lower --max-tokens-per-gpu or --micro-batch-size", "fewer processes on a host")
+
+
 def _fetch(ref: ray.ObjectRef, what: str, worker: NamedActor) -> Any:
     """Return the value of a finished ref, or raise the actor's own exception, not Ray's wrapper."""
     try:
@@ -405,8 +415,9 @@ def _fetch(ref: ray.ObjectRef, what: str, worker: NamedActor) -> Any:
             why=str(error).strip().splitlines()[0]
             if str(error).strip()
             else "Ray's memory monitor killed the process",
-            fix="lower --max-tokens-per-gpu or --micro-batch-size, put fewer processes on a host, "
-            "or raise Ray's threshold (RAY_memory_usage_threshold)",
+            fix="\n       ".join(
+                [*_less_host_memory(), "or raise Ray's threshold (RAY_memory_usage_threshold)"]
+            ),
         ).naming(worker) from error
     except RayActorError as error:
         if worker.name == "rollout":  # where rewards, generate functions and filters run
@@ -421,8 +432,6 @@ def _fetch(ref: ray.ObjectRef, what: str, worker: NamedActor) -> Any:
                 "its process ended without a word: killed, perhaps by the kernel for lack of "
                 "memory (see dmesg)"
             )
-            fix = (
-                "look into its log; when memory ran out, lower --max-tokens-per-gpu or "
-                "--micro-batch-size"
-            )
+            ways = "\n       ".join(_less_host_memory())
+            fix = f"look into its log; when the host's memory ran out:\n       {ways}"
         raise ActorDied(f"{worker} died ({what})", why=why, fix=fix).naming(worker) from error

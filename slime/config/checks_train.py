@@ -253,9 +253,12 @@ def _trained(draft: Draft) -> None:
     if draft["offload_optimizer_states"] and draft["optimizer_cpu_offload"]:
         raise UserError(
             "--offload-optimizer-states and --optimizer-cpu-offload exclude each other",
-            why="with the second the moments stay in host memory, and so does the step",
-            fix="give the first for a step on the GPU, or the second",
+            why="with the first the moments live in host memory, with the second the master "
+            "weights too",
+            fix="give one",
         )
+    if draft["optimizer_cpu_offload"]:
+        _streamed(draft)
     if draft["min_lr"] > draft["lr"]:
         raise UserError(f"--min-lr {draft['min_lr']:g} is more than --lr {draft['lr']:g}")
     if draft["lr_warmup_init"] > draft["lr"]:
@@ -263,6 +266,38 @@ def _trained(draft: Draft) -> None:
             f"--lr-warmup-init {draft['lr_warmup_init']:g} is more than --lr {draft['lr']:g}"
         )
 
+
+def _streamed(draft: Draft) -> None:
+    """Check the precision of optimizer states in host memory."""
+    for dest, possible in _STREAMED_DTYPES.items():
+        value = draft.values.get(dest)
+        if value not in (None, *possible):
+            raise UserError(
+                f"{option_of(dest)} {value} with --optimizer-cpu-offload",
+                why=f"streamed states can be {' or '.join(possible)} there",
+                fix=f"leave {option_of(dest)} out",
+            )
+    if draft.values.get("fp8_param_gather"):
+        raise UserError(
+            "--fp8-param-gather with --optimizer-cpu-offload",
+            why="streamed master weights are copied to weights in 16 bits",
+            fix="leave one out",
+        )
+    narrow = "bf16" in map(draft.values.get, ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    if draft["use_precision_aware_optimizer"] and not narrow:
+        draft.warnings.append(
+            "--use-precision-aware-optimizer has no effect with --optimizer-cpu-offload, which "
+            "reads --exp-avg-dtype and --exp-avg-sq-dtype itself"
+        )
+
+
+#: Values of flags about the precision of optimizer states that --optimizer-cpu-offload knows.
+_STREAMED_DTYPES = {
+    "exp_avg_dtype": ("fp32", "bf16"),
+    "exp_avg_sq_dtype": ("fp32", "bf16"),
+    "main_params_dtype": ("fp32",),
+    "main_grads_dtype": ("fp32",),
+}
 
 #: Learning rates below this one are those of full training.
 _FULL_TRAINING_LR = 1e-5

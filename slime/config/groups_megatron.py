@@ -142,11 +142,13 @@ class MegatronConfig:
     use_distributed_optimizer: bool = flag(True, read_by="trainer")
     """Shard optimizer states over data-parallel ranks."""
     use_precision_aware_optimizer: bool = flag(False, needs=SHARDED_STATES, read_by="trainer")
-    """Optimizer states in lower precision (needs Transformer Engine)."""
-    optimizer_cpu_offload: bool = flag(False, read_by="trainer")
-    """Run the optimizer step on the CPU, with its states in host memory."""
+    """Optimizer states in lower precision, by Transformer Engine, or by --optimizer-cpu-offload."""
+    optimizer_cpu_offload: bool = flag(False, needs=SHARDED_STATES, read_by="trainer")
+    """Master weights and Adam's moments live in host memory and are streamed through the GPU for
+    each step."""
     offload_optimizer_states: bool = flag(False, read_by="trainer")
-    """Optimizer states live in host memory while the engines hold the GPU."""
+    """The optimizer's moments live in host memory and are streamed through the GPU for each
+    step."""
     overlap_grad_reduce: bool = flag(False)
     """Overlap gradient reduction with the backward pass."""
     overlap_param_gather: bool = flag(False, needs=(on("overlap_grad_reduce"), *SHARDED_STATES))

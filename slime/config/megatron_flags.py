@@ -88,15 +88,8 @@ FIELDS: dict[str, FlagMeta] = {
         "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16", on("first_last_layers_bf16")
     ),
     **_fields("optimizer_offload_fraction", _CPU_OPTIMIZER, range=FRACTION),
-    **_fields(
-        "use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads "
-        "pin_cpu_params",
-        _CPU_OPTIMIZER,
-    ),
-    **_fields(
-        "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype store_param_remainders",
-        _PRECISION_AWARE,
-    ),
+    **_fields("main_grads_dtype main_params_dtype store_param_remainders", _PRECISION_AWARE),
+    **_fields("exp_avg_dtype exp_avg_sq_dtype", _PRECISION_AWARE | _CPU_OPTIMIZER),
     **_fields("offload_modules", on("fine_grained_activation_offloading")),
     **_fields("min_offloaded_tensor_size", on("fine_grained_activation_offloading"), range=SOME),
     **_fields("disable_parameter_transpose_cache", on("transformer_impl", "transformer_engine")),

@@ -62,6 +62,8 @@ def missing(values: Mapping[str, Any], *, installed: bool) -> UserError | None:
         wanted = _ONLY.get(dest)
         if value is None or value is False or (wanted is not None and value != wanted):
             continue
+        if dest == "use_precision_aware_optimizer" and values.get("optimizer_cpu_offload"):
+            continue  # which does it itself
         option = option_of(dest)
         asked = option if value is True else f"{option} {value}"
         if not installed:

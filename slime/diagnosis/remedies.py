@@ -95,7 +95,8 @@ def _smaller_host(flags: Flags) -> list[str]:
     ways = [first]
     if flags.get("num_data_workers"):
         ways.append(f"--num-data-workers {flags['num_data_workers']} → 0")
-    if flags.get("offload_optimizer_states"):
+    # a sleeping trainer's moments are on the host either way
+    if flags.get("offload_optimizer_states") and not flags.get("colocate"):
         ways.append(
             "without --offload-optimizer-states: 8 bytes per parameter and replica less on the host"
         )

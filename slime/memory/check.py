@@ -15,8 +15,10 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.memory.hardware import DeviceMemory, device_memory
-from slime.memory.plan import Facts, MemoryPlan, Use, gb, gpu_phases, summary
+from slime.memory.plan import Facts, MemoryPlan, Use, gb, gpu_phases, node_memory, summary
 from slime.memory.remedies import (
+    NARROW_MOMENTS,
+    OFFLOAD_ALL,
     OFFLOAD_MOMENTS,
     OFFLOAD_ROLLOUT,
     SEQUENCE_PARALLEL,
@@ -36,6 +38,7 @@ _SHOWN = 4
 _MOST_TOGETHER = 5
 _WORTH_IT = 0.02  # of a device's memory
 _SMALLEST_FRACTION = 0.2
+_FLOAT32_MOMENTS = 8.0
 
 
 def check_memory(config: Config, device: DeviceMemory | None = None) -> MemoryPlan:
@@ -54,16 +57,19 @@ def check_memory(config: Config, device: DeviceMemory | None = None) -> MemoryPl
     return plan
 
 
-def check_memory_of_cluster(config: Config, gpu_memory: float | None, *, on_gpu: bool) -> None:
+def check_memory_of_cluster(
+    config: Config, gpu_memory: float | None, host_memory: float, *, on_gpu: bool
+) -> None:
     """`check_memory` with what the nodes of a Ray cluster tell; nothing where they have no GPUs, as
     several hosts share the work then and this one's memory says nothing.
 
     Args:
         gpu_memory: bytes of the smallest GPU of the run; None: no driver reports it.
+        host_memory: bytes of its smallest node.
     """
     if not on_gpu:
         return
-    device = device_memory(config, seen=gpu_memory, on_gpu=True)
+    device = device_memory(config, seen=gpu_memory, on_gpu=True, host=host_memory)
     check_memory(config, device)
 
 
@@ -84,13 +90,6 @@ def judge(config: Config, plan: MemoryPlan) -> None:
 
 
 def _warn_of_host(plan: MemoryPlan) -> None:
-    if plan.host > plan.host_limit:
-        logger.warning(
-            "the trainer ranks of a node want %s GB of host memory, this host has %s GB: leave out "
-            "--offload-optimizer-states or --optimizer-cpu-offload, or use fewer GPUs per node",
-            gb(plan.host),
-            gb(plan.host_limit),
-        )
     if not plan.fits and not plan.device.on_gpu:
         logger.warning(
             "this run may need %s GB, of which %s GB are free on this host; the largest parts: %s",
@@ -113,8 +112,10 @@ class Change:
 def refuse(plan: MemoryPlan) -> UserError:
     """The error of a plan that does not fit."""
     goes_on = "or go on all the same with --memory-plan warn"
-    if not plan.overfull:
+    if not plan.overfull and plan.starved:
         return _starved(plan, goes_on)
+    if not plan.overfull:
+        return _host_full(plan, goes_on)
     phase = plan.overfull[0]
     largest = ", ".join(f"{_named(use)} {gb(use.nbytes)} GB" for use in phase.largest[:4])
     names = list(dict.fromkeys(other.name for other in plan.overfull))
@@ -154,6 +155,54 @@ def _starved(plan: MemoryPlan, goes_on: str) -> UserError:
         f"{engine.kv_per_token / 1e3:.0f} kB",
         fix="\n       ".join([*ways, goes_on]),
     )
+
+
+def _host_full(plan: MemoryPlan, goes_on: str) -> UserError:
+    largest = ", ".join(
+        f"{use.owner} {use.what} {gb(use.nbytes)} GB" for use in plan.host.largest[:4]
+    )
+    tried = [(change.text, node_memory(change.facts).total) for change in host_changes(plan.facts)]
+    useful = [(text, total) for text, total in tried if total < plan.host.total]
+    enough = [(text, total) for text, total in useful if total <= plan.host_limit]
+    lines = [f"{text}: {gb(total)} GB" for text, total in enough or useful]
+    return UserError(
+        f"the memory plan does not fit: a trainer node needs {gb(plan.host.total)} GB of host "
+        f"memory, limit {gb(plan.host_limit)} GB (of {gb(plan.device.host)} GB)",
+        why=f"the largest parts: {largest}; beyond the limit Ray ends processes",
+        fix="\n       ".join([*lines, goes_on]),
+    )
+
+
+def host_changes(facts: Facts) -> Iterator[Change]:
+    """All that may help where a host's memory is full, the cheapest first."""
+    trainer = facts.trainer
+    if trainer is None:
+        return
+
+    def changed(text: str, **values: object) -> Change:
+        other = dataclasses.replace(trainer, **values)  # type: ignore[arg-type]
+        return Change(text, dataclasses.replace(facts, trainer=other))
+
+    sleeps = facts.colocate and facts.trainer_sleeps
+    if trainer.saves_async:
+        yield changed("without --async-save", saves_async=False)
+    if trainer.moments == _FLOAT32_MOMENTS and trainer.sharded:
+        flags = NARROW_MOMENTS if trainer.master_on_host else f"{OFFLOAD_ALL} {NARROW_MOMENTS}"
+        places = {"moments_on_host": 1.0, "master_on_host": 1.0}
+        if trainer.master_on_host:
+            places = {}
+        yield changed(flags, moments=trainer.moments / 2, **places)
+    if trainer.moments_on_host and not sleeps:  # else what stays on the GPU is copied for a sleep
+        yield changed(
+            f"without {OFFLOAD_ALL if trainer.master_on_host else OFFLOAD_MOMENTS}, if the GPU has "
+            "room",
+            moments_on_host=0.0,
+            master_on_host=0.0,
+        )
+    world = trainer.layout.world
+    if trainer.sharded:
+        twice = dataclasses.replace(trainer.layout, world=2 * world)
+        yield changed(f"twice the trainer nodes ({world} → {2 * world} GPUs)", layout=twice)
 
 
 def remedies(plan: MemoryPlan, name: str) -> list[tuple[str, float]]:
@@ -245,7 +294,9 @@ def _trainer_changes(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSet
     if not trainer.sharded and layout.shards > 1:
         yield SHARD_STATES, changed(sharded=True)
     if not trainer.moments_on_host:
-        yield OFFLOAD_MOMENTS, changed(moments_on_host=1.0, staged=True)
+        yield OFFLOAD_MOMENTS, changed(moments_on_host=1.0)
+    if trainer.sharded and not trainer.master_on_host:
+        yield OFFLOAD_ALL, changed(moments_on_host=1.0, master_on_host=1.0)
     yield from _wider_layouts(trainer)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from dataclasses import dataclass
 
 from slime import deadlines
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.processes.host import free_host_memory, num_gpus
+from slime.processes.host import free_host_memory, host_memory, num_gpus
 
 #: Limits of flash-attn-4: major compute capabilities (data-centre Hopper and Blackwell) and
 #: dimensions of a head.
@@ -29,12 +30,15 @@ class DeviceMemory:
 
     Attributes:
         flash4: flash-attn-4 is for these GPUs, as far as known.
+        host: bytes of memory of the smallest host that has such a GPU; infinite where no host of
+            the run has been asked.
     """
 
     nbytes: float
     source: str
     on_gpu: bool
     flash4: bool = True
+    host: float = math.inf
 
 
 def is_on_gpu(config: Config) -> bool:
@@ -44,13 +48,14 @@ def is_on_gpu(config: Config) -> bool:
 
 
 def device_memory(
-    config: Config, seen: float | None = None, *, on_gpu: bool = False
+    config: Config, seen: float | None = None, *, on_gpu: bool = False, host: float = math.inf
 ) -> DeviceMemory:
     """Memory of one GPU (the smallest), or of this host if there is none.
 
     Args:
         seen: bytes that the nodes of a cluster report; this host's driver is asked when None.
         on_gpu: the cluster has GPUs, whatever this host has.
+        host: bytes of memory of the smallest node of a cluster.
     Raises:
         UserError: --gpu-memory-gb is no size of a GPU.
     """
@@ -63,13 +68,14 @@ def device_memory(
             fix="pass the memory of one GPU in 10⁹ bytes: 80, 141, …",
         )
     if given is not None:
-        return DeviceMemory(given * 1e9, "--gpu-memory-gb", on_gpu=True)
+        return DeviceMemory(given * 1e9, "--gpu-memory-gb", on_gpu=True, host=host)
     if seen is not None:
-        return DeviceMemory(seen, "as its nodes say", on_gpu=True)
+        return DeviceMemory(seen, "as its nodes say", on_gpu=True, host=host)
     found = _seen_gpus()
     if found:
         flash4 = all(major is None or major in FLASH4_MAJORS for _, major in found)
-        return DeviceMemory(min(size for size, _ in found), DRIVER, on_gpu=True, flash4=flash4)
+        smallest = min(size for size, _ in found)
+        return DeviceMemory(smallest, DRIVER, on_gpu=True, flash4=flash4, host=host_memory())
     return DeviceMemory(_ASSUMED_GB * 1e9, "assumed; --gpu-memory-gb tells otherwise", on_gpu=True)
 
 

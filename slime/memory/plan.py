@@ -14,6 +14,8 @@ change when it does not.
 from __future__ import annotations
 
 import itertools
+import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -21,14 +23,13 @@ from slime.config.config import Config
 from slime.memory import engine as engine_side
 from slime.memory import trainer as trainer_side
 from slime.memory.engine import EngineSettings
-from slime.memory.hardware import DRIVER, DeviceMemory, device_memory
+from slime.memory.hardware import DeviceMemory, device_memory
 from slime.memory.trainer import TrainerSettings, longest_sequence
 from slime.models import family_of, table_of
 from slime.models.adapters import AdapterConfig, count_parameters
 from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec, read_hf_config
 from slime.placement import PlacementPlan
-from slime.processes.host import host_memory
 
 #: Usable share of a device's memory; allocators lose the rest to fragmentation.
 USABLE = 0.96
@@ -39,6 +40,15 @@ _SMALL = 0.05e9  # of what is used: what is less is added up in one row
 #: engines.
 _PROCESS_BYTES = 0.6e9
 _OTHER_BYTES = 1.5e9
+
+#: Host memory of a process with a CUDA context, NCCL and its kernels, beside what the plan counts:
+#: a trainer rank, and an engine's part for one GPU. Estimates.
+TRAINER_PROCESS_BYTES = 4e9
+ENGINE_PROCESS_BYTES = 6e9
+
+#: Share of a host's memory at which Ray begins to end processes, and what changes it.
+RAY_SHARE = 0.95
+_RAY_THRESHOLD = "RAY_memory_usage_threshold"
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,10 @@ class Phase:
         return sorted(self.uses, key=lambda use: -use.nbytes)
 
 
+#: The host of a run without trainer.
+NO_HOST = Phase("host", "all", ())
+
+
 @dataclass(frozen=True)
 class Facts:
     """All facts that the plan depends on; change one to answer "what if".
@@ -84,7 +98,9 @@ class Facts:
         trainer_sleeps, engine_sleeps: they give their memory away while the other works.
         bucket: bytes of a bucket of a weight push.
         ranks_per_node: trainer ranks of a node.
+        engines_beside: GPUs of such a node that an engine computes on.
         server_groups: engines are not all alike (--sglang-config).
+        engine_backup: sleeping engines keep their weights in host memory.
     """
 
     trainer: TrainerSettings | None
@@ -95,7 +111,9 @@ class Facts:
     engine_sleeps: bool
     bucket: float
     ranks_per_node: int
+    engines_beside: int = 0
     server_groups: bool = False
+    engine_backup: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,17 +123,14 @@ class MemoryPlan:
     Attributes:
         device: a GPU, or this host.
         phases: every phase of every group of devices.
-        host: bytes of pinned and ordinary memory that the trainer ranks of one node keep, for a run
-            on GPUs.
-        host_limit: bytes of this host.
+        host: what a node with trainer ranks holds in its own memory, for a run on GPUs.
         notes: assumptions that were made.
     """
 
     facts: Facts
     device: DeviceMemory
     phases: tuple[Phase, ...]
-    host: float = 0.0
-    host_limit: float = float("inf")
+    host: Phase = NO_HOST
     notes: tuple[str, ...] = field(default=())
 
     @staticmethod
@@ -137,8 +152,7 @@ class MemoryPlan:
             facts,
             device,
             tuple(gpu_phases(facts, device.nbytes)),
-            pinned(facts),
-            _host_limit(device),
+            node_memory(facts),
             _notes(facts, device.nbytes),
         )
 
@@ -146,6 +160,15 @@ class MemoryPlan:
     def limit(self) -> float:
         """Bytes of a device that may be planned with."""
         return self.device.nbytes * (USABLE if self.device.on_gpu else 1.0)
+
+    @property
+    def host_limit(self) -> float:
+        """Bytes of a node's memory that may be planned with. Ray ends processes beyond it."""
+        return self.device.host * float(os.environ.get(_RAY_THRESHOLD, RAY_SHARE))
+
+    @property
+    def host_is_full(self) -> bool:
+        return self.host.total > self.host_limit
 
     @property
     def peak(self) -> Phase:
@@ -171,12 +194,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        return not self.overfull and not self.starved
-
-
-def _host_limit(device: DeviceMemory) -> float:
-    """This host's memory, when it is one of those that the run is for."""
-    return host_memory() if device.source == DRIVER else float("inf")
+        return not self.overfull and not self.starved and not self.host_is_full
 
 
 def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
@@ -189,6 +207,8 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
     spec = family_of(path, config.checkpoint.model_name).model_spec(path)
     quantisation = Quantisation.read(read_hf_config(path))
     longest = longest_sequence(config)[0]
+    ranks = min(placement.num_train, cluster.actor_num_gpus_per_node)
+    others = max(0, cluster.num_gpus_per_node - ranks)
     return Facts(
         trainer=TrainerSettings.of(config, spec, on_gpu=on_gpu, flash4=flash4)
         if placement.num_train
@@ -201,8 +221,12 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
         trainer_sleeps=bool(cluster.offload_train),
         engine_sleeps=bool(cluster.offload_rollout),
         bucket=_bucket(config, spec),
-        ranks_per_node=min(placement.num_train, cluster.actor_num_gpus_per_node),
+        ranks_per_node=ranks,
+        engines_beside=min(placement.num_rollout, ranks if cluster.colocate else others),
         server_groups=config.engine.sglang_config is not None,
+        # what no push brings back after a sleep
+        engine_backup=bool(cluster.offload_rollout)
+        and bool(config.lora.lora_rank or config.sync.update_weights_interval > 1),
     )
 
 
@@ -379,14 +403,25 @@ def _push(
     )
 
 
-def pinned(facts: Facts) -> float:
-    """Host memory that the trainer ranks of one node keep; a node may hold ranks of one stage
-    only."""
+def node_memory(facts: Facts) -> Phase:
+    """What a node with trainer ranks holds in its own memory at most. It may hold ranks of one
+    stage only."""
     trainer = facts.trainer
     if trainer is None:
-        return 0.0
+        return NO_HOST
     sleeps = facts.colocate and facts.trainer_sleeps
-    return facts.ranks_per_node * max(stage.on_host(sleeps=sleeps) for stage in trainer.stages)
+    ranks = facts.ranks_per_node
+    of_stages = [stage.on_host(sleeps=sleeps) for stage in trainer.stages]
+    largest = max(of_stages, key=lambda held: sum(held.values()))
+    uses = [Use("trainer", what, ranks * size) for what, size in largest.items()]
+    uses.append(Use("trainer", "processes", ranks * TRAINER_PROCESS_BYTES))
+    uses.append(Use("run", "driver, rollout, router", _OTHER_BYTES))
+    if facts.engine is not None and facts.engines_beside:
+        beside = facts.engines_beside
+        uses.append(Use("engine", "processes", beside * ENGINE_PROCESS_BYTES))
+        if facts.engine_backup:
+            uses.append(Use("engine", "weights asleep", beside * facts.engine.weights))
+    return Phase("host", "all", tuple(uses))
 
 
 # -- on a host without GPUs ------------------------------------------------------------------------
@@ -403,11 +438,10 @@ def host_phase(facts: Facts) -> Phase:
         uses.append(Use("trainer", "processes", placement.num_train * _PROCESS_BYTES))
         totals: dict[str, float] = {}
         for stage in trainer.stages:
-            on_host = {"weights of frozen models": stage.on_host(sleeps=False)}
             for what, size in (
                 *stage.states().items(),
                 *stage.training().items(),
-                *on_host.items(),
+                *stage.on_host(sleeps=False).items(),
             ):
                 totals[what] = totals.get(what, 0.0) + size * per_stage
             uses += [
@@ -500,10 +534,15 @@ def _devices(plan: MemoryPlan) -> str:
 
 def _remarks(plan: MemoryPlan) -> list[str]:
     lines = list(plan.notes)
-    if plan.host:
-        over = "; more than this host has" if plan.host > plan.host_limit else ""
+    if plan.host.uses:
+        parts = ", ".join(
+            f"{use.owner} {use.what} {gb(use.nbytes)}"
+            for use in plan.host.largest
+            if use.nbytes >= _SMALL
+        )
+        limit = "" if math.isinf(plan.host_limit) else f" (limit {gb(plan.host_limit)} GB)"
+        over = " !" if plan.host_is_full else ""
         lines.append(
-            f"host memory of a trainer node: {gb(plan.host)} GB for copies and offloaded "
-            f"states{over}"
+            f"host memory of a trainer node: {gb(plan.host.total)} GB{limit}{over}: {parts}"
         )
     return lines

@@ -15,6 +15,8 @@ _FEW_ROWS = 128  # of logits: fewer make slow products
 
 SEQUENCE_PARALLEL = "--sequence-parallel"
 OFFLOAD_MOMENTS = "--offload-optimizer-states"
+OFFLOAD_ALL = "--optimizer-cpu-offload"
+NARROW_MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 OFFLOAD_ROLLOUT = "--offload-rollout"
 SHARD_STATES = "no --no-use-distributed-optimizer"
 
@@ -48,6 +50,33 @@ def wider_context_parallel(context: int) -> str:
 
 
 # -- after running out of memory -------------------------------------------------------------------
+
+#: What makes a run need less memory of its hosts, where its flags are not known.
+ON_HOST = (
+    f"{OFFLOAD_ALL} {NARROW_MOMENTS}: 4 bytes per parameter less",
+    "without --async-save: it copies what is saved",
+    "fewer trainer ranks and engines on a host, or more hosts: optimizer states are divided over "
+    "them",
+    "slime plan shows what the run keeps in host memory",
+)
+
+
+def host_remedies(config: Config) -> list[str]:
+    """List changes of the flags after a GPU run has filled its host's memory."""
+    megatron = config.megatron
+    narrow, copies, *rest = ON_HOST
+    ways = []
+    kept = {megatron.optimizer.get(name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+    if megatron.use_distributed_optimizer and kept != {"bf16"}:
+        ways.append(narrow)
+    if config.checkpoint.async_save:
+        ways.append(copies)
+    if (megatron.optimizer_cpu_offload or megatron.offload_optimizer_states) and not (
+        config.cluster.colocate and config.cluster.offload_train
+    ):
+        flag = OFFLOAD_ALL if megatron.optimizer_cpu_offload else OFFLOAD_MOMENTS
+        ways.append(f"without {flag}, if the GPUs have room for the states")
+    return [*ways, *rest]
 
 
 def remedies(
@@ -179,7 +208,7 @@ def _moments_on_host(config: Config, on_gpu: bool) -> list[str]:
         return []
     return [
         f"{OFFLOAD_MOMENTS}: Adam's moments live in host memory, 8 bytes per parameter and "
-        "replica less here"
+        f"replica less here; {OFFLOAD_ALL}: master weights too, 12 bytes less"
     ]
 
 

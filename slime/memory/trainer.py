@@ -31,9 +31,11 @@ from slime.models.mixers import Kernels, mixers_of
 from slime.models.spec import ModelSpec
 from slime.models.table import Parameter
 
-#: Adam's moments that are on the device at a time with --offload-optimizer-states; one larger
-#: parameter is a bucket of its own.
-MOMENTS_BUCKET_BYTES = 512 * 1024 * 1024
+#: Elements of a bucket of optimizer states that travels from host memory to the device and back,
+#: and buckets that are on the device at a time. A copy of 64 MiB is long enough for the full speed
+#: of the link.
+STREAM_BUCKET = 1 << 24
+STREAM_SLOTS = 3
 
 #: CUDA context, kernels, NCCL's buffers: while the trainer runs, and what stays of it while it
 #: sleeps (2.2 GB on an H200, with what the driver keeps for itself); of the latter, what may be
@@ -82,10 +84,10 @@ class TrainerSettings:
         element: bytes of a weight and of an activation.
         gradient, master, moments: bytes per trained parameter (both moments together).
         sharded: master weights and moments are spread over the replicas.
-        moments_on_host: share of the moments that lives in host memory.
+        moments_on_host: share of the moments that lives in host memory, and visits the device for
+            a step.
         master_on_host: the same of the master weights.
-        staged: the moments come to the device in buckets for the step (else the step runs on the
-            host).
+        saves_async: checkpoints are copied to host memory before they are written.
         reference: a second model's weights come to the device for its log-probs.
         teachers: models whose weights come to the device one after the other, to score.
         teacher_heads: of these and the policy itself, so many leave their output layer on the
@@ -119,7 +121,7 @@ class TrainerSettings:
     sharded: bool
     moments_on_host: float
     master_on_host: float
-    staged: bool
+    saves_async: bool
     reference: bool
     teachers: int
     teacher_heads: int
@@ -158,8 +160,8 @@ class TrainerSettings:
         on_host = (
             float(megatron.optimizer.get("optimizer_offload_fraction", 1.0)) if on_gpu else 0.0
         )
-        cpu_offload = megatron.optimizer_cpu_offload and on_gpu
-        staged = megatron.offload_optimizer_states and on_gpu and not cpu_offload
+        masters = megatron.optimizer_cpu_offload and on_gpu
+        moments = megatron.offload_optimizer_states and on_gpu
         adapters = AdapterConfig.of(config)
         return TrainerSettings(
             spec=spec.padded(layout.tensor),
@@ -170,9 +172,9 @@ class TrainerSettings:
             master=_master_bytes(config, element),
             moments=_moment_bytes(config),
             sharded=megatron.use_distributed_optimizer and megatron.optimizer_name == "adam",
-            moments_on_host=on_host if cpu_offload else float(staged),
-            master_on_host=on_host if cpu_offload else 0.0,
-            staged=staged,
+            moments_on_host=on_host if masters else float(moments),
+            master_on_host=on_host if masters else 0.0,
+            saves_async=bool(config.checkpoint.async_save and config.checkpoint.save),
             # with adapters it is the policy without them
             reference=algorithm.needs_reference and adapters is None,
             **_teachers_of(config, layout),
@@ -360,24 +362,41 @@ class StageMemory:
             "master weights": self.master * (1 - settings.master_on_host),
             "optimizer moments": self.moments * (1 - settings.moments_on_host),
         }
-        if settings.staged:
-            found["optimizer moments (bucket)"] = min(self.moments, MOMENTS_BUCKET_BYTES)
         return {name: size for name, size in found.items() if size}
 
-    def on_host(self, *, sleeps: bool) -> float:
-        """Bytes in host memory: offloaded states, the reference's weights, the copies of a sleeping
-        trainer."""
+    @property
+    def _buckets(self) -> float:
+        """Bytes on the device of optimizer states that live in host memory, during a step."""
         settings = self.settings
-        held = self.moments * settings.moments_on_host + self.master * settings.master_on_host
-        held += self.weights * (settings.reference + settings.teachers)
+        at_once = min(self.owned, STREAM_SLOTS * STREAM_BUCKET)
+        moments = settings.moments if settings.moments_on_host else 0.0
+        return at_once * (moments + (settings.master if settings.master_on_host else 0.0))
+
+    def on_host(self, *, sleeps: bool) -> dict[str, float]:
+        """Bytes in host memory: offloaded states, the reference's weights, the copies of a sleeping
+        trainer, and those of a checkpoint that is being written. Page-locked memory is of the exact
+        size."""
+        settings = self.settings
+        master = self.master * settings.master_on_host
+        moments = self.moments * settings.moments_on_host
+        found = {
+            "master weights": master,
+            "optimizer moments": moments,
+            "weights of frozen models": self.weights * (settings.reference + settings.teachers),
+        }
         if self._has_output:
-            element = settings.element
-            held += settings.teacher_tokens * settings.spec.hidden_size * element
+            row = settings.spec.hidden_size * settings.element
+            found["hidden states of teachers"] = settings.teacher_tokens * row
         if sleeps:
-            held += self.weights + self.adapter_weights
-            held += self.master * (1 - settings.master_on_host)
-            held += self.moments * (1 - settings.moments_on_host)
-        return held + (0.0 if self.critic is None else self.critic.on_host(sleeps=sleeps))
+            found["weights asleep"] = self.weights + self.adapter_weights
+            found["optimizer states asleep"] = self.master - master + self.moments - moments
+        if settings.saves_async:
+            trained = self.owned * settings.element
+            found["copy of a checkpoint"] = trained + self.master + self.moments
+        if self.critic is not None:
+            for what, size in self.critic.on_host(sleeps=sleeps).items():
+                found[what] = found.get(what, 0.0) + size
+        return {name: size for name, size in found.items() if size}
 
     def scoring(self) -> dict[str, float]:
         """Bytes that log-probs without gradients add; the reference's weights come to the device
@@ -446,6 +465,9 @@ class StageMemory:
         }
         if settings.on_gpu:
             found["workspaces of products"] = _WORKSPACE_BYTES
+        # the optimizer's step comes when the rest is gone
+        rest = sum(found.values())
+        found["optimizer states under way"] = max(0.0, self._buckets - rest)
         return {name: size for name, size in found.items() if size}
 
     @cached_property
@@ -611,17 +633,17 @@ def largest_micro_batch(config: Config, layout: Layout, longest: int, *, on_gpu:
 def _master_bytes(config: Config, element: int) -> float:
     if element == 4:
         return 0.0
-    chosen = config.megatron.optimizer.get("main_params_dtype")
-    return (
-        _DTYPE_BYTES.get(str(chosen), 4.0) if config.megatron.use_precision_aware_optimizer else 4.0
-    )
+    megatron = config.megatron
+    if megatron.optimizer_cpu_offload or not megatron.use_precision_aware_optimizer:
+        return 4.0
+    return _DTYPE_BYTES.get(str(megatron.optimizer.get("main_params_dtype")), 4.0)
 
 
 def _moment_bytes(config: Config) -> float:
     megatron = config.megatron
     if megatron.optimizer_name == "sgd":
         return 4.0 if megatron.sgd_momentum else 0.0
-    if not megatron.use_precision_aware_optimizer:
+    if not (megatron.use_precision_aware_optimizer or megatron.optimizer_cpu_offload):
         return 8.0
     names = ("exp_avg_dtype", "exp_avg_sq_dtype")
     return sum(_DTYPE_BYTES.get(str(megatron.optimizer.get(name)), 4.0) for name in names)

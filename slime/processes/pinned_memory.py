@@ -33,11 +33,14 @@ def host_buffer(nbytes: int, *, pin: bool) -> Tensor:
     freed.
 
     Raises:
-        RuntimeError, OSError: the host has too little memory, or the process may not lock any.
+        MemoryError: the host has too little memory, or the process may not lock so much.
     """
     if not (pin and nbytes):
         return torch.empty(nbytes, dtype=torch.uint8)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no {nbytes / 1e9:.1f} GB of host memory: {error}") from error
     with contextlib.suppress(OSError):  # a kernel without them
         pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
     # lives as long as the storage, of which there may be views
@@ -47,7 +50,10 @@ def host_buffer(nbytes: int, *, pin: bool) -> Tensor:
     address = buffer.data_ptr()
     status = int(runtime.cudaHostRegister(address, nbytes, 0))
     if status:
-        raise torch.cuda.CudaError(status)
+        raise MemoryError(
+            f"{nbytes / 1e9:.1f} GB of host memory cannot be page-locked (CUDA error {status}); "
+            "ulimit -l may be too low"
+        )
     finalizer = weakref.finalize(owner, runtime.cudaHostUnregister, address)
     finalizer.atexit = False  # the driver does it at exit
     return buffer

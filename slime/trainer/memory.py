@@ -23,7 +23,7 @@ import torch
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.memory.remedies import remedies
+from slime.memory.remedies import host_remedies, remedies
 from slime.processes.footprint import own_bytes
 from slime.samples.batch import StepPlan
 from slime.trainer.ranks import Ranks
@@ -174,10 +174,15 @@ def out_of_memory(error: BaseException, phase: str, memory: PhaseMemory) -> OutO
     if largest is not None:
         lines.append(f"largest micro-batch of this rank: {largest}")
     on_gpu = memory.device.type == "cuda"
-    where = "GPU memory" if on_gpu and not isinstance(error, MemoryError) else "host memory"
+    fills_gpu = on_gpu and not isinstance(error, MemoryError)
+    where = "GPU memory" if fills_gpu else "host memory"
     lengths = largest.lengths if largest is not None else []
     whole = largest is not None and largest.whole_step
-    ways = remedies(memory.config, phase, lengths, whole_step=whole, on_gpu=on_gpu)
+    ways = (
+        host_remedies(memory.config)
+        if on_gpu and not fills_gpu
+        else remedies(memory.config, phase, lengths, whole_step=whole, on_gpu=on_gpu)
+    )
     return OutOfMemory(
         f"out of {where} in {phase}",
         why="\n       ".join(line for line in lines if line),

@@ -13,8 +13,8 @@ from slime.processes.host import free_port
 from slime.samples.batch import TrainBatch
 from slime.trainer import update
 from slime.trainer.megatron.backend import MegatronBackend
-from slime.trainer.megatron.offload import host_states_of
 from slime.trainer.megatron.parallel import RankInfo
+from slime.trainer.megatron.streamed import states_of
 from tests.support.trainer_ranks import make_batch, shard, tiny_spec, trainer_config
 
 LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "entropy_coef": 0.01}
@@ -105,7 +105,7 @@ def train_job(info: Any, flags: dict[str, Any]) -> dict[str, Any]:
             n: p.detach().clone() for c in backend.model_chunks for n, p in c.named_parameters()
         },
         "on host": [
-            host_states_of(o) is not None
+            states_of(o) is not None
             for p in backend.optimizer.chained_optimizers
             for o in [p.optimizer]
         ],

@@ -146,8 +146,12 @@ def numbers(metrics: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "more",
-    [{"bf16": True, "lr_decay_style": "cosine"}, {"lora_rank": 2, "async_save": True}],
-    ids=["bfloat16", "adapters"],
+    [
+        {"bf16": True, "lr_decay_style": "cosine"},
+        {"bf16": True, "optimizer_cpu_offload": True, "async_save": True},
+        {"lora_rank": 2, "async_save": True},
+    ],
+    ids=["bfloat16", "states on the host", "adapters"],
 )
 def test_a_resumed_run_has_the_same_bits(more: dict[str, Any], tmp_path: Path, model: Path) -> None:
     """The critic sleeps while it is saved, as it does beside engines."""

@@ -28,7 +28,7 @@ BUDGETS = {
     "algorithms": 1_390,  # four estimators, sampling masks, divergences
     "checkpoints": 4_660,  # MXFP4, reward models
     "cli": 2_350,
-    "cluster": 4_500,
+    "cluster": 4_530,  # host memory of nodes
     "compat": 1_400,
     "config": 5_580,  # flags of estimators, importance levels and rejection, preferences
     "diagnosis": 4_240,
@@ -36,17 +36,17 @@ BUDGETS = {
     "engines": 4_330,  # log-probs behind the filters, channels of gpt-oss
     "environments": 450,
     ".": 1_450,
-    "memory": 1_700,
+    "memory": 1_820,  # host memory, part by part
     "models": 5_160,  # gpt-oss, stacks of experts, models around text models
     "observe": 3_050,
     "page": 1_600,
-    "processes": 1_040,  # the preloaded process
+    "processes": 1_050,  # the preloaded process
     "prompts": 3_990,  # rows of preferences
     "rollout": 9_210,  # preferences, reward models
     "run": 2_160,  # lengths that longrope is computed for
     "samples": 2_110,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 950,
-    "trainer": 8_410,  # the critic, sinks, biases of experts, distillation
+    "trainer": 8_700,  # the critic, sinks, biases of experts, distillation, streamed states
     "user_code": 1_000,
     "weights": 3_000,
 }

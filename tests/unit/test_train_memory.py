@@ -14,10 +14,10 @@ from torch import Tensor
 
 from slime.config import make_config
 from slime.errors import UserError
-from slime.memory.remedies import remedies
+from slime.memory.remedies import host_remedies, remedies
 from slime.samples.batch import TrainBatch
 from slime.trainer.megatron.backend import MegatronBackend
-from slime.trainer.megatron.offload import HostStates
+from slime.trainer.megatron.streamed import ALIGNMENT, StreamedStates
 from slime.trainer.memory import LargestMicroBatch, OutOfMemory, PhaseMemory, is_out_of_memory
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, make_batch
@@ -215,13 +215,20 @@ def test_full_recompute_needs_no_more_words() -> None:
         ({"pipeline_model_parallel_size": 2}, RECOMPUTE["activations"]),
         ({"pipeline_model_parallel_size": 2}, RECOMPUTE["several"]),
         ({}, {"offload_optimizer_states": True}),
+        ({"bf16": True}, {"optimizer_cpu_offload": True}),
+        (
+            {"bf16": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+            {"optimizer_cpu_offload": True},
+        ),
     ],
     ids=[
         "tp2+sp, layers",
         "tp2+sp, modules",
         "pp2, layers",
         "pp2, modules",
+        "dp2, moments on the host",
         "dp2, states on the host",
+        "dp2, states on the host, overlapped",
     ],
 )
 def test_levers_change_no_number(
@@ -229,7 +236,8 @@ def test_levers_change_no_number(
 ) -> None:
     # Adam would make whole steps of rounding where a gradient is nearly 0; only its states are
     # moved bit for bit
-    optimizer = "adam" if "offload_optimizer_states" in levers else "sgd"
+    is_streamed = levers.keys() <= {"offload_optimizer_states", "optimizer_cpu_offload"}
+    optimizer = "adam" if is_streamed else "sgd"
     before, after = (
         ranks.run(2, train_job, {"optimizer": optimizer, **layout, **more}) for more in ({}, levers)
     )
@@ -237,7 +245,7 @@ def test_levers_change_no_number(
         assert equal(lever["weights"], plain["weights"])
         for ours, theirs in zip(lever["metrics"], plain["metrics"]):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
-        assert all(lever["on host"]) is bool(levers.get("offload_optimizer_states"))
+        assert all(lever["on host"]) is is_streamed
         assert lever["peaks"] == [
             f"perf/{phase}_peak_memory_gb"
             for phase in ("ref_log_probs", "forward_backward", "optimizer")
@@ -268,41 +276,24 @@ def test_parameters_that_are_gathered_late_are_whole_after_a_rollout(
 # -- optimizer states on the host ------------------------------------------------------------------
 
 
-class Travelling(HostStates):
-    """With copies where a GPU would have them, and a count of the bytes away from the host at a
-    time."""
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_states_visit_the_device_bucket_by_bucket(
+    kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StreamedStates, "bucket", ALIGNMENT)
+    more: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
 
-    def __init__(self, inner: torch.optim.Optimizer, bucket_bytes: int) -> None:
-        super().__init__(inner, bucket_bytes)
-        self.away = self.most_away = 0
-
-    def _to_device(self, value: Tensor, parameter: Tensor, name: str) -> Tensor:
-        self.away += value.nbytes
-        self.most_away = max(self.most_away, self.away)
-        return value.clone()
-
-    def _to_host(self, value: Tensor, parameter: Tensor, name: str) -> Tensor:
-        key = (id(parameter), name)
-        buffer = self._buffers.setdefault(key, torch.full_like(value, float("nan")))
-        self.away = max(0, self.away - value.nbytes)
-        return buffer.copy_(value)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_states_visit_the_device_bucket_by_bucket(fused: bool) -> None:
     def make() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
         torch.manual_seed(0)
-        parameters = [torch.nn.Parameter(torch.randn(n, 8)) for n in (4, 16, 1, 7, 2, 3)]
+        parameters = [torch.nn.Parameter(torch.randn(n, 8)) for n in (4, 16, 1, 7, 20, 3)]
         groups = [
             {"params": parameters[:4], "weight_decay": 0.1},
             {"params": parameters[4:], "lr": 0.3},
         ]
-        return parameters, torch.optim.AdamW(groups, lr=0.1, fused=fused, foreach=False)
+        return parameters, kind(groups, lr=0.1, fused=True, foreach=False, **more)
 
     (ours, inner), (theirs, reference) = make(), make()
-    bucket = 2 * 4 * 8 * 8  # moments of 8 rows
-    states = Travelling(inner, bucket)
-    inner.step = states.step  # type: ignore[method-assign]
+    states = StreamedStates.install(inner)
     for k in range(4):
         for a, b in zip(ours, theirs):
             a.grad = torch.sin(b.detach() * 100 + k)
@@ -311,19 +302,17 @@ def test_states_visit_the_device_bucket_by_bucket(fused: bool) -> None:
         reference.step()
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
     assert [len(group["params"]) for group in inner.param_groups] == [4, 2]
-    largest = 2 * 4 * 8 * 16  # one parameter is larger than a bucket
-    assert bucket < states.most_away <= largest
-    for parameter in ours:
-        assert inner.state[parameter]["exp_avg"] is states._buffers[(id(parameter), "exp_avg")]
+    assert inner.state.keys() == set(ours)
+    for a, b in zip(ours, theirs):
+        for name, value in reference.state[b].items():
+            assert torch.equal(inner.state[a][name], value)
+            assert name == "step" or states.holds(inner.state[a][name].untyped_storage())
 
 
 def test_an_optimizer_that_counts_steps_per_group_is_refused() -> None:
-    from slime.trainer.megatron.optimizer import _move_states_to_host
-
     parameter = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(UserError, match="Adagrad") as caught:
-        _move_states_to_host(torch.optim.Adagrad([parameter]))
-    assert "--optimizer-cpu-offload" in caught.value.fix
+    with pytest.raises(UserError, match="Adagrad"):
+        StreamedStates.install(torch.optim.Adagrad([parameter]))
 
 
 def test_offloaded_states_survive_a_checkpoint(tmp_path: Any) -> None:
@@ -473,6 +462,19 @@ def test_remedies_carry_this_runs_values() -> None:
     tensor = {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2}
     assert "--sequence-parallel" in advice(**tensor)
     assert "--sequence-parallel" not in advice(**tensor, sequence_parallel=True)
+
+
+def test_a_full_host_gets_remedies_of_its_own() -> None:
+    def ways(**flags: Any) -> str:
+        return "\n".join(host_remedies(make_config(**flags)))
+
+    narrow = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    assert "--exp-avg-dtype bf16" in ways(optimizer_cpu_offload=True)
+    assert "--exp-avg-dtype bf16" not in ways(optimizer_cpu_offload=True, **narrow)
+    assert "without --optimizer-cpu-offload" in ways(optimizer_cpu_offload=True)
+    assert "without --optimizer-cpu-offload" not in ways(optimizer_cpu_offload=True, colocate=True)
+    assert "--async-save" in ways(async_save=True, save="runs") and "--async-save" not in ways()
+    assert "--max-tokens-per-gpu" not in ways(max_tokens_per_gpu=4096)
 
 
 def test_what_does_not_lower_the_peak_is_not_advised_as_if_it_did() -> None:

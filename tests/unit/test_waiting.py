@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import OwnerDiedError, RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, OwnerDiedError, RayActorError, RayTaskError
 
 from slime import deadlines
 from slime.cluster import waiting
@@ -95,6 +95,19 @@ def test_who_died_is_named_with_its_process_and_the_others_are_not_waited_for() 
         wait_for(asked, "training", 60.0)
     with pytest.raises(ActorDied, match="trainer-0"):
         raise_failed(asked, "training")
+
+
+@pytest.mark.parametrize(("gpus", "words"), [(4, "--async-save"), (0, "--max-tokens-per-gpu")])
+def test_a_full_host_is_told_with_what_lowers_its_use(
+    gpus: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Micro-batches are in host memory only where there is no GPU."""
+    monkeypatch.setattr(waiting, "num_gpus", lambda: gpus)
+    for error in (OutOfMemoryError("Task was killed"), Dead()):
+        with pytest.raises(ActorDied, match="trainer-0") as died:
+            wait_for({worker("trainer-0"): error}, "training", 60.0)  # type: ignore[dict-item]
+        assert words in died.value.fix
+        assert ("--max-tokens-per-gpu" in died.value.fix) is (gpus == 0)
 
 
 def test_samples_that_died_with_the_rollout_actor_are_a_message() -> None:

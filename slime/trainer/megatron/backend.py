@@ -58,7 +58,7 @@ from slime.trainer.megatron.critic import Critic
 from slime.trainer.megatron.engine_weights import EngineWeights
 from slime.trainer.megatron.model import PolicyModel, build_model_chunks
 from slime.trainer.megatron.moe_layer import uses_balance_losses
-from slime.trainer.megatron.offload import Offloader, WeightsCopy, host_states_of, torch_optimizers
+from slime.trainer.megatron.offload import Offloader, WeightsCopy
 from slime.trainer.megatron.packed import PackedMicroBatch, PackingOptions
 from slime.trainer.megatron.parallel import RankInfo
 from slime.trainer.megatron.replay import RoutingGuide, guide_for
@@ -319,10 +319,6 @@ class MegatronBackend:
         state = self._checkpoint_state()
         seed = self.config.train.seed
         self.extra_state = load_checkpoint(plan, state, seed=seed, is_compared=True).extra_state
-        for inner in torch_optimizers(self.optimizer):
-            states = host_states_of(inner)
-            if states is not None:
-                states.rehost()
 
     def _quantised_reader(self, base: LoadPlan) -> QuantisedReader | None:
         """Return the reader of a frozen base that engines hold quantised; None if they hold it
@@ -486,7 +482,6 @@ class MegatronBackend:
             self.scheduler,
             reference=reference.tensors if reference else None,
             reference_iteration=reference.iteration if reference else None,
-            moments_on_host=self.config.megatron.offload_optimizer_states and device.has_gpu(),
             part="everything" if self.adapters is None else "adapters",
             adapters=self.adapters,
             critic=None if self.critic is None else self.critic.state(),
@@ -498,7 +493,8 @@ class MegatronBackend:
         still holds on the GPU."""
         if not device.has_gpu():
             return {}
-        freed = self._offloader().sleep(keep_weights=keep_weights)
+        with PhaseMemory(self.config, self.ranks.device).phase("sleep"):
+            freed = self._offloader().sleep(keep_weights=keep_weights)
         held = torch.cuda.memory_reserved() / 1e9
         logger.info("trainer asleep: %.1f GB freed, %.1f GB held", freed / 1e9, held)
         return {"perf/trainer_asleep_gb": held}

@@ -30,9 +30,9 @@ from slime.models import family_of
 from slime.models.spec import ModelSpec, check_same_model
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.loss import VALUE_LOSS, micro_batch_loss
-from slime.trainer.megatron import device, forward, optimizer
+from slime.trainer.megatron import forward, optimizer
 from slime.trainer.megatron.model import build_model_chunks
-from slime.trainer.megatron.offload import Offloader, host_states_of, torch_optimizers
+from slime.trainer.megatron.offload import Offloader
 from slime.trainer.megatron.packed import PackedMicroBatch
 from slime.trainer.megatron.replay import RoutingGuide, guide_for
 from slime.trainer.megatron.value_model import ValueHead, ValueModel
@@ -119,10 +119,6 @@ class Critic:
         if holds_critic(plan) and plan.iteration is not None:
             self._build_optimizer()
             load_checkpoint(plan, self.state(), is_compared=True)
-            for inner in torch_optimizers(self.optimizer):
-                states = host_states_of(inner)
-                if states is not None:
-                    states.rehost()
             return
         source = resolve_critic(self.config, plan)
         if source.kind == "hf":
@@ -154,7 +150,6 @@ class Critic:
             self.chunks,
             self.optimizer,
             self.scheduler,
-            moments_on_host=self.config.megatron.offload_optimizer_states and device.has_gpu(),
             prefix=f"{CRITIC}.",
         )
 
@@ -166,7 +161,7 @@ class Critic:
             if self._offloader is None:
                 self._offloader = Offloader(self.chunks, self.optimizer)
             # a checkpoint of a sleeping critic must find all that it has to hold
-            ensure_state(self.optimizer, on_host=self.state().moments_on_host)
+            ensure_state(self.optimizer)
             self._offloader.sleep()
 
     def wake(self) -> None:

@@ -1,6 +1,5 @@
-"""Trainer state in host memory: everything while the engines have the GPU (`Offloader`), weights of
-models that only score (`WeightsCopy`), Adam's moments between steps with
-``--offload-optimizer-states`` (`HostStates`)."""
+"""Trainer state in host memory: everything while the engines have the GPU (`Offloader`), and
+weights of models that only score (`WeightsCopy`)."""
 
 from __future__ import annotations
 
@@ -8,16 +7,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor, nn
 
 from slime.checkpoints.megatron_names import stored_tensors
-from slime.memory.trainer import MOMENTS_BUCKET_BYTES
 from slime.processes.pinned_memory import BuffersAhead, host_buffer
 from slime.trainer.megatron import device
+from slime.trainer.megatron.streamed import states_of
 
 # -- everything, while the engines have the GPU ----------------------------------------------------
 
@@ -154,7 +152,7 @@ def _moments_to_come(optimizer: MegatronOptimizer) -> list[int]:
     return [
         parameter.numel() * parameter.element_size()
         for inner in torch_optimizers(optimizer)
-        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW) and host_states_of(inner) is None
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
         for group in inner.param_groups
         for parameter in group["params"]
         if parameter.numel() and not inner.state.get(parameter)
@@ -187,10 +185,14 @@ def _gradients(chunks: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
-    tensors = [tensor.data for tensor in _optimizer_holders(optimizer)]
-    # step counts are not worth the trip, and the moments of `HostStates` are on the host already
-    where = "cuda" if device.has_gpu() else "cpu"
-    return [tensor for tensor in tensors if tensor.dim() > 0 and tensor.device.type == where]
+    """What is on the device. Step counts are not worth the trip."""
+    streamed = [states_of(inner) for inner in torch_optimizers(optimizer)]
+    tensors = [tensor.data for tensor in _optimizer_holders(optimizer) if tensor.dim() > 0]
+    return [
+        tensor
+        for tensor in tensors
+        if not any(states and states.holds(tensor.untyped_storage()) for states in streamed)
+    ]
 
 
 def _optimizer_holders(optimizer: MegatronOptimizer) -> list[Tensor]:
@@ -278,116 +280,3 @@ class WeightsCopy:
         """Tell whether the model's weights are the same bits as the copy."""
         parameters = self._tensors_of(chunks)
         return all(torch.equal(copy, p.detach().cpu()) for copy, p in zip(self.tensors, parameters))
-
-
-# -- Adam's moments between steps ------------------------------------------------------------------
-
-Member = tuple[int, torch.nn.Parameter]
-"""The number of a parameter group, and a parameter of it."""
-
-
-class HostStates:
-    """Keeps the moments of a torch Adam in host memory, and brings them to the device for a step
-    one bucket of parameters at a time.
-
-        host (pinned)  [m v | m v | m v | m v]      per bucket: moments in, fused step, moments out
-        device              [m v]
-
-    Of the 16 bytes per parameter that training in bfloat16 with float32 master weights keeps
-    (beside the weights themselves), 8 leave the device; the step costs the trip of these 8 bytes in
-    both directions. Everything runs on one stream, so that no bucket is overwritten before it is
-    used. Between steps the moments are on the host, also while colocated engines hold the device.
-
-    Args:
-        inner: the optimizer; its ``step`` is replaced by `install`.
-        bucket_bytes: of moments that are on the device at a time.
-    """
-
-    def __init__(
-        self, inner: torch.optim.Optimizer, bucket_bytes: int = MOMENTS_BUCKET_BYTES
-    ) -> None:
-        self.inner = inner
-        self.bucket_bytes = bucket_bytes
-        self._step = inner.step
-        self._buffers: dict[tuple[int, str], Tensor] = {}
-        """Host copies by parameter and name; kept, as pinning memory costs more than the copy."""
-
-    @staticmethod
-    def install(
-        inner: torch.optim.Optimizer, bucket_bytes: int = MOMENTS_BUCKET_BYTES
-    ) -> HostStates:
-        """Make ``inner.step()`` work bucket by bucket from now on."""
-        states = HostStates(inner, bucket_bytes)
-        inner.step = states.step  # type: ignore[method-assign, assignment]
-        return states
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """One optimizer step over all parameters; the same numbers as without buckets."""
-        assert closure is None
-        groups = self.inner.param_groups
-        everything = [list(group["params"]) for group in groups]
-        try:
-            for bucket in self._buckets(everything):
-                for index, group in enumerate(groups):
-                    group["params"] = [parameter for owner, parameter in bucket if owner == index]
-                self.inner.param_groups = [group for group in groups if group["params"]]
-                self._move(bucket, self._to_device)
-                self._step()
-                self._move(bucket, self._to_host)
-        finally:
-            self.inner.param_groups = groups
-            for group, parameters in zip(groups, everything):
-                group["params"] = parameters
-        device.synchronize()
-
-    @torch.no_grad()
-    def rehost(self) -> None:
-        """Move what a checkpoint left on the device to the host."""
-        everything = [list(group["params"]) for group in self.inner.param_groups]
-        for bucket in self._buckets(everything):
-            self._move(bucket, self._to_host)
-        device.synchronize()
-
-    def _buckets(self, groups: list[list[torch.nn.Parameter]]) -> Iterator[list[Member]]:
-        bucket: list[Member] = []
-        size = 0
-        for index, parameters in enumerate(groups):
-            for parameter in parameters:
-                moments = 2 * parameter.numel() * 4
-                if bucket and size + moments > self.bucket_bytes:
-                    yield bucket
-                    bucket = []
-                    size = 0
-                bucket.append((index, parameter))
-                size += moments
-        if bucket:
-            yield bucket
-
-    def _move(self, bucket: list[Member], to: Callable[[Tensor, Tensor, str], Tensor]) -> None:
-        for _, parameter in bucket:
-            state = self.inner.state.get(parameter, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:  # step counts stay where they are
-                    state[name] = to(value, parameter, name)
-
-    def _to_device(self, value: Tensor, parameter: Tensor, name: str) -> Tensor:
-        return value.to(parameter.device, non_blocking=True)
-
-    def _to_host(self, value: Tensor, parameter: Tensor, name: str) -> Tensor:
-        key = (id(parameter), name)
-        buffer = self._buffers.get(key)
-        if buffer is None:
-            if value.device.type == "cpu" and not device.has_gpu():
-                buffer = value  # it is there already
-            else:
-                flat = host_buffer(value.numel() * value.element_size(), pin=device.has_gpu())
-                buffer = flat.view(value.dtype).view(value.shape)
-            self._buffers[key] = buffer
-        return buffer if buffer is value else buffer.copy_(value, non_blocking=True)
-
-
-def host_states_of(inner: torch.optim.Optimizer) -> HostStates | None:
-    """Return the `HostStates` that were installed on an optimizer."""
-    owner = getattr(inner.step, "__self__", None)
-    return owner if isinstance(owner, HostStates) else None

@@ -26,6 +26,7 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
@@ -34,13 +35,26 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.processes.json_collectives import all_gather
-from slime.trainer.megatron import device
-from slime.trainer.megatron.offload import HostStates, megatron_optimizers, torch_optimizers
+from slime.trainer.megatron.offload import megatron_optimizers, torch_optimizers
+from slime.trainer.megatron.streamed import StreamedOptimizer, StreamedStates, states_of
 from slime.trainer.records import StepOutcome
 
 logger = get_logger(__name__)
 
 _EMBEDDING = "embedding.word_embeddings.weight"
+#: Options of Megatron that `StreamedOptimizer` reads. As with Megatron-LM's flag, all states are in
+#: host memory unless told otherwise.
+_OF_STREAM: dict[str, Any] = {
+    "optimizer_offload_fraction": 1.0,
+    "exp_avg_dtype": torch.float32,
+    "exp_avg_sq_dtype": torch.float32,
+}
+_DTYPES: dict[Any, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
 _ENDLESS = 1 << 40  # rollouts of a run whose length is not known yet
 
 
@@ -221,6 +235,10 @@ def build_optimizer(
     Megatron's does."""
     megatron = config.megatron
     dtype = chunks[0].module.config.params_dtype
+    options = {name: _DTYPES.get(value, value) for name, value in megatron.optimizer.items()}
+    streamed = {}
+    if megatron.optimizer_cpu_offload:
+        streamed = {name: options.pop(name) for name in _OF_STREAM if name in options}
     optimizer_config = OptimizerConfig(
         **{
             "optimizer": megatron.optimizer_name,
@@ -237,16 +255,17 @@ def build_optimizer(
             "params_dtype": dtype,
             "use_distributed_optimizer": is_distributed(config),
             "overlap_param_gather": megatron.overlap_param_gather,
-            "use_precision_aware_optimizer": megatron.use_precision_aware_optimizer,
-            # without a GPU the states are in host memory and the step runs there as it is
-            "optimizer_cpu_offload": megatron.optimizer_cpu_offload and device.has_gpu(),
-            # as Megatron-LM's flag; the field's own default offloads nothing
-            "optimizer_offload_fraction": 1.0,
-            **megatron.optimizer,
+            "use_precision_aware_optimizer": megatron.use_precision_aware_optimizer
+            and not megatron.optimizer_cpu_offload,
+            **options,
         }
     )
+    if megatron.optimizer_cpu_offload:
+        for name, value in (_OF_STREAM | streamed).items():
+            setattr(optimizer_config, name, value)
+    kind = StreamedOptimizer if megatron.optimizer_cpu_offload else DistributedOptimizer
     # the precision-aware optimizer is Transformer Engine's Adam
-    with nullcontext() if optimizer_config.use_precision_aware_optimizer else _torchs_own():
+    with nullcontext() if optimizer_config.use_precision_aware_optimizer else _torchs_own(kind):
         optimizer = get_megatron_optimizer(optimizer_config, chunks)
     for inner in torch_optimizers(optimizer):
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
@@ -254,21 +273,25 @@ def build_optimizer(
                 # one pass over parameters, gradients and moments instead of a dozen
                 group["fused"] = True
                 group["foreach"] = False
-        if megatron.offload_optimizer_states and not optimizer_config.optimizer_cpu_offload:
-            _move_states_to_host(inner)
+        if megatron.offload_optimizer_states:
+            StreamedStates.install(inner)
     scale = optimizer.scale_loss if dtype == torch.float16 else None
     chunks[0].module.config.grad_scale_func = scale
     return optimizer, build_schedule(optimizer, config)
 
 
 @contextmanager
-def _torchs_own() -> Iterator[None]:
+def _torchs_own(kind: type[DistributedOptimizer]) -> Iterator[None]:
     """Make Megatron build torch's Adam and SGD, also where Transformer Engine's are installed.
 
-    Those keep their states in another form, and know neither a gradient scale nor `HostStates`. So
-    training, checkpoints and memory plans do not depend on what else is installed.
+    Those keep their states in another form, and know neither a gradient scale nor `StreamedStates`.
+    So training, checkpoints and memory plans do not depend on what else is installed.
+
+    Args:
+        kind: of the distributed optimizer around them.
     """
     stand_ins: tuple[tuple[Any, str, Any], ...] = (
+        (core_optimizer, "DistributedOptimizer", kind),
         (core_optimizer, "USING_PYTORCH_OPTIMIZER", True),
         (core_optimizer, "Adam", torch.optim.AdamW),
         (core_optimizer, "SGD", torch.optim.SGD),
@@ -282,17 +305,6 @@ def _torchs_own() -> Iterator[None]:
     finally:
         for (module, name, _), value in zip(stand_ins, before, strict=True):
             setattr(module, name, value)
-
-
-def _move_states_to_host(inner: torch.optim.Optimizer) -> None:
-    if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD):
-        raise UserError(
-            "--offload-optimizer-states cannot be used with "
-            f"{type(inner).__module__}.{type(inner).__name__}",
-            why="it counts steps per group, and a step in buckets would count each bucket",
-            fix="use --optimizer-cpu-offload instead",
-        )
-    HostStates.install(inner)
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
@@ -360,7 +372,11 @@ def _schedule_lengths(config: Config, num_rollout: int | None) -> tuple[int, int
 def reset_moments(optimizer: MegatronOptimizer) -> None:
     """Forget Adam's moments and step counts (``--reset-optimizer-states``)."""
     for inner in torch_optimizers(optimizer):
-        inner.state.clear()
+        states = states_of(inner)
+        if states is None:
+            inner.state.clear()
+        else:
+            states.reset()
         for group in inner.param_groups:
             group.pop("step", None)  # Transformer Engine's Adam counts per group
 
@@ -386,10 +402,9 @@ def _clip(part: MegatronOptimizer, clip_grad: float, grad_norm: float) -> None:
     """Scale the gradients; fused Adam does that in its own pass when told the divisor."""
     inner = part.optimizer
     if isinstance(inner, torch.optim.Adam) and inner.param_groups[0].get("fused"):
-        mine = next((p for group in inner.param_groups for p in group["params"]), None)
-        if mine is not None:  # a rank's share of a small model may be empty
-            scale = torch.tensor((grad_norm + 1e-6) / clip_grad, device=mine.device)
-            inner.grad_scale = scale  # type: ignore[attr-defined]
+        where = torch.cuda.current_device()  # masters may be in host memory, gradients are not
+        scale = torch.tensor((grad_norm + 1e-6) / clip_grad, device=where)
+        inner.grad_scale = scale  # type: ignore[attr-defined]
         return
     parameters = part.get_parameters()
     if parameters:
