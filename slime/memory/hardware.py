@@ -15,6 +15,8 @@ from slime.processes.host import free_host_memory, host_memory, num_gpus
 #: dimensions of a head.
 FLASH4_MAJORS = (9, 10)
 FLASH4_WIDEST = 128
+#: Width of heads from which its backward pass compiles.
+FLASH4_NARROWEST = 32
 
 _ASSUMED_GB = 80.0
 _LARGEST_GB = 10_000.0

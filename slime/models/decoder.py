@@ -436,7 +436,10 @@ def rotary_by_kind(
     if not found:
         local = config.get("rope_local_base_freq") or local_base
         return {**rest, "rope_theta": config.get("rope_theta") or main_base}, Rotary(float(local))
-    if config.get("rope_scaling") or not set(found) <= {FULL, SLIDING}:
+    stray = set(found) - {FULL, SLIDING}
+    if {FULL, SLIDING} <= set(found) and found.get("rope_type") == "default":
+        stray -= {"rope_type", "rope_theta"}  # transformers 5.12 writes them and does not read them
+    if config.get("rope_scaling") or stray:
         raise UserError(
             "the model config contradicts itself on its rotary embeddings",
             why=f"rope_parameters is {found}, rope_scaling is {config.get('rope_scaling')}; layers "

@@ -543,3 +543,15 @@ def test_leftovers_that_change_nothing_are_accepted(field: str) -> None:
     ):
         config = changed("llama", {field: value})
         assert family_of(config).model_spec(config) == base_of("llama")[0]
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+def test_a_default_beside_the_kinds_of_layers_is_not_read(family: str) -> None:
+    """transformers 5.12 writes it; another type there contradicts the two kinds."""
+    config = {"model_type": family, **BASE[family]}
+    written = {**config["rope_parameters"], "rope_type": "default", "rope_theta": 1e6}
+    found = family_of(config).model_spec({**config, "rope_parameters": written})
+    assert found == family_of(config).model_spec(config)
+    other = {**written, "rope_type": "linear"}
+    with pytest.raises(UserError, match="contradicts itself"):
+        family_of(config).model_spec({**config, "rope_parameters": other})

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from slime.errors import UserError
 from slime.log import get_logger
-from slime.memory.hardware import FLASH4_MAJORS, FLASH4_WIDEST
+from slime.memory.hardware import FLASH4_MAJORS, FLASH4_NARROWEST, FLASH4_WIDEST
 from slime.models.spec import RotaryKind
 from slime.trainer.megatron import device
 from slime.trainer.megatron.layers import NormOfRotated, RMSNorm
@@ -229,7 +229,8 @@ def _flash_packed(
     """Attend with the package flash-attn-4, which comes with SGLang and is twice as fast on Hopper,
     or with torch's kernel."""
     fast = None if torch.are_deterministic_algorithms_enabled() else _flash4(query.device)
-    if fast is None or max(query.size(-1), value.size(-1)) > FLASH4_WIDEST:
+    widths = query.size(-1), value.size(-1)
+    if fast is None or min(widths) < FLASH4_NARROWEST or max(widths) > FLASH4_WIDEST:
         return torch_varlen(query, key, value, sequences, scale, window)
     ends = sequences.cu_seqlens_q
     longest = sequences.max_seqlen_q

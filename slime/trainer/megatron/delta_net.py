@@ -16,6 +16,7 @@ flash-linear-attention do, if that is installed.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -292,8 +293,13 @@ def _with_kernels(
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The convolution and the rule of flash-linear-attention; None where it is not installed."""
+    """The convolution and the rule of flash-linear-attention; None where they cannot be used."""
     try:
+        import fla.utils
+
+        # its Triton kernel of the backward pass is wrong there, and it refuses to run it
+        if fla.utils.IS_NVIDIA_HOPPER and not fla.utils.TRITON_ABOVE_3_7_1:
+            importlib.import_module("tilelang")
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except (ImportError, OSError) as error:  # a library that it needs may not load, either
