@@ -4,7 +4,7 @@ and say all that is wrong at once.
 slime doctor --config my.yaml --lr 1e-6      the flags of `slime train`
 slime doctor train-async --config my.yaml    those of `slime train-async`
 slime doctor --json ...                      for programs
-slime doctor --node ...                      on one host of several, whose part of the run it looks at
+slime doctor --node ...                      on one host of several, before they are joined
 slime doctor --round ...                     one round, too: a few answers, one step, a push, and
                                              all weights compared
 

@@ -35,6 +35,8 @@ from slime.models.spec import read_hf_config
 from slime.run.preflight import from_the_hub
 
 _SHOWN = 4
+#: Seconds at most of each of the seven measurements of a calibration.
+_MEASURED = 15.0
 _PROMPT_TOKENS = 256
 
 
@@ -53,7 +55,7 @@ def main(argv: list[str]) -> int:
     if own.calibrate is not None:
         from slime.forecast.calibrate import calibrate
 
-        save_rates(calibrate(), own.calibrate)
+        save_rates(calibrate(_MEASURED), own.calibrate)
         print(f"wrote {own.calibrate}; pass it with --rates")
         return 0
     if not words:
@@ -128,7 +130,7 @@ def report(config: Config, rates: Rates, own: argparse.Namespace) -> list[str]:
 
 
 def _lines(plan: Plan) -> list[str]:
-    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.phases.items() if seconds)
+    phases = ", ".join(f"{name} {took:.1f}" for name, took in plan.phases.items() if took)
     return [
         f"  {plan.seconds:.1f} s a step, {plan.tokens_per_gpu:,.0f} response tokens/s per GPU; "
         f"limited by {plan.limit}",

@@ -18,10 +18,9 @@ _HOST_SHARE = 0.82
 _LINK_SHARE = 0.74
 #: Small operations, forward and backward, that take as long as the launches of a layer. Assumed.
 _OPERATIONS = 200
-_SECONDS = 15.0
 
 
-def calibrate(seconds: float = _SECONDS) -> Rates:
+def calibrate(seconds: float) -> Rates:
     """Measure this host; what it cannot tell is that of the nearest default.
 
     Args:
@@ -58,7 +57,7 @@ def calibrate(seconds: float = _SECONDS) -> Rates:
     )
 
 
-def product_rate(size: int, device: str, seconds: float = _SECONDS) -> float:
+def product_rate(size: int, device: str, seconds: float) -> float:
     """FLOP/s of a product of two square bfloat16 matrices."""
     import torch
 
@@ -66,7 +65,7 @@ def product_rate(size: int, device: str, seconds: float = _SECONDS) -> float:
     return 2.0 * size**3 / _shortest(lambda: left @ left, device, seconds)
 
 
-def copied(nbytes: int, source: str, target: str, seconds: float = _SECONDS) -> float:
+def copied(nbytes: int, source: str, target: str, seconds: float) -> float:
     """Bytes per second of a copy; what lies in host memory is pinned if there is a GPU."""
     import torch
 
@@ -76,7 +75,7 @@ def copied(nbytes: int, source: str, target: str, seconds: float = _SECONDS) -> 
     return nbytes / _shortest(lambda: taken.copy_(given, non_blocking=True), target, seconds)
 
 
-def operation_seconds(device: str, seconds: float = _SECONDS, count: int = 200) -> float:
+def operation_seconds(device: str, seconds: float, count: int = 200) -> float:
     """Seconds that the host takes for a small operation and its gradient."""
     import torch
 
@@ -95,17 +94,17 @@ def _shortest(work: Callable[[], object], device: str, seconds: float) -> float:
     """The shortest of repeated calls, after one that does not count."""
     import torch
 
-    def wait() -> None:
+    def settle() -> None:
         if device.startswith("cuda"):
             torch.cuda.synchronize(device)
 
     work()
-    wait()
+    settle()
     end = time.perf_counter() + seconds
     best = float("inf")
     while time.perf_counter() < end or best == float("inf"):
         begun = time.perf_counter()
         work()
-        wait()
+        settle()
         best = min(best, time.perf_counter() - begun)
     return best

@@ -46,7 +46,7 @@ def read_lengths(path: Path) -> list[int]:
         if path.is_dir():
             files = sorted(path.glob("samples/**/*.jsonl"))
             rows = [row for file in files for row in read_lines(file)]
-            found = [row.get("response_length") for row in rows]
+            found: Sequence[object] = [row.get("response_length") for row in rows]
         else:
             found = _flat(json.loads(path.read_text()))
     except (OSError, ValueError) as error:

@@ -44,7 +44,17 @@ FLOORS = (
     *(f"processes.{name}" for name in ("stacks", "children", "host", "garbage", "footprint")),
     *("user_code.calls", "user_code.loading", "log", "processes", "http_access", "hub"),
     *("config", "placement", "algorithms", "models", "samples", "user_code", "observe"),
-    *("prompts", "engines", "rollout", "memory", "forecast", "checkpoints", "weights", "trainer", "cluster"),
+    *(
+        "prompts",
+        "engines",
+        "rollout",
+        "memory",
+        "forecast",
+        "checkpoints",
+        "weights",
+        "trainer",
+        "cluster",
+    ),
     *("sandbox", "embedded", "page", "agents", "environments", "compat"),
     *("run.preflight", "diagnosis", "run", "loop", "run.api", "cli", "__main__"),
 )

@@ -1,4 +1,4 @@
-"""`slime launch`: the jobs that it writes, run by a shell with stand-ins for Slurm, Ray and slime."""
+"""`slime launch`: the jobs that it writes, run by a shell with stand-ins for Slurm, Ray, slime."""
 
 from __future__ import annotations
 
