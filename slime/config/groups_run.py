@@ -196,6 +196,28 @@ class ObserveConfig:
     """Resume this W&B run."""
     disable_wandb_random_suffix: bool = flag(False, needs=on("wandb_group"))
     """Leave the group name as given, without a random suffix."""
+    use_mlflow: bool = flag(False)
+    """Log to MLflow (pip install 'slime-rl[mlflow]')."""
+    mlflow_uri: str | None = flag(None, needs=on("use_mlflow"))
+    """MLflow server or database; unset: MLFLOW_TRACKING_URI, or mlflow.db in --output-dir."""
+    mlflow_experiment: str = flag("slime", needs=on("use_mlflow"))
+    """MLflow experiment."""
+    use_trackio: bool = flag(False)
+    """Log to Trackio (pip install 'slime-rl[trackio]'), into trackio/ in --output-dir unless
+    TRACKIO_DIR is set."""
+    trackio_project: str = flag("slime", needs=on("use_trackio"))
+    """Trackio project."""
+    trackio_space: str | None = flag(None, needs=on("use_trackio"))
+    """Hugging Face Space that shows it ("user/space"); unset: none, and nothing leaves this
+    host."""
+    use_swanlab: bool = flag(False)
+    """Log to SwanLab (pip install 'slime-rl[swanlab]'); its key is SWANLAB_API_KEY."""
+    swanlab_mode: Literal["online", "local", "offline", "disabled"] = flag(
+        "online", needs=on("use_swanlab")
+    )
+    """Mode of SwanLab."""
+    swanlab_project: str = flag("slime", needs=on("use_swanlab"))
+    """SwanLab project."""
     log_multi_turn: bool = flag(False, needs=GENERATES, read_by="collection")
     """Log the number of turns and their lengths."""
     log_passrate: bool = flag(False, needs=GENERATES, read_by="collection")

@@ -64,6 +64,9 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "megatron": ("trainer.megatron", "checkpoints", "weights", "config.megatron_flags"),
     "sglang": ("engines.sglang", "weights", "config.megatron_flags"),
     "wandb": ("observe.wandb_sink",),
+    "mlflow": ("observe.mlflow_sink",),
+    "trackio": ("observe.trackio_sink",),
+    "swanlab": ("observe.swanlab_sink",),
     "compressed_tensors": ("engines.wire.quantised",),
     "tensorboard": ("observe.tensorboard_sink",),
 }
