@@ -63,6 +63,7 @@ COMMANDS = {
     "flags": "look a flag up: what it is, needs and serves, and its value in a run",
     "reward": "run a reward function on data, without training",
     "report": "write report.html of a run folder, or compare several",
+    "compare": "judge a run by the ranges that its recipe expects",
     "watch": "runs as a live page: curves, timelines, every sample",
     "explain": "why a run ended, or goes wrong: cause and remedies, from its folder",
     "bundle": "pack what an issue needs of a run, without secrets and weights",

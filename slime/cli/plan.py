@@ -63,7 +63,9 @@ def main(argv: list[str]) -> int:
     rates = load_rates(own.rates) if own.rates else default_rates(own.device)
     if not any(word.split("=")[0] == "--rollout-engine" for word in words):
         words = ["--rollout-engine", "sglang", *words]  # this host need not be one of the run's
-    config = from_the_hub(parse_args(words, entry or "train"))
+    config = parse_args(words, entry or "train")
+    if not (Path(str(config.checkpoint.hf_checkpoint)) / "config.json").is_file():
+        config = from_the_hub(config)
     for line in report(config, rates, own):
         print(line)
     return 0

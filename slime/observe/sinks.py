@@ -1,4 +1,4 @@
-"""Send metrics to console, ``metrics.jsonl``, TensorBoard and trackers (W&B, MLflow, Trackio, SwanLab). The driver
+"""Send metrics to console, ``metrics.jsonl``, TensorBoard and the trackers of the flags. The driver
 holds one `Sinks` per run.
 
 ``step`` is the number of rollouts trained on so far: an evaluation before training is step 0, and

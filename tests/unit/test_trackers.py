@@ -4,6 +4,7 @@ take the calls that the real ones were seen to take."""
 from __future__ import annotations
 
 import inspect
+import io
 import math
 import sys
 from pathlib import Path
@@ -28,12 +29,16 @@ def config_of(folder: Path, **flags: Any) -> Config:
     )
 
 
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
 def run_twice(config: Config, folder: Path) -> RunFolder:
     """Two launches of one run, with a step each; the second has a NaN and a name with a sign."""
     run = RunFolder(folder / "demo")
     run.path.mkdir(exist_ok=True)
     for launch, more in enumerate([{}, {"train/Δ": math.nan}]):
-        with Sinks(config, run, Console(file=open("/dev/null", "w"))) as sinks:
+        with Sinks(config, run, quiet()) as sinks:
             sinks.log(launch + 1, {"train/loss": 1.5 + launch, **more})
     return run
 
@@ -187,9 +192,7 @@ class FakeMlflow:
         put(monkeypatch, "mlflow.exceptions", MlflowException=self.error)
 
 
-def test_mlflow_has_one_run_over_launches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_has_one_run_over_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     calls = Calls()
     FakeMlflow(calls).install(monkeypatch)
@@ -216,12 +219,12 @@ def test_a_server_that_goes_away_does_not_end_the_run(
     run = RunFolder(tmp_path / "demo")
     run.path.mkdir()
     config = config_of(tmp_path, use_mlflow=True)
-    with Sinks(config, run, Console(file=open("/dev/null", "w"))) as sinks:
+    with Sinks(config, run, quiet()) as sinks:
         server.is_there = False
         sinks.log(1, {"train/loss": 1.0})
     assert "step 1 is not in MLflow: no connection" in caplog.text
     with pytest.raises(UserError, match="lets no run begin"):
-        Sinks(config, run, Console(file=open("/dev/null", "w")))
+        Sinks(config, run, quiet())
 
 
 @pytest.mark.parametrize("package", ["mlflow", "trackio", "swanlab"])
@@ -268,7 +271,7 @@ def test_trackio_itself(tmp_path: Path) -> None:
     rows = sqlite3.connect(Path(TRACKIO_DIR) / "slime-test.db").execute(
         "select run_name, step from metrics"
     )
-    assert [("demo", 1), ("demo", 2)] == rows.fetchall()[-2:]
+    assert rows.fetchall()[-2:] == [("demo", 1), ("demo", 2)]
 
 
 def test_swanlab_itself(tmp_path: Path) -> None:
