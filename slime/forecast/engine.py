@@ -97,7 +97,7 @@ class Request(NamedTuple):
     prefill: int
 
 
-class Engine:
+class SimulatedEngine:
     """One simulated engine.
 
     Attributes:
@@ -172,7 +172,7 @@ class Fleet:
     """Engines of one speed behind a router that gives a request to the one with the fewest."""
 
     def __init__(self, speed: EngineSpeed, count: int) -> None:
-        self.engines = [Engine(speed) for _ in range(count)]
+        self.engines = [SimulatedEngine(speed) for _ in range(count)]
         self._ends = [(math.inf, number) for number in range(count)]
 
     def add(self, requests: list[Request], now: float) -> None:

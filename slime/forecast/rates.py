@@ -50,7 +50,7 @@ _H200 = Rates(
     launch=3.5e-3,
     gpu_gb=141.0,
     source=(
-        "docs/performance.md, one host of H200: the product of 8,192³; 45 ns to read the 147 kB "
+        "measured on one host of H200: the product of 8,192³; 45 ns to read the 147 kB "
         "that Qwen3-4B caches of a token; 8 GB of gradients exchanged in 29 ms; a 4B trainer's "
         "wake. Network: 400 Gb/s a GPU at 80 %, which is assumed"
     ),
@@ -65,7 +65,7 @@ _H100 = Rates(
     launch=3.5e-3,
     gpu_gb=80.0,
     source=(
-        "docs/performance.md, two H100: 40 ns to read the 115 kB that Qwen3-1.7B caches of a "
+        "measured on two H100: 40 ns to read the 115 kB that Qwen3-1.7B caches of a "
         "token. The product of a large matrix: 72 % of the 989 TFLOP/s of NVIDIA's data sheet, "
         "which is assumed. Links as measured on H200, network as assumed there"
     ),

@@ -16,7 +16,7 @@ from slime.cli import plan as command
 from slime.config import Config, make_config
 from slime.errors import UserError
 from slime.forecast import calibrate
-from slime.forecast.engine import Engine, EngineSpeed, Fleet, Request
+from slime.forecast.engine import EngineSpeed, Fleet, Request, SimulatedEngine
 from slime.forecast.layouts import best_plans, plan_of
 from slime.forecast.lengths import log_normal, read_lengths
 from slime.forecast.rates import DEFAULTS, Rates, default_rates, load_rates, save_rates
@@ -249,7 +249,7 @@ def test_looking_at_an_engine_changes_nothing(lengths: list[int], looks: list[fl
     """Advancing in pieces leads to the same ends as advancing from end to end."""
     ends = []
     for pieces in ([], sorted(looks)):
-        engine = Engine(SPEED)
+        engine = SimulatedEngine(SPEED)
         for length in lengths:
             engine.add(Request(0, 10, length, 0), 0.0)
         left = list(pieces)
@@ -265,7 +265,7 @@ def test_looking_at_an_engine_changes_nothing(lengths: list[int], looks: list[fl
 
 
 def test_one_response_takes_its_iterations() -> None:
-    engine = Engine(SPEED)
+    engine = SimulatedEngine(SPEED)
     engine.add(Request(0, 100, 50, 100), 0.0)
     prefill = 100 * SPEED.compute
     read = SPEED.cached * (50 * 100 + 50 * 50 / 2)
@@ -273,7 +273,7 @@ def test_one_response_takes_its_iterations() -> None:
 
 
 def test_requests_wait_for_a_full_cache() -> None:
-    engine = Engine(SPEED)
+    engine = SimulatedEngine(SPEED)
     for _ in range(3):
         engine.add(Request(0, 6_000, 10, 0), 0.0)
     ends = []
