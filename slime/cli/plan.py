@@ -26,7 +26,7 @@ from slime.forecast.layouts import Plan, best_plans, plan_of
 from slime.forecast.lengths import MEAN_SHARE, SIGMA, log_normal, read_lengths
 from slime.forecast.rates import DEFAULTS, Rates, default_rates, load_rates, save_rates
 from slime.forecast.steps import Workload
-from slime.memory.hardware import DeviceMemory
+from slime.memory.hardware import DeviceMemory, gpu_name
 from slime.memory.micro_batches import with_token_limit
 from slime.memory.plan import MemoryPlan, facts_of, table
 from slime.models import family_of
@@ -34,6 +34,7 @@ from slime.models.flops import sequence_cost
 from slime.models.spec import read_hf_config
 from slime.run.preflight import from_the_hub
 
+_ASSUMED = "H200"
 _SHOWN = 4
 #: Seconds at most of each of the seven measurements of a calibration.
 _MEASURED = 15.0
@@ -60,7 +61,8 @@ def main(argv: list[str]) -> int:
         return 0
     if not words:
         raise UserError("slime plan needs the flags of a run", fix="slime plan --config my.yaml")
-    rates = load_rates(own.rates) if own.rates else default_rates(own.device)
+    device = own.device or gpu_name() or _ASSUMED
+    rates = load_rates(own.rates) if own.rates else default_rates(device)
     if not any(word.split("=")[0] == "--rollout-engine" for word in words):
         words = ["--rollout-engine", "sglang", *words]  # this host need not be one of the run's
     config = parse_args(words, entry or "train")
@@ -77,7 +79,7 @@ def _parser() -> OwnFlags:
         "--gpus", type=at_least_one, nargs="+", default=[], help="plan for so many GPUs, too"
     )
     parser.add_argument(
-        "--device", default="H200", help=f"{', '.join(DEFAULTS)}; its default rates (H200)"
+        "--device", help=f"{', '.join(DEFAULTS)}; default: this host's, or {_ASSUMED}"
     )
     parser.add_argument("--rates", type=Path, help="a file that --calibrate wrote")
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure, write, and end")

@@ -66,7 +66,8 @@ def train_seconds(
         cost: forward FLOPs of a sequence.
         lengths: tokens of each sample, its prompt included.
         updates: optimizer steps.
-        scorings: passes without gradients over all samples (old log-probs, the reference's).
+        scorings: passes without gradients over all samples (old log-probs, the reference's), those
+            of teachers not counted. A critic trains as long as the policy.
     """
     layout = settings.layout
     spec = settings.spec
@@ -89,12 +90,13 @@ def train_seconds(
     stage = settings.stages[0]
     on_host = stage.moments * settings.moments_on_host + stage.master * settings.master_on_host
     optimizer = stage.owned * _OPTIMIZER_BYTES / rates.memory + 2 * on_host / rates.host_link
+    models = 2 if settings.has_critic else 1
     return TrainerSeconds(
-        compute=compute,
-        exchange=exchange,
-        gradients=updates * _gradients(settings, rates),
-        optimizer=updates * optimizer,
-        scoring=scorings * _FORWARD * (compute + exchange),
+        compute=models * compute,
+        exchange=models * exchange,
+        gradients=models * updates * _gradients(settings, rates),
+        optimizer=models * updates * optimizer,
+        scoring=(scorings + settings.teachers) * _FORWARD * (compute + exchange),
     )
 
 

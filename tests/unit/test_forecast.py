@@ -22,6 +22,7 @@ from slime.forecast.lengths import log_normal, read_lengths
 from slime.forecast.rates import DEFAULTS, Rates, default_rates, load_rates, save_rates
 from slime.forecast.steps import Step, Workload, mean_phases, simulate
 from slime.forecast.trainer import train_seconds
+from slime.memory import hardware
 from slime.memory.plan import Facts, facts_of
 from slime.models import family_of
 from slime.models.flops import SequenceCost, sequence_cost
@@ -356,6 +357,18 @@ def test_rates_go_through_a_file(tmp_path: Path) -> None:
     (tmp_path / "rates.json").write_text("{}")
     with pytest.raises(UserError, match="cannot be read"):
         load_rates(tmp_path / "rates.json")
+
+
+def test_the_kind_of_gpu_is_asked_of_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert hardware.gpu_name() is None
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho '81559, 9.0, NVIDIA H100 80GB HBM3'\n")
+    driver.chmod(0o755)
+    assert hardware.gpu_name() == "NVIDIA H100 80GB HBM3"
+    assert hardware.seen_gpu_memory() == 81559 * 2**20
 
 
 def test_the_measurements_of_the_calibration_are_positive() -> None:
