@@ -36,6 +36,7 @@ class EngineSpeed:
         fixed: seconds of any iteration.
         cached: seconds to read what the cache has of one token.
         capacity: tokens that the cache holds.
+        request: seconds of each request in an iteration.
     """
 
     dense: float
@@ -45,6 +46,7 @@ class EngineSpeed:
     fixed: float
     cached: float
     capacity: float
+    request: float = _REQUEST
 
     @staticmethod
     def of(
@@ -79,7 +81,7 @@ class EngineSpeed:
         """Seconds of an iteration with so many requests, the reading of their caches left out."""
         used = 1 - (1 - self.routed) ** running
         products = max(self.dense + self.experts * used, self.compute * running)
-        return self.fixed + _REQUEST * running + products
+        return self.fixed + self.request * running + products
 
 
 class Request(NamedTuple):
