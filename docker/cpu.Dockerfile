@@ -3,7 +3,7 @@
 FROM python:3.11-slim
 
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc g++ make git \
+    && apt-get install --yes --no-install-recommends gcc g++ make git wget \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /slime
