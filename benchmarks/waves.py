@@ -15,19 +15,10 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from dataclasses import dataclass
 
 from benchmarks.gpu.long_tail import add_lengths, lengths_of
 from benchmarks.pace import num_rollouts
-
-_TOKENS_AT_A_TIME = 8
-
-
-@dataclass
-class _Answer:
-    rollout: int
-    left: int
-    cached: int
+from slime.forecast.engine import EngineSpeed, Request, SimulatedEngine
 
 
 def ends(args: argparse.Namespace, num_steps: int, begun: int) -> list[float]:
@@ -39,42 +30,36 @@ def ends(args: argparse.Namespace, num_steps: int, begun: int) -> list[float]:
     """
     lengths = lengths_of(args)
     size = args.prompts * args.samples
+    fixed = args.fixed * 1e-3
+    cached = args.per_cached * 1e-9
+    engine = SimulatedEngine(EngineSpeed(0.0, 0.0, 0.0, 0.0, fixed, cached, args.caches, 0.0))
     left: Counter[int] = Counter()
-    waiting: list[_Answer] = []
 
-    def begin(rollout: int) -> None:
+    def lengths_in(rollout: int) -> list[int]:
+        return [lengths[i % len(lengths)] for i in range(rollout * size, (rollout + 1) * size)]
+
+    def begin(rollout: int, now: float) -> None:
         if rollout < begun:
             left[rollout] = size
-            chosen = (
-                lengths[i % len(lengths)] for i in range(rollout * size, (rollout + 1) * size)
-            )
-            waiting.extend(_Answer(rollout, length, args.prompt_tokens) for length in chosen)
+            for length in lengths_in(rollout):
+                engine.add(Request(rollout, args.prompt_tokens, length, 0), now)
+
+    def generate(until: float) -> None:
+        while engine.next_end() <= until:
+            left[engine.finish().rollout] -= 1
 
     for rollout in range(args.ahead):
-        begin(rollout)
+        begin(rollout, 0.0)
     now = 0.0
     found = list[float]()
-    trained_at = float("inf")
-    under_way = list[_Answer]()
-    while len(found) < num_steps:
-        cached = sum(answer.cached for answer in under_way)
-        while waiting and cached < args.caches:
-            under_way.append(waiting.pop(0))
-            cached += under_way[-1].cached
-        generated = _TOKENS_AT_A_TIME * (args.fixed * 1e-3 + args.per_cached * 1e-9 * cached)
-        now = now + generated if under_way else trained_at
-        for answer in under_way:
-            answer.left -= _TOKENS_AT_A_TIME
-            answer.cached += _TOKENS_AT_A_TIME
-            left[answer.rollout] -= answer.left <= 0
-        under_way = [answer for answer in under_way if answer.left > 0]
-        if now >= trained_at:
-            found.append(trained_at)
-            trained_at = float("inf")
-        if trained_at == float("inf") and not left[step := len(found)] and step < num_steps:
-            tokens = sum(lengths[i % len(lengths)] for i in range(step * size, (step + 1) * size))
-            trained_at = now + args.train_fixed + args.train_per_token * 1e-6 * tokens
-            begin(step + args.ahead)
+    for step in range(num_steps):
+        while left[step]:
+            now = engine.next_end()
+            generate(now)
+        begin(step + args.ahead, now)
+        now += args.train_fixed + args.train_per_token * 1e-6 * sum(lengths_in(step))
+        found.append(now)
+        generate(now)
     return found
 
 

@@ -103,6 +103,9 @@ RUN_CLUSTER_EXIT = 5.0
 #: The same after a failure or a stop.
 RUN_CLUSTER_EXIT_AFTER_FAILURE = 2.0
 
+#: For engines to start their profiler, or to write what it recorded.
+RUN_CLUSTER_PROFILE = 600.0
+
 # -- cluster/server_process.py
 #: After SIGKILL: the kernel may have much memory to free.
 SERVER_PROCESS_KILL = 10.0
@@ -129,6 +132,8 @@ STOPPED_PROCESSES_RAISE = 3.0
 TRAINER_GROUP_START = 180.0
 #: For a call of a trainer rank that needs no work.
 TRAINER_GROUP_QUICK_CALL = 120.0
+#: To start the profiler, or to write what it recorded: gigabytes where steps are large.
+TRAINER_GROUP_PROFILE = 600.0
 
 # -- cluster/waiting.py
 #: How often a wait looks for SIGTERM and dead processes; an answer ends a wait at once.

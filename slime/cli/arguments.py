@@ -63,3 +63,17 @@ class Arguments(argparse.ArgumentParser):
             why=f"it is called as {usage}",
             fix=f"{self.prog} --help tells more",
         )
+
+
+class OwnFlags(argparse.ArgumentParser):
+    """The flags of a subcommand that takes those of a run besides; `parse_known_args` gives both.
+
+    Args:
+        prog: "slime plan".
+    """
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog=prog, add_help=False, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message}", fix=f"{self.prog} --help tells more")

@@ -4,6 +4,7 @@ and say all that is wrong at once.
 slime doctor --config my.yaml --lr 1e-6      the flags of `slime train`
 slime doctor train-async --config my.yaml    those of `slime train-async`
 slime doctor --json ...                      for programs
+slime doctor --node ...                      on one host of several, before they are joined
 slime doctor --round ...                     one round, too: a few answers, one step, a push, and
                                              all weights compared
 
@@ -37,15 +38,19 @@ def main(argv: list[str]) -> int:
     words = argv[1:] if entry else list(argv)
     as_json = "--json" in words
     with_round = "--round" in words
-    words = [word for word in words if word not in ("--json", "--round")]
+    on_node = "--node" in words
+    words = [word for word in words if word not in ("--json", "--round", "--node")]
     if not words:
         raise UserError(
             "slime doctor needs the flags of a run", fix="slime doctor --config recipe.yaml …"
         )
     from slime.diagnosis import doctor
 
+    if on_node:  # the run joins a cluster, of which this host need not be told yet
+        os.environ.setdefault("RAY_ADDRESS", "auto")
+    checks = doctor.NODE_CHECKS if on_node else doctor.CHECKS
     with answer_alone():
-        report = doctor.examine(words, entry or "train", with_round=with_round)
+        report = doctor.examine(words, entry or "train", checks, with_round=with_round)
     answer = doctor.text(report).encode("utf-8", "replace").decode()
     print(
         orjson.dumps(doctor.as_json(report), option=orjson.OPT_INDENT_2).decode()

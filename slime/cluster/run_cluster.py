@@ -36,6 +36,7 @@ from slime.cluster.waiting import (
 )
 from slime.cluster.weight_push import WeightPush
 from slime.config.config import Config
+from slime.engines.api import EngineError
 from slime.engines.kinds import engine_of
 from slime.engines.wire.shared_memory import remove_stale
 from slime.errors import RunFailed, UserError
@@ -442,6 +443,29 @@ class Cluster:
         """Return metrics of memory hand-overs and engine restarts since the last call."""
         found = self._gpu_memory.metrics() if self._gpu_memory is not None else {}
         return found | (self._engines.metrics() if self._engines is not None else {})
+
+    def start_profile(self, folder: Path) -> None:
+        """Have trainer ranks and engines record what they compute, into files in ``folder``, which
+        all hosts must see. An engine that cannot is named and left out."""
+        if self._trainers is not None:
+            self._trainers.start_profile(folder)
+        self._ask_profilers(
+            "/start_profile", lambda number: {"output_dir": str(folder / f"engine-{number}")}
+        )
+
+    def stop_profile(self) -> None:
+        """Write what was recorded since `start_profile`."""
+        if self._trainers is not None:
+            self._trainers.stop_profile()
+        self._ask_profilers("/stop_profile", lambda number: {})
+
+    def _ask_profilers(self, path: str, body: Callable[[int], dict[str, str]]) -> None:
+        if self._engines is None:
+            return
+        try:
+            self._engines.fleet.post(path, body, deadlines.RUN_CLUSTER_PROFILE)
+        except EngineError as error:
+            logger.warning("engines are not profiled: %s", error)
 
     def failed_step(self) -> list[FailedStep]:
         """Return what each trainer rank recorded of a step that just failed with NaN or Inf."""

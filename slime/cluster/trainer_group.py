@@ -35,6 +35,8 @@ from slime.redact import secrets_in
 from slime.samples.batch import TrainedTokens, TrainLayout
 
 if TYPE_CHECKING:
+    from slime.observe.torch_profile import TorchProfile
+    from slime.trainer.memory_snapshot import MemorySnapshot
     from slime.trainer.non_finite import FailedStep
     from slime.weights.transport import EngineSlots
 
@@ -126,6 +128,8 @@ class TrainerActor:
         self.backend: Any = None  # from `setup` on
         self.sync: Any = None  # from `connect_engines` on
         self._has_learned = False  # since the last push
+        self._profile: TorchProfile | None = None  # while steps are profiled
+        self._snapshot: MemorySnapshot | None = None  # with --record-memory-history
         os.environ.update(environment)  # before torch is imported
         log_to_file_only(
             f"trainer-{rank}", run_path / "logs", config.observe.log_level, *config.for_hiding()
@@ -149,6 +153,10 @@ class TrainerActor:
         torch.set_num_threads(self.num_threads)
         info = RankInfo(self.rank, self.world_size, local_rank, master_addr, master_port)
         self.backend = MegatronBackend(self.config, info)
+        if self.config.debug.record_memory_history:
+            from slime.trainer.memory_snapshot import MemorySnapshot
+
+            self._snapshot = MemorySnapshot(self.config, self.rank)
         start = self.backend.setup()
         freeze_gc()
         backend = self.backend
@@ -244,12 +252,28 @@ class TrainerActor:
         self._has_learned |= has_visibly_learned(
             self.config.megatron.optimizer_name, rates, self.backend.step_metrics
         )
+        if self._snapshot is not None:
+            self._snapshot.step_ended()
         return metrics, self.backend.trained_tokens
 
     def evaluate(self, shards: list[ray.ObjectRef]) -> tuple[dict[str, float], list[TrainedTokens]]:
         """Score held-out preferences; see `train`. Collective."""
         batch = ray.get(shards[self.backend.data_parallel_rank])
         return self.backend.evaluate(batch), self.backend.trained_tokens
+
+    def start_profile(self, folder: Path) -> None:
+        """Record what this rank computes, if it is one of --profile-ranks."""
+        from slime.observe.torch_profile import TRACE_SUFFIX, TorchProfile
+
+        if self.rank in self.config.debug.profile_ranks:
+            self._profile = TorchProfile(folder / f"trainer-rank-{self.rank}{TRACE_SUFFIX}")
+
+    def stop_profile(self) -> None:
+        """Write what was recorded."""
+        profile = self._profile
+        self._profile = None
+        if profile is not None:
+            profile.stop()
 
     def save(self, rollout_id: int, extra_state: dict[str, Any]) -> None:
         with self._phase("save_model"):
@@ -268,6 +292,8 @@ class TrainerActor:
         self.backend.finish_saving()
 
     def shutdown(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.close()
         if self.sync is not None:
             self.sync.close()
         if self.backend is not None:
@@ -423,6 +449,18 @@ class Trainers:
         """Take the GPUs' memory back; return rank 0's metrics."""
         found: dict[str, float] = self._ask(lambda actor: actor.wake.remote(), _HANDING_OVER)[0]
         return found
+
+    def start_profile(self, folder: Path) -> None:
+        """Record what the ranks of --profile-ranks compute, into files in ``folder``."""
+        what = "starting the profiler"
+        self._ask(
+            lambda actor: actor.start_profile.remote(folder), what, deadlines.TRAINER_GROUP_PROFILE
+        )
+
+    def stop_profile(self) -> None:
+        """Write what was recorded."""
+        what = "writing profiles"
+        self._ask(lambda actor: actor.stop_profile.remote(), what, deadlines.TRAINER_GROUP_PROFILE)
 
     def save(self, rollout_id: int, extra_state: dict[str, Any]) -> None:
         self._ask(lambda actor: actor.save.remote(rollout_id, extra_state), "saving a checkpoint")

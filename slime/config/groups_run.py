@@ -196,6 +196,28 @@ class ObserveConfig:
     """Resume this W&B run."""
     disable_wandb_random_suffix: bool = flag(False, needs=on("wandb_group"))
     """Leave the group name as given, without a random suffix."""
+    use_mlflow: bool = flag(False)
+    """Log to MLflow (pip install 'slime-rl[mlflow]')."""
+    mlflow_uri: str | None = flag(None, needs=on("use_mlflow"))
+    """MLflow server or database; unset: MLFLOW_TRACKING_URI, or mlflow.db in --output-dir."""
+    mlflow_experiment: str = flag("slime", needs=on("use_mlflow"))
+    """MLflow experiment."""
+    use_trackio: bool = flag(False)
+    """Log to Trackio (pip install 'slime-rl[trackio]'), into trackio/ in --output-dir unless
+    TRACKIO_DIR is set."""
+    trackio_project: str = flag("slime", needs=on("use_trackio"))
+    """Trackio project."""
+    trackio_space: str | None = flag(None, needs=on("use_trackio"))
+    """Hugging Face Space that shows it ("user/space"); unset: none, and nothing leaves this
+    host."""
+    use_swanlab: bool = flag(False)
+    """Log to SwanLab (pip install 'slime-rl[swanlab]'); its key is SWANLAB_API_KEY."""
+    swanlab_mode: Literal["online", "local", "offline", "disabled"] = flag(
+        "online", needs=on("use_swanlab")
+    )
+    """Mode of SwanLab."""
+    swanlab_project: str = flag("slime", needs=on("use_swanlab"))
+    """SwanLab project."""
     log_multi_turn: bool = flag(False, needs=GENERATES, read_by="collection")
     """Log the number of turns and their lengths."""
     log_passrate: bool = flag(False, needs=GENERATES, read_by="collection")
@@ -282,3 +304,46 @@ class DebugConfig:
     )
     """Compare the gradient norm of each step with the one that --ci-save-grad-norm wrote to this
     path, to 1 % or 0.01, and stop where it differs."""
+    use_pytorch_profiler: bool = derived("true with profile_steps", read_by="config")
+    """Profile some steps with torch.profiler and the engines' own profiler: one file for all of
+    them in the run folder's profile/, for https://ui.perfetto.dev (docs/debugging.md)."""
+    profile_steps: str | None = derived(
+        "profile_step_start:profile_step_end with use_pytorch_profiler", read_by="config"
+    )
+    """Steps to profile, FIRST:END: 3:5 are the steps 3 and 4. Short for the three flags around
+    it."""
+    profile_step_start: int = derived(
+        "that of profile_steps, else 10 or less",
+        range=NONE_OR_SOME,
+        needs=on("use_pytorch_profiler"),
+        read_by="config",
+    )
+    """First step that is profiled, counted from 0."""
+    profile_step_end: int = derived(
+        "that of profile_steps, else 12 or more",
+        range=SOME,
+        needs=on("use_pytorch_profiler"),
+        read_by="config",
+    )
+    """Step behind the last that is profiled."""
+    profile_ranks: tuple[int, ...] = flag(
+        (0,), range=NONE_OR_SOME, needs=on("use_pytorch_profiler"), read_by="trainer"
+    )
+    """Trainer ranks that are profiled."""
+    record_memory_history: bool = flag(False, read_by="trainer")
+    """Record allocations of GPU memory and write a snapshot per rank, for
+    https://pytorch.org/memory_viz."""
+    memory_snapshot_num_steps: int | None = flag(
+        None, range=SOME, needs=on("record_memory_history"), read_by="training"
+    )
+    """Steps of this launch after which the snapshot is written; unset: at the end of the run and
+    when memory runs out."""
+    memory_snapshot_dir: str = flag(".", needs=on("record_memory_history"), read_by="training")
+    """Directory of the snapshots."""
+
+    @property
+    def profiled(self) -> range:
+        """The steps that are profiled."""
+        if not self.use_pytorch_profiler:
+            return range(0)
+        return range(self.profile_step_start, self.profile_step_end)

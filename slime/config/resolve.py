@@ -63,6 +63,7 @@ def resolve(
         _evaluation,
         _algorithm,
         _references,
+        _profiler,
         _checkpoints,
     ):
         step(draft)
@@ -359,6 +360,34 @@ def _sampling_mask(draft: Draft) -> None:
             "where their number is bounded",
         )
     draft.derive("rollout_top_k", -1, "-1")
+
+
+def _profiler(draft: Draft) -> None:
+    steps = draft["profile_steps"]
+    first, end = 10, 12
+    both = [option_of(d) for d in ("profile_step_start", "profile_step_end") if draft.is_given(d)]
+    if steps is not None:
+        if both:
+            raise UserError(f"--profile-steps and {both[0]} say the same", fix="give one of them")
+        words = str(steps).split(":")
+        if len(words) != 2 or not all(word.isdecimal() for word in words):
+            raise UserError(
+                f"--profile-steps {steps} names no steps", fix="--profile-steps 3:5 is 3 and 4"
+            )
+        first, end = map(int, words)
+        if first >= end:
+            raise UserError(
+                f"--profile-steps {steps} has no steps", fix="--profile-steps 3:5 is 3 and 4"
+            )
+    elif draft.is_given("profile_step_end"):
+        first = min(first, draft["profile_step_end"] - 1)
+    draft.derive("use_pytorch_profiler", steps is not None, "true with profile_steps")
+    draft.derive("profile_step_start", first, "that of profile_steps, else 10 or less")
+    end = max(end, draft["profile_step_start"] + 1)
+    draft.derive("profile_step_end", end, "that of profile_steps, else 12 or more")
+    if draft["use_pytorch_profiler"]:
+        window = f"{draft['profile_step_start']}:{draft['profile_step_end']}"
+        draft.derive("profile_steps", window, "profile_step_start:profile_step_end")
 
 
 def _references(draft: Draft) -> None:

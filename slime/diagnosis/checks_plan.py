@@ -8,6 +8,7 @@ from slime.memory.hardware import device_memory
 from slime.memory.micro_batches import packing_line, with_token_limit
 from slime.memory.plan import MemoryPlan, gb
 from slime.placement import PlacementPlan, needs_engines
+from slime.processes.host import num_gpus
 from slime.run import preflight
 
 #: Staleness that is reported: rollouts between the push of a sample's weights and training on it.
@@ -34,6 +35,15 @@ def slots(case: CheckedRun, findings: CheckFindings) -> None:
     cluster that it joins."""
     findings.attempt(preflight.check_slots, case.run)
     findings.note(PlacementPlan.of(case.run).formula)
+
+
+def node(case: CheckedRun, findings: CheckFindings) -> None:
+    """Check that this host, one of several, has its part of the GPUs."""
+    expected = case.run.cluster.num_gpus_per_node
+    here = num_gpus()
+    if here < expected:
+        findings.add("gpus-missing", f"{expected} GPUs are expected of a node, this one has {here}")
+    findings.note(f"{here} on this node")
 
 
 def engines(case: CheckedRun, findings: CheckFindings) -> None:

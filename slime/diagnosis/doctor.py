@@ -54,6 +54,11 @@ CHECKS: tuple[Check, ...] = (
     Check("credentials", checks_plan.credentials, "wandb-key"),
 )
 
+#: The checks on one host of several.
+NODE_CHECKS = tuple(
+    replace(check, function=checks_plan.node) if check.name == "GPUs" else check for check in CHECKS
+)
+
 #: Every launch makes these and logs what they find; they take milliseconds.
 _AT_START = ("host", "network", "disk", "shared memory")
 #: A launch refuses a run by these before anything starts.

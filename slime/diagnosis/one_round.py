@@ -44,7 +44,9 @@ _NOT_GIVEN = (
     "n_samples_per_eval_prompt", "log_passrate", "dump_details",
 )  # fmt: skip
 _NOT_GIVEN_PREFIXES = (
-    "save", "no_save", "eval_", "wandb", "use_wandb", "tb_", "use_tensorboard", "debug_",
+    "save", "no_save", "eval_", "tb_", "use_tensorboard", "debug_", "wandb", "use_wandb",
+    "mlflow", "use_mlflow", "trackio", "use_trackio", "swanlab", "use_swanlab",
+    "profile_", "use_pytorch_profiler", "record_memory", "memory_snapshot",
 )  # fmt: skip
 _KEPT = ("debug_train_only",)
 

@@ -4,11 +4,13 @@ routes that it refuses."""
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -32,6 +34,7 @@ from slime.engines.request_fields import (
     required,
     strings,
 )
+from slime.observe.torch_profile import TRACE_SUFFIX, TorchProfile
 
 _TAGS = ("weights", "kv_cache", "cuda_graph")
 _TAG = one_of(*_TAGS)
@@ -337,11 +340,38 @@ async def weights_checker(request: web.Request) -> web.Response:
     return json_response(answer)
 
 
+# -- profiling -------------------------------------------------------------------------------------
+
+
+@routes.post("/start_profile")
+async def start_profile(request: web.Request) -> web.Response:
+    """Record what the engine thread computes, as SGLang's route does."""
+    state = state_of(request)
+    body = await json_body(request)
+    folder = Path(optional(body, "output_dir", TEXT, tempfile.gettempdir()))
+    name = optional(body, "profile_id", TEXT, str(time.time()))
+    if state.profile is not None:
+        raise BadRequest("the profiler is running; /stop_profile ends it")
+    path = folder / f"{name}-TP-0{TRACE_SUFFIX}"
+    state.profile = await _on_engine(state.engine.call(lambda: TorchProfile(path)))
+    return web.Response(text="Start profiling.\n")
+
+
+@routes.post("/stop_profile")
+async def stop_profile(request: web.Request) -> web.Response:
+    state = state_of(request)
+    profile = state.profile
+    if profile is None:
+        raise BadRequest("the profiler is not running; /start_profile starts it")
+    state.profile = None
+    await _on_engine(state.engine.call(profile.stop))
+    return web.Response(text="Stop profiling. This will take some time.\n")
+
+
 # -- what SGLang's server has besides --------------------------------------------------------------
 
 _EMBEDDING = "this is a model for generation, not for embeddings or classification"
 _SESSIONS = "it keeps no sessions; prompts that share a prefix find it in the cache without one"
-_PROFILE = "it has no profiler; py-spy shows what the engine thread does"
 
 #: Path → why it is refused: with status 400, since OpenAI's client sends a request again that was
 #: answered with 501.
@@ -361,8 +391,6 @@ REFUSED = {
         "it has no tool-call parser; the text of an answer is returned as it is"
     ),
     "/separate_reasoning": "it has no reasoning parser; the text of an answer is returned as it is",
-    "/start_profile": _PROFILE,
-    "/stop_profile": _PROFILE,
     "/update_weights_from_ipc": "use /update_weights_from_tensor, _distributed or _disk",
     "/set_internal_state": "its settings come from its command line",
     "/configure_logging": "its settings come from its command line",

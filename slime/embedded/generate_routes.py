@@ -31,6 +31,7 @@ from slime.embedded.weight_update import WeightUpdater
 from slime.engines.chat_answers import DONE, EVENT_HEADERS, event
 from slime.engines.request_fields import BadRequest, SamplingParams, json_object
 from slime.engines.tool_calls import ToolFormat
+from slime.observe.torch_profile import TorchProfile
 
 routes = web.RouteTableDef()
 
@@ -50,6 +51,7 @@ class ServerState:
         tokenizer: a Hugging Face tokenizer with its chat template, or None.
         tool_format: how the model writes calls of tools; None where that is not known.
         updates: one thread each for updates that may wait for each other's collectives.
+        profile: what records the engine thread; None while nothing does.
     """
 
     engine: Engine
@@ -61,6 +63,7 @@ class ServerState:
     tool_format: ToolFormat | None
     architectures: list[str]
     updates: ThreadPoolExecutor
+    profile: TorchProfile | None = None
 
 
 #: A task that yields the state once the model is loaded.

@@ -23,7 +23,11 @@ _LARGEST_GB = 10_000.0
 #: Source of what was asked of this host's driver.
 DRIVER = "nvidia-smi"
 
-_QUERY = ("nvidia-smi", "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits")
+_QUERY = (
+    "nvidia-smi",
+    "--query-gpu=memory.total,compute_cap,name",
+    "--format=csv,noheader,nounits",
+)
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,25 @@ def seen_gpu_memory() -> float | None:
     return min((size for size, _ in _seen_gpus()), default=None)
 
 
+def gpu_name() -> str | None:
+    """The name of this host's first GPU, as its driver reports; None where there is none."""
+    return next((row[2] for row in _driver_rows() if len(row) > 2 and row[2]), None)
+
+
 def _seen_gpus() -> list[tuple[float, int | None]]:
     """(bytes, major compute capability or None where the driver does not tell) of this host's
     GPUs."""
+    rows = _driver_rows()
+    majors = [row[1].split(".")[0] if len(row) > 1 else "" for row in rows]
+    return [
+        (int(row[0]) * float(1 << 20), int(major) if major.isdigit() else None)
+        for row, major in zip(rows, majors, strict=True)
+        if row[0].isdigit()
+    ]
+
+
+def _driver_rows() -> list[list[str]]:
+    """What the driver says of each GPU: megabytes, compute capability, name."""
     try:
         done = subprocess.run(
             _QUERY, capture_output=True, text=True, timeout=deadlines.HARDWARE_QUERY, check=False
@@ -97,10 +117,4 @@ def _seen_gpus() -> list[tuple[float, int | None]]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
-    majors = [row[1].split(".")[0] if len(row) > 1 else "" for row in rows]
-    found = [
-        (int(row[0]) * float(1 << 20), int(major) if major.isdigit() else None)
-        for row, major in zip(rows, majors, strict=True)
-        if row[0].isdigit()
-    ]
-    return found if done.returncode == 0 else []
+    return rows if done.returncode == 0 else []

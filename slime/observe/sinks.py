@@ -1,5 +1,5 @@
-"""Send metrics to console, ``metrics.jsonl``, TensorBoard and W&B. The driver holds one `Sinks` per
-run.
+"""Send metrics to console, ``metrics.jsonl``, TensorBoard and the trackers of the flags. The driver
+holds one `Sinks` per run.
 
 ``step`` is the number of rollouts trained on so far: an evaluation before training is step 0, and
 rollout k with its training is step k + 1. Each step is logged once, and once more where an
@@ -75,7 +75,7 @@ class Sinks:
         more: sinks of the caller's own, called after the others: they may read what those wrote.
 
     Raises:
-        UserError: W&B is asked for and not installed.
+        UserError: a tracker is asked for and not installed, or lets no run begin.
     """
 
     def __init__(
@@ -262,4 +262,16 @@ def _make(
         from slime.observe.wandb_sink import WandbSink
 
         sinks.append(WandbSink(config, run))
+    if config.observe.use_mlflow:
+        from slime.observe.mlflow_sink import MlflowSink
+
+        sinks.append(MlflowSink(config, run))
+    if config.observe.use_trackio:
+        from slime.observe.trackio_sink import TrackioSink
+
+        sinks.append(TrackioSink(config, run))
+    if config.observe.use_swanlab:
+        from slime.observe.swanlab_sink import SwanlabSink
+
+        sinks.append(SwanlabSink(config, run))
     return first, sinks

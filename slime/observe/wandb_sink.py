@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import sys
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
-from slime.files import json_safe, write_atomically
+from slime.files import json_safe
+from slime.observe.kept_names import kept, shown_name
 from slime.observe.run_folder import RunFolder
 from slime.processes.owner import will_hang
 from slime.redact import redact_argv, redacted
@@ -72,7 +72,7 @@ class WandbSink:
             options.base_url = observe.wandb_host  # also where the key comes from WANDB_API_KEY
         group = observe.wandb_group
         if group and not observe.disable_wandb_random_suffix:
-            group = f"{group}-{_kept(run, 'wandb-suffix', secrets.token_hex(3))}"
+            group = f"{group}-{kept(run, 'wandb-suffix', secrets.token_hex(3))}"
         settings = redacted(json_safe(vars(config.flat())))
         argv = sys.argv
         sys.argv = redact_argv(argv)  # which W&B keeps in its metadata
@@ -83,8 +83,8 @@ class WandbSink:
                 project=observe.wandb_project or "slime",
                 entity=observe.wandb_team,
                 group=group,
-                name=f"{run.path.name}-{run.stage}" if run.stage else run.path.name,
-                id=_kept(run, "wandb-id", secrets.token_hex(5), asked=observe.wandb_run_id),
+                name=shown_name(run),
+                id=kept(run, "wandb-id", secrets.token_hex(5), asked=observe.wandb_run_id),
                 resume="allow",
                 mode=observe.wandb_mode,
                 dir=observe.wandb_dir or str(run.path),
@@ -110,14 +110,3 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _kept(run: RunFolder, name: str, fresh: str, asked: str | None = None) -> str:
-    """A value that stays the same over resumes of this stage, unless another one is ``asked``
-    for."""
-    path = run.path / f".{name}{'-' + run.stage if run.stage else ''}"
-    kept = path.read_bytes().decode("ascii", "replace").strip() if path.is_file() else ""
-    if asked or not re.fullmatch(r"[\w.-]+", kept):
-        kept = asked or fresh
-        write_atomically(path, kept.encode())
-    return kept

@@ -42,6 +42,7 @@ from slime.rollout.validate_rows import RemainingRows
 from slime.run.ancestry import PushLog
 from slime.run.changed_inputs import changes, fingerprints
 from slime.run.preflight import from_the_hub, joins_cluster
+from slime.run.profiling import Profiling
 from slime.run.saving import Saving
 from slime.run.schedule import Schedule, StalenessTracker
 from slime.run.stopping import StopSignals
@@ -100,6 +101,7 @@ class Session:
         self.saving = Saving(config, self.run, self.sinks, self.cluster, self.schedule)
         self.staleness = StalenessTracker(config)
         self._pushes = PushLog(self.run.journal, config)
+        self.profiling = Profiling(config, self.run, self.cluster)
         self._memory = Measured(MemoryPlan.of(config)) if is_on_gpu(config) else None
         self._last_trained: int | None = None
         self._unlogged_metrics: dict[str, float] = {}
@@ -163,6 +165,7 @@ class Session:
                 self.staleness.put_back_policy,
             )
         self.saving.begin()
+        self.profiling.step_begins(self.step)
         self._remaining_rows = RemainingRows(self.config, lambda line: logger.warning("%s", line))
 
     def close(self) -> None:
@@ -199,6 +202,9 @@ class Session:
         if metrics:
             metrics |= self.cluster.pop_metrics() | of_this_host()
             self.sinks.log(self.step, metrics)
+        if self._last_trained is not None:
+            is_over = self.step >= self.schedule.num_rollout
+            self.profiling.step_begins(self.step, is_over=is_over)
         if self.step == 1:
             for line in first_step_lines(metrics, templated=self.config.data.apply_chat_template):
                 logger.info("%s", line)

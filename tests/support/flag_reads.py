@@ -104,7 +104,9 @@ LAUNCHES = {
         " --use-tis --custom-tis-function-path tests.support.every_hook.tis --tis-clip-low 0.1"
         " --dynamic-sampling-filter-path tests.support.every_hook.dynamic_filter "
         "--over-sampling-batch-size 4"
-        " --use-wandb --wandb-mode offline --wandb-group reads",
+        " --use-wandb --wandb-mode offline --wandb-group reads --profile-steps 0:1"
+        " --record-memory-history --memory-snapshot-num-steps 1 "
+        "--memory-snapshot-dir {outputs}/async",
         entry="train_async",
         after="sync",
     ),

@@ -44,7 +44,17 @@ FLOORS = (
     *(f"processes.{name}" for name in ("stacks", "children", "host", "garbage", "footprint")),
     *("user_code.calls", "user_code.loading", "log", "processes", "http_access", "hub"),
     *("config", "placement", "algorithms", "models", "samples", "user_code", "observe"),
-    *("prompts", "engines", "rollout", "memory", "checkpoints", "weights", "trainer", "cluster"),
+    *(
+        "prompts",
+        "engines",
+        "rollout",
+        "memory",
+        "forecast",
+        "checkpoints",
+        "weights",
+        "trainer",
+        "cluster",
+    ),
     *("sandbox", "embedded", "page", "agents", "environments", "compat"),
     *("run.preflight", "diagnosis", "run", "loop", "run.api", "cli", "__main__"),
 )
@@ -54,6 +64,9 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "megatron": ("trainer.megatron", "checkpoints", "weights", "config.megatron_flags"),
     "sglang": ("engines.sglang", "weights", "config.megatron_flags"),
     "wandb": ("observe.wandb_sink",),
+    "mlflow": ("observe.mlflow_sink",),
+    "trackio": ("observe.trackio_sink",),
+    "swanlab": ("observe.swanlab_sink",),
     "compressed_tensors": ("engines.wire.quantised",),
     "tensorboard": ("observe.tensorboard_sink",),
 }

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from slime.__main__ import main
+from slime.cli import doctor as doctor_command
 from slime.config import parse_args
 from slime.diagnosis import checks_host, doctor, one_round
-from slime.diagnosis.doctor import CHECKS, Report, at_start, examine
+from slime.diagnosis.doctor import CHECKS, NODE_CHECKS, Report, at_start, examine
 from slime.diagnosis.troubles import SECTIONS
 from slime.samples.types import Sample
 from tests.support.hf_configs import config_of
@@ -550,3 +551,31 @@ def test_a_warning_alone_stops_nobody(world: World, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr()
     assert "warning: nothing-kept" in printed.out and "try: leave --no-save out" in printed.out
     assert printed.err == ""  # said once
+
+
+# -- one node of several ---------------------------------------------------------------------------
+
+
+def test_a_node_is_asked_for_its_own_gpus_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of 16 GPUs on a node of 8 is right; a node with 4 is not."""
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # as `slime doctor --node` sets it
+    monkeypatch.setattr("slime.run.preflight._check_answers", lambda address: pytest.fail(address))
+    sizes = ("--actor-num-nodes", 2, "--actor-num-gpus-per-node", 8, "--num-gpus-per-node", 8)
+    argv = world.flags("examined", *sizes, "--colocate", "--rollout-batch-size", 16)
+    (check,) = [one for one in NODE_CHECKS if one.name == "GPUs"]
+    for here, found in ((8, []), (4, ["gpus-missing"])):
+        monkeypatch.setattr("slime.diagnosis.checks_plan.num_gpus", lambda here=here: here)
+        assert [one.trouble.name for one in examine(argv, checks=[check]).findings] == found
+
+
+def test_the_command_looks_at_a_node(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    monkeypatch.delenv("RAY_ADDRESS")  # and what the command sets goes at the end of the test
+    monkeypatch.setattr("slime.diagnosis.checks_plan.num_gpus", lambda: 1)
+    doctor_command.main(["train", "--node", *map(str, world.flags("examined"))])
+    assert "1 on this node" in capsys.readouterr().out
+    assert os.environ["RAY_ADDRESS"] == "auto"

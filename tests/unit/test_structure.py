@@ -27,26 +27,31 @@ BUDGETS = {
     "agents": 1_550,
     "algorithms": 1_390,  # four estimators, sampling masks, divergences
     "checkpoints": 4_660,  # MXFP4, reward models
-    "cli": 2_350,
-    "cluster": 4_530,  # host memory of nodes
+    "cli": 2_690,  # plan, launch, compare
+    "cluster": 4_600,  # host memory of nodes, profiles
     "compat": 1_400,
     "config": 5_580,  # flags of estimators, importance levels and rejection, preferences
     "diagnosis": 4_240,
-    "embedded": 5_800,  # sinks, stacks of experts, queries that grow
+    "embedded": 5_830,  # sinks, stacks of experts, queries that grow, profiles
     "engines": 4_330,  # log-probs behind the filters, channels of gpt-oss
     "environments": 450,
+    "forecast": 830,
     ".": 1_450,
     "memory": 1_820,  # host memory, part by part
     "models": 5_160,  # gpt-oss, stacks of experts, models around text models
-    "observe": 3_050,
+    "observe": 3_400,  # profiles, three trackers, ranges of recipes
     "page": 1_600,
     "processes": 1_050,  # the preloaded process
     "prompts": 3_990,  # rows of preferences
     "rollout": 9_210,  # preferences, reward models
-    "run": 2_160,  # lengths that longrope is computed for
+    "run": 2_230,  # lengths that longrope is computed for, profiles
     "samples": 2_110,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 950,
+<<<<<<< HEAD
     "trainer": 8_700,  # the critic, sinks, biases of experts, distillation, streamed states
+=======
+    "trainer": 8_450,  # the critic, sinks, biases of experts, distillation, snapshots of memory
+>>>>>>> scale
     "user_code": 1_000,
     "weights": 3_000,
 }

@@ -1,0 +1,247 @@
+"""`slime launch --slurm FLAGS`: write the job of a run on a cluster. It starts nothing.
+
+slime launch --slurm --nodes 2 --config my.yaml > job.sh        sbatch job.sh
+slime launch --kuberay --image my/slime --config my.yaml > job.yaml      kubectl apply -f job.yaml
+slime launch --skypilot --gpu H200 --config my.yaml > job.yaml  sky launch job.yaml
+slime launch --slurm train-async --config my.yaml               the flags of `slime train-async`
+
+Every node runs `slime doctor --node` with the run's flags first, and the job ends if one of them
+finds something fatal. Then Ray starts on all nodes, and the first one runs `slime train` with the
+same flags. Paths must mean the same on every node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import yaml
+
+from slime.cli import ENTRIES
+from slime.cli.arguments import OwnFlags, at_least_one
+from slime.config import parse_args
+from slime.errors import UserError
+from slime.placement import PlacementPlan
+
+_PORT = 6379
+_KINDS = ("slurm", "kuberay", "skypilot")
+#: Seconds that a node waits for Ray on the first one, and the first one for all nodes.
+_WAIT = 300
+_SHARED_MEMORY = "64Gi"
+_MODELS = "/models"
+
+
+def main(argv: list[str]) -> int:
+    """Print the job; returns the exit status.
+
+    Raises:
+        UserError: no kind of cluster was named, or the flags of the run are wrong.
+    """
+    if any(word in ("--help", "-h") for word in argv):
+        print(__doc__)
+        _parser().print_help()
+        return 0
+    own, words = _parser().parse_known_args(argv)
+    entry = ENTRIES.get(words[0].replace("_", "-"), "") if words else ""
+    flags = words[1:] if entry else words
+    kinds = [kind for kind in _KINDS if getattr(own, kind)]
+    if len(kinds) != 1 or not flags:
+        raise UserError(
+            "slime launch needs one of --slurm, --kuberay and --skypilot, and the flags of a run",
+            fix="slime launch --slurm --config my.yaml",
+        )
+    config = parse_args(flags, entry or "train")
+    if own.nodes is None:
+        own.nodes = -(-PlacementPlan.of(config).total // own.gpus_per_node)
+    command = (entry or "train").replace("_", "-")
+    writer = {"slurm": slurm, "kuberay": kuberay, "skypilot": skypilot}[kinds[0]]
+    sys.stdout.write(writer(own, command, _on_nodes(flags, own)))
+    return 0
+
+
+def _parser() -> OwnFlags:
+    parser = OwnFlags("slime launch")
+    for kind in _KINDS:
+        parser.add_argument(f"--{kind}", action="store_true")
+    parser.add_argument("--nodes", type=at_least_one, help="default: as many as the flags need")
+    parser.add_argument("--gpus-per-node", type=at_least_one, default=8)
+    parser.add_argument("--job-name", type=_name, default="slime")
+    parser.add_argument("--time", default="24:00:00", help="Slurm's limit (24:00:00)")
+    parser.add_argument("--partition", help="Slurm's")
+    parser.add_argument("--image", default="slime:cuda", help="of KubeRay and SkyPilot")
+    parser.add_argument("--volume-claim", help=f"of Kubernetes, mounted at {_MODELS}")
+    parser.add_argument("--gpu", default="H200", help="SkyPilot's name of the GPU (H200)")
+    return parser
+
+
+def _name(text: str) -> str:
+    """A name that Slurm, Kubernetes and SkyPilot accept."""
+    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", text):
+        raise argparse.ArgumentTypeError("must be small letters, digits and dashes")
+    return text
+
+
+def _on_nodes(flags: list[str], own: argparse.Namespace) -> str:
+    """The flags of the run, quoted for a shell, with the size of a node."""
+    if not any(word.split("=")[0] == "--num-gpus-per-node" for word in flags):
+        flags = [*flags, "--num-gpus-per-node", str(own.gpus_per_node)]
+    return shlex.join(flags)
+
+
+def slurm(own: argparse.Namespace, command: str, flags: str) -> str:
+    """A batch script: one task a node for doctor and for Ray, and the driver on the first node."""
+    partition = f"#SBATCH --partition={own.partition}\n" if own.partition else ""
+    return f"""#!/bin/bash
+#SBATCH --job-name={own.job_name}
+#SBATCH --nodes={own.nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={own.gpus_per_node}
+#SBATCH --exclusive
+#SBATCH --time={own.time}
+#SBATCH --output=%x-%j.log
+{partition}set -euo pipefail
+
+flags={shlex.quote(flags)}
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${{nodes[0]}}
+address=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$first" hostname --ip-address)
+export RAY_ADDRESS="${{address%% *}}:{_PORT}"
+export RAY_USAGE_STATS_ENABLED=0
+
+echo "slime doctor on ${{#nodes[@]}} nodes"
+srun --overlap --label --kill-on-bad-exit=1 bash -c "slime doctor {command} --node $flags"
+
+ray=()
+cleanup() {{
+    kill "${{ray[@]}}" 2>/dev/null || true
+    wait
+}}
+trap cleanup EXIT
+srun --overlap --nodes=1 --ntasks=1 --nodelist="$first" env -u RAY_ADDRESS \\
+    ray start --head --node-ip-address="${{address%% *}}" --port={_PORT} --block &
+ray+=($!)
+{_wait_until('ray status --address "$RAY_ADDRESS" >/dev/null 2>&1')}
+for node in "${{nodes[@]:1}}"; do
+    srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \\
+        ray start --address="$RAY_ADDRESS" --block &
+    ray+=($!)
+done
+srun --overlap --nodes=1 --ntasks=1 --nodelist="$first" bash -c "slime {command} $flags"
+"""
+
+
+def skypilot(own: argparse.Namespace, command: str, flags: str) -> str:
+    """A SkyPilot task. Its ``run`` starts on every node, beside a Ray of SkyPilot's own that
+    ``ray stop`` would end too."""
+    run = f"""set -euo pipefail
+first=$(echo "$SKYPILOT_NODE_IPS" | head -n1)
+export RAY_ADDRESS="$first:{_PORT}"
+export RAY_USAGE_STATS_ENABLED=0
+slime doctor {command} --node {flags}
+if [ "$SKYPILOT_NODE_RANK" != 0 ]; then
+    {_wait_until('ray status --address "$RAY_ADDRESS" >/dev/null 2>&1', indent=4)}
+    ray start --address="$RAY_ADDRESS" --block || true  # it ends with the first node's
+    exit 0
+fi
+env -u RAY_ADDRESS ray start --head --node-ip-address="$first" --port={_PORT} --block &
+ray=$!
+trap 'kill $ray' EXIT
+{_wait_until('ray status --address "$RAY_ADDRESS" >/dev/null 2>&1')}
+slime {command} {flags}
+"""
+    task: dict[str, Any] = {
+        "name": own.job_name,
+        "num_nodes": own.nodes,
+        "resources": {
+            "accelerators": f"{own.gpu}:{own.gpus_per_node}",
+            "image_id": f"docker:{own.image}",
+            "network_tier": "best",
+        },
+        "run": run,
+    }
+    return _as_yaml(task)
+
+
+def kuberay(own: argparse.Namespace, command: str, flags: str) -> str:
+    """A RayJob: Ray starts in a pod when its init container, the examination, has succeeded, and
+    the driver when all pods are there."""
+
+    def group(role: str) -> dict[str, Any]:
+        common: dict[str, Any] = {
+            "image": own.image,
+            "resources": {"limits": {"nvidia.com/gpu": own.gpus_per_node}},
+            "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+        }
+        volumes: list[dict[str, Any]] = [
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}}
+        ]
+        if own.volume_claim:
+            common["volumeMounts"].append({"name": "models", "mountPath": _MODELS})
+            claim = {"claimName": own.volume_claim}
+            volumes.append({"name": "models", "persistentVolumeClaim": claim})
+        examination = f"slime doctor {command} --node {flags}"
+        doctor = {"name": "doctor", "command": ["bash", "-c", examination], **common}
+        ray = {
+            "name": f"ray-{role}",
+            "env": [{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}],
+            **common,
+        }
+        pod = {"initContainers": [doctor], "containers": [ray], "volumes": volumes}
+        return {"rayStartParams": {}, "template": {"spec": pod}}
+
+    workers = own.nodes - 1
+    cluster: dict[str, Any] = {"rayVersion": version("ray"), "headGroupSpec": group("head")}
+    if workers:
+        cluster["workerGroupSpecs"] = [
+            {
+                "groupName": "workers",
+                "replicas": workers,
+                "minReplicas": workers,
+                "maxReplicas": workers,
+                **group("worker"),
+            }
+        ]
+    job = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": own.job_name},
+        "spec": {
+            "entrypoint": f"slime {command} {flags}",
+            "shutdownAfterJobFinishes": True,
+            "backoffLimit": 0,
+            "rayClusterSpec": cluster,
+        },
+    }
+    return _as_yaml(job)
+
+
+def _wait_until(condition: str, indent: int = 0) -> str:
+    """Shell: try a condition every two seconds, and fail when it took too long."""
+    lines = [
+        f"for _ in $(seq {_WAIT // 2}); do {condition} && break; sleep 2; done",
+        condition.replace(" >/dev/null 2>&1", " >/dev/null"),
+    ]
+    return ("\n" + " " * indent).join(lines)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes scripts line by line, and everything in full."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _script(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _script)
+
+
+def _as_yaml(value: dict[str, Any]) -> str:
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=1000)

@@ -1,0 +1,143 @@
+"""`slime plan FLAGS`: the memory of a run and the time of its steps, before anything starts.
+
+slime plan --config my.yaml                    the flags of `slime train`
+slime plan train-async --config my.yaml        those of `slime train-async`
+slime plan … --gpus 8 64 512                   the fastest ways to use so many GPUs
+slime plan … --device A100                     of another kind than this host's
+slime plan … --lengths outputs/my-run          responses as long as those of a run
+slime plan --calibrate rates.json              measure this host's GPU for two minutes
+slime plan … --rates rates.json                and predict with what was measured
+
+A model directory with nothing but config.json will do, and no GPU is needed except to calibrate.
+docs/scaling.md says how the time is computed, and how far it is from measurements.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from slime.cli import ENTRIES
+from slime.cli.arguments import OwnFlags, at_least_one
+from slime.config.config import Config
+from slime.config.make import parse_args
+from slime.errors import UserError
+from slime.forecast.layouts import Plan, best_plans, plan_of
+from slime.forecast.lengths import MEAN_SHARE, SIGMA, log_normal, read_lengths
+from slime.forecast.rates import DEFAULTS, Rates, default_rates, load_rates, save_rates
+from slime.forecast.steps import Workload
+from slime.memory.hardware import DeviceMemory, gpu_name
+from slime.memory.micro_batches import with_token_limit
+from slime.memory.plan import MemoryPlan, facts_of, table
+from slime.models import family_of
+from slime.models.flops import sequence_cost
+from slime.models.spec import read_hf_config
+from slime.run.preflight import from_the_hub
+
+_ASSUMED = "H200"
+_SHOWN = 4
+#: Seconds at most of each of the seven measurements of a calibration.
+_MEASURED = 15.0
+_PROMPT_TOKENS = 256
+
+
+def main(argv: list[str]) -> int:
+    """Print the plan; returns the exit status.
+
+    Raises:
+        UserError: what is wrong with the flags, or the model is of no known family.
+    """
+    if any(word in ("--help", "-h") for word in argv):
+        print(__doc__)
+        _parser().print_help()
+        return 0
+    entry = ENTRIES.get(argv[0].replace("_", "-"), "") if argv else ""
+    own, words = _parser().parse_known_args(argv[1:] if entry else argv)
+    if own.calibrate is not None:
+        from slime.forecast.calibrate import calibrate
+
+        save_rates(calibrate(_MEASURED), own.calibrate)
+        print(f"wrote {own.calibrate}; pass it with --rates")
+        return 0
+    if not words:
+        raise UserError("slime plan needs the flags of a run", fix="slime plan --config my.yaml")
+    device = own.device or gpu_name() or _ASSUMED
+    rates = load_rates(own.rates) if own.rates else default_rates(device)
+    if not any(word.split("=")[0] == "--rollout-engine" for word in words):
+        words = ["--rollout-engine", "sglang", *words]  # this host need not be one of the run's
+    config = parse_args(words, entry or "train")
+    if not (Path(str(config.checkpoint.hf_checkpoint)) / "config.json").is_file():
+        config = from_the_hub(config)
+    for line in report(config, rates, own):
+        print(line)
+    return 0
+
+
+def _parser() -> OwnFlags:
+    parser = OwnFlags("slime plan")
+    parser.add_argument(
+        "--gpus", type=at_least_one, nargs="+", default=[], help="plan for so many GPUs, too"
+    )
+    parser.add_argument(
+        "--device", help=f"{', '.join(DEFAULTS)}; default: this host's, or {_ASSUMED}"
+    )
+    parser.add_argument("--rates", type=Path, help="a file that --calibrate wrote")
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure, write, and end")
+    parser.add_argument(
+        "--lengths", type=Path, help="of responses: a run folder, or a JSON list of tokens"
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=at_least_one,
+        default=_PROMPT_TOKENS,
+        help=f"of a prompt ({_PROMPT_TOKENS})",
+    )
+    return parser
+
+
+def report(config: Config, rates: Rates, own: argparse.Namespace) -> list[str]:
+    """The lines of the plan: memory, the time of a step, and what else is worth trying."""
+    gpu_bytes = (config.cluster.gpu_memory_gb or rates.gpu_gb) * 1e9
+    device = DeviceMemory(gpu_bytes, f"a {rates.gpu}", on_gpu=True)
+    config = with_token_limit(config, device)
+    lines = [table(MemoryPlan.of(config, device)), ""]
+    facts = facts_of(config, on_gpu=True)
+    if facts.trainer is None or facts.engine is None or not facts.placement.num_engines:
+        return [*lines, "time is predicted for runs that generate and train"]
+    path = str(config.checkpoint.hf_checkpoint)
+    cost = sequence_cost(family_of(path, config.checkpoint.model_name), read_hf_config(path))
+    longest = config.rollout.rollout_max_response_len
+    if own.lengths is not None:
+        lengths = read_lengths(own.lengths)
+        told = f"lengths of {own.lengths}"
+    else:
+        lengths = log_normal(MEAN_SHARE * longest, longest)
+        told = (
+            f"lengths are assumed to be log-normal with σ = {SIGMA:g}, their mean at "
+            f"{MEAN_SHARE:.0%} of --rollout-max-response-len (--lengths)"
+        )
+    work = Workload.of(config, lengths, own.prompt_tokens)
+    mean = sum(lengths) / len(lengths)
+    lines += [
+        f"rates of a {rates.gpu}: {rates.source}",
+        f"responses: {mean:,.0f} tokens on average, {max(lengths):,} at most; {told}",
+        "",
+        "these flags:",
+        *_lines(plan_of(facts, work, cost, rates, gpu_bytes)),
+    ]
+    for gpus in own.gpus or [facts.placement.total]:
+        plans = best_plans(facts, work, cost, rates, gpus, gpu_bytes)
+        lines += ["", f"worth trying on {gpus} GPUs:" if plans else f"nothing fits on {gpus} GPUs"]
+        for plan in plans[:_SHOWN]:
+            lines += _lines(plan)
+    return lines
+
+
+def _lines(plan: Plan) -> list[str]:
+    phases = ", ".join(f"{name} {took:.1f}" for name, took in plan.phases.items() if took)
+    return [
+        f"  {plan.seconds:.1f} s a step, {plan.tokens_per_gpu:,.0f} response tokens/s per GPU; "
+        f"limited by {plan.limit}",
+        f"    {phases}; a rollout takes {plan.generation:.1f} s",
+        f"    {plan.flags}",
+    ]

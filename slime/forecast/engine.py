@@ -1,0 +1,207 @@
+"""A discrete-event simulation of engines that generate: requests end one after the other, and an
+iteration takes longer the more of them run and the more tokens their caches hold."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from slime.forecast.rates import Rates
+from slime.memory.engine import EngineSettings
+from slime.models import table_of
+from slime.models.flops import SequenceCost
+
+#: Seconds of an iteration that no weight and no token explains, and those of each request in it
+#: (sampling and log-probs over the vocabulary, detokenising). Fitted to docs/performance.md: 0.6B
+#: on an H200 with 256 and with 1,024 requests in flight, 4B with 32.
+_ITERATION = 1.0e-3
+_REQUEST = 11e-6
+#: Share of a large product's rate that the products of a decode or prefill reach.
+_PRODUCTS_SHARE = 0.8
+#: Seconds of one sum over the GPUs of a tensor-parallel engine; a layer has two. Assumed.
+_ALL_REDUCE = 12e-6
+
+
+@dataclass(frozen=True)
+class EngineSpeed:
+    """What an iteration of one engine costs.
+
+    Attributes:
+        dense, experts: seconds to read the weights that every token needs, and all experts.
+        routed: share of the experts that one token needs.
+        compute: seconds of the products of one token.
+        fixed: seconds of any iteration.
+        cached: seconds to read what the cache has of one token.
+        capacity: tokens that the cache holds.
+        request: seconds of each request in an iteration.
+    """
+
+    dense: float
+    experts: float
+    routed: float
+    compute: float
+    fixed: float
+    cached: float
+    capacity: float
+    request: float = _REQUEST
+
+    @staticmethod
+    def of(
+        settings: EngineSettings, cost: SequenceCost, rates: Rates, gpu_bytes: float
+    ) -> EngineSpeed:
+        """The speed of an engine as the memory plan describes it.
+
+        Args:
+            cost: forward FLOPs of the model.
+            gpu_bytes: memory of one GPU.
+        """
+        spec = settings.spec
+        gpus = settings.tensor * settings.pipeline
+        whole = list(table_of(spec).parameters(spec, range(spec.num_layers)))
+        entries = sum(one.numel for one in whole)
+        share = sum(one.numel for one in whole if one.is_expert) / entries
+        read = settings.weights * settings.pipeline / rates.memory
+        sums = 2 * spec.num_layers * _ALL_REDUCE if settings.tensor > 1 else 0.0
+        return EngineSpeed(
+            dense=read * (1 - share),
+            experts=read * share,
+            routed=int(spec.transformer["moe_router_topk"]) / spec.num_experts
+            if spec.num_experts
+            else 0.0,
+            compute=cost.linear / gpus / (rates.products * _PRODUCTS_SHARE),
+            fixed=_ITERATION + sums,
+            cached=settings.kv_per_token * settings.pipeline / rates.memory,
+            capacity=float(settings.kv_tokens(gpu_bytes)),
+        )
+
+    def iteration(self, running: int) -> float:
+        """Seconds of an iteration with so many requests, the reading of their caches left out."""
+        used = 1 - (1 - self.routed) ** running
+        products = max(self.dense + self.experts * used, self.compute * running)
+        return self.fixed + self.request * running + products
+
+
+class Request(NamedTuple):
+    """One response to generate.
+
+    Attributes:
+        rollout: its number.
+        prompt, response: tokens.
+        prefill: tokens of the prompt that no request before it has in the cache.
+    """
+
+    rollout: int
+    prompt: int
+    response: int
+    prefill: int
+
+
+class SimulatedEngine:
+    """One simulated engine.
+
+    Attributes:
+        time: seconds, how far it has come.
+    """
+
+    def __init__(self, speed: EngineSpeed) -> None:
+        self.speed = speed
+        self.time = 0.0
+        self._iteration = 0.0
+        self._cached = 0.0
+        self._running = list[tuple[float, Request]]()
+        self._waiting = deque[Request]()
+
+    @property
+    def load(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    def add(self, request: Request, now: float) -> None:
+        self.advance(now)
+        self._waiting.append(request)
+        self._admit()
+
+    def next_end(self) -> float:
+        """When the next response ends; infinity if none runs."""
+        if not self._running:
+            return math.inf
+        steps = self._running[0][0] - self._iteration
+        running = len(self._running)
+        growing = self.speed.cached * (steps * self._cached + running * steps * steps / 2)
+        return self.time + steps * self.speed.iteration(running) + growing
+
+    def advance(self, now: float) -> None:
+        """Generate until ``now``, which is not after `next_end`."""
+        left = now - self.time
+        if left <= 0:
+            return
+        running = len(self._running)
+        if running:
+            linear = self.speed.iteration(running) + self.speed.cached * self._cached
+            quadratic = self.speed.cached * running / 2
+            steps = 2 * left / (linear + math.sqrt(linear * linear + 4 * quadratic * left))
+            self._iteration += steps
+            self._cached += running * steps
+        self.time = now
+
+    def finish(self) -> Request:
+        """Advance to the next end and return the response that ends."""
+        self.advance(self.next_end())
+        self._iteration, request = heapq.heappop(self._running)
+        self._cached = max(0.0, self._cached - request.prompt - request.response)
+        self._admit()
+        return request
+
+    def stall(self, now: float, seconds: float) -> None:
+        """Generate nothing for a while from ``now`` on: weights are pushed."""
+        self.advance(now)
+        self.time += seconds
+
+    def _admit(self) -> None:
+        while self._waiting and (
+            not self._running
+            or self._cached + self._waiting[0].prompt + len(self._running) < self.speed.capacity
+        ):
+            request = self._waiting.popleft()
+            self.time += request.prefill * self.speed.compute
+            self._cached += request.prompt
+            heapq.heappush(self._running, (self._iteration + request.response, request))
+
+
+class Fleet:
+    """Engines of one speed behind a router that gives a request to the one with the fewest."""
+
+    def __init__(self, speed: EngineSpeed, count: int) -> None:
+        self.engines = [SimulatedEngine(speed) for _ in range(count)]
+        self._ends = [(math.inf, number) for number in range(count)]
+
+    def add(self, requests: list[Request], now: float) -> None:
+        loads = [(engine.load, number) for number, engine in enumerate(self.engines)]
+        heapq.heapify(loads)
+        for request in requests:
+            load, number = loads[0]
+            self.engines[number].add(request, now)
+            heapq.heapreplace(loads, (load + 1, number))
+        self._look_again()
+
+    def stall(self, now: float, seconds: float) -> None:
+        for engine in self.engines:
+            engine.stall(now, seconds)
+        self._look_again()
+
+    def next_end(self) -> float:
+        return self._ends[0][0]
+
+    def finish(self) -> tuple[float, Request]:
+        """The next response that ends, and when."""
+        time, number = self._ends[0]
+        engine = self.engines[number]
+        request = engine.finish()
+        heapq.heapreplace(self._ends, (engine.next_end(), number))
+        return time, request
+
+    def _look_again(self) -> None:
+        self._ends = [(engine.next_end(), number) for number, engine in enumerate(self.engines)]
+        heapq.heapify(self._ends)

@@ -1,0 +1,250 @@
+"""Which layouts of a number of GPUs are worth trying: those that fit into memory, the fastest
+first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from slime.forecast.engine import EngineSpeed
+from slime.forecast.rates import Rates
+from slime.forecast.steps import Step, Workload, mean_phases, simulate
+from slime.forecast.trainer import train_seconds
+from slime.memory.plan import USABLE, Facts, gpu_phases
+from slime.memory.trainer import TrainerSettings
+from slime.models.flops import SequenceCost
+from slime.models.layouts import Layout
+from slime.placement import PlacementPlan
+
+_SIZES = (1, 2, 4, 8)
+#: Shares of the GPUs that the trainer may get where the engines have the rest.
+_TRAINER_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
+#: Rollouts ahead of the trainer that an asynchronous run is planned with, if the flags name none.
+_AHEAD = 2
+#: What a trainer spends its time on → how it is called as the limit of a step.
+_TRAINING = {
+    "compute": "training",
+    "exchange": "exchange between layers",
+    "gradients": "exchange of gradients",
+    "optimizer": "the optimizer",
+    "scoring": "log-probs",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to use the GPUs, and the time of its steps.
+
+    Attributes:
+        facts: who is where, and how.
+        seconds: of a step.
+        phases: seconds of a step by phase; they add up to ``seconds``.
+        generation: seconds of a rollout, hidden behind training or not.
+        tokens_per_gpu: response tokens per second and GPU.
+        limit: what the time of a step is mostly spent on.
+    """
+
+    facts: Facts
+    ahead: int
+    seconds: float
+    phases: dict[str, float]
+    generation: float
+    tokens_per_gpu: float
+    limit: str
+
+    @property
+    def flags(self) -> str:
+        """The flags that ask for it."""
+        facts = self.facts
+        assert facts.trainer is not None
+        layout = facts.trainer.layout
+        hosts = -(-layout.world // 8)
+        words = [f"--actor-num-nodes {hosts}", f"--actor-num-gpus-per-node {layout.world // hosts}"]
+        for name, size in (
+            ("tensor", layout.tensor),
+            ("context", layout.context),
+            ("pipeline", layout.pipeline),
+            ("expert", layout.expert),
+        ):
+            if size > 1:
+                full = {"context": "context"}.get(name, f"{name}-model")
+                words.append(f"--{full}-parallel-size {size}")
+        if layout.tensor > 1:
+            words.append("--sequence-parallel")
+        if layout.expert > 1:
+            words.append("--expert-tensor-parallel-size 1")
+        if facts.colocate:
+            words.append("--colocate")
+        else:
+            words.append(f"--rollout-num-gpus {facts.placement.num_rollout}")
+            words.append(f"--async-buffer-size {self.ahead}")
+        words.append(f"--rollout-num-gpus-per-engine {facts.placement.slots_per_engine}")
+        return " ".join(words)
+
+
+def plan_of(
+    facts: Facts, work: Workload, cost: SequenceCost, rates: Rates, gpu_bytes: float
+) -> Plan:
+    """The time of steps with these facts."""
+    assert facts.engine is not None
+    steps = simulate(facts, work, cost, rates, gpu_bytes)
+    phases = mean_phases(steps)
+    seconds = sum(phases.values())
+    gpus = facts.placement.total
+    return Plan(
+        facts=facts,
+        ahead=work.ahead,
+        seconds=seconds,
+        phases=phases,
+        generation=sum(step.generation for step in steps) / len(steps),
+        tokens_per_gpu=sum(step.tokens for step in steps) / len(steps) / seconds / gpus,
+        limit=_limit(phases, steps, EngineSpeed.of(facts.engine, cost, rates, gpu_bytes)),
+    )
+
+
+def _limit(phases: dict[str, float], steps: list[Step], speed: EngineSpeed) -> str:
+    """Name what most of a step is spent on."""
+    name = max(phases, key=lambda phase: phases[phase])
+    if name == "waiting for generation":
+        alone = sum(step.longest for step in steps) * speed.iteration(1)
+        generation = sum(step.generation for step in steps)
+        return "the longest response" if alone > generation / 2 else "generation"
+    if name != "training":
+        return name
+    parts = dataclasses.asdict(steps[0].trainer)
+    return _TRAINING[max(parts, key=lambda part: parts[part])]
+
+
+def best_plans(
+    facts: Facts,
+    work: Workload,
+    cost: SequenceCost,
+    rates: Rates,
+    gpus: int,
+    gpu_bytes: float,
+) -> list[Plan]:
+    """Plans for a number of GPUs, the fastest first: colocated and asynchronous, with each size of
+    an engine, the trainer in the layout that is fastest among those that fit."""
+    assert facts.trainer is not None
+    found = []
+    trainers = dict[int, list[TrainerSettings]]()
+    for engine_size in _SIZES:
+        for changed, own in _splits(facts, work, gpus, engine_size, rates.gpus_per_host):
+            world = changed.placement.num_train
+            if world not in trainers:
+                trainers[world] = _trainers(facts.trainer, world, work, cost, rates)
+            fitted = _first_that_fits(changed, trainers[world], gpu_bytes)
+            if fitted is not None:
+                found.append(plan_of(fitted, own, cost, rates, gpu_bytes))
+    return sorted(found, key=lambda plan: plan.seconds)
+
+
+def _splits(
+    facts: Facts, work: Workload, gpus: int, engine_size: int, gpus_per_host: int
+) -> Iterator[tuple[Facts, Workload]]:
+    """Ways to share the GPUs between trainer and engines of ``engine_size`` GPUs each; a trainer on
+    several hosts has whole ones."""
+    assert facts.engine is not None
+    if gpus % engine_size or facts.engine.spec.num_heads % engine_size:
+        return
+    engine = dataclasses.replace(
+        facts.engine, tensor=engine_size, attention=engine_size, pipeline=1
+    )
+    together = PlacementPlan(gpus, gpus, engine_size, 0, gpus, "")
+    yield (
+        dataclasses.replace(
+            facts,
+            engine=engine,
+            placement=together,
+            colocate=True,
+            trainer_sleeps=True,
+            engine_sleeps=True,
+        ),
+        dataclasses.replace(work, ahead=0, in_flight=False),
+    )
+    for share in _TRAINER_SHARES:
+        trainer = round(gpus * share)
+        rest = gpus - trainer
+        if trainer < 1 or trainer != gpus * share or rest < engine_size or rest % engine_size:
+            continue
+        if trainer > gpus_per_host and trainer % gpus_per_host:
+            continue
+        apart = PlacementPlan(trainer, rest, engine_size, trainer, gpus, "")
+        yield (
+            dataclasses.replace(
+                facts,
+                engine=engine,
+                placement=apart,
+                colocate=False,
+                trainer_sleeps=False,
+                engine_sleeps=False,
+            ),
+            dataclasses.replace(work, ahead=work.ahead or _AHEAD, in_flight=True),
+        )
+
+
+def _trainers(
+    settings: TrainerSettings, world: int, work: Workload, cost: SequenceCost, rates: Rates
+) -> list[TrainerSettings]:
+    """Layouts of so many ranks, the fastest first."""
+    lengths = work.tokens(0)
+
+    def seconds(one: TrainerSettings) -> float:
+        return train_seconds(
+            one, cost, rates, lengths, updates=work.updates, scorings=work.scorings
+        ).total
+
+    return sorted(_layouts(settings, world, rates, len(lengths)), key=seconds)
+
+
+def _first_that_fits(
+    facts: Facts, trainers: Sequence[TrainerSettings], gpu_bytes: float
+) -> Facts | None:
+    """The facts with the first of the trainers that memory is enough for; None if there is none."""
+    assert facts.engine is not None
+    if facts.engine.kv_tokens(gpu_bytes) < facts.engine.longest:
+        return None
+    for settings in trainers:
+        changed = dataclasses.replace(facts, trainer=settings)
+        if all(phase.total <= USABLE * gpu_bytes for phase in gpu_phases(changed, gpu_bytes)):
+            return changed
+    return None
+
+
+def _layouts(
+    settings: TrainerSettings, world: int, rates: Rates, samples: int
+) -> Iterator[TrainerSettings]:
+    """Layouts of ``world`` ranks that cut the model evenly and leave every replica a sample."""
+    spec = settings.spec
+    experts = _SIZES if spec.num_experts else (1,)
+    for tensor in _SIZES:
+        if spec.num_heads % tensor or tensor > rates.gpus_per_host:
+            continue
+        for context in _SIZES:
+            for pipeline in _SIZES:
+                model = tensor * context * pipeline
+                if world % model or spec.num_layers % pipeline or world // model > samples:
+                    continue
+                if spec.num_heads // tensor % context:
+                    continue
+                for expert in experts:
+                    if spec.num_experts and spec.num_experts % expert:
+                        continue
+                    if world % (expert * pipeline):
+                        continue
+                    layout = Layout(
+                        world=world,
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        context=context,
+                        expert=expert,
+                        expert_tensor=1,
+                        sequence_parallel=tensor > 1,
+                    )
+                    yield dataclasses.replace(
+                        settings,
+                        layout=layout,
+                        spec=spec.padded(tensor),
+                        tokens=max(settings.tokens, -(-settings.longest // context)),
+                    )

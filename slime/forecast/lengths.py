@@ -1,0 +1,66 @@
+"""How long responses are: a distribution, a file of lengths, or the samples of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime.errors import UserError
+from slime.files import read_lines
+
+#: Spread of the logarithm of lengths where nothing tells them, and their mean as a share of the
+#: longest response that the flags allow.
+SIGMA = 0.9
+MEAN_SHARE = 0.25
+_DRAWN = 1 << 14
+
+
+def log_normal(mean: float, longest: int, sigma: float = SIGMA) -> list[int]:
+    """Draw lengths whose mean is about ``mean`` after those beyond ``longest`` are cut; the same
+    ones in every call."""
+    drawn = random.Random(0)
+    normal = [drawn.gauss(0.0, sigma) for _ in range(_DRAWN)]
+
+    def cut(median: float) -> list[int]:
+        return [min(longest, max(1, round(median * math.exp(one)))) for one in normal]
+
+    low, high = 0.0, float(longest)
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(cut(middle)) < mean * _DRAWN else (low, middle)
+    return cut(high)
+
+
+def read_lengths(path: Path) -> list[int]:
+    """Lengths of responses in tokens, in the order of the samples.
+
+    Args:
+        path: a run folder, or a JSON file with a list of lengths or of lists of lengths.
+    Raises:
+        UserError: there are none.
+    """
+    try:
+        if path.is_dir():
+            files = sorted(path.glob("samples/**/*.jsonl"))
+            rows = [row for file in files for row in read_lines(file)]
+            found: Sequence[object] = [row.get("response_length") for row in rows]
+        else:
+            found = _flat(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--lengths {path} cannot be read", why=str(error)) from None
+    lengths = [one for one in found if isinstance(one, int) and one > 0]
+    if not lengths:
+        raise UserError(
+            f"--lengths {path} holds no lengths",
+            fix="pass a run folder with samples, or a JSON file such as [[310, 1200], [77, 4096]]",
+        )
+    return lengths
+
+
+def _flat(value: object) -> Sequence[object]:
+    if not isinstance(value, list):
+        return [value]
+    return [one for part in value for one in _flat(part)]

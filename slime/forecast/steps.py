@@ -1,0 +1,272 @@
+"""How long the steps of a run take: rollouts, training and pushes, after one another or at the same
+time."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from slime.config.config import Config
+from slime.forecast.engine import EngineSpeed, Fleet, Request
+from slime.forecast.rates import Rates
+from slime.forecast.trainer import TrainerSeconds, train_seconds
+from slime.memory.plan import Facts
+from slime.models.flops import SequenceCost
+
+#: Seconds of a push beside the transfer of its bytes, of the transfer per byte between GPUs of one
+#: host, and of the wait for interrupted responses when it happens in flight; docs/performance.md:
+#: 8 GB in 0.11 to 0.15 s, 61 GB in 1.0 s; 1.0 s in flight.
+_PUSH = 0.03
+_PUSH_RATE = 65e9
+_INTERRUPTION = 1.0
+#: A sleep of the trainer takes longer than its wake; the engines' memory takes a moment too.
+_SLEEP_TO_WAKE = 1.25
+_ENGINE_MEMORY = 0.3
+#: What is left of a step: rewards, packing, records, and batches on their way to the trainer.
+_HANDOVER = 0.3
+_HANDOVER_PER_TOKEN = 0.5e-6
+#: Steps that are simulated: the first wave of rollouts is left out, and so many steps follow.
+_STEPS = 3
+_WAVES = 2
+#: Of a large fleet a part is simulated that has about so many responses of a rollout.
+_RESPONSES = 2048
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one step generates and trains on.
+
+    Attributes:
+        prompts, samples: of a rollout, and responses to each prompt.
+        prompt_tokens: tokens of a prompt.
+        lengths: tokens of responses, from whose beginning it starts again at their end.
+        updates: optimizer steps of a rollout.
+        scorings: passes of the trainer without gradients.
+        ahead: rollouts ahead of the trainer (--async-buffer-size).
+        in_flight: pushes interrupt responses instead of waiting for them.
+    """
+
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    lengths: Sequence[int]
+    updates: int = 1
+    scorings: int = 0
+    ahead: int = 0
+    in_flight: bool = False
+
+    @staticmethod
+    def of(config: Config, lengths: Sequence[int], prompt_tokens: int) -> Workload:
+        """The workload that the flags describe."""
+        algorithm = config.algorithm
+        train = config.train
+        separate = train.num_steps_per_rollout > 1 and not algorithm.use_rollout_logprobs
+        return Workload(
+            prompts=config.rollout.rollout_batch_size,
+            samples=config.rollout.n_samples_per_prompt,
+            prompt_tokens=prompt_tokens,
+            lengths=lengths,
+            updates=train.num_steps_per_rollout,
+            scorings=int(algorithm.needs_reference) + int(separate),
+            ahead=config.sync.async_buffer_size,
+            in_flight=config.sync.update_weights_in_flight,
+        )
+
+    def rollout(self, number: int) -> list[Request]:
+        """Requests of a rollout; the first of a prompt computes what the others find cached."""
+        size = self.prompts * self.samples
+        indices = range(number * size, (number + 1) * size)
+        return [
+            Request(
+                number,
+                self.prompt_tokens,
+                self.lengths[index % len(self.lengths)],
+                0 if index % self.samples else self.prompt_tokens,
+            )
+            for index in indices
+        ]
+
+    def tokens(self, number: int) -> list[int]:
+        """Tokens of each sample of a rollout, its prompt included."""
+        return [request.prompt + request.response for request in self.rollout(number)]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one step.
+
+    Attributes:
+        generation: until the last response of its rollout, from its beginning.
+        waiting: the trainer waits for it; in lock step the same as ``generation``.
+        trainer: training, by what it is spent on.
+        push, memory, handover: the rest; ``memory`` is sleep and wake of both sides.
+        total: from the end of the step before to the end of this one.
+        longest: tokens of the longest response.
+        tokens: of all responses.
+    """
+
+    generation: float
+    waiting: float
+    trainer: TrainerSeconds
+    push: float
+    memory: float
+    handover: float
+    total: float
+    longest: int
+    tokens: int
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, of which `total` is the sum."""
+        return {
+            "waiting for generation": self.waiting,
+            "training": self.trainer.total,
+            "push": self.push,
+            "sleep and wake": self.memory,
+            "handover": self.handover,
+        }
+
+
+def simulate(
+    facts: Facts,
+    work: Workload,
+    cost: SequenceCost,
+    rates: Rates,
+    gpu_bytes: float,
+    waves: int = _WAVES,
+) -> list[Step]:
+    """The steps of a run behind those that it begins with.
+
+    Args:
+        facts: who is where, and how.
+        cost: forward FLOPs of a sequence.
+        gpu_bytes: memory of one GPU.
+        waves: of rollouts that are under way at the same time; in lock step it is three steps.
+    """
+    assert facts.engine is not None and facts.trainer is not None
+    speed = EngineSpeed.of(facts.engine, cost, rates, gpu_bytes)
+    part = _part(work, facts.placement.num_engines)
+    fleet = Fleet(speed, facts.placement.num_engines // part)
+    first = max(1, work.ahead)
+    count = first + (waves * first if work.ahead else _STEPS)
+    trained = (
+        train_seconds(
+            facts.trainer,
+            cost,
+            rates,
+            work.tokens(number),
+            updates=work.updates,
+            scorings=work.scorings,
+        )
+        for number in itertools.count()
+    )
+    steps = list(itertools.islice(_steps(facts, work, rates, fleet, part, trained), count))
+    return steps[first:]
+
+
+def _part(work: Workload, engines: int) -> int:
+    """Into how many equal parts engines and prompts are divided, of which one is simulated."""
+    most = min(engines, work.prompts, max(1, work.prompts * work.samples // _RESPONSES))
+    return max(
+        part for part in range(1, most + 1) if not engines % part and not work.prompts % part
+    )
+
+
+def _steps(
+    facts: Facts,
+    work: Workload,
+    rates: Rates,
+    fleet: Fleet,
+    part: int,
+    trained: Iterator[TrainerSeconds],
+) -> Iterator[Step]:
+    push = _push_seconds(facts, rates, work.in_flight)
+    memory = _memory_seconds(facts, rates)
+    left = Counter[int]()
+    begun = dict[int, float]()
+    ended = dict[int, float]()
+
+    generated = replace(work, prompts=work.prompts // part)
+
+    def begin(number: int, now: float) -> None:
+        requests = generated.rollout(number)
+        left[number] = len(requests)
+        begun[number] = now
+        fleet.add(requests, now)
+
+    def generate(until: float) -> None:
+        """Let all responses end that end by then."""
+        while fleet.next_end() <= until:
+            time, request = fleet.finish()
+            left[request.rollout] -= 1
+            if not left[request.rollout]:
+                ended[request.rollout] = time
+
+    now = 0.0
+    for number in range(max(1, work.ahead)):
+        begin(number, now)
+    for number in itertools.count():
+        started = now
+        while number not in ended:
+            generate(fleet.next_end())
+        now = max(now, ended[number])
+        waiting = now - started
+        if work.ahead:
+            begin(number + work.ahead, now)
+        trainer = next(trained)
+        lengths = [request.response for request in work.rollout(number)]
+        handover = _HANDOVER + _HANDOVER_PER_TOKEN * sum(work.tokens(number))
+        now += trainer.total + handover + memory
+        generate(now)
+        if work.ahead and not work.in_flight:  # the push waits until nothing is generated
+            while any(engine.load for engine in fleet.engines):
+                generate(fleet.next_end())
+            drained = max(engine.time for engine in fleet.engines)
+            waiting += max(0.0, drained - now)
+            now = max(now, drained)
+        fleet.stall(now, push)
+        now += push
+        if not work.ahead:
+            begin(number + 1, now)
+        yield Step(
+            generation=ended[number] - begun[number],
+            waiting=waiting,
+            trainer=trainer,
+            push=push,
+            memory=memory,
+            handover=handover,
+            total=now - started,
+            longest=max(lengths),
+            tokens=sum(lengths),
+        )
+
+
+def _push_seconds(facts: Facts, rates: Rates, in_flight: bool) -> float:
+    """Seconds from pause to continue."""
+    assert facts.trainer is not None and facts.engine is not None
+    stages = facts.trainer.stages
+    layout = facts.trainer.layout
+    cut = layout.tensor * layout.pipeline
+    nbytes = sum(stage.weights for stage in stages) / len(stages) * cut
+    within = facts.placement.total <= rates.gpus_per_host
+    speed = _PUSH_RATE if facts.colocate or within else rates.network
+    return _PUSH + nbytes / speed + _INTERRUPTION * in_flight
+
+
+def _memory_seconds(facts: Facts, rates: Rates) -> float:
+    """Seconds in which trainer and engines hand the GPUs' memory to each other."""
+    assert facts.trainer is not None
+    if not facts.colocate or not facts.trainer_sleeps:
+        return 0.0
+    stage = facts.trainer.stages[0]
+    moved = stage.weights + stage.master * (1 - facts.trainer.master_on_host)
+    moved += stage.moments * (1 - facts.trainer.moments_on_host)
+    return moved / rates.host_link * (1 + _SLEEP_TO_WAKE) + _ENGINE_MEMORY
+
+
+def mean_phases(steps: Sequence[Step]) -> dict[str, float]:
+    """Mean seconds by phase."""
+    rows = [step.phases() for step in steps]
+    return {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}

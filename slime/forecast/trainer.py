@@ -1,0 +1,153 @@
+"""How long the trainer takes for the samples of a rollout."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from slime.forecast.rates import Rates
+from slime.memory.trainer import TrainerSettings
+from slime.models.flops import SequenceCost
+from slime.models.spec import ModelSpec
+
+#: Share of a large product's rate that the products of a layer reach, and bytes that everything
+#: else in a layer moves per token and entry of the hidden state (norms, activations, rotations),
+#: forward and backward. Both solve two measurements of docs/performance.md on an H200: a step of
+#: 16,384 tokens takes 0.873 s with 4B and 0.180 s with 0.6B.
+_PRODUCTS_SHARE = 0.947
+_MOVED = 530.0
+#: The same for each copy of a token that goes to an expert: 39,100 tokens/s of the mixture of
+#: experts with 4B parameters.
+_MOVED_PER_EXPERT = 85.0
+#: Of what a training pass costs, a pass without gradients takes so much.
+_FORWARD = 1 / 3
+#: Bytes that the optimizer reads and writes for a parameter.
+_OPTIMIZER_BYTES = 30.0
+
+
+@dataclass(frozen=True)
+class TrainerSeconds:
+    """Seconds of one rollout's training by what it is spent on.
+
+    Attributes:
+        compute: products and what is between them, idle pipeline stages included.
+        exchange: of activations, in tensor, context and expert parallel groups.
+        gradients: exchange of gradients and of new weights between replicas.
+        optimizer: the update itself, transfers of states from the host included.
+        scoring: log-probs without gradients.
+    """
+
+    compute: float
+    exchange: float
+    gradients: float
+    optimizer: float
+    scoring: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exchange + self.gradients + self.optimizer + self.scoring
+
+
+def train_seconds(
+    settings: TrainerSettings,
+    cost: SequenceCost,
+    rates: Rates,
+    lengths: Sequence[int],
+    *,
+    updates: int = 1,
+    scorings: int = 0,
+) -> TrainerSeconds:
+    """Seconds to train on the samples of a rollout.
+
+    Args:
+        cost: forward FLOPs of a sequence.
+        lengths: tokens of each sample, its prompt included.
+        updates: optimizer steps.
+        scorings: passes without gradients over all samples (old log-probs, the reference's), those
+            of teachers not counted. A critic trains as long as the policy.
+    """
+    layout = settings.layout
+    spec = settings.spec
+    model = layout.tensor * layout.context * layout.pipeline
+    flops, tokens = _busiest(cost, tuple(lengths), layout.data)
+    layer_tokens = tokens * spec.num_layers / model
+    # the last pipeline stage has the output layer besides its layers
+    output = 2.0 * spec.hidden_size * spec.padded_vocab_size * tokens
+    of_stage = (flops - output) / layout.pipeline + output
+    width = layout.tensor * layout.context
+    products = 3 * of_stage / width / (rates.products * _PRODUCTS_SHARE)
+    moved = layer_tokens * spec.hidden_size * (_MOVED + _MOVED_PER_EXPERT * _routed(spec))
+    passes = 4 / 3 if settings.recompute.granularity == "full" else 1.0
+    busy = passes * (products + moved / rates.memory)
+    micro_batches = max(1, math.ceil(tokens / layout.context / settings.tokens))
+    launched = micro_batches * spec.num_layers / layout.pipeline * rates.launch
+    bubble = 1 + (layout.pipeline - 1) / (micro_batches * layout.virtual)
+    compute = max(busy, launched) * bubble
+    exchange = _exchange(settings, rates, layer_tokens) * bubble
+    stage = settings.stages[0]
+    on_host = stage.moments * settings.moments_on_host + stage.master * settings.master_on_host
+    optimizer = stage.owned * _OPTIMIZER_BYTES / rates.memory + 2 * on_host / rates.host_link
+    models = 2 if settings.has_critic else 1
+    return TrainerSeconds(
+        compute=models * compute,
+        exchange=models * exchange,
+        gradients=models * updates * _gradients(settings, rates),
+        optimizer=models * updates * optimizer,
+        scoring=(scorings + settings.teachers) * _FORWARD * (compute + exchange),
+    )
+
+
+@lru_cache(maxsize=256)
+def _busiest(cost: SequenceCost, lengths: tuple[int, ...], ranks: int) -> tuple[float, int]:
+    """FLOPs and tokens of the replica with most to do, when each sample goes to the idlest."""
+    loads = [(0.0, number, 0) for number in range(ranks)]
+    for length in sorted(lengths, reverse=True):
+        flops, number, tokens = loads[0]
+        heapq.heapreplace(loads, (flops + cost(length), number, tokens + length))
+    flops, _, tokens = max(loads)
+    return flops, tokens
+
+
+def _routed(spec: ModelSpec) -> int:
+    return int(spec.transformer["moe_router_topk"]) if spec.num_experts else 0
+
+
+def _exchange(settings: TrainerSettings, rates: Rates, layer_tokens: float) -> float:
+    """Seconds of the collectives between layers, forward and backward.
+
+    Tensor and context parallelism exchange the hidden state eight times a layer (gather and
+    scatter, or heads for tokens, of two blocks, forward and backward), experts four times for each
+    copy of a token.
+    """
+    layout = settings.layout
+    row = settings.spec.hidden_size * settings.element
+    seconds = 0.0
+    for size, times in (
+        (layout.tensor, 8 * layout.tensor),  # each rank gathers the tokens of all
+        (layout.context, 8),
+        (layout.expert, 4 * _routed(settings.spec)),
+    ):
+        others = times * (size - 1) / size
+        seconds += others * layer_tokens * row / _speed(rates, size * layout.tensor)
+    return seconds
+
+
+def _gradients(settings: TrainerSettings, rates: Rates) -> float:
+    """Seconds to add up the gradients of all replicas and to spread the new weights."""
+    stage = settings.stages[0]
+    layout = settings.layout
+    seconds = 0.0
+    for is_expert, replicas in ((False, layout.shards), (True, layout.expert_shards)):
+        held = [one for one in stage.parameters if one.is_expert is is_expert]
+        trained = sum(one.numel for one in held if settings.is_trained(one.parameter))
+        nbytes = trained * (settings.gradient + settings.element) * (replicas - 1) / replicas
+        seconds += nbytes / _speed(rates, layout.world)
+    return seconds
+
+
+def _speed(rates: Rates, gpus: int) -> float:
+    """Bytes per second and GPU in a group that so many neighbouring GPUs span."""
+    return rates.link if gpus <= rates.gpus_per_host else rates.network

@@ -1,0 +1,25 @@
+"""Names that trackers know a run by, kept in its folder so that a resumed run goes on with the same
+curves."""
+
+from __future__ import annotations
+
+import re
+
+from slime.files import write_atomically
+from slime.observe.run_folder import RunFolder
+
+
+def kept(run: RunFolder, name: str, fresh: str, asked: str | None = None) -> str:
+    """A value that stays the same over resumes of this stage, unless another one is ``asked``
+    for."""
+    path = run.path / f".{name}{'-' + run.stage if run.stage else ''}"
+    found = path.read_bytes().decode("ascii", "replace").strip() if path.is_file() else ""
+    if asked or not re.fullmatch(r"[\w.-]+", found):
+        found = asked or fresh
+        write_atomically(path, found.encode())
+    return found
+
+
+def shown_name(run: RunFolder) -> str:
+    """What a tracker calls the run."""
+    return f"{run.path.name}-{run.stage}" if run.stage else run.path.name

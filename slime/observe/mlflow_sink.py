@@ -1,0 +1,101 @@
+"""MLflow (the ``mlflow`` extra). Imported only with ``--use-mlflow``."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from slime.errors import UserError
+from slime.files import json_safe
+from slime.log import get_logger
+from slime.observe.kept_names import kept, shown_name
+from slime.observe.run_folder import RunFolder
+from slime.redact import redacted
+
+if TYPE_CHECKING:
+    from slime.config.config import Config
+
+logger = get_logger(__name__)
+
+#: MLflow's limits on a call, and on the value of a parameter.
+_METRICS = 1000
+_PARAMETERS = 100
+_LONGEST = 6000
+_REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
+
+
+class MlflowSink:
+    """One MLflow run per run folder and stage; its id is kept there.
+
+    A server that does not answer costs a step half a minute, is named in a warning and does not end
+    the run; the metrics of that step are missing there.
+    """
+
+    def __init__(self, config: Config, run: RunFolder) -> None:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        try:
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric, Param
+            from mlflow.exceptions import MlflowException
+        except ImportError as error:
+            raise UserError(
+                "--use-mlflow needs the package mlflow", fix="pip install 'slime-rl[mlflow]'"
+            ) from error
+        self._metric = Metric
+        self._error: Any = MlflowException
+        observe = config.observe
+        uri = observe.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        local = run.path.parent.resolve()
+        uri = uri or f"sqlite:///{local / 'mlflow.db'}"
+        try:
+            self._client = MlflowClient(tracking_uri=uri)
+            found = self._client.get_experiment_by_name(observe.mlflow_experiment)
+            experiment = (
+                found.experiment_id
+                if found is not None
+                else self._client.create_experiment(observe.mlflow_experiment)
+            )
+            self._id = kept(run, "mlflow-id", "new")
+            if self._id == "new":
+                made = self._client.create_run(experiment, run_name=shown_name(run))
+                self._id = kept(run, "mlflow-id", "", asked=made.info.run_id)
+                flags = redacted(json_safe(vars(config.flat())))
+                given = iter([Param(name, str(v)[:_LONGEST]) for name, v in flags.items()])
+                while batch := list(islice(given, _PARAMETERS)):
+                    self._client.log_batch(self._id, params=batch)
+            else:
+                self._client.update_run(self._id, status="RUNNING")
+        except MlflowException as error:
+            raise UserError(
+                f"--use-mlflow: {uri} lets no run begin",
+                why=str(error),
+                fix="pass --mlflow-uri, or leave --use-mlflow out: metrics.jsonl has the same "
+                "numbers",
+            ) from error
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        now = int(1000 * time.time())
+        rows = [
+            self._metric(_REFUSED.sub("_", name), float(value), now, step)
+            for name, value in metrics.items()
+        ]
+        given = iter(rows)
+        try:
+            while batch := list(islice(given, _METRICS)):
+                self._client.log_batch(self._id, metrics=batch)
+        except self._error as error:
+            logger.warning("step %d is not in MLflow: %s", step, error)
+
+    def rewind(self, next_step: int) -> None:
+        """MLflow's history cannot be cut; repeated steps show up as later points of the same
+        step."""
+
+    def close(self) -> None:
+        try:
+            self._client.set_terminated(self._id)
+        except self._error as error:
+            logger.warning("the run is not ended in MLflow: %s", error)

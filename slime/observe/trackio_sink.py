@@ -1,0 +1,51 @@
+"""Trackio (the ``trackio`` extra). Imported only with ``--use-trackio``."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from slime.errors import UserError
+from slime.files import json_safe
+from slime.observe.kept_names import shown_name
+from slime.observe.run_folder import RunFolder
+from slime.redact import redacted
+
+if TYPE_CHECKING:
+    from slime.config.config import Config
+
+
+class TrackioSink:
+    """One Trackio run per run folder and stage, in a database beside the run folders; a resumed run
+    goes on under its name."""
+
+    def __init__(self, config: Config, run: RunFolder) -> None:
+        # read when trackio is imported
+        os.environ.setdefault("TRACKIO_DIR", str(run.path.parent.resolve() / "trackio"))
+        try:
+            import trackio
+        except ImportError as error:
+            raise UserError(
+                "--use-trackio needs the package trackio", fix="pip install 'slime-rl[trackio]'"
+            ) from error
+        observe = config.observe
+        self._run: Any = trackio.init(
+            project=observe.trackio_project,
+            name=shown_name(run),
+            space_id=observe.trackio_space,
+            config=redacted(json_safe(vars(config.flat()))),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def rewind(self, next_step: int) -> None:
+        """Trackio's history cannot be cut; repeated steps show up as later points of the same
+        step."""
+
+    def close(self) -> None:
+        self._run.finish()

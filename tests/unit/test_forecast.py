@@ -1,0 +1,397 @@
+"""The predicted time of steps against what was measured, and the simulation behind it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.gpu.trainer import SHAPES
+from slime.cli import plan as command
+from slime.config import Config, make_config
+from slime.errors import UserError
+from slime.forecast import calibrate
+from slime.forecast.engine import EngineSpeed, Fleet, Request, SimulatedEngine
+from slime.forecast.layouts import best_plans, plan_of
+from slime.forecast.lengths import log_normal, read_lengths
+from slime.forecast.rates import DEFAULTS, Rates, default_rates, load_rates, save_rates
+from slime.forecast.steps import Step, Workload, mean_phases, simulate
+from slime.forecast.trainer import train_seconds
+from slime.memory import hardware
+from slime.memory.plan import Facts, facts_of
+from slime.models import family_of
+from slime.models.flops import SequenceCost, sequence_cost
+
+#: The largest error that a prediction may have.
+CLOSE = 0.15
+H200 = DEFAULTS["H200"]
+LLAMA_8B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+}
+QWEN3_1_7B = SHAPES["qwen3-4b"] | {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}
+
+
+class Run:
+    """A run of a model's shape, as `slime plan` sees it."""
+
+    def __init__(self, folder: Path, shape: dict[str, Any], **flags: Any) -> None:
+        (folder / "config.json").write_text(json.dumps(shape))
+        common = {
+            "hf_checkpoint": str(folder),
+            "rollout_engine": "sglang",
+            "use_dynamic_batch_size": True,
+            "max_tokens_per_gpu": 8192,
+            "num_rollout": 1,
+        }
+        self.config: Config = make_config(**{**common, **flags})
+        self.facts: Facts = facts_of(self.config, on_gpu=True)
+        self.cost: SequenceCost = sequence_cost(family_of(str(folder)), shape)
+
+    def steps(self, rates: Rates, lengths: list[int], prompt: int, waves: int = 2) -> list[Step]:
+        work = Workload.of(self.config, lengths, prompt)
+        return simulate(self.facts, work, self.cost, rates, rates.gpu_gb * 1e9, waves)
+
+    def training(self, lengths: list[int], rates: Rates = H200) -> float:
+        assert self.facts.trainer is not None
+        return train_seconds(self.facts.trainer, self.cost, rates, lengths).total
+
+
+def seconds(steps: list[Step]) -> float:
+    return sum(mean_phases(steps).values())
+
+
+def test_a_colocated_step_of_8b_on_four_h200(tmp_path: Path) -> None:
+    """Measured at c8ce6a0 on 4 H200 by `benchmarks.gpu.long_tail --ways turns`: Llama-3.1-8B's
+    shape, 64 × 32 responses with mean 1,016 and maximum 4,096: 109.5 s a step, of which 50.5 s
+    generate, 55.0 s train, 1.9 s sleep and wake; 4,750 response tokens/s per GPU."""
+    run = Run(
+        tmp_path,
+        LLAMA_8B,
+        colocate=True,
+        actor_num_gpus_per_node=4,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        rollout_batch_size=64,
+        n_samples_per_prompt=32,
+        rollout_max_response_len=4096,
+        rollout_max_context_len=4352,
+    )
+    steps = run.steps(H200, log_normal(1016, 4096), 133)
+    phases = mean_phases(steps)
+    assert phases["waiting for generation"] == pytest.approx(50.5, rel=CLOSE)
+    assert phases["training"] == pytest.approx(55.0, rel=CLOSE)
+    assert phases["sleep and wake"] == pytest.approx(1.9, rel=CLOSE)
+    assert phases["push"] == pytest.approx(0.28, rel=CLOSE)
+    assert seconds(steps) == pytest.approx(109.5, rel=CLOSE)
+
+
+def recorded(scale: float = 4.0) -> list[int]:
+    """The lengths of `benchmarks.gpu.long_tail`."""
+    path = Path("docs/measurements/lengths-gsm8k-h200.json")
+    found = [length for step in json.loads(path.read_text()) for length in step]
+    return [int(min(8192, max(256, scale * length))) for length in found]
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpu", "prompts", "turns", "apart"),
+    [
+        # docs/measurements/long-tail-h200.jsonl, d9b2c49: 47.9 s in turns; steps 4 to 6 apart
+        pytest.param(SHAPES["qwen3-4b"], "H200", 8, 47.9, 26.6, id="4B on two H200"),
+        # docs/measurements/long-tail-h100.jsonl, 0d18d52
+        pytest.param(QWEN3_1_7B, "H100", 16, 46.7, 35.0, id="1.7B on two H100"),
+    ],
+)
+def test_what_two_gpus_gain_by_working_at_the_same_time(
+    tmp_path: Path, shape: dict[str, Any], gpu: str, prompts: int, turns: float, apart: float
+) -> None:
+    flags = {
+        "rollout_batch_size": prompts,
+        "n_samples_per_prompt": 4,
+        "rollout_max_response_len": 8192,
+        "rollout_max_context_len": 8448,
+        "max_tokens_per_gpu": 8704,
+    }
+    colocated = Run(tmp_path, shape, colocate=True, actor_num_gpus_per_node=2, **flags)
+    separate = Run(
+        tmp_path,
+        shape,
+        entry="train_async",
+        rollout_num_gpus=1,
+        actor_num_gpus_per_node=1,
+        async_buffer_size=3,
+        update_weights_in_flight=True,
+        **flags,
+    )
+    one = seconds(colocated.steps(DEFAULTS[gpu], recorded(), 120)[:1])
+    other = seconds(separate.steps(DEFAULTS[gpu], recorded(), 120, waves=1))
+    assert one == pytest.approx(turns, rel=CLOSE)
+    assert other == pytest.approx(apart, rel=CLOSE)
+    assert one / other == pytest.approx(turns / apart, rel=CLOSE)
+
+
+def test_sixteen_prompts_in_turns(tmp_path: Path) -> None:
+    """docs/measurements/long-tail-h200.jsonl, d3f4be8: 4B on two H200, 62.2 s."""
+    run = Run(
+        tmp_path,
+        SHAPES["qwen3-4b"],
+        colocate=True,
+        actor_num_gpus_per_node=2,
+        rollout_batch_size=16,
+        n_samples_per_prompt=4,
+        rollout_max_response_len=8192,
+        rollout_max_context_len=8448,
+        max_tokens_per_gpu=8704,
+    )
+    assert seconds(run.steps(H200, recorded(), 120)[:1]) == pytest.approx(62.2, rel=CLOSE)
+
+
+def test_a_colocated_step_of_4b_on_one_h200(tmp_path: Path) -> None:
+    """docs/performance.md, `colocated_step --shape qwen3-4b`: 64 × 8 responses of 1,024 tokens:
+    56.6 s, of which 25.4 generate and 27.9 train."""
+    run = Run(
+        tmp_path,
+        SHAPES["qwen3-4b"],
+        colocate=True,
+        actor_num_gpus_per_node=1,
+        rollout_batch_size=64,
+        n_samples_per_prompt=8,
+        rollout_max_response_len=1024,
+        rollout_max_context_len=1280,
+        max_tokens_per_gpu=10240,
+    )
+    steps = run.steps(H200, [1024], 120)
+    phases = mean_phases(steps)
+    assert phases["waiting for generation"] == pytest.approx(25.4, rel=CLOSE)
+    assert phases["training"] == pytest.approx(27.9, rel=CLOSE)
+    assert seconds(steps) == pytest.approx(56.6, rel=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "limit", "measured"),
+    [
+        # docs/performance.md, "On H200s": 16,384 tokens in sequences of 2,048 on one H200
+        ("qwen3-0.6b", 8192, 74_100),
+        ("qwen3-0.6b", 16384, 91_300),
+        ("qwen3-4b", 4096, 18_800),
+        ("qwen3-moe-4b", 16384, 39_100),
+    ],
+)
+def test_a_trainer_on_one_gpu(tmp_path: Path, shape: str, limit: int, measured: float) -> None:
+    run = Run(tmp_path, SHAPES[shape], rollout_batch_size=8, max_tokens_per_gpu=limit)
+    assert 16384 / run.training([2048] * 8) == pytest.approx(measured, rel=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "measured"),
+    [
+        # docs/performance.md, note 6: speed per GPU of two H200 against one, 4B
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 0.912),
+        ({"context_parallel_size": 2}, 0.901),
+    ],
+)
+def test_two_gpus_for_one_replica(tmp_path: Path, flags: dict[str, Any], measured: float) -> None:
+    alone = Run(tmp_path, SHAPES["qwen3-4b"], rollout_batch_size=8)
+    both = Run(
+        tmp_path, SHAPES["qwen3-4b"], rollout_batch_size=16, actor_num_gpus_per_node=2, **flags
+    )
+    share = alone.training([2048] * 8) / both.training([2048] * 16)
+    assert share == pytest.approx(measured, rel=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "measured"),
+    # docs/performance.md, `generation --shape qwen3-0.6b`: tokens/s of SGLang driven directly
+    [(256, 36_100), (1024, 32_800)],
+)
+def test_generation_of_a_small_model(tmp_path: Path, in_flight: int, measured: float) -> None:
+    run = Run(
+        tmp_path, SHAPES["qwen3-0.6b"], rollout_batch_size=in_flight, rollout_max_response_len=512
+    )
+    assert run.facts.engine is not None
+    fleet = Fleet(EngineSpeed.of(run.facts.engine, run.cost, H200, 141e9), 1)
+    fleet.add([Request(0, 128, 512, 128)] * in_flight, 0.0)
+    ends = [fleet.finish()[0] for _ in range(in_flight)]
+    # the benchmark keeps as many in flight by a second round: no caches are short for long
+    assert in_flight * 512 / ends[-1] == pytest.approx(measured, rel=CLOSE)
+
+
+# -- the simulation --------------------------------------------------------------------------------
+
+SPEED = EngineSpeed(2e-3, 0.0, 0.0, 1e-5, 1e-3, 4e-8, 10_000.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 900), min_size=1, max_size=30),
+    st.lists(st.floats(0.01, 3.0), max_size=6),
+)
+def test_looking_at_an_engine_changes_nothing(lengths: list[int], looks: list[float]) -> None:
+    """Advancing in pieces leads to the same ends as advancing from end to end."""
+    ends = []
+    for pieces in ([], sorted(looks)):
+        engine = SimulatedEngine(SPEED)
+        for length in lengths:
+            engine.add(Request(0, 10, length, 0), 0.0)
+        left = list(pieces)
+        found = []
+        while engine.load:
+            while left and left[0] < engine.next_end():
+                engine.advance(left.pop(0))
+            engine.finish()
+            found.append(engine.time)
+        ends.append(found)
+    assert ends[0] == pytest.approx(ends[1])
+    assert len(ends[0]) == len(lengths)
+
+
+def test_one_response_takes_its_iterations() -> None:
+    engine = SimulatedEngine(SPEED)
+    engine.add(Request(0, 100, 50, 100), 0.0)
+    prefill = 100 * SPEED.compute
+    read = SPEED.cached * (50 * 100 + 50 * 50 / 2)
+    assert engine.next_end() == pytest.approx(prefill + 50 * SPEED.iteration(1) + read)
+
+
+def test_requests_wait_for_a_full_cache() -> None:
+    engine = SimulatedEngine(SPEED)
+    for _ in range(3):
+        engine.add(Request(0, 6_000, 10, 0), 0.0)
+    ends = []
+    while engine.load:
+        engine.finish()
+        ends.append(engine.time)
+    # the cache has room for one, and the second enters when the first has left
+    assert ends[1] == pytest.approx(2 * ends[0], rel=0.2)
+    assert ends[2] == pytest.approx(3 * ends[0], rel=0.2)
+
+
+def test_experts_are_read_as_tokens_need_them() -> None:
+    sparse = EngineSpeed(1e-3, 8e-3, 8 / 128, 0.0, 0.0, 0.0, 1e6)
+    assert sparse.iteration(1) == pytest.approx(1e-3 + 8e-3 * 8 / 128, rel=0.03)
+    assert sparse.iteration(256) > 8.9e-3
+
+
+def test_more_engines_are_never_slower() -> None:
+    lengths = log_normal(300, 2000)[:64]
+    ends = []
+    for count in (1, 2, 4):
+        fleet = Fleet(SPEED, count)
+        fleet.add([Request(0, 10, length, 10) for length in lengths], 0.0)
+        times = [fleet.finish()[0] for _ in lengths]
+        assert fleet.next_end() == math.inf
+        assert times == sorted(times)
+        ends.append(times[-1])
+    assert ends[0] > ends[1] > ends[2]
+
+
+def test_lengths_have_the_mean_that_was_asked_for(tmp_path: Path) -> None:
+    drawn = log_normal(1016, 4096)
+    assert sum(drawn) / len(drawn) == pytest.approx(1016, rel=0.01)
+    assert max(drawn) == 4096
+    file = tmp_path / "lengths.json"
+    file.write_text("[[3, 4], [5]]")
+    assert read_lengths(file) == [3, 4, 5]
+    samples = tmp_path / "run" / "samples"
+    samples.mkdir(parents=True)
+    (samples / "0.jsonl").write_text('{"response_length": 7}\n{"response_length": 9}\n')
+    assert read_lengths(tmp_path / "run") == [7, 9]
+    file.write_text("[]")
+    with pytest.raises(UserError, match="holds no lengths"):
+        read_lengths(file)
+
+
+# -- layouts, rates, the command -------------------------------------------------------------------
+
+
+def test_the_best_plans_fit_and_are_sorted(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path,
+        SHAPES["qwen3-30b-a3b"],
+        colocate=True,
+        actor_num_gpus_per_node=8,
+        rollout_batch_size=32,
+        n_samples_per_prompt=8,
+        rollout_max_response_len=2048,
+        rollout_max_context_len=2304,
+    )
+    work = Workload.of(run.config, log_normal(512, 2048), 128)
+    plans = best_plans(run.facts, work, run.cost, H200, 16, 141e9)
+    assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
+    assert {plan.facts.colocate for plan in plans} == {True, False}
+    for plan in plans:
+        assert plan.facts.placement.total == 16
+        assert plan.seconds == pytest.approx(sum(plan.phases.values()))
+        words = plan.flags.split()
+        assert words[0] == "--actor-num-nodes"
+    slower = plan_of(plans[-1].facts, work, run.cost, DEFAULTS["A100"], 80e9)
+    assert slower.seconds > plans[-1].seconds * 0.9
+
+
+def test_rates_go_through_a_file(tmp_path: Path) -> None:
+    save_rates(H200, tmp_path / "rates.json")
+    assert load_rates(tmp_path / "rates.json") == H200
+    assert default_rates("NVIDIA H100 80GB HBM3") is DEFAULTS["H100"]
+    with pytest.raises(UserError, match="no rates are known"):
+        default_rates("RTX 4090")
+    (tmp_path / "rates.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_rates(tmp_path / "rates.json")
+
+
+def test_the_kind_of_gpu_is_asked_of_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert hardware.gpu_name() is None
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho '81559, 9.0, NVIDIA H100 80GB HBM3'\n")
+    driver.chmod(0o755)
+    assert hardware.gpu_name() == "NVIDIA H100 80GB HBM3"
+    assert hardware.seen_gpu_memory() == 81559 * 2**20
+
+
+def test_the_measurements_of_the_calibration_are_positive() -> None:
+    assert calibrate.product_rate(64, "cpu", 0.01) > 0
+    assert calibrate.copied(1 << 16, "cpu", "cpu", 0.01) > 0
+    assert 0 < calibrate.operation_seconds("cpu", 0.01, count=10) < 1
+
+
+def test_the_command_says_memory_time_and_what_to_try(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]))
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text("[100, 200, 400]")
+    words = ["--hf-checkpoint", str(tmp_path), "--prompt-data", "x.jsonl", "--num-rollout", "1"]
+    words += ["--custom-rm-path", "recipes.gsm8k.reward", "--rollout-batch-size", "8", "--colocate"]
+    words += ["--actor-num-gpus-per-node", "2", "--rollout-max-context-len", "1024"]
+    assert command.main([*words, "--gpus", "4", "--lengths", str(lengths), "--device", "A100"]) == 0
+    said = capsys.readouterr().out
+    assert "memory plan: 2 GPUs of 80.0 GB" in said
+    assert "worth trying on 4 GPUs:" in said
+    assert "s a step" in said and "limited by" in said
+    with pytest.raises(UserError, match="needs the flags"):
+        command.main([])
+    with pytest.raises(UserError, match="no GPU to calibrate"):
+        command.main(["--calibrate", str(tmp_path / "rates.json")])
