@@ -47,11 +47,8 @@ BUDGETS = {
     "run": 2_230,  # lengths that longrope is computed for, profiles
     "samples": 2_110,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 950,
-<<<<<<< HEAD
-    "trainer": 8_700,  # the critic, sinks, biases of experts, distillation, streamed states
-=======
-    "trainer": 8_450,  # the critic, sinks, biases of experts, distillation, snapshots of memory
->>>>>>> scale
+    # the critic, sinks, biases of experts, distillation, streamed states, snapshots of memory
+    "trainer": 8_750,
     "user_code": 1_000,
     "weights": 3_000,
 }
