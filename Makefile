@@ -40,8 +40,10 @@ test: $(STAMP)
 test-parts test-runs: test-%: $(STAMP)
 	$(BIN)/python -m pytest -m "not full and not gpu" $(FOLDERS.$*) $(ARGS) || { status=$$?; test -n "$(ARGS)" -a $$status = 5; }
 
-FOLDERS.parts := tests/unit
-FOLDERS.runs := tests/contracts tests/loop tests/first_hour
+# The launches are done in half of the time of the parts, so they take the last of these.
+LAST_PARTS := $(wildcard tests/unit/test_[s-z]*.py)
+FOLDERS.parts := $(filter-out $(LAST_PARTS),$(wildcard tests/unit/test_*.py))
+FOLDERS.runs := tests/contracts tests/loop tests/first_hour $(LAST_PARTS)
 
 # While you work: what the change against AGAINST (main) concerns, in a minute and a half.
 check: lint types
