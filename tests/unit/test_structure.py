@@ -30,23 +30,23 @@ BUDGETS = {
     "cli": 2_350,
     "cluster": 4_500,
     "compat": 1_400,
-    "config": 5_580,  # flags of estimators, importance levels and rejection, preferences
+    "config": 5_620,  # estimators, importance levels, rejection, preferences, images
     "diagnosis": 4_240,
-    "embedded": 5_800,  # sinks, stacks of experts, queries that grow
+    "embedded": 6_150,  # sinks, stacks of experts, queries that grow, images
     "engines": 4_330,  # log-probs behind the filters, channels of gpt-oss
     "environments": 450,
     ".": 1_450,
     "memory": 1_700,
-    "models": 5_160,  # gpt-oss, stacks of experts, models around text models
+    "models": 5_520,  # gpt-oss, stacks of experts, models around text models, towers
     "observe": 3_050,
     "page": 1_600,
     "processes": 1_040,  # the preloaded process
-    "prompts": 3_990,  # rows of preferences
-    "rollout": 9_210,  # preferences, reward models
+    "prompts": 4_250,  # rows of preferences, images in rows and messages
+    "rollout": 9_350,  # preferences, reward models, images
     "run": 2_160,  # lengths that longrope is computed for
-    "samples": 2_110,  # rewards of tokens and turns, sampling masks, whole pairs
+    "samples": 2_250,  # rewards of tokens and turns, sampling masks, whole pairs, images of samples
     "sandbox": 950,
-    "trainer": 8_410,  # the critic, sinks, biases of experts, distillation
+    "trainer": 8_720,  # the critic, sinks, biases of experts, distillation, images in the trainer
     "user_code": 1_000,
     "weights": 3_000,
 }

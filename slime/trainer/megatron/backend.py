@@ -47,9 +47,11 @@ from slime.checkpoints.saving import CheckpointWriter
 from slime.checkpoints.trainer_state import TrainerState
 from slime.models import family_of, table_of
 from slime.models.adapters import AdapterConfig, adapter_family
+from slime.models.images import ImageReader
 from slime.models.layout_rules import check_layout, virtual_stages
 from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config
+from slime.models.vision import seeing
 from slime.paths import fill
 from slime.trainer.ci_checks import check_grad_norms, check_rollout
 from slime.trainer.distillation import note_teacher_scores, with_teacher_prompts
@@ -136,6 +138,7 @@ class MegatronBackend:
         self.engine_weights: EngineWeights | None = None
         self.adapters: AdapterConfig | None = None
         self.critic: Critic | None = None
+        self.images: ImageReader | None = None
         self.extra_state: dict[str, Any] = {}
         self.skipped: list[str] = []
         self.next_rollout_id = 0
@@ -166,6 +169,11 @@ class MegatronBackend:
             spec, self.hf_config = self._read_model()
         self.spec = spec
         check_layout(self.spec, config)
+        if self.spec.vision is not None:
+            assert config.checkpoint.hf_checkpoint is not None
+            self.images = ImageReader(
+                config.checkpoint.hf_checkpoint, config.images.image_max_pixels
+            )
         self.ranks = parallel.initialise(self.rank_info, config, virtual_stages(self.spec, config))
         self._call_hook("custom_megatron_init_path", config.train.custom_megatron_init_path)
         with PhaseMemory(config, self.ranks.device).phase("setup"):
@@ -232,6 +240,8 @@ class MegatronBackend:
                 fix="pass it",
             )
         hf_config = read_hf_config(flags.hf_checkpoint)
+        if self.config.images.multimodal_keys:
+            hf_config = seeing(hf_config)
         if self.config.algorithm.trains_reward_model:
             classifier_of(hf_config)
         spec = family_of(hf_config, flags.model_name).model_spec(hf_config)
@@ -352,9 +362,12 @@ class MegatronBackend:
         """
         if plan.kind == "hf":
             name = self.config.checkpoint.model_name
-            check_same_model(self.spec, family_of(plan.path, name).model_spec(plan.path), plan.path)
+            theirs = read_hf_config(plan.path)
+            if self.spec.vision is not None:
+                theirs = seeing(theirs)
+            check_same_model(self.spec, family_of(theirs, name).model_spec(theirs), plan.path)
             part: ModelPart = "trunk" if self.config.algorithm.trains_reward_model else "base"
-            load_hf(self.model_chunks, plan.path, model_name=name, reader=reader, part=part)
+            load_hf(self.model_chunks, plan.path, theirs, model_name=name, reader=reader, part=part)
         else:
             load_checkpoint(plan, TrainerState(self.model_chunks, part="base"))
 
@@ -823,7 +836,12 @@ class MegatronBackend:
         multiple *= context.size
         dense = self.ranks.device.type == "cpu" or megatron.fp32  # flash attention knows no float32
         options = PackingOptions(
-            self.ranks.device, multiple, dense=dense, pair_cost=self._pair_cost(), context=context
+            self.ranks.device,
+            multiple,
+            dense=dense,
+            pair_cost=self._pair_cost(),
+            context=context,
+            read_image=None if self.images is None else self.images.read,
         )
         same_length = virtual_stages(self.spec, self.config) is not None
         if same_length and len(batch.steps) > 1:  # one length in all passes of the rollout

@@ -32,7 +32,15 @@ def packed_micro_batches(
         same_length: pad all to the longest one.
     """
     packed = [
-        pack(samples, batch.tokens, batch.response_lengths, options, batch.payloads)
+        pack(
+            samples,
+            batch.tokens,
+            batch.response_lengths,
+            options,
+            batch.payloads,
+            batch.media,
+            batch.images,
+        )
         for samples in micro_batches
     ]
     longest = max(micro_batch.num_tokens for micro_batch in packed)

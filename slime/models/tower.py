@@ -1,0 +1,34 @@
+"""The vision tower as a module: transformers' own, for the trainer and for the embedded engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slime.models.vision import VisionSpec
+
+
+def build_tower(vision: VisionSpec, dtype: torch.dtype) -> nn.Module:
+    """Build tower and projector with the names of transformers' modules, on the CPU, in evaluation
+    mode. Their parameters hold random numbers until weights are loaded."""
+    from transformers import AutoModel, Qwen3VLVisionConfig
+
+    settings = {key: value for key, value in vision.config.items() if key != "model_type"}
+    config: Any = Qwen3VLVisionConfig(**settings)
+    tower: nn.Module = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return tower.eval()
+
+
+def see(tower: nn.Module, pixels: Tensor, grids: Tensor) -> Tensor:
+    """Compute the features of images, [tokens, (1 + levels) * hidden]: what takes the place of a
+    placeholder's embedding, and what is added behind the first decoder layers.
+
+    Args:
+        pixels: [patches, numbers per patch], image after image.
+        grids: int64 [images, 3], frames, rows and columns of patches.
+    """
+    weight = next(tower.parameters())
+    found = tower(pixels.to(weight.device, weight.dtype), grid_thw=grids.to(weight.device))
+    return torch.cat([found.pooler_output, *found.deepstack_features], dim=-1)

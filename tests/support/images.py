@@ -1,0 +1,131 @@
+"""Tiny models that see images, pictures to show them, and samples that have some."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from slime.models.images import ImageReader
+from slime.models.vision import ImageSpan
+from slime.samples.media import Media
+from tests.support.tiny_models import SHAPE, save_random
+
+START, END, PAD = 90, 91, 92
+#: Kinds of tiny models that see images → (transformers' class, decoder, tower).
+SEEING: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (
+        transformers.Qwen3VLConfig,
+        {
+            "head_dim": 12,
+            "num_hidden_layers": 4,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 100.0,
+                "mrope_section": [2, 2, 2],
+                "mrope_interleaved": True,
+            },
+        },
+        {
+            "depth": 3,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "patch_size": 4,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    ),
+}
+
+
+def save_seeing(directory: Path, kind: str = "qwen3_vl", **text: Any) -> torch.nn.Module:
+    """A random model whose every parameter matters, with its image processor: a token is 8 x 8
+    pixels."""
+    config_class, decoder, tower = SEEING[kind]
+    config = config_class(
+        text_config={**SHAPE, **decoder, "tie_word_embeddings": False, **text},
+        vision_config=tower,
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
+        image_token_id=PAD,
+        video_token_id=93,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
+    model = save_random(config, directory, scale=8)
+    Qwen2VLImageProcessorPil(
+        patch_size=4,
+        size={"shortest_edge": 64, "longest_edge": 4096},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    ).save_pretrained(directory)
+    return model
+
+
+def picture(width: int, height: int, seed: int = 0, kind: str = "PNG") -> bytes:
+    """An encoded picture of noise."""
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(noise).save(stream, kind)
+    return stream.getvalue()
+
+
+#: Portrait, landscape, square, and one that is scaled.
+PICTURES = {
+    "portrait": picture(16, 40, 1),
+    "landscape": picture(48, 16, 2),
+    "square": picture(24, 24, 3),
+    "odd": picture(37, 21, 4),
+}
+
+
+def with_images(
+    reader: ImageReader, pieces: Sequence[str | Sequence[int]]
+) -> tuple[list[int], list[Media]]:
+    """Tokens of text pieces and of pictures, by their names, between start and end tokens."""
+    tokens: list[int] = []
+    media: list[Media] = []
+    for piece in pieces:
+        if not isinstance(piece, str):
+            tokens += piece
+            continue
+        _, rows, columns = reader.read(PICTURES[piece]).grid
+        span = ImageSpan(len(tokens) + 1, rows // 2, columns // 2)
+        media.append(Media(span, piece))
+        tokens += [START, *[PAD] * span.length, END]
+    return tokens, media
+
+
+def reference_logits(
+    model: Any, reader: ImageReader, tokens: Sequence[int], media: Sequence[Media]
+) -> Tensor:
+    """What transformers computes, [tokens, vocabulary]."""
+    ids = torch.tensor(tokens)[None]
+    if not media:
+        return model(ids).logits[0]
+    images = [reader.read(PICTURES[one.reference]) for one in media]
+    kinds = torch.zeros_like(ids, dtype=torch.int)
+    for one in media:
+        kinds[0, one.span.start : one.span.end] = 1
+    found = model(
+        ids,
+        pixel_values=torch.cat([image.pixels for image in images]),
+        image_grid_thw=torch.tensor([image.grid for image in images]),
+        mm_token_type_ids=kinds,
+    )
+    return found.logits[0]
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return found

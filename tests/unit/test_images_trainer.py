@@ -1,0 +1,230 @@
+"""Models that see images in the trainer, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slime.errors import UserError
+from slime.models.images import ImageReader
+from slime.samples.batch import StepPlan, TrainBatch
+from slime.samples.media import Media
+from slime.trainer.megatron import forward
+from slime.weights.source import ModelSource
+from tests.support.images import PICTURES, reference_logits, save_seeing, with_images
+from tests.support.tiny_models import save_tiny
+from tests.support.trainers import trainer, whole_gradients
+
+IMAGES = {"multimodal_keys": {"image": "images"}}
+#: Prompt and response of each sample; the last two share prompt tokens and not the image.
+SAMPLES: list[tuple[list[Any], list[Any]]] = [
+    ([[1, 2, 3, 4]], [[5, 6, 7]]),
+    ([[1], "portrait", [9, 8]], [[7, 6, 5, 30]]),
+    (["landscape", [3], "odd", "square", [4, 4]], [[11, 12]]),
+    ([[5, 6], "landscape", [3]], [[12], "portrait", [13, 14, 15]]),
+    ([[2], "square", [21]], [[22, 23]]),
+    ([[2], "square", [21]], [[24, 23, 20]]),
+]
+
+
+def batch_of(
+    reader: ImageReader, micro_batches: list[list[int]], samples: Any = SAMPLES
+) -> TrainBatch:
+    tokens: list[Tensor] = []
+    media: list[list[Media]] = []
+    responses: list[int] = []
+    for prompt, response in samples:
+        ids, own = with_images(reader, [*prompt, *response])
+        tokens.append(torch.tensor(ids))
+        media.append(own)
+        responses.append(len(ids) - len(with_images(reader, prompt)[0]))
+    count = len(samples)
+    masks = [torch.ones(length) for length in responses]
+    return TrainBatch(
+        rollout_id=0,
+        tokens=tokens,
+        response_lengths=responses,
+        loss_masks=masks,
+        rewards=[(-1.0) ** i * (1 + i / 4) for i in range(count)],
+        raw_rewards=[0.0] * count,
+        sample_indices=list(range(count)),
+        group_indices=[0] * count,
+        trajectory_ids=list(range(count)),
+        rollout_mask_sums=[float(length) for length in responses],
+        truncated=[False] * count,
+        steps=[StepPlan(micro_batches, count, sum(responses))],
+        rollout_log_probs=[torch.zeros(length) for length in responses],
+        media=media,
+        images=dict(PICTURES),
+    )
+
+
+def own_log_probs(backend: Any, batch: TrainBatch) -> list[Tensor]:
+    packed = backend._pack(batch, batch.steps[0].micro_batches)
+    scores = forward.score(backend.model_chunks, packed, temperature=1.0)
+    found: dict[int, Tensor] = {}
+    for micro_batch, score in zip(packed, scores):
+        found.update(zip(micro_batch.samples, micro_batch.split(score.log_probs)))
+    return [found[i] for i in sorted(found)]
+
+
+def their_log_probs(model: Any, reader: ImageReader, batch: TrainBatch) -> list[Tensor]:
+    found = []
+    for tokens, media, length in zip(batch.tokens, batch.media, batch.response_lengths):
+        logits = reference_logits(model, reader, tokens.tolist(), media)
+        scores = logits[-length - 1 : -1].log_softmax(-1)
+        found.append(scores.gather(1, tokens[-length:, None])[:, 0])
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [[[i] for i in range(6)], [[0, 1, 2], [3, 4, 5]]])
+def test_log_probs_are_those_of_transformers(
+    micro_batches: list[list[int]], tmp_path: Path
+) -> None:
+    model = save_seeing(tmp_path / "hf")
+    reader = ImageReader(tmp_path / "hf")
+    batch = batch_of(reader, micro_batches)
+    backend = trainer(hf_checkpoint=str(tmp_path / "hf"), **IMAGES)
+    try:
+        ours = own_log_probs(backend, batch)
+    finally:
+        backend.close()
+    with torch.no_grad():
+        theirs = their_log_probs(model, reader, batch)
+    worst = max((a - b).abs().max().item() for a, b in zip(ours, theirs))
+    assert worst <= 5e-6
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_are_those_of_transformers(recompute: bool, tmp_path: Path) -> None:
+    model = save_seeing(tmp_path / "hf")
+    reader = ImageReader(tmp_path / "hf")
+    batch = batch_of(reader, [[0, 1, 2], [3, 4, 5]])
+    flags: dict[str, Any] = {"kl_loss_coef": 0.0, "eps_clip": 1e9, "rollout_temperature": 1.0}
+    if recompute:
+        flags |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    backend = trainer(hf_checkpoint=str(tmp_path / "hf"), **IMAGES, **flags)
+    try:
+
+        def named() -> dict[str, Tensor]:
+            source = ModelSource(backend.model_chunks, backend.hf_config)
+            return {name: tensor.clone() for name, tensor in source.tensors()}
+
+        ours = whole_gradients(backend, batch, named)
+    finally:
+        backend.close()
+    losses = [
+        -reward * log_probs.mean()
+        for reward, log_probs in zip(batch.rewards, their_log_probs(model, reader, batch))
+    ]
+    torch.stack(losses).mean().backward()
+    theirs = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    assert ours.keys() == theirs.keys()
+    differences = {
+        name: ((ours[name] - one).abs().max() / one.abs().max().clamp(min=1e-12)).item()
+        for name, one in theirs.items()
+    }
+    name = max(differences, key=differences.__getitem__)
+    assert len(ours) == 104
+    assert differences[name] <= 1e-5
+
+
+def is_tower(name: str) -> bool:
+    return name.startswith("model.visual.") and "merger" not in name
+
+
+def is_projector(name: str) -> bool:
+    return name.startswith("model.visual.") and "merger" in name
+
+
+@pytest.mark.parametrize("frozen", [(), ("tower",), ("projector",), ("tower", "projector")])
+def test_tower_and_projector_are_trained_or_frozen(frozen: tuple[str, ...], tmp_path: Path) -> None:
+    """Frozen parameters keep every bit, weight decay or not, and have no optimizer state."""
+    save_seeing(tmp_path / "hf")
+    batch = batch_of(ImageReader(tmp_path / "hf"), [[0, 1, 2], [3, 4, 5]])
+    backend = trainer(
+        hf_checkpoint=str(tmp_path / "hf"),
+        save_hf=str(tmp_path / "back"),
+        weight_decay=0.1,
+        **IMAGES,
+        **{f"freeze_vision_{part}": True for part in frozen},
+    )
+    try:
+        backend.save(0)
+        untrained = load_file(tmp_path / "back" / "model.safetensors")
+        backend.train(batch)
+        backend.save(1)
+        states = sum(len(one.optimizer.state) for one in backend.optimizer.chained_optimizers)
+        learned = sum(
+            parameter.requires_grad
+            for chunk in backend.model_chunks
+            for parameter in chunk.parameters()
+        )
+    finally:
+        backend.close()
+    before = load_file(tmp_path / "hf" / "model.safetensors")
+    after = load_file(tmp_path / "back" / "model.safetensors")
+    assert before.keys() == untrained.keys() == after.keys()
+    assert all(torch.equal(one, untrained[name]) for name, one in before.items())
+    moved = {name for name, one in before.items() if not torch.equal(after[name], one)}
+    expected = {
+        name
+        for name in before
+        if not ("tower" in frozen and is_tower(name))
+        and not ("projector" in frozen and is_projector(name))
+    }
+    assert moved == expected
+    assert states == learned
+
+
+def test_a_checkpoint_brings_the_tower_back(tmp_path: Path) -> None:
+    save_seeing(tmp_path / "hf")
+    batch = batch_of(ImageReader(tmp_path / "hf"), [[0, 1, 2], [3, 4, 5]])
+    flags: dict[str, Any] = {
+        "hf_checkpoint": str(tmp_path / "hf"),
+        "save": str(tmp_path / "save"),
+        **IMAGES,
+    }
+    backend = trainer(**flags)
+    try:
+        backend.train(batch)
+        backend.save(0)
+        backend.finish_saving()
+        before = own_log_probs(backend, batch)
+    finally:
+        backend.close()
+    again = trainer(load=str(tmp_path / "save"), **flags)
+    try:
+        after = own_log_probs(again, batch)
+    finally:
+        again.close()
+    assert all(torch.equal(one, other) for one, other in zip(before, after))
+
+
+def test_a_text_run_does_not_build_the_tower(tmp_path: Path) -> None:
+    save_seeing(tmp_path / "hf")
+    backend = trainer(hf_checkpoint=str(tmp_path / "hf"))
+    try:
+        names = [name for chunk in backend.model_chunks for name, _ in chunk.named_parameters()]
+    finally:
+        backend.close()
+    assert not [name for name in names if "vision" in name]
+
+
+def test_models_without_a_tower_are_refused(tmp_path: Path) -> None:
+    save_tiny("qwen2_5_vl", tmp_path / "hf")
+    with pytest.raises(UserError, match="images cannot be trained with models of the family"):
+        trainer(hf_checkpoint=str(tmp_path / "hf"), **IMAGES)
