@@ -1,6 +1,8 @@
 """The group about images: where a row has them, their limits, and which part of the model that sees
 them is trained."""
 
+# ruff: noqa: RUF009 -- flag() makes a dataclass field
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ class ImagesConfig:
     READ_BY: ClassVar[tuple[Part, ...]] = ("collection", "generation")
 
     multimodal_keys: dict[str, Any] | None = flag(
-        None, read_by=("driver", "collection", "generation", "trainer", "engine", "push")
+        None, read_by=("collection", "generation", "samples", "trainer", "engine")
     )
     """The column of images, as JSON: {"image": "images"}. Rows hold paths, bytes, data URIs or
     base64; text prompts have <image> where each belongs, messages a part {"type": "image"}."""

@@ -50,7 +50,8 @@ UNSUPPORTED = (
     "bootstrap_host", "bootstrap_port", "bootstrap_room",
 )  # fmt: skip
 _UNSUPPORTED = (
-    *UNSUPPORTED, "input_embeds", "positional_embed_overrides", "video_data", "audio_data", "mm_hashes", "token_ids_logprob", "multi_item_delimiter_indices",
+    *UNSUPPORTED, "input_embeds", "positional_embed_overrides", "video_data", "audio_data",
+    "mm_hashes", "token_ids_logprob", "multi_item_delimiter_indices",
     "return_indexer_topk", "return_entropy", "return_bytes",
     "require_reasoning", "lora_id", "bootstrap_pair_key", "decode_tp_size",
 )  # fmt: skip

@@ -110,8 +110,9 @@ def decoded(data: bytes) -> Any:
             width, height = image.size
             if width * height > _MOST_PIXELS:
                 raise ImageError(f"it has {width} x {height} pixels, more than {_MOST_PIXELS:,}")
-            if getattr(image, "n_frames", 1) > 1:
-                raise ImageError(f"it has {image.n_frames} frames; videos are not supported")
+            frames = getattr(image, "n_frames", 1)
+            if frames > 1:
+                raise ImageError(f"it has {frames} frames; videos are not supported")
             image.load()
             return ImageOps.exif_transpose(image).convert("RGB")
     except ImageError:

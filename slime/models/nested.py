@@ -123,8 +123,6 @@ def read_vision(config: Mapping[str, Any], hidden_size: int) -> VisionSpec:
             fix="use the config.json that belongs to the weights",
         )
     time, row, column = rotary.get("mrope_section") or (24, 20, 20)
-    return VisionSpec(
-        {**tower, "out_hidden_size": hidden_size},
-        *(int(config[name]) for name in fields),
-        sections=(int(time), int(row), int(column)),
-    )
+    image, start, end = (int(config[name]) for name in fields)
+    sections = (int(time), int(row), int(column))
+    return VisionSpec({**tower, "out_hidden_size": hidden_size}, image, start, end, sections)

@@ -18,8 +18,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from slime.models.images import ImageReader
 from slime.models.vision import ImageSpan
 from slime.samples.media import Media
+from tests.support.embedded_models import byte_tokenizer
 from tests.support.tiny_models import SHAPE, save_random
 
+#: Flags of a run that reads images.
+IMAGES: dict[str, Any] = {"multimodal_keys": {"image": "images"}}
 START, END, PAD = 90, 91, 92
 #: Kinds of tiny models that see images → (transformers' class, decoder, tower).
 SEEING: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
@@ -49,18 +52,27 @@ SEEING: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def save_seeing(directory: Path, kind: str = "qwen3_vl", **text: Any) -> torch.nn.Module:
+def save_seeing(
+    directory: Path,
+    kind: str = "qwen3_vl",
+    tokens: Sequence[int] = (START, END, PAD),
+    **text: Any,
+) -> torch.nn.Module:
     """A random model whose every parameter matters, with its image processor: a token is 8 x 8
-    pixels."""
+    pixels.
+
+    Args:
+        tokens: before and behind an image, and its placeholder.
+    """
     config_class, decoder, tower = SEEING[kind]
     config = config_class(
         text_config={**SHAPE, **decoder, "tie_word_embeddings": False, **text},
         vision_config=tower,
         tie_word_embeddings=text.get("tie_word_embeddings", False),
-        image_token_id=PAD,
+        image_token_id=tokens[2],
         video_token_id=93,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
+        vision_start_token_id=tokens[0],
+        vision_end_token_id=tokens[1],
     )
     model = save_random(config, directory, scale=8)
     Qwen2VLImageProcessorPil(
@@ -129,3 +141,16 @@ def reference_logits(
 def read_config(directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((directory / "config.json").read_text())
     return found
+
+
+def save_seeing_with_tokenizer(directory: Path, **text: Any) -> Path:
+    """A random model that sees images and whose tokens are bytes; a turn ends with
+    ``<|im_end|>``."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]}
+    )
+    ids = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"])
+    save_seeing(directory, tokens=ids, vocab_size=272, eos_token_id=257, **text)
+    tokenizer.save_pretrained(directory)
+    return directory

@@ -16,11 +16,10 @@ from slime.samples.batch import StepPlan, TrainBatch
 from slime.samples.media import Media
 from slime.trainer.megatron import forward
 from slime.weights.source import ModelSource
-from tests.support.images import PICTURES, reference_logits, save_seeing, with_images
+from tests.support.images import IMAGES, PICTURES, reference_logits, save_seeing, with_images
 from tests.support.tiny_models import save_tiny
 from tests.support.trainers import trainer, whole_gradients
 
-IMAGES = {"multimodal_keys": {"image": "images"}}
 #: Prompt and response of each sample; the last two share prompt tokens and not the image.
 SAMPLES: list[tuple[list[Any], list[Any]]] = [
     ([[1, 2, 3, 4]], [[5, 6, 7]]),

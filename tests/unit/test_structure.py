@@ -41,7 +41,7 @@ BUDGETS = {
     "observe": 3_050,
     "page": 1_600,
     "processes": 1_040,  # the preloaded process
-    "prompts": 4_250,  # rows of preferences, images in rows and messages
+    "prompts": 4_340,  # rows of preferences, images in rows and messages
     "rollout": 9_350,  # preferences, reward models, images
     "run": 2_160,  # lengths that longrope is computed for
     "samples": 2_250,  # rewards of tokens and turns, sampling masks, whole pairs, images of samples
