@@ -86,6 +86,7 @@ from slime.trainer.role import (
 from slime.trainer.update import evaluate, update
 from slime.trainer.user_functions import UserFunctions
 from slime.weights.canary import canary_tokens
+from slime.weights.image_canary import ImageCanary
 from slime.weights.route import flag_dtype
 from slime.weights.source import collect_adapters, save_hf, save_reward_model
 
@@ -705,7 +706,8 @@ class MegatronBackend:
     ) -> list[float] | None:
         """Log-probs of ``tokens[1:]`` at temperature 1, by the kernels of training and the weights
         that engines compute with after a push; None on ranks without output layer. Collective:
-        every data-parallel rank computes the same.
+        every data-parallel rank computes the same. Those around the pictures of a model that sees
+        images follow.
 
         Args:
             plain: by the weights that are trained, before anything is quantised.
@@ -713,13 +715,27 @@ class MegatronBackend:
         """
         quantised = None if plain else self.engine_weights
         off = adapters.without_adapters(self.pushed_chunks) if base else nullcontext()
+        options = self._score_options(False) | {"temperature": 1.0}
+        images = ImageCanary.of(self.config, tokens) if self.images is not None else None
         with off, quantised.swapped_in() if quantised else nullcontext():
-            return self._score_canary(tokens, self._score_options(False) | {"temperature": 1.0})
+            found = self._score_canary(tokens, options)
+            for picture in () if images is None else images.pictures:
+                media = {"media": [images.media], "images": {"canary": picture}}
+                own = self._score_canary(images.tokens, options, **media)
+                if found is not None and own is not None:
+                    found += images.chosen(own)
+        return found
 
-    def _score_canary(self, tokens: list[int], options: dict[str, Any]) -> list[float] | None:
+    def _score_canary(
+        self, tokens: list[int], options: dict[str, Any], **media: Any
+    ) -> list[float] | None:
         """Log-probs of ``tokens[1:]`` as the model computes now; None on ranks without output
-        layer. Collective."""
-        batch = forward.canary_batch(tokens, self.layout.micro_batch_multiple)
+        layer. Collective.
+
+        Args:
+            media: images of the batch.
+        """
+        batch = forward.canary_batch(tokens, self.layout.micro_batch_multiple, **media)
         packed = self._pack(batch, batch.steps[0].micro_batches)
         if self.routing is not None:
             # experts are neither recorded nor replayed
