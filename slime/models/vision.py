@@ -110,6 +110,13 @@ class VisionSpec:
         return axes
 
 
+def frozen_parts(*, tower: bool, projector: bool) -> tuple[str, ...]:
+    """Return regular expressions (re.search) of Megatron's names of the parts that are not
+    trained."""
+    parts = ((tower, r"^vision_model\.(?!.*merger)"), (projector, r"^vision_model\..*merger"))
+    return tuple(pattern for is_frozen, pattern in parts if is_frozen)
+
+
 def seeing(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parsed config.json whose model is built with the tower."""
     return {**config, _MARK: True}

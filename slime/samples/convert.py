@@ -242,7 +242,13 @@ def _plan(columns: Columns, config: Config, layout: TrainLayout) -> PackingPlan:
     costs = None
     path = config.checkpoint.hf_checkpoint
     if train.balance_by_flops and path:
-        costs = sequence_cost(family_of(path, config.checkpoint.model_name), path).of(lengths)
+        hf_config = read_hf_config(path)
+        if columns.media:
+            hf_config = seeing(hf_config)
+        cost = sequence_cost(family_of(hf_config, config.checkpoint.model_name), hf_config)
+        costs = cost.of(lengths)
+        for position, media in enumerate(columns.media):
+            costs[position] += cost.of_images(one.span.length for one in media)
     rules = PackingRules(
         global_batch_size=train.global_batch_size,
         data_parallel_size=layout.data_parallel_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from slime.config import make_config
 from slime.engines.sglang.command import check_sglang
 from slime.engines.sglang.model_faults import check_model
 from slime.errors import UserError
+from slime.memory.plan import facts_of
+from slime.memory.trainer import StageMemory
 from slime.models import family_of
+from slime.models.flops import sequence_cost
 from slime.models.vision import VisionSpec, seeing
 from slime.run.preflight import check_architecture
 from tests.support.hf_configs import config_of
@@ -92,3 +96,64 @@ def test_limits_that_sglang_would_not_know_are_refused() -> None:
     check_sglang(make_config(**flags))
     with pytest.raises(UserError, match="--image-max-pixels is not passed on to SGLang"):
         check_sglang(make_config(**flags, image_max_pixels=65536))
+
+
+QWEN3_VL_8B: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "image_token_id": 151655,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "text_config": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]},
+    },
+    "vision_config": {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "patch_size": 16,
+        "out_hidden_size": 4096,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+}
+
+
+def test_the_tower_counts_in_flops_and_memory(tmp_path: Path) -> None:
+    """Of Qwen3-VL-8B, by hand: blocks for each patch, mergers for each token."""
+    table = family_of(QWEN3_VL_8B)
+    text = sequence_cost(table, QWEN3_VL_8B)
+    cost = sequence_cost(table, seeing(QWEN3_VL_8B))
+    assert (cost.linear, cost.quadratic) == (text.linear, text.quadratic)
+    assert text.of_images([1000]) == 0
+    block = 4 * 1152 * 1152 + 2 * 1152 * 4304
+    patch = 3 * 2 * 16 * 16 * 1152
+    merger = 4608 * 4608 + 4608 * 4096
+    assert cost.image == 2 * (4 * (27 * block + patch) + 4 * merger)
+    assert cost.image_pair == 4 * 1152 * 27
+    assert cost.of_images([10, 2]) == 12 * cost.image + cost.image_pair * (40**2 + 8**2)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_VL_8B))
+    plans = [
+        facts_of(make_config(hf_checkpoint=str(tmp_path), **flags), on_gpu=True).trainer
+        for flags in ({}, IMAGES, {**IMAGES, "freeze_vision_tower": True})
+    ]
+    stages = [StageMemory(plan, 0) for plan in plans if plan is not None]
+    numbers = [sum(p.numel for p in stage.parameters) for stage in stages]
+    tower = sum(
+        parameter.numel
+        for parameter in table.parameters(table.describe(seeing(QWEN3_VL_8B)), ())
+        if parameter.rule.is_vision
+    )
+    assert numbers == [numbers[0], numbers[0] + tower, numbers[0] + tower]
+    assert 5.7e8 < tower < 5.9e8
+    trained = [stage.trained for stage in stages]
+    assert trained[0] < trained[2] < trained[1] == trained[0] + tower
+    seen = [stage.training().get("activations of the vision tower", 0.0) for stage in stages]
+    assert seen[0] == 0.0 and seen[1] == pytest.approx(27 * seen[2])

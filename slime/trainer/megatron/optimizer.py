@@ -33,7 +33,7 @@ from slime.checkpoints.megatron_names import Placement, global_parameters, unwra
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
-from slime.models.rules import VISION_MODEL
+from slime.models.vision import frozen_parts
 from slime.processes.json_collectives import all_gather
 from slime.trainer.megatron import device
 from slime.trainer.megatron.offload import HostStates, megatron_optimizers, torch_optimizers
@@ -79,12 +79,12 @@ def freeze(chunks: Sequence[GPTModel], config: Config) -> None:
 def _freeze_vision(chunks: Sequence[GPTModel], config: Config) -> None:
     """Freeze the tower that sees images, or its projector, as the flags say."""
     flags = config.images
+    patterns = frozen_parts(
+        tower=flags.freeze_vision_tower, projector=flags.freeze_vision_projector
+    )
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            if not name.startswith(VISION_MODEL):
-                continue
-            is_projector = "merger" in name
-            if flags.freeze_vision_projector if is_projector else flags.freeze_vision_tower:
+            if any(re.search(pattern, name) for pattern in patterns):
                 parameter.requires_grad_(False)
 
 
