@@ -438,6 +438,7 @@ class _MessageReader:
                 )
             found.add(self._text(text), join)
         elif kind in _IMAGE_PARTS and self._images is not None:
+            found.has_image = True
             found.add(self._images.part(given), join)
         elif kind == "refusal":
             found.add(str(given.get("refusal", "")), join)
@@ -449,6 +450,13 @@ class _MessageReader:
             return
         elif kind == "tool_use":
             found.calls.append(self._call(given, where))
+        elif kind == "tool_result" and found.has_image:
+            raise ConversationError(
+                "an image before the result of a tool, which is told first",
+                where,
+                "",
+                "write results of tools first in a message",
+            )
         elif kind == "tool_result":
             inner = self.content(given.get("content"), where, role="tool", join="\n")
             result = {"role": "tool", "content": inner.text} | _pick(
@@ -528,6 +536,7 @@ class _Content:
 
     text: str = ""
     has_text: bool = False
+    has_image: bool = False
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     results: Messages = field(default_factory=list)
