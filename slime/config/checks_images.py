@@ -19,7 +19,7 @@ _WITHOUT_IMAGES = {
     "custom_model_provider_path": "the model that it builds may have no tower",
 }
 #: Parallel sizes that images are not trained with.
-_SIZES = ("pipeline_model_parallel_size", "expert_model_parallel_size")
+_SIZES = ("expert_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
 
 
 def images(draft: Draft) -> None:
@@ -36,7 +36,7 @@ def images(draft: Draft) -> None:
             f"--advantage-estimator {draft['advantage_estimator']}", "the critic sees no images"
         )
     for dest in _SIZES:
-        if draft[dest] > 1:
+        if (draft[dest] or 1) > 1:
             raise _refused(f"{option_of(dest)} {draft[dest]}", "this layout is not implemented")
     frozen = draft["freeze_vision_tower"] and draft["freeze_vision_projector"]
     if draft["overlap_grad_reduce"] and not frozen:

@@ -92,11 +92,12 @@ def picture(width: int, height: int, seed: int = 0, kind: str = "PNG") -> bytes:
     return stream.getvalue()
 
 
-#: Portrait, landscape, square, and one that is scaled.
+#: Portrait, landscape, two of one size, and one that is scaled.
 PICTURES = {
     "portrait": picture(16, 40, 1),
     "landscape": picture(48, 16, 2),
     "square": picture(24, 24, 3),
+    "other": picture(24, 24, 5),
     "odd": picture(37, 21, 4),
 }
 

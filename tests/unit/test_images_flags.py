@@ -30,7 +30,6 @@ from tests.support.tiny_models import save_tiny
         {"lora_rank": 8},
         {"advantage_estimator": "ppo"},
         {"loss_type": "preference_loss"},
-        {"pipeline_model_parallel_size": 2, "actor_num_gpus_per_node": 2},
         {"expert_model_parallel_size": 2, "actor_num_gpus_per_node": 2},
         {"custom_convert_samples_to_train_data_path": "a.b"},
         {"custom_model_provider_path": "a.b"},

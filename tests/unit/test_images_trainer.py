@@ -12,55 +12,13 @@ from torch import Tensor
 
 from slime.errors import UserError
 from slime.models.images import ImageReader
-from slime.samples.batch import StepPlan, TrainBatch
-from slime.samples.media import Media
+from slime.samples.batch import TrainBatch
 from slime.trainer.megatron import forward
 from slime.weights.source import ModelSource
-from tests.support.images import IMAGES, PICTURES, reference_logits, save_seeing, with_images
+from tests.support.images import IMAGES, reference_logits, save_seeing
+from tests.support.seeing_samples import batch_of
 from tests.support.tiny_models import save_tiny
 from tests.support.trainers import trainer, whole_gradients
-
-#: Prompt and response of each sample; the last two share prompt tokens and not the image.
-SAMPLES: list[tuple[list[Any], list[Any]]] = [
-    ([[1, 2, 3, 4]], [[5, 6, 7]]),
-    ([[1], "portrait", [9, 8]], [[7, 6, 5, 30]]),
-    (["landscape", [3], "odd", "square", [4, 4]], [[11, 12]]),
-    ([[5, 6], "landscape", [3]], [[12], "portrait", [13, 14, 15]]),
-    ([[2], "square", [21]], [[22, 23]]),
-    ([[2], "square", [21]], [[24, 23, 20]]),
-]
-
-
-def batch_of(
-    reader: ImageReader, micro_batches: list[list[int]], samples: Any = SAMPLES
-) -> TrainBatch:
-    tokens: list[Tensor] = []
-    media: list[list[Media]] = []
-    responses: list[int] = []
-    for prompt, response in samples:
-        ids, own = with_images(reader, [*prompt, *response])
-        tokens.append(torch.tensor(ids))
-        media.append(own)
-        responses.append(len(ids) - len(with_images(reader, prompt)[0]))
-    count = len(samples)
-    masks = [torch.ones(length) for length in responses]
-    return TrainBatch(
-        rollout_id=0,
-        tokens=tokens,
-        response_lengths=responses,
-        loss_masks=masks,
-        rewards=[(-1.0) ** i * (1 + i / 4) for i in range(count)],
-        raw_rewards=[0.0] * count,
-        sample_indices=list(range(count)),
-        group_indices=[0] * count,
-        trajectory_ids=list(range(count)),
-        rollout_mask_sums=[float(length) for length in responses],
-        truncated=[False] * count,
-        steps=[StepPlan(micro_batches, count, sum(responses))],
-        rollout_log_probs=[torch.zeros(length) for length in responses],
-        media=media,
-        images=dict(PICTURES),
-    )
 
 
 def own_log_probs(backend: Any, batch: TrainBatch) -> list[Tensor]:

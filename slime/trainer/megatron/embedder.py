@@ -12,7 +12,7 @@ which would be gone through twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -116,6 +116,13 @@ class SampleMedia:
         )
 
 
+def local_rows(images: PackedImages, start: int, count: int) -> PackedImages:
+    """Return the images of ``count`` positions of a pack, from ``start`` on; rows count from
+    there."""
+    inside = (images.rows >= start) & (images.rows < start + count)
+    return replace(images, rows=images.rows[inside] - start, features=images.features[inside])
+
+
 class _Replaced(torch.autograd.Function):
     """Embeddings [T, 1, H] with features [N, (1 + levels) * H] in place of some rows. The gradients
     of the levels are there when this is gone through: all layers are behind it."""
@@ -170,7 +177,7 @@ def add_levels(layers: Sequence[nn.Module], count: int) -> None:
 
     def hook_for(level: int) -> Callable[..., Any]:
         def hook(layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-            images = getattr(kwargs["packed_seq_params"], "images", None)
+            images = getattr(kwargs["packed_seq_params"], "seen", None)
             if images is None:
                 return None
             hidden, *rest = output

@@ -51,7 +51,7 @@ from slime.trainer.megatron import te_layers
 from slime.trainer.megatron.adapters import give_gradient
 from slime.trainer.megatron.attention import PackedAttention, PackedSelfAttention
 from slime.trainer.megatron.delta_net import delta_net_spec
-from slime.trainer.megatron.embedder import add_levels, embed_images
+from slime.trainer.megatron.embedder import add_levels, embed_images, local_rows
 from slime.trainer.megatron.layers import (
     Embedding,
     NormOfRotated,
@@ -111,6 +111,9 @@ class PolicyModel(GPTModel):
         }
         if spec.vision is not None and self.pre_process:
             self.vision_model = build_tower(spec.vision, config.params_dtype).to(place)
+            for parameter in self.vision_model.parameters():
+                # then each rank has the gradient of its own positions, and they are summed
+                parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
             add_levels(self.decoder.layers, spec.vision.num_levels)
         for layer in self.decoder.layers:
             if isinstance(layer.self_attention, PackedSelfAttention):
@@ -198,7 +201,12 @@ class PolicyModel(GPTModel):
                 scale = torch.tensor(self.spec.embedding_scale, dtype=self.config.params_dtype)
                 embedded = embedded * scale.item()
             if sequences.images is not None:
-                embedded = embed_images(self.vision_model, sequences.images, embedded)
+                sequences.seen = sequences.images
+                if self.config.sequence_parallel:  # the rank has a part of the positions
+                    count = embedded.size(0)
+                    start = count * self.pg_collection.tp.rank()
+                    sequences.seen = local_rows(sequences.images, start, count)
+                embedded = embed_images(self.vision_model, sequences.seen, embedded)
         return self.decoder(
             hidden_states=embedded, attention_mask=None, packed_seq_params=sequences
         )

@@ -184,6 +184,7 @@ class PackedSequences(PackedSeqParams):
         rotary_positions: int64 [3, T], in time, row and column, for models that see images; None:
             ``positions`` serve for all three.
         images: in place of some tokens; None where there are none.
+        seen: the same for the rank's own part of the tokens, filled by the model.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -196,6 +197,7 @@ class PackedSequences(PackedSeqParams):
     routing: Routing | None = None
     rotary_positions: Tensor | None = None
     images: PackedImages | None = None
+    seen: PackedImages | None = None
 
     @cached_property
     def delta_runs(self) -> DeltaRuns:
