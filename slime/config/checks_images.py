@@ -18,8 +18,8 @@ _WITHOUT_IMAGES = {
     ),
     "custom_model_provider_path": "the model that it builds may have no tower",
 }
-#: Parallel sizes that images are not trained with.
-_SIZES = ("expert_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
+#: Layouts that images are not trained with.
+_VIRTUAL = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
 
 
 def images(draft: Draft) -> None:
@@ -35,9 +35,9 @@ def images(draft: Draft) -> None:
         raise _refused(
             f"--advantage-estimator {draft['advantage_estimator']}", "the critic sees no images"
         )
-    for dest in _SIZES:
-        if (draft[dest] or 1) > 1:
-            raise _refused(f"{option_of(dest)} {draft[dest]}", "this layout is not implemented")
+    for dest in _VIRTUAL:
+        if draft[dest] is not None:
+            raise _refused(option_of(dest), "virtual stages with a tower are not implemented")
     frozen = draft["freeze_vision_tower"] and draft["freeze_vision_projector"]
     if draft["overlap_grad_reduce"] and not frozen:
         raise UserError(

@@ -10,7 +10,7 @@ from typing import Any
 from slime.errors import UserError
 from slime.models.rules import Rule
 from slime.models.spec import require
-from slime.models.vision import VisionSpec
+from slime.models.vision import VisionKind, VisionSpec
 
 _INSIDE = "model.language_model."
 _UNDER = "language_model."
@@ -95,7 +95,7 @@ def _renamed(rules: Sequence[Rule], rename: Callable[[str], str]) -> tuple[Rule,
     )
 
 
-def read_vision(config: Mapping[str, Any], hidden_size: int) -> VisionSpec:
+def read_vision(config: Mapping[str, Any], kind: VisionKind, hidden_size: int) -> VisionSpec:
     """Read the tower of a parsed config.json, and the tokens around its images.
 
     Args:
@@ -122,7 +122,7 @@ def read_vision(config: Mapping[str, Any], hidden_size: int) -> VisionSpec:
             f"decoder takes {hidden_size}",
             fix="use the config.json that belongs to the weights",
         )
-    time, row, column = rotary.get("mrope_section") or (24, 20, 20)
+    time, row, column = rotary.get("mrope_section") or kind.sections
     image, start, end = (int(config[name]) for name in fields)
     sections = (int(time), int(row), int(column))
-    return VisionSpec({**tower, "out_hidden_size": hidden_size}, image, start, end, sections)
+    return VisionSpec(kind, {**tower, "out_hidden_size": hidden_size}, image, start, end, sections)

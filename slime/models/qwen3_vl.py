@@ -8,7 +8,7 @@ from typing import Any
 from slime.models.decoder import decoder_spec
 from slime.models.hybrid import VISION
 from slime.models.nested import inside, text_config, text_rotary
-from slime.models.qwen_vision import QWEN3_TOWER
+from slime.models.qwen_vision import QWEN3_TOWER, QWEN3_VL_VISION
 from slime.models.spec import ModelSpec
 from slime.models.table import DENSE_RULES, ModelFamily
 
@@ -43,4 +43,5 @@ QWEN3_VL = ModelFamily(
     make_spec=_spec,
     ignored=VISION,
     carried=VISION,
+    vision=QWEN3_VL_VISION,
 )

@@ -1,14 +1,15 @@
-"""The table of the vision tower that Qwen3-VL models share: names as transformers' modules have
-them, nothing fused and nothing cut."""
+"""The tables of the vision towers of Qwen models: names as transformers' modules have them, nothing
+fused and nothing cut."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from slime.models.layouts import REPLICATED
 from slime.models.rules import VISION_MODEL, Rule, Size
 from slime.models.spec import ModelSpec
-from slime.models.vision import VisionSpec
+from slime.models.vision import VisionKind, VisionSpec
 
 _HF = "model.visual."
 Repeated = Callable[[ModelSpec], int] | None
@@ -75,4 +76,45 @@ QWEN3_TOWER = (
     *_with_bias("blocks.{block}.mlp.linear_fc2", "vision hidden", "vision inner", _blocks),
     *_merger("merger", "vision hidden"),
     *_merger("deepstack_merger_list.{block}", "vision merged", _levels),
+)
+
+_CONFIG_CLASS = "transformers.models.{0}.configuration_{0}:{1}VisionConfig"
+QWEN3_VL_VISION = VisionKind(
+    _CONFIG_CLASS.format("qwen3_vl", "Qwen3VL"), (24, 20, 20), has_levels=True
+)
+QWEN3_5_VISION = VisionKind(_CONFIG_CLASS.format("qwen3_5", "Qwen3_5"), (11, 11, 10))
+
+
+def _qwen2_5(rule: Rule) -> Rule:
+    return replace(rule, hf=tuple(name.removeprefix("model.") for name in rule.hf_names))
+
+
+#: Norms without biases, a gated MLP, no table of positions.
+QWEN2_5_TOWER = tuple(
+    map(
+        _qwen2_5,
+        (
+            _rule(
+                "patch_embed.proj.weight",
+                "vision hidden",
+                ("vision channels", "vision frames", "vision patch", "vision patch"),
+            ),
+            _rule("blocks.{block}.norm1.weight", "vision hidden", None, _blocks),
+            _rule("blocks.{block}.norm2.weight", "vision hidden", None, _blocks),
+            *_with_bias("blocks.{block}.attn.qkv", "vision qkv", "vision hidden", _blocks),
+            *_with_bias("blocks.{block}.attn.proj", "vision hidden", "vision hidden", _blocks),
+            *_with_bias("blocks.{block}.mlp.gate_proj", "vision inner", "vision hidden", _blocks),
+            *_with_bias("blocks.{block}.mlp.up_proj", "vision inner", "vision hidden", _blocks),
+            *_with_bias("blocks.{block}.mlp.down_proj", "vision hidden", "vision inner", _blocks),
+            _rule("merger.ln_q.weight", "vision hidden"),
+            *_with_bias("merger.mlp.0", "vision merged", "vision merged"),
+            *_with_bias("merger.mlp.2", "hidden", "vision merged"),
+        ),
+    )
+)
+QWEN2_5_VISION = VisionKind(
+    _CONFIG_CLASS.format("qwen2_5_vl", "Qwen2_5_VL"),
+    (16, 24, 24),
+    names=r"visual\..*",
+    interleaved=False,
 )

@@ -48,7 +48,7 @@ from slime.models.rules import (
     Width,
 )
 from slime.models.spec import HfConfig, ModelSpec, check_trainable, read_hf_config
-from slime.models.vision import VisionSpec, sees
+from slime.models.vision import VisionKind, VisionSpec, sees
 
 _PLACEHOLDERS = {name: rf"(?P<{name}>\d+)" for name in ("layer", "expert", "block")}
 
@@ -192,6 +192,7 @@ class ModelFamily:
             started from, since whoever loads it expects them.
         fused: Linear layers that an engine concatenates as it loads them; a weight push keeps them
             together.
+        vision: the tower that sees images, if the table has it.
     """
 
     name: str
@@ -202,6 +203,7 @@ class ModelFamily:
     ignored: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
     fused: tuple[FusedLoad, ...] = ()
+    vision: VisionKind | None = None
 
     def describe(self, hf_config: HfConfig) -> ModelSpec:
         """Read the architecture from a config (dict, transformers config, file or directory).
@@ -214,19 +216,14 @@ class ModelFamily:
         spec = self.make_spec(config)
         if not sees(config):
             return spec
-        if not self.takes_images:
+        if self.vision is None:
             raise UserError(
                 f"images cannot be trained with models of the family {self.name}",
                 why="it has no tower that sees them, or one that is not implemented: such models "
                 "are trained on text alone",
                 fix="leave --multimodal-keys out, or take Qwen3-VL",
             )
-        return replace(spec, vision=read_vision(config, spec.hidden_size))
-
-    @property
-    def takes_images(self) -> bool:
-        """Tell whether the table has the tower that sees images."""
-        return any(rule.is_vision for rule in self.rules)
+        return replace(spec, vision=read_vision(config, self.vision, spec.hidden_size))
 
     def model_spec(self, hf_config: HfConfig) -> ModelSpec:
         """Read the architecture of a model that Megatron can train.
@@ -342,7 +339,7 @@ class ModelFamily:
 
     def is_carried(self, hf_name: str, spec: ModelSpec) -> bool:
         """Tell whether an export copies a tensor that is not trained."""
-        return spec.vision is None and any(
+        return not _is_of_tower(hf_name, spec) and any(
             re.fullmatch(pattern, hf_name) for pattern in self.carried
         )
 
@@ -353,9 +350,9 @@ class ModelFamily:
             rule.tied_to and hf_name in rule.hf_names for rule in self.rules
         ):
             return True
+        if _is_of_tower(hf_name, spec):
+            return False
         for pattern in self.ignored:
-            if spec.vision is not None and pattern in self.carried:
-                continue
             found = re.fullmatch(pattern, hf_name)
             if found is None:
                 continue
@@ -363,6 +360,11 @@ class ModelFamily:
             if layer is None or 0 <= int(layer) - spec.num_layers < spec.num_mtp_layers:
                 return True
         return False
+
+
+def _is_of_tower(hf_name: str, spec: ModelSpec) -> bool:
+    """Tell whether a tensor belongs to a tower that is built."""
+    return spec.vision is not None and bool(re.fullmatch(spec.vision.kind.names, hf_name))
 
 
 def _filled(rule: Rule, numbers: dict[str, int], spec: ModelSpec) -> Match:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from slime.models.vision import VisionSpec
 def build_tower(vision: VisionSpec, dtype: torch.dtype) -> nn.Module:
     """Build tower and projector with the names of transformers' modules, on the CPU, in evaluation
     mode. Their parameters hold random numbers until weights are loaded."""
-    from transformers import AutoModel, Qwen3VLVisionConfig
+    import transformers
 
     settings = {key: value for key, value in vision.config.items() if key != "model_type"}
-    config: Any = Qwen3VLVisionConfig(**settings)
-    tower: nn.Module = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    config: Any = pkgutil.resolve_name(vision.kind.config_class)(**settings)
+    make: Any = transformers.AutoModel.from_config
+    tower: nn.Module = make(config, dtype=dtype, attn_implementation="sdpa")
     return tower.eval()
 
 
@@ -31,4 +33,5 @@ def see(tower: nn.Module, pixels: Tensor, grids: Tensor) -> Tensor:
     """
     weight = next(tower.parameters())
     found = tower(pixels.to(weight.device, weight.dtype), grid_thw=grids.to(weight.device))
-    return torch.cat([found.pooler_output, *found.deepstack_features], dim=-1)
+    levels = getattr(found, "deepstack_features", None) or ()
+    return torch.cat([found.pooler_output, *levels], dim=-1)

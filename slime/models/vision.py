@@ -34,16 +34,38 @@ class ImageSpan(NamedTuple):
 
 
 @dataclass(frozen=True)
+class VisionKind:
+    """The facts about a family's tower that its config.json does not tell.
+
+    Attributes:
+        config_class: transformers' class of its ``vision_config``.
+        names: regular expression (full match) of its Hugging Face tensors.
+        interleaved: time, row and column take turns among the rotary frequencies; else each has a
+            run of them.
+        sections: where config.json is silent.
+        has_levels: features of inner blocks are added behind the first decoder layers.
+    """
+
+    config_class: str
+    sections: tuple[int, int, int]
+    names: str = r"model\.visual\..*"
+    interleaved: bool = True
+    has_levels: bool = False
+
+
+@dataclass(frozen=True)
 class VisionSpec:
     """The tower and projector of a model, and the tokens around its images.
 
     Attributes:
+        kind: of its family.
         config: ``vision_config`` of config.json.
         image_token: id of the placeholder, of which an image has one per merged patch.
         start_token, end_token: ids of the tokens before and behind an image.
         sections: how many of the rotary frequencies turn by an image's time, row and column.
     """
 
+    kind: VisionKind
     config: dict[str, Any]
     image_token: int
     start_token: int
@@ -93,18 +115,23 @@ class VisionSpec:
     @property
     def num_levels(self) -> int:
         """Decoder layers, from the first on, behind which features of inner blocks are added."""
+        if not self.kind.has_levels:
+            return 0
         given = self.config.get("deepstack_visual_indexes")
         return len((8, 16, 24) if given is None else given)
 
     def frequency_axes(self, count: int) -> np.ndarray:
-        """Return which of time (0), row (1) and column (2) turns each of ``count`` frequencies:
-        they take turns for as long as their section lasts, then the rest turns by time.
+        """Return which of time (0), row (1) and column (2) turns each of ``count`` frequencies.
+        Interleaved ones take turns for as long as their section lasts, then the rest turns by time.
 
         Example:
-            >>> VisionSpec({}, 0, 0, 0, (2, 1, 1)).frequency_axes(5).tolist()
+            >>> kind = VisionKind("", (2, 1, 1))
+            >>> VisionSpec(kind, {}, 0, 0, 0, (2, 1, 1)).frequency_axes(5).tolist()
             [0, 1, 2, 0, 0]
         """
         axes = np.zeros(count, dtype=np.int64)
+        if not self.kind.interleaved:
+            return np.repeat(np.arange(3), self.sections)[:count]
         for axis in (1, 2):
             axes[axis : 3 * self.sections[axis] : 3] = axis
         return axes
@@ -131,7 +158,8 @@ def placeholder_runs(tokens: Sequence[int], vision: VisionSpec) -> list[tuple[in
     """Return (start, length) of each run of placeholders that follows the token before an image.
 
     Example:
-        >>> placeholder_runs([5, 1, 9, 9, 2], VisionSpec({}, 9, 1, 2, (2, 1, 1)))
+        >>> vision = VisionSpec(VisionKind("", (2, 1, 1)), {}, 9, 1, 2, (2, 1, 1))
+        >>> placeholder_runs([5, 1, 9, 9, 2], vision)
         [(2, 2)]
     """
     ids = np.asarray(tokens)

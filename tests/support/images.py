@@ -19,37 +19,57 @@ from slime.models.images import ImageReader
 from slime.models.vision import ImageSpan
 from slime.samples.media import Media
 from tests.support.embedded_models import byte_tokenizer
-from tests.support.tiny_models import SHAPE, save_random
+from tests.support.tiny_models import DELTA, SHAPE, save_random
 
 #: Flags of a run that reads images.
 IMAGES: dict[str, Any] = {"multimodal_keys": {"image": "images"}}
 START, END, PAD = 90, 91, 92
+TOWER: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0, "mrope_interleaved": True}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 24,
+}
+HYBRID: dict[str, Any] = {
+    **DELTA,
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+}
 #: Kinds of tiny models that see images → (transformers' class, decoder, tower).
 SEEING: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (
         transformers.Qwen3VLConfig,
-        {
-            "head_dim": 12,
-            "num_hidden_layers": 4,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 100.0,
-                "mrope_section": [2, 2, 2],
-                "mrope_interleaved": True,
-            },
-        },
-        {
-            "depth": 3,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_heads": 2,
-            "patch_size": 4,
-            "out_hidden_size": 32,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0, 1],
-        },
+        {"head_dim": 12, "rope_parameters": {**ROPE, "mrope_section": [2, 2, 2]}},
+        {**TOWER, "deepstack_visual_indexes": [0, 1]},
+    ),
+    "qwen3_vl_moe": (
+        transformers.Qwen3VLMoeConfig,
+        {**EXPERTS, "head_dim": 12, "rope_parameters": {**ROPE, "mrope_section": [3, 1, 2]}},
+        {**TOWER, "deepstack_visual_indexes": [0, 1]},
+    ),
+    "qwen2_5_vl": (
+        transformers.Qwen2_5_VLConfig,
+        {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
+        {**TOWER, "fullatt_block_indexes": [1], "window_size": 16},
+    ),
+    "qwen3_5": (transformers.Qwen3_5Config, HYBRID, TOWER),
+    "qwen3_5_moe": (
+        transformers.Qwen3_5MoeConfig,
+        {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 40},
+        TOWER,
     ),
 }
+#: How far log-probs may lie from transformers: a gated delta net divides by what is small here.
+CLOSE = {"qwen3_5": 5e-4, "qwen3_5_moe": 5e-4}
 
 
 def save_seeing(
@@ -74,7 +94,7 @@ def save_seeing(
         vision_start_token_id=tokens[0],
         vision_end_token_id=tokens[1],
     )
-    model = save_random(config, directory, scale=8)
+    model = save_random(config, directory, scale=3 if kind.startswith("qwen3_5") else 8)
     Qwen2VLImageProcessorPil(
         patch_size=4,
         size={"shortest_edge": 64, "longest_edge": 4096},

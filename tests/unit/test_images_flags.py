@@ -17,7 +17,7 @@ from slime.memory.plan import facts_of
 from slime.memory.trainer import StageMemory
 from slime.models import family_of
 from slime.models.flops import sequence_cost
-from slime.models.vision import VisionSpec, seeing
+from slime.models.vision import VisionKind, VisionSpec, seeing
 from slime.run.preflight import check_architecture
 from tests.support.hf_configs import config_of
 from tests.support.images import IMAGES, save_seeing_with_tokenizer
@@ -30,7 +30,11 @@ from tests.support.tiny_models import save_tiny
         {"lora_rank": 8},
         {"advantage_estimator": "ppo"},
         {"loss_type": "preference_loss"},
-        {"expert_model_parallel_size": 2, "actor_num_gpus_per_node": 2},
+        {
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "pipeline_model_parallel_size": 2,
+            "actor_num_gpus_per_node": 2,
+        },
         {"custom_convert_samples_to_train_data_path": "a.b"},
         {"custom_model_provider_path": "a.b"},
     ],
@@ -87,7 +91,10 @@ def test_sglang_is_refused_where_it_computes_images_wrongly() -> None:
     spec = family_of(config).describe(config)
     check_model(spec, config)
     with pytest.raises(UserError, match=r"SGLang up to 0\.5\.16 computes images of this model"):
-        check_model(replace(spec, vision=VisionSpec({}, 1, 2, 3, (1, 1, 1))), config)
+        check_model(
+            replace(spec, vision=VisionSpec(VisionKind("", (1, 1, 1)), {}, 1, 2, 3, (1, 1, 1))),
+            config,
+        )
 
 
 def test_limits_that_sglang_would_not_know_are_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slime.errors import UserError
@@ -15,7 +15,8 @@ from slime.models.images import ImageReader
 from slime.samples.batch import TrainBatch
 from slime.trainer.megatron import forward
 from slime.weights.source import ModelSource
-from tests.support.images import IMAGES, reference_logits, save_seeing
+from tests.support.images import CLOSE, IMAGES, SEEING, reference_logits, save_seeing
+from tests.support.parity import worst
 from tests.support.seeing_samples import batch_of
 from tests.support.tiny_models import save_tiny
 from tests.support.trainers import trainer, whole_gradients
@@ -39,11 +40,14 @@ def their_log_probs(model: Any, reader: ImageReader, batch: TrainBatch) -> list[
     return found
 
 
+@pytest.mark.parametrize("kind", SEEING)
 @pytest.mark.parametrize("micro_batches", [[[i] for i in range(6)], [[0, 1, 2], [3, 4, 5]]])
 def test_log_probs_are_those_of_transformers(
-    micro_batches: list[list[int]], tmp_path: Path
+    micro_batches: list[list[int]], kind: str, tmp_path: Path
 ) -> None:
-    model = save_seeing(tmp_path / "hf")
+    """Of zero, one and three images, portrait and landscape, with text behind them; two samples
+    share the tokens of their prompt and not its image."""
+    model = save_seeing(tmp_path / "hf", kind)
     reader = ImageReader(tmp_path / "hf")
     batch = batch_of(reader, micro_batches)
     backend = trainer(hf_checkpoint=str(tmp_path / "hf"), **IMAGES)
@@ -53,13 +57,15 @@ def test_log_probs_are_those_of_transformers(
         backend.close()
     with torch.no_grad():
         theirs = their_log_probs(model, reader, batch)
-    worst = max((a - b).abs().max().item() for a, b in zip(ours, theirs))
-    assert worst <= 5e-6
+    farthest = max((a - b).abs().max().item() for a, b in zip(ours, theirs))
+    assert farthest <= CLOSE.get(kind, 5e-6)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_are_those_of_transformers(recompute: bool, tmp_path: Path) -> None:
-    model = save_seeing(tmp_path / "hf")
+@pytest.mark.parametrize(
+    ("kind", "recompute"), [("qwen3_vl", True), *((kind, False) for kind in SEEING)]
+)
+def test_gradients_are_those_of_transformers(kind: str, recompute: bool, tmp_path: Path) -> None:
+    model = save_seeing(tmp_path / "hf", kind)
     reader = ImageReader(tmp_path / "hf")
     batch = batch_of(reader, [[0, 1, 2], [3, 4, 5]])
     flags: dict[str, Any] = {"kl_loss_coef": 0.0, "eps_clip": 1e9, "rollout_temperature": 1.0}
@@ -89,14 +95,20 @@ def test_gradients_are_those_of_transformers(recompute: bool, tmp_path: Path) ->
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    assert ours.keys() == theirs.keys()
-    differences = {
-        name: ((ours[name] - one).abs().max() / one.abs().max().clamp(min=1e-12)).item()
-        for name, one in theirs.items()
-    }
+    if "moe" in kind:  # whose experts transformers keeps in another layout than files
+        theirs = {name: one for name, one in theirs.items() if ".experts." not in name}
+    names = ours.keys() & {file_name(name, kind) for name in theirs}
+    assert len(names) == len(theirs) and any("visual." in name for name in names)
+    differences = {name: worst(ours[file_name(name, kind)], one) for name, one in theirs.items()}
     name = max(differences, key=differences.__getitem__)
-    assert len(ours) == 104
-    assert differences[name] <= 1e-5
+    assert differences[name] <= (1e-3 if kind in CLOSE else 1e-5), name
+
+
+def file_name(name: str, kind: str) -> str:
+    """The name in files of a parameter of transformers' model."""
+    if kind == "qwen2_5_vl":
+        name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+    return name
 
 
 def is_tower(name: str) -> bool:
@@ -182,6 +194,33 @@ def test_a_text_run_does_not_build_the_tower(tmp_path: Path) -> None:
 
 
 def test_models_without_a_tower_are_refused(tmp_path: Path) -> None:
-    save_tiny("qwen2_5_vl", tmp_path / "hf")
+    save_tiny("gemma3", tmp_path / "hf")
     with pytest.raises(UserError, match="images cannot be trained with models of the family"):
         trainer(hf_checkpoint=str(tmp_path / "hf"), **IMAGES)
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_names_dtypes_and_bytes_come_back(kind: str, tmp_path: Path) -> None:
+    """In bfloat16, from and to files, tower and projector included; trained ones have moved."""
+    save_seeing(tmp_path / "hf", kind)
+    file = tmp_path / "hf" / "model.safetensors"
+    halves = {name: one.bfloat16() for name, one in load_file(file).items()}
+    save_file(halves, file, metadata={"format": "pt"})
+    batch = batch_of(ImageReader(tmp_path / "hf"), [[0, 1, 2], [3, 4, 5]])
+    backend = trainer(
+        hf_checkpoint=str(tmp_path / "hf"), save_hf=str(tmp_path / "back"), bf16=True, **IMAGES
+    )
+    try:
+        backend.save(0)
+        untrained = load_file(tmp_path / "back" / "model.safetensors")
+        backend.train(batch)
+        backend.save(1)
+    finally:
+        backend.close()
+    trained = load_file(tmp_path / "back" / "model.safetensors")
+    assert halves.keys() == untrained.keys() == trained.keys()
+    for name, one in halves.items():
+        assert untrained[name].dtype == one.dtype and torch.equal(untrained[name], one)
+    moved = [name for name, one in halves.items() if not torch.equal(trained[name], one)]
+    assert any("visual.blocks." in name for name in moved)
+    assert any("merger" in name for name in moved)
