@@ -14,6 +14,6 @@ keys='{"image": "images"}'
   --weight-decay 0 --clip-grad 1.0 --output-dir $data/sft --run-name sft --save-hf $data/taught
 exec "$python" -m slime train --hf-checkpoint $data/taught --fp32 --colocate \
   --prompt-data $data/train.jsonl --input-key question --label-key answer --multimodal-keys "$keys" --apply-chat-template \
-  --custom-rm-path "$here/rollout.py:reward" --eval-prompt-data squares $data/test.jsonl --eval-interval 5 \
-  --rollout-batch-size 32 --n-samples-per-prompt 8 --num-rollout 30 --rollout-max-response-len 4 --rollout-max-context-len 96 \
+  --custom-rm-path "$here/rollout.py:reward" --eval-prompt-data squares $data/test.jsonl --eval-interval 10 \
+  --rollout-batch-size 32 --n-samples-per-prompt 8 --num-rollout 60 --rollout-max-response-len 4 --rollout-max-context-len 96 \
   --lr 1e-3 --lr-decay-style constant --weight-decay 0 --save "{run}/checkpoints" "$@"

@@ -285,9 +285,11 @@ class SftEncoder:
 def sft_encoding(config: Config, tokenizer: Any) -> SftEncoding:
     """Return the encoding of rows that the flags describe."""
     path = config.checkpoint.hf_checkpoint
+    images = images_of(config)
     return SftEncoding(
         tokenizer,
         end_token_ids(tokenizer, path) if path else (),
         template_kwargs=dict(config.data.apply_chat_template_kwargs),
         apply_chat_template=config.data.apply_chat_template,
+        placeholder="" if images is None else images.placeholder(tokenizer),
     )

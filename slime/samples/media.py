@@ -49,6 +49,18 @@ def media_of(inputs: dict[str, Any] | None, train_inputs: dict[str, Any] | None)
     return [Media(ImageSpan(*span), str(one)) for span, one in zip(spans, references)]
 
 
+def media_before(
+    inputs: dict[str, Any] | None, train_inputs: dict[str, Any] | None, length: int
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return a sample's ``multimodal_inputs`` and ``multimodal_train_inputs`` without the images
+    behind its first ``length`` tokens."""
+    if not train_inputs:
+        return inputs, train_inputs
+    kept = [span for span in train_inputs[SPANS] if span[0] < length]
+    references = (inputs or {})[IMAGES][: len(kept)]
+    return {**(inputs or {}), IMAGES: references}, {SPANS: kept}
+
+
 def media_problem(media: Sequence[Media], tokens: Sequence[int], image_token: int) -> str:
     """Tell what is wrong with the places of a sample's images; "" if nothing is."""
     end = 0

@@ -53,3 +53,9 @@ def batch_of(
         media=media,
         images=dict(PICTURES),
     )
+
+
+async def even_share(args: Any, sample: Any, **kwargs: Any) -> float:
+    """A reward that random tokens differ by."""
+    response = sample.tokens[len(sample.tokens) - sample.response_length :]
+    return sum(token % 2 == 0 for token in response) / max(1, len(response))

@@ -169,6 +169,8 @@ def test_a_tool_answers_with_an_image(
     trained = [token for token, on in zip(response, sample.loss_mask or []) if on]
     assert trained == [65, 66, 65, 66]
     assert len(list((tmp_path / "media").iterdir())) == 1
+    sample.reset_response()
+    check(sample, prompts, "portrait")
 
 
 def test_an_engine_that_counts_other_placeholders_is_refused(
