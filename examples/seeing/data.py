@@ -6,6 +6,7 @@ of ten rows, and model/, a tiny Qwen3-VL that has learnt nothing yet.
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -118,8 +119,6 @@ def write_model(folder: Path, seed: int) -> None:
 
 
 def write_processor(folder: Path) -> None:
-    import json
-
     settings = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": CELL // 2,

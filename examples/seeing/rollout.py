@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.rollout.plugin_api import Sample
+from slime.samples.types import Sample
 
 
 async def reward(args: Any, sample: Sample, **kwargs: Any) -> float:

@@ -22,13 +22,13 @@ class ImagesConfig:
     multimodal_keys: dict[str, Any] | None = flag(
         None, read_by=("collection", "generation", "samples", "trainer", "engine")
     )
-    """The column of images, as JSON: {"image": "images"}. Rows hold paths, bytes, data URIs or
-    base64; text prompts have <image> where each belongs, messages a part {"type": "image"}."""
+    """The column of images, as JSON: `{"image": "images"}`. Rows hold paths, bytes, data URIs or
+    base64; text has `<image>` where each belongs, messages may have parts instead."""
     image_max_pixels: int | None = flag(
         None, range=SOME, needs=_SEES, read_by=("collection", "generation", "trainer", "engine")
     )
     """Images of more pixels are scaled down to this many; default: the limit of the model's image
-    processor. A token stands for 28 x 28 to 32 x 32 pixels."""
+    processor. Of Qwen's models a token stands for 28 x 28 or 32 x 32 pixels."""
     images_per_sample: int = flag(
         16, range=SOME, needs=_SEES, read_by=("collection", "generation", "engine")
     )

@@ -28,7 +28,7 @@ from slime.models.vision import ImageSpan, VisionSpec, placeholder_runs, seeing
 from slime.prompts.conversation import IMAGE_MARK, ConversationError, ImageParts
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import split_name, split_slice
-from slime.samples.media import IMAGES, SPANS, keep_bytes
+from slime.samples.media import IMAGES, SPANS, keep_bytes, references_of
 from slime.samples.types import Sample
 
 if TYPE_CHECKING:
@@ -331,11 +331,6 @@ def images_of(config: Config) -> ImagePrompts | None:
     if not config.images.multimodal_keys or config.checkpoint.hf_checkpoint is None:
         return None
     return image_prompts(config.checkpoint.hf_checkpoint, config.images.image_max_pixels)
-
-
-def references_of(sample: Sample) -> list[str]:
-    """Return the references of a sample's images."""
-    return list((sample.multimodal_inputs or {}).get(IMAGES) or [])
 
 
 def add_images(sample: Sample, references: Sequence[str], spans: Sequence[ImageSpan]) -> None:

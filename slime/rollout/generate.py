@@ -43,11 +43,10 @@ from slime.prompts.images import (
     bytes_of,
     kept,
     read_inline,
-    references_of,
 )
 from slime.prompts.tokenizer import with_opening
 from slime.rollout.resumed_requests import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
-from slime.samples.media import IMAGES, SPANS
+from slime.samples.media import IMAGES, SPANS, references_of
 from slime.samples.types import ANY_VERSION, Sample, SampleStatus, VersionWindow
 from slime.user_code.overrides import follows_old_plugin, override_of
 

@@ -16,11 +16,12 @@ from typing import Any, Protocol
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger, tell
-from slime.prompts.images import add_images, images_of, references_of
+from slime.prompts.images import add_images, images_of
 from slime.prompts.sft_encoding import SftEncoding, SftTotals
 from slime.prompts.source import PromptSource
 from slime.prompts.tokenizer import end_token_ids
 from slime.rollout.finish import finish_rollout
+from slime.samples.media import references_of
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
 

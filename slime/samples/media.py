@@ -36,6 +36,11 @@ class Media:
     reference: str
 
 
+def references_of(sample: Any) -> list[str]:
+    """Return the references of a `slime.samples.types.Sample`'s images."""
+    return list((sample.multimodal_inputs or {}).get(IMAGES) or [])
+
+
 def media_of(inputs: dict[str, Any] | None, train_inputs: dict[str, Any] | None) -> list[Media]:
     """Read a sample's ``multimodal_inputs`` and ``multimodal_train_inputs``.
 

@@ -24,31 +24,31 @@ FILES = read_package(ROOT / "slime")
 #: Code lines (no blank lines, comments, docstrings) that each package may have. A commit that needs
 #: more raises its number and says what for.
 BUDGETS = {
-    "agents": 1_550,
+    "agents": 1_660,
     "algorithms": 1_390,  # four estimators, sampling masks, divergences
     "checkpoints": 4_660,  # MXFP4, reward models
     "cli": 2_350,
     "cluster": 4_500,
     "compat": 1_400,
-    "config": 5_620,  # estimators, importance levels, rejection, preferences, images
+    "config": 5_660,  # estimators, importance levels, rejection, preferences, images
     "diagnosis": 4_240,
-    "embedded": 6_150,  # sinks, stacks of experts, queries that grow, images
-    "engines": 4_330,  # log-probs behind the filters, channels of gpt-oss
+    "embedded": 6_180,  # sinks, stacks of experts, queries that grow, images
+    "engines": 4_360,  # log-probs behind the filters, channels of gpt-oss
     "environments": 450,
     ".": 1_450,
-    "memory": 1_700,
-    "models": 5_520,  # gpt-oss, stacks of experts, models around text models, towers
+    "memory": 1_730,
+    "models": 5_620,  # gpt-oss, stacks of experts, models around text models, towers
     "observe": 3_050,
     "page": 1_600,
     "processes": 1_040,  # the preloaded process
-    "prompts": 4_340,  # rows of preferences, images in rows and messages
-    "rollout": 9_350,  # preferences, reward models, images
-    "run": 2_160,  # lengths that longrope is computed for
-    "samples": 2_250,  # rewards of tokens and turns, sampling masks, whole pairs, images of samples
+    "prompts": 4_380,  # rows of preferences, images in rows and messages
+    "rollout": 9_400,  # preferences, reward models, images
+    "run": 2_180,  # lengths that longrope is computed for
+    "samples": 2_290,  # rewards of tokens and turns, sampling masks, whole pairs, images of samples
     "sandbox": 950,
-    "trainer": 8_720,  # the critic, sinks, biases of experts, distillation, images in the trainer
+    "trainer": 8_760,  # the critic, sinks, biases of experts, distillation, images in the trainer
     "user_code": 1_000,
-    "weights": 3_000,
+    "weights": 3_130,
 }
 #: Programs that run without the package keep their time constants.
 STANDALONE = {
