@@ -3,7 +3,9 @@ transformers are imported when an image is read."""
 
 from __future__ import annotations
 
+import hashlib
 import io
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +15,10 @@ from torch import Tensor
 
 from slime.errors import UserError
 
-#: Bytes of prepared images that a reader keeps, for those that are read again and again.
+#: Bytes of prepared images that a reader keeps, for those that are read again and again; and how
+#: many images it knows the sizes of.
 _KEPT_BYTES = 1 << 28
+_KEPT_SIZES = 1 << 16
 #: Images of more pixels are refused before they are decoded: a small file may hold a huge one.
 _MOST_PIXELS = 1 << 28
 
@@ -41,11 +45,17 @@ class ImageReader:
     Args:
         model_path: Hugging Face directory with preprocessor_config.json.
         max_pixels: larger images are scaled down to this many; None: the model's own limit.
+        kept_bytes: of prepared images, for those that are read again.
     Raises:
         UserError: the directory describes no image processor, or Pillow is missing.
     """
 
-    def __init__(self, model_path: str | Path, max_pixels: int | None = None) -> None:
+    def __init__(
+        self,
+        model_path: str | Path,
+        max_pixels: int | None = None,
+        kept_bytes: int = _KEPT_BYTES,
+    ) -> None:
         try:
             import PIL.Image  # noqa: F401
             from transformers import AutoImageProcessor
@@ -64,7 +74,10 @@ class ImageReader:
             size["shortest_edge"] = min(size["shortest_edge"], size["longest_edge"])
             self._processor.size = size
         self._kept: OrderedDict[bytes, PreparedImage] = OrderedDict()
-        self._kept_bytes = 0
+        self._bytes = 0
+        self._most_bytes = kept_bytes
+        self._grids: dict[bytes, tuple[int, int, int]] = {}
+        self._lock = threading.Lock()
 
     @property
     def merge_size(self) -> int:
@@ -72,14 +85,36 @@ class ImageReader:
         return int(self._processor.merge_size)
 
     def read(self, data: bytes) -> PreparedImage:
-        """Decode and prepare an encoded image (PNG, JPEG, …).
+        """Decode and prepare an encoded image (PNG, JPEG, …). Any thread may call it.
 
         Raises:
             ImageError: it cannot be decoded, or it is too large or too narrow.
         """
-        if data in self._kept:
-            self._kept.move_to_end(data)
-            return self._kept[data]
+        key = hashlib.sha256(data).digest()
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+            prepared = self._prepared(data)
+            self._kept[key] = prepared
+            self._bytes += prepared.pixels.nbytes
+            while self._bytes > self._most_bytes and len(self._kept) > 1:
+                self._bytes -= self._kept.popitem(last=False)[1].pixels.nbytes
+            if len(self._grids) >= _KEPT_SIZES:
+                self._grids.clear()
+            self._grids[key] = prepared.grid
+            return prepared
+
+    def grid(self, data: bytes) -> tuple[int, int, int]:
+        """Return the grid of an image, which is remembered for longer than the image itself.
+
+        Raises:
+            ImageError: as `read`.
+        """
+        known = self._grids.get(hashlib.sha256(data).digest())
+        return self.read(data).grid if known is None else known
+
+    def _prepared(self, data: bytes) -> PreparedImage:
         image = decoded(data)
         try:
             found = self._processor(images=[image], return_tensors="pt")
@@ -87,12 +122,7 @@ class ImageReader:
             raise ImageError(f"the image processor refuses it: {error}") from error
         pixels = torch.as_tensor(found["pixel_values"], dtype=torch.float32)
         frames, rows, columns = (int(size) for size in found["image_grid_thw"][0])
-        prepared = PreparedImage(pixels, (frames, rows, columns))
-        self._kept[data] = prepared
-        self._kept_bytes += pixels.nbytes
-        while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-            self._kept_bytes -= self._kept.popitem(last=False)[1].pixels.nbytes
-        return prepared
+        return PreparedImage(pixels, (frames, rows, columns))
 
 
 def decoded(data: bytes) -> Any:

@@ -32,6 +32,6 @@ def see(tower: nn.Module, pixels: Tensor, grids: Tensor) -> Tensor:
         grids: int64 [images, 3], frames, rows and columns of patches.
     """
     weight = next(tower.parameters())
-    found = tower(pixels.to(weight.device, weight.dtype), grid_thw=grids.to(weight.device))
+    found: Any = tower(pixels.to(weight.device, weight.dtype), grid_thw=grids.to(weight.device))
     levels = getattr(found, "deepstack_features", None) or ()
     return torch.cat([found.pooler_output, *levels], dim=-1)

@@ -241,7 +241,7 @@ class ImagePrompts:
             ImageError: it cannot be read.
             OSError: its file is not there.
         """
-        _, rows, columns = self.reader.read(bytes_of(source)).grid
+        _, rows, columns = self.reader.grid(bytes_of(source))
         return rows // self.vision.merge_size, columns // self.vision.merge_size
 
     def num_tokens(self, sources: Iterable[Source]) -> int:

@@ -39,7 +39,7 @@ BUDGETS = {
     "memory": 1_730,
     "models": 5_620,  # gpt-oss, stacks of experts, models around text models, towers
     "observe": 3_050,
-    "page": 1_600,
+    "page": 1_650,
     "processes": 1_040,  # the preloaded process
     "prompts": 4_380,  # rows of preferences, images in rows and messages
     "rollout": 9_400,  # preferences, reward models, images

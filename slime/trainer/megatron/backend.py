@@ -93,6 +93,8 @@ from slime.weights.source import collect_adapters, save_hf, save_reward_model
 logger = get_logger(__name__)
 
 _TEACHER_CANARY = 16
+#: Bytes of prepared images that a rank keeps between the passes over a rollout.
+_KEPT_IMAGES = 1 << 31
 #: The same weights and kernels give the same bits; atomics of a GPU move them by less than this.
 _TEACHER_TOLERANCE = 1e-3
 
@@ -173,7 +175,9 @@ class MegatronBackend:
         if self.spec.vision is not None:
             assert config.checkpoint.hf_checkpoint is not None
             self.images = ImageReader(
-                config.checkpoint.hf_checkpoint, config.images.image_max_pixels
+                config.checkpoint.hf_checkpoint,
+                config.images.image_max_pixels,
+                _KEPT_IMAGES,
             )
         self.ranks = parallel.initialise(self.rank_info, config, virtual_stages(self.spec, config))
         self._call_hook("custom_megatron_init_path", config.train.custom_megatron_init_path)
