@@ -57,10 +57,10 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
     images = session.images
     parts = None if images is None else images.parts()
     with refused("messages"):
-        said = read_messages(messages, images=parts)
+        own = read_messages(messages, images=parts)
     if images is not None and parts is not None:
-        said = images.attached(said, parts, "messages")
-    found += said
+        own = images.attached(own, parts, "messages")
+    found += own
     if found[-1]["role"] == "assistant":
         raise BadRequest(
             "the last message must not be the assistant's: its beginning cannot be given here",

@@ -21,6 +21,8 @@ _KEPT_BYTES = 1 << 28
 _KEPT_SIZES = 1 << 16
 #: Images of more pixels are refused before they are decoded: a small file may hold a huge one.
 _MOST_PIXELS = 1 << 28
+#: The tag of EXIF data that says how a picture is turned.
+_ORIENTATION = 0x0112
 
 
 class ImageError(ValueError):
@@ -141,7 +143,7 @@ def decoded(data: bytes) -> Any:
             if width * height > _MOST_PIXELS:
                 raise ImageError(f"it has {width} x {height} pixels, more than {_MOST_PIXELS:,}")
             frames = getattr(image, "n_frames", 1)
-            if frames > 1:
+            if frames > 1 and image.format != "MPO":  # a photo and its preview
                 raise ImageError(f"it has {frames} frames; videos are not supported")
             image.load()
             return ImageOps.exif_transpose(image).convert("RGB")
@@ -153,3 +155,19 @@ def decoded(data: bytes) -> Any:
         raise ImageError("it has too many pixels") from error
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, OverflowError) as error:
         raise ImageError(f"it cannot be decoded: {error}") from error
+
+
+def upright(data: bytes) -> bytes:
+    """Return an image that looks the same to readers that know nothing of EXIF data.
+
+    Args:
+        data: an image that `decoded` takes.
+    """
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        if image.getexif().get(_ORIENTATION, 1) == 1:
+            return data
+    stream = io.BytesIO()
+    decoded(data).save(stream, "PNG")
+    return stream.getvalue()

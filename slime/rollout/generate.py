@@ -510,8 +510,10 @@ def encoded_images(references: Sequence[str]) -> list[str]:
     Raises:
         UserError: a file is not there any more.
     """
+    from slime.models.images import upright
+
     try:
-        return [base64.b64encode(bytes_of(one)).decode("ascii") for one in references]
+        return [base64.b64encode(upright(bytes_of(one))).decode("ascii") for one in references]
     except OSError as error:
         raise UserError(
             "an image cannot be read any more", why=str(error), fix="put the file back"

@@ -260,11 +260,13 @@ class Canary:
                 _log_probs(*pair, self.tokens)
                 for pair in zip(self.fleet.urls, answers, strict=True)
             ]
-            for picture in () if self._images is None else self._images.pictures:
-                body = self._images.body(picture)
+            images = self._images
+            if images is None:
+                return found
+            for body in map(images.body, images.pictures):
                 answers = self.fleet.post("/generate", body, deadlines.CANARY_SCORE)
-                for own, *pair in zip(found, self.fleet.urls, answers, strict=True):
-                    own += _log_probs_behind(*pair, self._images)
+                for own, url, answer in zip(found, self.fleet.urls, answers, strict=True):
+                    own += _log_probs_behind(url, answer, images)
             return found
         except EngineError as error:
             raise UserError(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import functools
+import http.server
 import io
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from PIL import Image
 
 from slime.config import Config, make_config
 from slime.errors import UserError
-from slime.models.images import ImageError, ImageReader, decoded
+from slime.models.images import ImageError, ImageReader, decoded, upright
 from slime.prompts.images import image_prompts
 from slime.prompts.source import make_source
 from slime.prompts.tokenizer import load_tokenizer
@@ -92,6 +95,32 @@ def test_paths_are_referred_to_and_bytes_are_kept_once(model: Path, tmp_path: Pa
     tokenizer = load_tokenizer(str(model))
     placeholder = image_prompts(str(model), None).placeholder(tokenizer)
     assert first.prompt == f"see {placeholder} and {placeholder}"
+
+
+def test_urls_are_downloaded_when_allowed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are kept in the run, so that a file that changes there changes nothing here."""
+    served = tmp_path / "served"
+    served.mkdir()
+    (served / "a.png").write_bytes(PICTURES["square"])
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(served))
+    monkeypatch.setattr(handler.func, "log_message", lambda *_: None)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        ((first, _),) = drawn(
+            config_of(
+                model,
+                write(tmp_path, {"input": "<image>", "images": [f"{address}/a.png"]}),
+                allow_image_urls=True,
+            )
+        )
+        gone = write(tmp_path, {"input": "<image>", "images": [f"{address}/b.png"]})
+        told = refusal(config_of(model, gone, allow_image_urls=True))
+        server.shutdown()
+    assert Path(first.multimodal_inputs["images"][0]).read_bytes() == PICTURES["square"]
+    assert f"image 1 ({address}/b.png): HTTP Error 404" in told
 
 
 def test_columns_of_parquet_and_of_the_hub(model: Path, tmp_path: Path) -> None:
@@ -228,6 +257,9 @@ def test_pictures_are_upright_and_of_one_frame() -> None:
     exif[0x0112] = 6
     turned.save(stream, "JPEG", exif=exif)
     assert decoded(stream.getvalue()).size == (20, 40)
+    with Image.open(io.BytesIO(upright(stream.getvalue()))) as sent:  # what an engine opens
+        assert sent.size == (20, 40)
+    assert upright(PICTURES["portrait"]) == PICTURES["portrait"]
     stream = io.BytesIO()
     frames = [Image.new("L", (8, 8), shade) for shade in (0, 200)]
     frames[0].save(stream, "GIF", save_all=True, append_images=frames[1:])

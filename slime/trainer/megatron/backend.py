@@ -723,7 +723,9 @@ class MegatronBackend:
         images = ImageCanary.of(self.config, tokens) if self.images is not None else None
         with off, quantised.swapped_in() if quantised else nullcontext():
             found = self._score_canary(tokens, options)
-            for picture in () if images is None else images.pictures:
+            if images is None:
+                return found
+            for picture in images.pictures:
                 media = {"media": [images.media], "images": {"canary": picture}}
                 own = self._score_canary(images.tokens, options, **media)
                 if found is not None and own is not None:
