@@ -60,7 +60,9 @@ class ImageReader:
     ) -> None:
         try:
             import PIL.Image  # noqa: F401
-            from transformers import AutoImageProcessor
+
+            # of its module: the package offers it with torchvision alone in older versions
+            from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
             self._processor: Any = AutoImageProcessor.from_pretrained(str(model_path))
         except (OSError, ValueError, ImportError, KeyError) as error:

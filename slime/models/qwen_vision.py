@@ -78,11 +78,11 @@ QWEN3_TOWER = (
     *_merger("deepstack_merger_list.{block}", "vision merged", _levels),
 )
 
-_CONFIG_CLASS = "transformers.models.{0}.configuration_{0}:{1}VisionConfig"
+_MODULE = "transformers.models.{0}.modeling_{0}:{1}"
 QWEN3_VL_VISION = VisionKind(
-    _CONFIG_CLASS.format("qwen3_vl", "Qwen3VL"), (24, 20, 20), has_levels=True
+    _MODULE.format("qwen3_vl", "Qwen3VLVisionModel"), (24, 20, 20), has_levels=True
 )
-QWEN3_5_VISION = VisionKind(_CONFIG_CLASS.format("qwen3_5", "Qwen3_5"), (11, 11, 10))
+QWEN3_5_VISION = VisionKind(_MODULE.format("qwen3_5", "Qwen3_5VisionModel"), (11, 11, 10))
 
 
 def _qwen2_5(rule: Rule) -> Rule:
@@ -113,7 +113,7 @@ QWEN2_5_TOWER = tuple(
     )
 )
 QWEN2_5_VISION = VisionKind(
-    _CONFIG_CLASS.format("qwen2_5_vl", "Qwen2_5_VL"),
+    _MODULE.format("qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel"),
     (16, 24, 24),
     names=r"visual\..*",
     interleaved=False,

@@ -17,7 +17,10 @@ def build_tower(vision: VisionSpec, dtype: torch.dtype) -> nn.Module:
     import transformers
 
     settings = {key: value for key, value in vision.config.items() if key != "model_type"}
-    config: Any = pkgutil.resolve_name(vision.kind.config_class)(**settings)
+    module: Any = pkgutil.resolve_name(vision.kind.module)
+    config = module.config_class(**settings)
+    # older versions do not know it
+    transformers.AutoModel.register(module.config_class, module, exist_ok=True)
     make: Any = transformers.AutoModel.from_config
     tower: nn.Module = make(config, dtype=dtype, attn_implementation="sdpa")
     return tower.eval()

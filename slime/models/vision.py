@@ -38,7 +38,7 @@ class VisionKind:
     """The facts about a family's tower that its config.json does not tell.
 
     Attributes:
-        config_class: transformers' class of its ``vision_config``.
+        module: transformers' class of tower and projector.
         names: regular expression (full match) of its Hugging Face tensors.
         interleaved: time, row and column take turns among the rotary frequencies; else each has a
             run of them.
@@ -46,7 +46,7 @@ class VisionKind:
         has_levels: features of inner blocks are added behind the first decoder layers.
     """
 
-    config_class: str
+    module: str
     sections: tuple[int, int, int]
     names: str = r"model\.visual\..*"
     interleaved: bool = True
