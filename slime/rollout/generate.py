@@ -34,6 +34,7 @@ from slime.engines.client import RequestRefused, RolloutClient
 from slime.engines.request_fields import BadRequest, parse_params
 from slime.errors import UserError
 from slime.log import get_logger, tell
+from slime.models.vision import placeholder_runs
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns, render_messages, without_repeated_end
 from slime.prompts.conversation import ImageParts, read_messages
@@ -268,7 +269,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     ends = state.end_tokens
     while idle < MOST_IDLE_CUTS:
         params = _remaining_params(state, sample, sampling_params)
-        if params is None:
+        if params is None or _wrote_an_image(state, sample):
             sample.status = SampleStatus.TRUNCATED
             return sample
         await _pause(min(idle, 10) * 0.05)  # whoever aborts us may still be at work
@@ -315,6 +316,24 @@ def _remaining_params(
             room, max(0, params["min_new_tokens"] - sample.response_length)
         )
     return params
+
+
+def _wrote_an_image(state: GenerateState, sample: Sample) -> bool:
+    """Tell whether the policy itself has written the tokens of an image. They mean nothing to the
+    trainer, and a request with them makes an engine look for one image more."""
+    if state.images is None:
+        return False
+    runs = placeholder_runs(sample.tokens, state.images.vision)
+    if len(runs) == len(references_of(sample)):
+        return False
+    tell(
+        logger,
+        "sample %s wrote the placeholder of an image itself, and does not go on after a cut or a "
+        "turn; it counts as truncated",
+        sample.index,
+        once="wrote an image",
+    )
+    return True
 
 
 async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, Any]) -> None:

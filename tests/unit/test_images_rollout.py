@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,17 @@ class Client(FakeClient):
 
     Args:
         told: prompt tokens that it says it has read, where it does not tell the truth.
+        says: the two tokens of every answer.
     """
 
-    def __init__(self, *reasons: str, told: int | None = None) -> None:
+    def __init__(
+        self, *reasons: str, told: int | None = None, says: Sequence[int] = (65, 66)
+    ) -> None:
         super().__init__()
         self.reasons = list(reasons)
         self.bodies: list[dict[str, Any]] = []
         self.told = told
+        self.says = says
 
     async def generate(
         self, input_ids: list[int], params: dict[str, Any], **extra: Any
@@ -69,7 +73,7 @@ class Client(FakeClient):
         reason = self.reasons.pop(0) if self.reasons else "stop"
         told = len(input_ids) if self.told is None else self.told
         meta = {"finish_reason": {"type": reason}, "prompt_tokens": told, "weight_version": "1"}
-        return GenerateResult([65, 66], [-0.5, -0.5], "AB", reason, meta)
+        return GenerateResult(list(self.says), [-0.5, -0.5], "AB", reason, meta)
 
 
 def state_of(client: Any, prompts: Any, tokenizer: Any, folder: Path) -> Any:
@@ -146,6 +150,21 @@ def test_what_goes_on_keeps_its_images(
     assert client.bodies[-1]["input_ids"] == sample.tokens
     assert client.bodies[-1]["image_data"] == [encoded("landscape")]
     check(again, prompts, "landscape")
+
+
+def test_a_policy_that_writes_placeholders_goes_no_further(
+    prompts: ImagePrompts, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine would look for its image, and refuse the request."""
+    written = [prompts.vision.start_token, prompts.vision.image_token]
+    client = Client("abort", "stop", says=written)
+    state = state_of(client, prompts, tokenizer, tmp_path)
+    sample = play(state, sample_with(tmp_path, prompts, tokenizer, "landscape"))
+    assert len(client.bodies) == 1
+    assert sample.status is SampleStatus.TRUNCATED
+    assert sample.tokens[-2:] == written
+    assert "wrote the placeholder of an image itself" in caplog.text
+    check(sample, prompts, "landscape")
 
 
 def test_a_tool_answers_with_an_image(
