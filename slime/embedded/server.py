@@ -124,6 +124,8 @@ async def load(
     with ThreadPoolExecutor(2, thread_name_prefix="load") as pool:
         await loop.run_in_executor(pool, import_library_for, options.model_path)
         tokenizer_loading = loop.run_in_executor(pool, _tokenizer_of, options)
+        if options.enable_multimodal:  # the tower imports transformers, as the tokenizer does
+            await asyncio.wait([tokenizer_loading])
         engine = await loop.run_in_executor(pool, Engine, options, hub.deliver)
         tokenizer = await tokenizer_loading
     engine.on_death = lambda: loop.call_soon_threadsafe(stopping.set)

@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from examples.seeing import data as seeing_data
+from slime.cli.chat import Conversation
+from slime.cli.serve import sees_images, serving
 from slime.embedded.generate_request import RequestLimits
 from slime.embedded.images import ImageRequests
 from slime.embedded.openai_request import parse_chat
 from slime.engines.request_fields import BadRequest
+from slime.errors import UserError
 from slime.models.images import ImageReader
 from slime.observe.recorder import sample_record
 from slime.observe.run_data import read_stages
@@ -126,3 +130,26 @@ def test_images_that_the_chat_route_refuses(
 ) -> None:
     with pytest.raises(BadRequest, match=message):
         parsed(model, content, sees=sees)
+
+
+def test_a_chat_sends_images_with_its_questions(tmp_path: Path) -> None:
+    """To a served model whose directory says that it sees."""
+    model = tmp_path / "model"
+    seeing_data.write_model(model, seed=3)
+    for name in ("landscape", "portrait"):
+        (tmp_path / f"{name}.png").write_bytes(PICTURES[name])
+    (tmp_path / "text.txt").write_text("no image")
+    sampling = {"temperature": 0.0, "max_tokens": 8}
+    with serving(model, "tiny", engine="embedded") as server:
+        chat = Conversation(server.url, "tiny", sampling, forgets=True)
+        with pytest.raises(UserError, match="takes no images"):
+            next(chat.attach(str(tmp_path / "landscape.png")))
+        chat.sees = sees_images(model)
+        with pytest.raises(UserError, match=r"text\.txt cannot be read as an image"):
+            next(chat.attach(str(tmp_path / "text.txt")))
+        answers = []
+        for name in ("landscape", "portrait", ""):
+            if name:
+                assert "goes with the next question" in next(chat.attach(f"{tmp_path}/{name}.png"))
+            answers.append("".join(chat.ask("how many?")))
+    assert len(set(answers)) > 1

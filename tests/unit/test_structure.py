@@ -27,7 +27,7 @@ BUDGETS = {
     "agents": 1_660,
     "algorithms": 1_390,  # four estimators, sampling masks, divergences
     "checkpoints": 4_660,  # MXFP4, reward models
-    "cli": 2_350,
+    "cli": 2_380,  # images in a chat
     "cluster": 4_500,
     "compat": 1_400,
     "config": 5_660,  # estimators, importance levels, rejection, preferences, images
