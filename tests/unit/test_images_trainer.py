@@ -61,6 +61,27 @@ def test_log_probs_are_those_of_transformers(
     assert farthest <= CLOSE.get(kind, 5e-6)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])
+def test_in_bfloat16_it_is_as_near_as_transformers(kind: str, tmp_path: Path) -> None:
+    """To what float32 computes. The tower's rotary frequencies stay in float32."""
+    model = save_seeing(tmp_path / "hf", kind)
+    reader = ImageReader(tmp_path / "hf")
+    batch = batch_of(reader, [[0, 1, 2], [3, 4, 5]])
+    backend = trainer(hf_checkpoint=str(tmp_path / "hf"), bf16=True, fp32=False, **IMAGES)
+    try:
+        ours = own_log_probs(backend, batch)
+        (chunk,) = backend.model_chunks
+        tower = chunk.module.vision_model
+        assert {buffer.dtype for buffer in tower.buffers()} == {torch.float32}
+    finally:
+        backend.close()
+    with torch.no_grad():
+        exact = torch.cat(their_log_probs(model, reader, batch))
+        theirs = torch.cat(their_log_probs(model.to(torch.bfloat16), reader, batch))
+    error = (torch.cat(ours) - exact).abs().mean()
+    assert error <= 1.5 * (theirs - exact).abs().mean()
+
+
 @pytest.mark.parametrize(
     ("kind", "recompute"), [("qwen3_vl", True), *((kind, False) for kind in SEEING)]
 )
