@@ -421,8 +421,7 @@ class StageMemory:
 
     def _vision(self) -> dict[str, float]:
         """What a trained tower keeps for its backward pass, where half of the tokens are images':
-        of each patch and block the inputs of its norms and matrices, queries, keys and values. An
-        estimate: no run has measured it."""
+        all of one block at a time, where blocks are computed again or are not trained."""
         settings = self.settings
         vision = settings.spec.vision
         if vision is None or self.number:
@@ -430,10 +429,15 @@ class StageMemory:
         is_trained = any(
             p.parameter.rule.is_vision and "merger" not in p.parameter.name for p in self._learning
         )
+        wide, within = vision.kind.kept
+        of_block = wide * vision.hidden_size + within * vision.inner_size
+        kept = of_block
+        if is_trained and settings.recompute.granularity == "full":
+            kept += vision.depth * vision.hidden_size
+        elif is_trained:
+            kept *= vision.depth
         patches = settings.tokens / 2 * vision.merge_size**2
-        kept = (14 * vision.hidden_size + 2 * vision.inner_size) * settings.element
-        blocks = vision.depth if is_trained else 1  # one block's are there at a time without it
-        return {"activations of the vision tower": patches * kept * blocks}
+        return {"activations of the vision tower": patches * kept * settings.element}
 
     def _rounded(self, kind: str | None) -> dict[str, float]:
         """Weights as quantised engines have them, beside the plain ones. The ignore list, which is

@@ -117,4 +117,5 @@ QWEN2_5_VISION = VisionKind(
     (16, 24, 24),
     names=r"visual\..*",
     interleaved=False,
+    kept=(15, 4),
 )

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import pkgutil
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from slime.models.vision import VisionSpec
 
 
-def build_tower(vision: VisionSpec, dtype: torch.dtype) -> nn.Module:
+def build_tower(vision: VisionSpec, dtype: torch.dtype, recompute: bool = False) -> nn.Module:
     """Build tower and projector with the names of transformers' modules, on the CPU, in evaluation
-    mode. Their parameters hold random numbers until weights are loaded."""
+    mode. Their parameters hold random numbers until weights are loaded.
+
+    Args:
+        recompute: blocks keep their inputs alone for the backward pass, and compute the rest again.
+    """
     import transformers
 
     settings = {key: value for key, value in vision.config.items() if key != "model_type"}
@@ -22,8 +28,12 @@ def build_tower(vision: VisionSpec, dtype: torch.dtype) -> nn.Module:
     # older versions do not know it
     transformers.AutoModel.register(module.config_class, module, exist_ok=True)
     make: Any = transformers.AutoModel.from_config
-    tower: nn.Module = make(config, dtype=dtype, attn_implementation="sdpa")
-    return tower.eval()
+    tower: Any = make(config, dtype=dtype, attn_implementation="sdpa")
+    for block in tower.blocks if recompute else ():
+        block.forward = functools.partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+        )
+    return cast(nn.Module, tower.eval())
 
 
 def see(tower: nn.Module, pixels: Tensor, grids: Tensor) -> Tensor:

@@ -44,6 +44,8 @@ class VisionKind:
             run of them.
         sections: where config.json is silent.
         has_levels: features of inner blocks are added behind the first decoder layers.
+        kept: how many times a block keeps a patch for its backward pass, as wide as its hidden
+            states and as those within its MLP. Measured.
     """
 
     module: str
@@ -51,6 +53,7 @@ class VisionKind:
     names: str = r"model\.visual\..*"
     interleaved: bool = True
     has_levels: bool = False
+    kept: tuple[float, float] = (11, 2)
 
 
 @dataclass(frozen=True)

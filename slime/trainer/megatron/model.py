@@ -110,7 +110,8 @@ class PolicyModel(GPTModel):
             for kind in spec.rotary_kinds
         }
         if spec.vision is not None and self.pre_process:
-            self.vision_model = build_tower(spec.vision, config.params_dtype).to(place)
+            again = config.recompute_granularity == "full"
+            self.vision_model = build_tower(spec.vision, config.params_dtype, again).to(place)
             for parameter in self.vision_model.parameters():
                 # then each rank has the gradient of its own positions, and they are summed
                 parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
