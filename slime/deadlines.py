@@ -241,6 +241,8 @@ OPENENV_CONNECT = 30.0
 #: For the hub's first answer; later answers have huggingface_hub's own timeout
 #: (HF_HUB_DOWNLOAD_TIMEOUT).
 HUB_FIRST_ANSWER = 10.0
+#: An image that a row names by its URL (--allow-image-urls).
+IMAGE_DOWNLOAD = 30.0
 
 # -- memory/hardware.py
 HARDWARE_QUERY = 20.0

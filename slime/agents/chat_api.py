@@ -55,8 +55,13 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
         raise BadRequest(
             f"chat_template_kwargs must be without {', '.join(ours)}", "chat_template_kwargs"
         )
+    images = session.images
+    parts = None if images is None else images.parts()
+    messages = read_messages(body, parts)
+    if images is not None and parts is not None:
+        messages = images.attached(messages, parts, "messages")
     return Ask(
-        messages=clean(read_messages(body)),
+        messages=clean(messages),
         tools=read_tools(body),
         max_tokens=optional(body, "max_completion_tokens", integer(1), limit),
         stop=optional(body, "stop", strings(), ()),

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from slime.agents.images import AgentImages
 from slime.engines.chat_answers import tool_call
 from slime.engines.chat_messages import refused, shows_tools
 from slime.engines.reasoning import ReasoningFormat, reasoning_format
@@ -32,7 +33,9 @@ from slime.prompts.conversation import Messages, read_messages
 
 #: Tokens at the end of a prompt in which an opening mark of reasoning is looked for.
 _TAIL = 8
-_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
+_FIELDS = (
+    "role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "images"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ def key_of(message: dict[str, Any], *, with_reasoning: bool = True) -> bytes:
         True
     """
     if message["role"] != "assistant":
-        return orjson.dumps([message["role"], message["content"]])
+        images = [message["images"]] if message.get("images") else []
+        return orjson.dumps([message["role"], message["content"], *images])
     calls = [_call_key(call) for call in message.get("tool_calls") or ()]
     reasoning = (message.get("reasoning_content") or "").strip() if with_reasoning else ""
     return orjson.dumps(["assistant", message["content"].strip(), reasoning, calls])
@@ -160,6 +164,7 @@ class Speech:
     Args:
         calls: how it writes calls of tools; None: they stay text.
         end_tokens: that end an answer.
+        images: in messages; None: the model reads text alone.
     Raises:
         UserError: the tokenizer has no chat template.
     """
@@ -170,6 +175,7 @@ class Speech:
         calls: ToolFormat | None,
         reasoning: ReasoningFormat | None,
         end_tokens: Collection[int],
+        images: AgentImages | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
@@ -177,6 +183,7 @@ class Speech:
                 fix="take an instruct model, or add a chat_template.jinja to its directory",
             )
         self.tokenizer = tokenizer
+        self.images = images
         self.calls = calls
         self.reasoning = reasoning
         self._ends = frozenset(end_tokens)
@@ -188,7 +195,12 @@ class Speech:
         )
 
     @staticmethod
-    def of(tokenizer: Any, family: str, end_tokens: Collection[int]) -> Speech:
+    def of(
+        tokenizer: Any,
+        family: str,
+        end_tokens: Collection[int],
+        images: AgentImages | None = None,
+    ) -> Speech:
         """Args:
         family: `slime.models.family_name`, which tells how it writes calls of tools where the
         template does not.
@@ -196,7 +208,7 @@ class Speech:
         found = getattr(tokenizer, "chat_template", None)
         template = "\n".join(found.values()) if isinstance(found, dict) else found
         calls = tool_format(template or None, family)
-        return Speech(tokenizer, calls, reasoning_format(template), end_tokens)
+        return Speech(tokenizer, calls, reasoning_format(template), end_tokens, images)
 
     # -- messages to tokens ------------------------------------------------------------------------
 
@@ -216,7 +228,7 @@ class Speech:
             BadRequest: the chat template refuses the messages.
         """
         render = before_past_turn if to_past else render_messages
-        return self._encode(self._rendered(render, ask, messages))
+        return self._encode(self._rendered(render, ask, messages), messages)
 
     def between(
         self, ask: Ask, before: list[int], messages: Messages, *, to_past: bool = False
@@ -229,10 +241,13 @@ class Speech:
             BadRequest: the chat template refuses the messages.
         """
         text = self._rendered(between_turns, ask, messages, to_past=to_past)
-        return without_repeated_end(before, self._encode(text))
+        return without_repeated_end(before, self._encode(text, messages))
 
     def _rendered(self, render: Any, ask: Ask, messages: Messages, **options: Any) -> str:
-        shown = messages
+        shown = [
+            {key: value for key, value in message.items() if key != "images"}
+            for message in messages
+        ]
         if not self._takes_any_order:
             shown = in_turns(shown, begins=render is not between_turns)
         try:
@@ -248,8 +263,9 @@ class Speech:
             raise BadRequest("the messages have half a character in them", "messages") from error
         return text
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+    def _encode(self, text: str, messages: Messages) -> list[int]:
+        tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
+        return tokens if self.images is None else self.images.expand(tokens, messages)
 
     # -- tokens to what is said --------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.agents.conversation import Speech
+from slime.agents.images import AgentImages
 from slime.agents.programs import Finished, run_program
 from slime.agents.server import AgentServer, shared_server
 from slime.agents.session import AgentSession
@@ -237,15 +238,34 @@ def agent_endpoint(
         UserError: called outside a rollout, or for a model without chat template.
     """
     state = current_state(args)
-    speech = _speech_of(state.tokenizer, state.args.hf_checkpoint, state.end_tokens)
+    speech = _speech_of(
+        state.tokenizer, state.args.hf_checkpoint, state.end_tokens, _images_of(state)
+    )
     options: dict[str, Any] = {"dropped_reasoning": dropped_reasoning, "max_turns": max_turns}
     return AgentEndpoint(AgentSession(state, sample, sampling_params, speech, **options))
 
 
 @lru_cache(maxsize=4)
-def _speech_of(tokenizer: Any, model: str | None, end_tokens: frozenset[int]) -> Speech:
+def _speech_of(
+    tokenizer: Any,
+    model: str | None,
+    end_tokens: frozenset[int],
+    images: AgentImages | None,
+) -> Speech:
     """Chat template and marks of a model, read once."""
-    return Speech.of(tokenizer, family_name(model) if model else "", end_tokens)
+    return Speech.of(tokenizer, family_name(model) if model else "", end_tokens, images)
+
+
+def _images_of(state: GenerateState) -> AgentImages | None:
+    if state.images is None:
+        return None
+    return _agent_images(
+        state.images, state.tokenizer, state.media_folder, state.args.images_per_sample
+    )
+
+
+#: Made once for a run, as what its conversations share.
+_agent_images = lru_cache(maxsize=4)(AgentImages)
 
 
 def _address(state: GenerateState) -> str:

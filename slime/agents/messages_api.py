@@ -54,8 +54,13 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
             raise BadRequest(
                 f"messages[{index}] must be an object with the role user or assistant", "messages"
             )
+    images = session.images
+    parts = None if images is None else images.parts()
     with refused("messages"):
-        found += read_messages(messages)
+        own = read_messages(messages, images=parts)
+    if images is not None and parts is not None:
+        own = images.attached(own, parts, "messages")
+    found += own
     if found[-1]["role"] == "assistant":
         raise BadRequest(
             "the last message must not be the assistant's: its beginning cannot be given here",

@@ -56,7 +56,7 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
         if isinstance(given, str)
         else LIST.read("input", given)
     )
-    history = history + _messages(items)
+    history = history + _messages(items, session)
     if not history:
         raise BadRequest("input must have at least one item", "input")
     instructions = optional(body, "instructions", TEXT, "")
@@ -106,7 +106,7 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return [{"type": "function", "function": shape} for shape in shapes] or None
 
 
-def _messages(items: list[Any]) -> Messages:
+def _messages(items: list[Any], session: AgentSession) -> Messages:
     """Items as messages: reasoning, text and calls in a row are one message of the assistant."""
     given = []
     for index, item in enumerate(items):
@@ -117,8 +117,11 @@ def _messages(items: list[Any]) -> Messages:
                     f"the role of input[{index}] must be one of {', '.join(_ROLES)}", "input"
                 )
         given.append(item)
+    images = session.images
+    parts = None if images is None else images.parts()
     with refused("input"):
-        return read_messages(given, where="input")
+        found = read_messages(given, where="input", images=parts)
+    return found if images is None or parts is None else images.attached(found, parts, "input")
 
 
 # -- answers ---------------------------------------------------------------------------------------

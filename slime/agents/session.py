@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from slime.agents.conversation import Ask, Speech
+from slime.agents.images import AgentImages
 from slime.agents.turns import Book, DroppedReasoning, Turn, TurnPosition
 from slime.engines.api import EngineError
 from slime.engines.client import RequestRefused
 from slime.log import get_logger
 from slime.rollout.generate import GenerateState, generate
+from slime.samples.media import IMAGES
 from slime.samples.types import Sample, SampleStatus
 
 logger = get_logger(__name__)
@@ -83,6 +85,11 @@ class AgentSession:
         own = sample.apply_chat_template_kwargs or state.args.apply_chat_template_kwargs
         self._template_kwargs: dict[str, Any] = dict(own or {})
 
+    @property
+    def images(self) -> AgentImages | None:
+        """Images in messages; None: the model reads text alone."""
+        return self.book.speech.images
+
     def with_kwargs(self, ask: Ask) -> Ask:
         """The request with the run's arguments of the chat template, where it brings none of its
         own."""
@@ -128,6 +135,10 @@ class AgentSession:
             tokens=list(place.prompt),
             trace=self.sample.trace,
         )
+        if place.images:
+            assert self.images is not None
+            self.images.check(place.images)
+            sample.multimodal_inputs = {IMAGES: list(place.images)}
         params = self._params_for(ask, place)
         with self._in_flight():
             await self._generate(sample, params)

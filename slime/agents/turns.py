@@ -25,7 +25,9 @@ import numpy as np
 import orjson
 
 from slime.agents.conversation import Ask, Reading, Speech, call_ids, digest, key_of
+from slime.agents.images import images_in
 from slime.prompts.conversation import Messages
+from slime.samples.media import IMAGES
 from slime.samples.sampling_mask import mask_rows
 from slime.samples.types import PrefixCacheInfo, Sample, SampleStatus, SpecInfo
 
@@ -47,6 +49,8 @@ class Turn:
         sampling_mask: the tokens that each of the answer's was drawn from; None where the engine
             was not asked (--use-sampling-mask).
         length: tokens up to the answer's end, the parents' included.
+        images: references of those before its answer, the parents' included.
+        media: their places, as in ``Sample.multimodal_train_inputs``; None without any.
     """
 
     parent: Turn | None
@@ -66,6 +70,8 @@ class Turn:
     sampling_mask: list[list[int]] | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     length: int = 0
+    images: list[str] = field(default_factory=list)
+    media: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.length = (self.parent.length if self.parent else 0) + len(self.lead) + len(self.output)
@@ -99,6 +105,7 @@ class TurnPosition:
         twin: requests with the same history before it.
         said: the texts in `lead`.
         known: messages of the request that are the parent's conversation.
+        images: references of those in `prompt`.
     """
 
     parent: Turn | None
@@ -108,6 +115,7 @@ class TurnPosition:
     twin: int = 0
     said: list[str] = field(default_factory=list)
     known: int = 0
+    images: list[str] = field(default_factory=list)
 
 
 class Book:
@@ -150,17 +158,33 @@ class Book:
         rest = ask.messages[count:]
         lead = self._tokens(ask, rest, parent)
         before = parent.tokens() if parent is not None else []
+        images = images_in(ask.messages)
         if parent is None:  # the client may have told the same in another way
             before = max(
-                (known for turn in self.turns if (known := _beginning(turn, lead))),
+                (
+                    known
+                    for turn in self.turns
+                    if turn.images == images[: len(turn.images)]
+                    and (known := _beginning(turn, lead))
+                ),
                 key=len,
                 default=[],
             )
-            parent = next((turn for turn in self.turns if before and turn.tokens() == before), None)
+            parent = next(
+                (
+                    turn
+                    for turn in self.turns
+                    if before
+                    and turn.tokens() == before
+                    and turn.images == images[: len(turn.images)]
+                ),
+                None,
+            )
             lead = lead[len(before) :]
             rest = rest if parent is None else self._behind(parent, rest)
         said = [message["content"] for message in rest] if parent is not None else []
-        return TurnPosition(parent, lead, before + lead, history, self._asked[history], said, count)
+        twin = self._asked[history]
+        return TurnPosition(parent, lead, before + lead, history, twin, said, count, images)
 
     def _longest_known(self, ask: Ask) -> tuple[bytes, Turn | None, int]:
         """Digest of all messages; the last turn that they begin with, and how many of them that
@@ -261,6 +285,8 @@ class Book:
             sampling_mask=mask_rows(
                 answer.rollout_top_p_token_ids, answer.rollout_top_p_token_offsets
             ),
+            images=place.images,
+            media=answer.multimodal_train_inputs,
         )
         self.turns.append(turn)
         message = reading.message()
@@ -369,6 +395,11 @@ def _fill(sample: Sample, path: list[Turn], trained: set[int]) -> None:
             sample.prefix_cache_info = _sum(sample.prefix_cache_info, turn.cache)
         sample.weight_versions += turn.weight_versions
     end = path[-1]
+    if end.images:
+        sample.multimodal_inputs = {IMAGES: list(end.images)}
+        sample.multimodal_train_inputs = copy.deepcopy(end.media)
+    else:
+        sample.multimodal_inputs = sample.multimodal_train_inputs = None
     sample.rollout_routed_experts = end.routed_experts
     sample.status = end.status
 

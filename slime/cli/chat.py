@@ -4,12 +4,13 @@ slime chat outputs/sums                            the newest model of a run, wi
 slime chat Qwen3-0.6B --adapter DIR                a model with an adapter
 echo 'What is 17 + 25?' | slime chat Qwen3-0.6B    without a terminal: a question per line
 
-/reset forgets the conversation, /system TEXT sets the system prompt and begins anew, /quit leaves
-(Ctrl-D too); Ctrl-C ends an answer early.
+/reset forgets the conversation, /system TEXT sets the system prompt and begins anew, /image FILE
+goes with the next question, /quit leaves (Ctrl-D too); Ctrl-C ends an answer early.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
 import io
@@ -25,7 +26,7 @@ from slime import deadlines
 from slime.checkpoints.run_models import data_path, stage_configs
 from slime.cli.arguments import Arguments, at_least_one
 from slime.cli.model_source import ChosenModel, NamedModels, chosen_model, model_name, named_models
-from slime.cli.serve import add_model_flags, leave_on_signals, serving
+from slime.cli.serve import add_model_flags, leave_on_signals, sees_images, serving
 from slime.engines.keys import header_of, key_of
 from slime.engines.tool_calls import chat_template
 from slime.errors import RunFailed, UserError
@@ -38,7 +39,7 @@ from slime.prompts.readers import iter_rows
 _TOY_BYTES = 20e6
 #: Longer questions are shown by their first characters.
 _EXAMPLE_LENGTH = 400
-_COMMANDS = "/reset, /system TEXT, /quit"
+_COMMANDS = "/reset, /system TEXT, /image FILE, /quit"
 
 
 def main(argv: list[str]) -> int:
@@ -73,6 +74,7 @@ def main(argv: list[str]) -> int:
         conversation = Conversation(
             server.url, name, sampling, flags.system, has_turns=has_turns, forgets=is_toy
         )
+        conversation.sees = has_turns and sees_images(directory)
         if example is not None:
             print(f"the run's questions look like this: {example}", file=sys.stderr)
         if is_toy:
@@ -174,6 +176,8 @@ def _talk(conversation: Conversation, is_terminal: bool) -> None:
         elif command == "/system":
             conversation.system = rest.strip() or None
             conversation.reset()
+        elif command == "/image":
+            _show(conversation.attach(rest.strip()), is_terminal)
         elif command.startswith("/") and command[1:].isalpha():
             print(f"there is no {command}; there are {_COMMANDS}", file=sys.stderr)
         elif line:
@@ -246,11 +250,33 @@ class Conversation:
         self._sampling = sampling
         self._has_turns = has_turns
         self._key = header_of(key_of(url))
-        self._turns: list[dict[str, str]] = []
+        self._turns: list[dict[str, Any]] = []
+        self._images: list[dict[str, Any]] = []
+        self.sees = False
 
     def reset(self) -> None:
         """Forget the conversation; the system prompt stays."""
         self._turns = []
+        self._images = []
+
+    def attach(self, path: str) -> Iterator[str]:
+        """Send an image with the next question; yields what to say of it.
+
+        Raises:
+            UserError: the model takes none, or the file is none.
+        """
+        from slime.models.images import ImageError, decoded, upright
+
+        if not self.sees:
+            raise UserError("this model takes no images, or has no image processor")
+        try:
+            data = Path(path).read_bytes()
+            decoded(data)
+        except (OSError, ImageError) as error:
+            raise UserError(f"{path} cannot be read as an image", why=str(error)) from error
+        url = {"url": f"data:image;base64,{base64.b64encode(upright(data)).decode('ascii')}"}
+        self._images.append({"type": "image_url", "image_url": url})
+        yield f"{Path(path).name} goes with the next question"
 
     def ask(self, text: str) -> Iterator[str]:
         """The pieces of the answer. It becomes part of the conversation, also when it is not taken
@@ -265,7 +291,9 @@ class Conversation:
                 "/v1/completions", {"prompt": text}, lambda choice: choice["text"]
             )
             return
-        question = {"role": "user", "content": text}
+        content = [*self._images, {"type": "text", "text": text}] if self._images else text
+        self._images = []
+        question = {"role": "user", "content": content}
         system = [{"role": "system", "content": self.system}] if self.system else []
         body = {"messages": [*system, *self._turns, question]}
         pieces: list[str] = []

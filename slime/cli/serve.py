@@ -303,12 +303,21 @@ def remove_logs_of_the_dead() -> None:
 
 def more_words(record: EngineKind, name: str, directory: Path) -> list[str]:
     """What a server has on its command line beyond that of an engine of a run: the name that
-    clients use, and how it is to read calls of tools, where it does not find that out itself."""
+    clients use, and what it does not find out itself: how it is to read calls of tools, and that
+    the model sees images."""
     words = ["--served-model-name", name]
     found = tool_format(chat_template(directory), family_name(directory))
     if found is not None and found.sglang_parser:
         words += record.tool_call_words(found.sglang_parser)
-    return words
+    return [*words, *record.image_words] if sees_images(directory) else words
+
+
+def sees_images(directory: Path) -> bool:
+    """Tell whether the model of a directory takes images, which need its image processor."""
+    config = read_hf_config(directory)
+    family = family_of(config) if family_name(config) else None
+    sees = family is not None and family.vision is not None
+    return sees and (directory / "preprocessor_config.json").is_file()
 
 
 def _welcome(url: str, models: NamedModels, new_key: str) -> str:

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 from slime.config.checks_distillation import distillation
+from slime.config.checks_images import images
 from slime.config.draft import Draft
 from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.estimators import FACTS
@@ -518,6 +519,7 @@ STEPS = (
     _preferences,
     _trained,
     _lora,
+    images,
     _deterministic,
     _expressions,
     _loss_scale,

@@ -17,6 +17,7 @@ from slime.config.flags import GROUPS, all_flags, own_flags
 from slime.config.groups_algorithm import AlgorithmConfig
 from slime.config.groups_critic import CriticConfig
 from slime.config.groups_distillation import DistillationConfig
+from slime.config.groups_images import ImagesConfig
 from slime.config.groups_lora import LoraConfig
 from slime.config.groups_megatron import MegatronConfig
 from slime.config.groups_preference import PreferenceConfig
@@ -102,6 +103,7 @@ class Config:
 
     cluster: ClusterConfig
     data: DataConfig
+    images: ImagesConfig
     rollout: RolloutConfig
     reward: RewardConfig
     eval: EvalConfig

@@ -17,6 +17,7 @@ from slime.config import (
     groups_algorithm,
     groups_critic,
     groups_distillation,
+    groups_images,
     groups_lora,
     groups_megatron,
     groups_preference,
@@ -35,6 +36,7 @@ from slime.errors import UserError
 GROUPS: dict[str, type] = {
     "cluster": groups_run.ClusterConfig,
     "data": groups_rollout.DataConfig,
+    "images": groups_images.ImagesConfig,
     "rollout": groups_rollout.RolloutConfig,
     "reward": groups_rollout.RewardConfig,
     "eval": groups_rollout.EvalConfig,

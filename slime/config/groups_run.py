@@ -157,9 +157,9 @@ class ObserveConfig:
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("driver",)
 
-    output_dir: str = flag("outputs")
+    output_dir: str = flag("outputs", read_by=("driver", "collection"))
     """Directory of run folders; `tensorboard --logdir` reads it."""
-    run_name: str = derived("<model>-<YYYYMMDD-HHMMSS>")
+    run_name: str = derived("<model>-<YYYYMMDD-HHMMSS>", read_by=("driver", "collection"))
     """Name of the run folder inside --output-dir."""
     stage: str | None = flag(None, read_by=("driver", "samples"))
     """Name of this stage, when several runs (SFT, then RL) share one run folder and its

@@ -107,6 +107,18 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         type=int,
         help="refuse to load more adapters at once (default: no limit)",
     )
+    add(
+        "--enable-multimodal",
+        action="store_true",
+        help="load the tower that sees images, which requests bring in image_data",
+    )
+    add("--image-max-pixels", type=int, help="scale larger images down (default: the model's)")
+    add(
+        "--limit-images",
+        type=int,
+        default=16,
+        help="refuse prompts with more images (default: %(default)s)",
+    )
     add("--random-seed", type=int, default=42, help="seeds requests that bring no sampling_seed")
     add("--num-threads", type=int, help="CPU threads (default: OMP_NUM_THREADS, or one per core)")
     add("--parent-pid", type=int, help="end when this process ends")

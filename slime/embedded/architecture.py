@@ -19,6 +19,7 @@ from slime.models.quantised import is_mxfp4
 from slime.models.rotary import layer_frequencies
 from slime.models.spec import ModelSpec, RotaryKind, named_dtype
 from slime.models.table import ModelFamily
+from slime.models.vision import seeing
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,11 @@ class Architecture:
         return bool(self.spec.transformer.get("layernorm_zero_centered_gamma"))
 
     @staticmethod
-    def from_dir(model_path: str | Path) -> Architecture:
+    def from_dir(model_path: str | Path, sees_images: bool = False) -> Architecture:
         """Read ``config.json`` (and the stop tokens of ``generation_config.json``).
 
+        Args:
+            sees_images: with the tower that sees them.
         Raises:
             UserError: no such file, or a model that this engine does not implement.
         """
@@ -151,6 +154,8 @@ class Architecture:
         config = json.loads(path.read_text())
         generation_path = path.with_name("generation_config.json")
         generation = json.loads(generation_path.read_text()) if generation_path.is_file() else {}
+        if sees_images:
+            config = seeing(config)
         return Architecture.from_config(config, generation.get("eos_token_id"))
 
     @staticmethod

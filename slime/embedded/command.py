@@ -39,6 +39,10 @@ def embedded_command(
         argv += ["--max-context-len", str(longest)]
     if config.lora.lora_rank and is_policy:
         argv += ["--enable-lora", "--max-lora-rank", str(config.lora.lora_rank)]
+    if config.images.multimodal_keys and is_policy:
+        argv += ["--enable-multimodal", "--limit-images", str(config.images.images_per_sample)]
+        if config.images.image_max_pixels is not None:
+            argv += ["--image-max-pixels", str(config.images.image_max_pixels)]
     if config.rollout.deterministic:
         argv += ["--deterministic"]
     if config.train.use_rollout_routing_replay and is_policy:

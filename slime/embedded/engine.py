@@ -56,6 +56,9 @@ class EngineOptions:
     lora_paths: tuple[tuple[str, str], ...] = ()
     max_lora_rank: int | None = None
     max_loaded_loras: int | None = None
+    enable_multimodal: bool = False
+    image_max_pixels: int | None = None
+    limit_images: int = 16
 
 
 class EngineDead(Exception):
@@ -75,7 +78,7 @@ class Engine:
     def __init__(self, options: EngineOptions, deliver: Deliver) -> None:
         self.options = options
         self.device = _device(options.device)
-        self.arch = Architecture.from_dir(options.model_path)
+        self.arch = Architecture.from_dir(options.model_path, options.enable_multimodal)
         if options.record_experts and self.arch.experts is None:
             raise UserError(
                 f"{options.model_path} has no layers of experts",

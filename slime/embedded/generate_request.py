@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.embedded.adapters import Adapter, AdapterTable
+from slime.embedded.images import ImageRequests, SequenceImages
 from slime.embedded.sequence import Sequence, TextStream, Tokenizer
 from slime.engines.request_fields import (
     FLAG,
@@ -29,7 +30,7 @@ from slime.engines.request_fields import (
 _FIELDS = (
     "rid", "text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len",
     "top_logprobs_num", "return_text_in_logprobs", "return_routed_experts",
-    "routed_experts_start_len", "return_sampling_mask", "stream", "lora_path",
+    "routed_experts_start_len", "return_sampling_mask", "stream", "lora_path", "image_data",
 )  # fmt: skip
 #: Known to SGLang for every kind of request, without effect on what is generated; and for
 #: ``/generate`` alone.
@@ -49,8 +50,8 @@ UNSUPPORTED = (
     "bootstrap_host", "bootstrap_port", "bootstrap_room",
 )  # fmt: skip
 _UNSUPPORTED = (
-    *UNSUPPORTED, "input_embeds", "positional_embed_overrides", "image_data", "video_data",
-    "audio_data", "mm_hashes", "token_ids_logprob", "multi_item_delimiter_indices",
+    *UNSUPPORTED, "input_embeds", "positional_embed_overrides", "video_data", "audio_data",
+    "mm_hashes", "token_ids_logprob", "multi_item_delimiter_indices",
     "return_indexer_topk", "return_entropy", "return_bytes",
     "require_reasoning", "lora_id", "bootstrap_pair_key", "decode_tp_size",
 )  # fmt: skip
@@ -66,6 +67,7 @@ class RequestLimits:
         noise: source of seeds for requests that bring none.
         records_experts: whether answers can say which experts were chosen.
         adapters: that requests may name; None: none at all.
+        images: how requests bring images; None: text alone is served.
     """
 
     vocab_size: int
@@ -75,6 +77,7 @@ class RequestLimits:
     noise: random.Random
     records_experts: bool = False
     adapters: AdapterTable | None = None
+    images: ImageRequests | None = None
 
     def adapter(self, name: str | None) -> Adapter | None:
         """The adapter that a request names; None where it names none.
@@ -133,6 +136,7 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
     refuse_unknown(body, _FIELDS, _WITHOUT_EFFECT, _UNSUPPORTED)
     prompts, is_batch = _prompts(body, limits)
     count = len(prompts)
+    prompts, images = _with_images(body.get("image_data"), prompts, is_batch, limits)
 
     def each(name: str, default: Any, kind: FieldKind | None = None) -> list[Any]:
         return _per_prompt(body.get(name), name, count, is_batch, default, kind)
@@ -189,6 +193,7 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
                 stream=stream,
                 adapter=adapters[index],
                 keeps_mask=masks[index],
+                images=images[index],
             )
             jobs.append(Job(sequence, params[index], wants, with_text, experts_start))
     return GenerateRequest(jobs, is_single=not is_batch and n == 1, stream=stream, n=n)
@@ -206,6 +211,7 @@ def make_sequence(
     stream: bool = False,
     adapter: Adapter | None = None,
     keeps_mask: bool = False,
+    images: SequenceImages | None = None,
 ) -> Sequence:
     """Make a sequence whose ``max_new_tokens`` fits the context.
 
@@ -243,6 +249,7 @@ def make_sequence(
         stream=stream,
         adapter=adapter,
         keeps_mask=keeps_mask,
+        images=images,
     )
 
 
@@ -299,6 +306,30 @@ def _prompts(body: Mapping[str, Any], limits: RequestLimits) -> tuple[list[list[
     if any(not prompt for prompt in prompts):
         raise BadRequest("a prompt is empty")
     return prompts, is_batch
+
+
+def _with_images(
+    given: Any, prompts: list[list[int]], is_batch: bool, limits: RequestLimits
+) -> tuple[list[list[int]], list[SequenceImages | None]]:
+    """The prompts with all placeholders of their images, and the images of each."""
+    if limits.images is None:
+        if not asks_for_nothing(given):
+            raise BadRequest(
+                "this engine serves text alone; a model that sees images is served with "
+                "--enable-multimodal",
+                "image_data",
+            )
+        return prompts, [None] * len(prompts)
+    each = given if is_batch else [given]
+    if each is None:
+        each = [None] * len(prompts)
+    if not isinstance(each, list) or len(each) != len(prompts):
+        raise BadRequest(
+            f"image_data must be a list with the images of each of the {len(prompts)} prompts",
+            "image_data",
+        )
+    read = [limits.images.read(prompt, own) for prompt, own in zip(prompts, each)]
+    return [prompt for prompt, _ in read], [images for _, images in read]
 
 
 def _check_ids(prompt: Any, vocab_size: int) -> None:

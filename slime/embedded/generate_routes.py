@@ -122,7 +122,11 @@ def ready_to_generate(state: ServerState) -> None:
 async def generate(request: web.Request) -> web.StreamResponse:
     state = state_of(request)
     ready_to_generate(state)
-    parsed = parse_generate(await json_body(request), state.limits)
+    body = await json_body(request)
+    if body.get("image_data"):  # decoding them would hold up the other requests
+        parsed = await asyncio.to_thread(parse_generate, body, state.limits)
+    else:
+        parsed = parse_generate(body, state.limits)
     sequences = [job.sequence for job in parsed.jobs]
     refuse_known_rids(state, [sequence.rid for sequence in sequences])
     if parsed.stream:

@@ -14,6 +14,7 @@ KIND = EngineKind(
     embedded.dtype_of,
     served_models=lambda config: served_models(config, embedded.GROUP_RULES),
     computed_here=True,
+    image_words=("--enable-multimodal",),
     adapter_words=lambda adapters: ("--lora-paths", *named_paths(adapters)),
     if_out_of_memory=("a smaller --embedded-max-slots", "a smaller --rollout-max-context-len"),
     if_killed=("a smaller --embedded-max-slots, if the host ran out of memory",),

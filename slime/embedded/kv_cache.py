@@ -386,7 +386,7 @@ class Slot:
 
     def offer(self, sequence: Sequence, count: int) -> None:
         """Let the first ``count`` tokens of a sequence, which are computed here, be reused."""
-        self.tokens = sequence.tokens()[:count]
+        self.tokens = sequence.distinct_tokens()[:count]
         self.experts = None if sequence.experts is None else sequence.experts.first(count)
 
 

@@ -14,10 +14,11 @@ from typing import Protocol
 import torch
 
 from slime.embedded.architecture import Architecture, Rope
+from slime.embedded.images import SeenImages
 from slime.embedded.layers import ExpertMLP, Linear, Mlp, TokenEmbedding, rms_norm
 from slime.embedded.low_rank import AdaptedRows
 from slime.embedded.states import StateRows
-from slime.models.rotary import query_factors
+from slime.models.rotary import frequency_axes, query_factors
 from slime.models.spec import RotaryKind
 
 
@@ -143,6 +144,8 @@ class Decoder:
         chosen: list[torch.Tensor] | None = None,
         observer: Observer | None = None,
         adapted: AdaptedRows | None = None,
+        turns: torch.Tensor | None = None,
+        seen: SeenImages | None = None,
     ) -> torch.Tensor:
         """Hidden states [tokens, hidden] after the last norm; token_ids and positions are int64
         [tokens].
@@ -151,9 +154,14 @@ class Decoder:
             chosen: gets the chosen experts, int64 [tokens, k] for each layer that has experts.
             observer: is shown each part's output; costs a subtraction per part.
             adapted: which tokens have an adapter; None if none has.
+            turns: rotary positions [3, tokens] in time, row and column; None: ``positions``.
+            seen: features of images in place of tokens.
         """
         angles = {
-            kind: (cos[positions], sin[positions]) for kind, (cos, sin) in self.angles.items()
+            kind: (cos[positions], sin[positions])
+            if turns is None
+            else (self._turned(cos, turns), self._turned(sin, turns))
+            for kind, (cos, sin) in self.angles.items()
         }
         if self.arch.spec.query_scaling is not None:
             factors = query_factors(self.arch.spec.query_scaling, positions)
@@ -161,6 +169,8 @@ class Decoder:
         hidden = self.embedding(token_ids, adapted)
         if self.arch.spec.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(self.arch.spec.embedding_scale, dtype=hidden.dtype)
+        if seen is not None:
+            hidden = seen.placed(hidden)
         if observer is not None:
             observer.saw("embedding", hidden)
         for number, layer in enumerate(self.layers):
@@ -184,6 +194,8 @@ class Decoder:
                 else layer.mlp
             )
             hidden = self._added(partial(mlp, normed), hidden, layer.post_mlp_norm, adapted)
+            if seen is not None:
+                hidden = seen.added(hidden, number)
             if observer is not None:
                 observer.saw(f"{number}.mlp norm", normed)
                 observer.saw(f"{number}.mlp", hidden - before)
@@ -192,6 +204,13 @@ class Decoder:
         if observer is not None:
             observer.saw("norm", normed)
         return normed
+
+    def _turned(self, table: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        """Rows of a rotary table [positions, 1, dims] for tokens whose pairs turn by different
+        positions, [tokens, 1, dims]."""
+        axes = frequency_axes(self.arch.spec).to(table.device)
+        whole = axes.repeat_interleave(2) if self.arch.rope.interleaved else axes.repeat(2)
+        return table[turns[whole].t(), 0, torch.arange(len(whole), device=table.device)][:, None]
 
     def logits(self, hidden: torch.Tensor, adapted: AdaptedRows | None = None) -> torch.Tensor:
         """[rows, vocab] in the weights' dtype."""

@@ -32,6 +32,7 @@ from slime.engines.request_fields import (
 )
 from slime.engines.tool_calls import ToolFormat, Tools, tool_schemas
 from slime.prompts.chat_template import template_form
+from slime.prompts.conversation import ImageParts
 
 #: OpenAI's words for sampling parameters that have another name here.
 _RENAMED = {
@@ -119,13 +120,18 @@ def parse_chat(
     refuse_unknown(body, (*_SAMPLING, *_SHARED, *_CHAT), _WITHOUT_EFFECT, _UNSUPPORTED)
     _check_temperature(body)
     wants = optional(body, "logprobs", FLAG, False)
+    images = None
+    if limits.images is not None and tokenizer is not None:
+        images = ImageParts(limits.images.placeholder(tokenizer))
     asked = {
-        "input_ids": render_chat(body, tokenizer),
+        "input_ids": render_chat(body, tokenizer, images),
         "return_logprob": wants,
         "top_logprobs_num": optional(body, "top_logprobs", integer(0, limits.vocab_size), 0)
         if wants
         else 0,
     }
+    if images is not None and images.sources:
+        asked["image_data"] = images.sources
     defaults: dict[str, Any] = {"max_new_tokens": None}
     tools = tool_schemas(read_tools(body) or []) if calls is not None else {}
     if tools and calls is not None and calls.special_marks:
@@ -168,15 +174,19 @@ def parse_completion(body: dict[str, Any], limits: RequestLimits, model: str) ->
     return request
 
 
-def render_chat(body: Mapping[str, Any], tokenizer: Any) -> list[int]:
+def render_chat(
+    body: Mapping[str, Any], tokenizer: Any, images: ImageParts | None = None
+) -> list[int]:
     """Apply the model's chat template to ``messages``; returns token ids.
 
+    Args:
+        images: collects images; None: they are refused.
     Raises:
         BadRequest: messages of a form that the template or a text model does not take.
     """
     if tokenizer is None or not tokenizer.chat_template:
         raise BadRequest("this model has no chat template; use /generate or /v1/completions")
-    messages = read_messages(body)
+    messages = read_messages(body, images)
     tools = read_tools(body)
     if tools and not shows_tools(tokenizer):
         raise BadRequest(

@@ -3,6 +3,7 @@ tokenizer's routes."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
@@ -101,9 +102,12 @@ def _unknown_model(state: ServerState, name: str) -> web.Response | None:
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = state_of(request)
     ready_to_generate(state)
-    asked = parse_chat(
-        await json_body(request), state.limits, state.tokenizer, state.model_name, state.tool_format
-    )
+    given = (state.limits, state.tokenizer, state.model_name, state.tool_format)
+    body = await json_body(request)
+    if state.limits.images is None:
+        asked = parse_chat(body, *given)
+    else:  # decoding images would hold up the other requests
+        asked = await asyncio.to_thread(parse_chat, body, *given)
     return _unknown_model(state, asked.model) or await _answer(
         request, asked, _chat_choice, _chat_chunks, "chat.completion", "chat.completion.chunk"
     )

@@ -18,10 +18,13 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
+import numpy as np
 import torch
 
 from slime.embedded.attention import DecodeAttention, PrefillAttention
+from slime.embedded.images import FeatureCache, SeenImages
 from slime.embedded.kv_cache import KVCache, SlotTable, common_prefix, key_of
 from slime.embedded.low_rank import AdaptedRows
 from slime.embedded.model import Attend
@@ -88,6 +91,7 @@ class Scheduler:
         self._followers: dict[Sequence, list[Sequence]] = {}
         self._leader_of_prompt: dict[tuple[int, bytes], Sequence] = {}
         self._done: list[Sequence] = []
+        self._features = FeatureCache()
         # where others that wait for a prefill branch off, in a model whose layers keep states
         self._branches: dict[Sequence, set[int]] = {}
 
@@ -184,14 +188,14 @@ class Scheduler:
         """Whether one that is prefilled now shares a long prefix, without being the same prompt."""
         if sequence.deferred or not self.prefilling:
             return False
-        tokens = sequence.tokens()
+        tokens = sequence.distinct_tokens()
         if _prompt_key(sequence) in self._leader_of_prompt:
             return False
         found = False
         for other in self._leader_of_prompt.values():
             if other.adapter is not sequence.adapter:
                 continue
-            shared = common_prefix(tokens, other.prompt)
+            shared = common_prefix(tokens, other.distinct_tokens()[: len(other.prompt)])
             if self.cache.states is None:
                 found = found or shared >= _WORTH_WAITING
             elif shared - other.num_computed >= CHUNK:
@@ -205,7 +209,7 @@ class Scheduler:
         if not sequence.times.started:
             sequence.times.started = time.monotonic()
         self._ensure_length(sequence.length + 1)
-        tokens = sequence.tokens()
+        tokens = sequence.distinct_tokens()
         epoch = self.store.epoch
         leader = self._leader_of_prompt.get(_prompt_key(sequence))
         if (
@@ -355,10 +359,12 @@ class Scheduler:
         """Hidden states; ``places`` says of which sequence and positions (first, count) the tokens
         are."""
         adapted = self._adapted([(sequence, count) for sequence, _, count in places])
+        turns, seen = self._images(places)
+        forward = partial(self.store.model.forward, adapted=adapted, turns=turns, seen=seen)
         if self._recorded is None:
-            return self.store.model.forward(ids, positions, attend, adapted=adapted)
+            return forward(ids, positions, attend)
         chosen: list[torch.Tensor] = []
-        hidden = self.store.model.forward(ids, positions, attend, chosen, adapted=adapted)
+        hidden = forward(ids, positions, attend, chosen)
         rows = rows_of(chosen)
         offset = 0
         for sequence, start, count in places:
@@ -366,6 +372,20 @@ class Scheduler:
             sequence.experts.write(start, rows[offset : offset + count])
             offset += count
         return hidden
+
+    def _images(
+        self, places: list[tuple[Sequence, int, int]]
+    ) -> tuple[torch.Tensor | None, SeenImages | None]:
+        """Rotary positions [3, tokens], where some sequence has images, and features of images in
+        place of tokens."""
+        if all(sequence.images is None for sequence, _, _ in places):
+            return None, None
+        assert self.store.tower is not None
+        turns = np.concatenate([s.turns(start, count) for s, start, count in places], axis=1)
+        own = [(sequence.images, start, count) for sequence, start, count in places]
+        device = self.cache.device
+        seen = self._features.see(self.store.tower, self.store.epoch, own, device)
+        return torch.from_numpy(turns).to(device), seen
 
     def _adapted(self, places: list[tuple[Sequence, int]]) -> AdaptedRows | None:
         """The adapters of rows, of which each sequence has a number."""
@@ -496,4 +516,4 @@ class Scheduler:
 
 def _prompt_key(sequence: Sequence) -> tuple[int, bytes]:
     """Sequences of equal keys have equal keys and values."""
-    return key_of(sequence), sequence.tokens().tobytes()
+    return key_of(sequence), sequence.distinct_tokens().tobytes()

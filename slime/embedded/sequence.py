@@ -15,6 +15,7 @@ from slime.engines.request_fields import SamplingParams
 
 if TYPE_CHECKING:
     from slime.embedded.adapters import Adapter
+    from slime.embedded.images import SequenceImages
 
 #: A decoded tail that ends in this is a character whose bytes are not all there yet.
 _INCOMPLETE = "\ufffd"
@@ -60,6 +61,7 @@ class Sequence:
         keeps_mask: the tokens that each one is drawn from are wanted.
         adapter: computes it together with the base from the first token to the last, even if it is
             unloaded meanwhile; None for the base alone.
+        images: in its prompt.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class Sequence:
         stream: bool = False,
         adapter: Adapter | None = None,
         keeps_mask: bool = False,
+        images: SequenceImages | None = None,
     ) -> None:
         self.rid = rid
+        self.images = images
         self.adapter = adapter
         self.params = params
         self.stop_ids = stop_ids
@@ -122,6 +126,17 @@ class Sequence:
         if not self.output_ids:
             return self.prompt
         return np.concatenate([self.prompt, np.asarray(self.output_ids, dtype=np.int64)])
+
+    def distinct_tokens(self) -> np.ndarray:
+        """int64 [length]: `tokens`, of which placeholders of different images differ. Equal ones
+        have equal keys and values."""
+        return self.tokens() if self.images is None else self.images.distinct(self.tokens())
+
+    def turns(self, start: int, count: int) -> np.ndarray:
+        """int64 [3, count]: rotary positions in time, row and column."""
+        if self.images is not None:
+            return self.images.turns(start, count)
+        return np.broadcast_to(np.arange(start, start + count), (3, count))
 
     def version_of_weights(self, base: str) -> str:
         """Version of the weights that compute it, if that of the base is ``base``."""

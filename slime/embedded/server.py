@@ -24,6 +24,7 @@ from slime.embedded import adapter_routes, control_routes, generate_routes, open
 from slime.embedded.engine import Engine, EngineDead, EngineOptions, Hub
 from slime.embedded.generate_request import RequestLimits
 from slime.embedded.generate_routes import STATE, ServerState, Unavailable, json_response
+from slime.embedded.images import ImageRequests
 from slime.embedded.quantised_weights import import_library_for
 from slime.embedded.weight_update import WeightUpdater
 from slime.engines.keys import VARIABLE, admits
@@ -33,6 +34,7 @@ from slime.errors import UserError
 from slime.http_access import EngineAccess, is_loopback
 from slime.log import get_logger
 from slime.models import family_name
+from slime.models.images import ImageReader
 from slime.processes.owner import follow_parent
 from slime.prompts.tokenizer import load_tokenizer
 
@@ -122,6 +124,8 @@ async def load(
     with ThreadPoolExecutor(2, thread_name_prefix="load") as pool:
         await loop.run_in_executor(pool, import_library_for, options.model_path)
         tokenizer_loading = loop.run_in_executor(pool, _tokenizer_of, options)
+        if options.enable_multimodal:  # the tower imports transformers, as the tokenizer does
+            await asyncio.wait([tokenizer_loading])
         engine = await loop.run_in_executor(pool, Engine, options, hub.deliver)
         tokenizer = await tokenizer_loading
     engine.on_death = lambda: loop.call_soon_threadsafe(stopping.set)
@@ -137,6 +141,7 @@ async def load(
         noise=random.Random(options.random_seed),
         records_experts=options.record_experts,
         adapters=engine.adapters,
+        images=_image_requests(options, engine),
     )
     config = json.loads((Path(options.model_path) / "config.json").read_text())
     return ServerState(
@@ -154,6 +159,14 @@ async def load(
         architectures=list(config.get("architectures") or []),
         updates=ThreadPoolExecutor(8, thread_name_prefix="update"),
     )
+
+
+def _image_requests(options: EngineOptions, engine: Engine) -> ImageRequests | None:
+    vision = engine.arch.spec.vision
+    if vision is None:
+        return None
+    reader = ImageReader(options.model_path, options.image_max_pixels)
+    return ImageRequests(reader, vision, options.limit_images)
 
 
 async def _shut_down(state: ServerState) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from slime.checkpoints.hf_files import HfReader
 from slime.embedded.architecture import Architecture, ExpertLayers
@@ -30,6 +31,9 @@ from slime.models.layouts import INTERLEAVED_GATE_UP, Transposed
 from slime.models.mixers import mixer_of
 from slime.models.parameters import ModelParameters
 from slime.models.quantised import Quantisation, is_mxfp4
+from slime.models.rules import VISION_MODEL
+from slime.models.tower import build_tower
+from slime.models.vision import VisionSpec
 
 
 class WeightError(Exception):
@@ -68,6 +72,7 @@ class WeightStore:
             one prefix.
         pushed: names updated under the current version.
         linears: all weights that multiply.
+        tower: what sees images; None where text alone is served.
         parts: Hugging Face name of each weight that can have an adapter → its layer and its places
             among the layer's outputs.
         broken: why the weights are not one consistent version, or ""; mended by an update that
@@ -335,12 +340,14 @@ class WeightStore:
         self._bindings: list[tuple[str, torch.Tensor, int, int]] = []
         self._stacks: dict[str, torch.Tensor] = {}
         self._of_stacks: list[_StackedExpert] = []
+        self._of_tower: list[tuple[nn.Parameter, torch.Tensor]] = []
         embedding = self.tensor("embedding.word_embeddings.weight")
         layers = [
             self._build_layer(f"decoder.layers.{number}.", number)
             for number in range(arch.num_layers)
         ]
         norm = self.tensor("decoder.final_layernorm.weight")
+        self.tower = None if arch.spec.vision is None else self._build_tower(arch.spec.vision)
         if arch.tie_word_embeddings:
             match = arch.family.match_megatron("output_layer.weight", arch.spec)
             assert match is not None
@@ -366,6 +373,12 @@ class WeightStore:
         names = self._made_of("embedding.word_embeddings.weight")
         assert names is not None
         return names[0]
+
+    def _build_tower(self, vision: VisionSpec) -> nn.Module:
+        tower = build_tower(vision, self.dtype).requires_grad_(False).to(self.device)
+        for name, parameter in tower.named_parameters():
+            self._of_tower.append((parameter, self.tensor(VISION_MODEL + name)))
+        return tower
 
     def _build_layer(self, prefix: str, number: int) -> DecoderLayer:
         attention = f"{prefix}self_attention."
@@ -488,6 +501,8 @@ class WeightStore:
         for one in self._of_stacks:
             one.linear.weight = one.weight
             one.linear.bias = one.bias
+        for parameter, owner in self._of_tower:
+            parameter.data = owner
 
     def _nearest(self, name: str) -> str:
         import difflib

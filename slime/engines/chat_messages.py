@@ -12,7 +12,7 @@ from typing import Any
 from slime.engines.request_fields import LIST, OBJECT, BadRequest, optional, required
 from slime.prompts import conversation
 from slime.prompts.chat_template import template_source
-from slime.prompts.conversation import ConversationError, Messages
+from slime.prompts.conversation import ConversationError, ImageParts, Messages
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _SAYS_SOMETHING = ("content", "tool_calls", "function_call", *conversation.REASONING_KEYS)
@@ -27,9 +27,11 @@ def refused(field: str) -> Iterator[None]:
         raise BadRequest(error.sentence(), field) from error
 
 
-def read_messages(body: Mapping[str, Any]) -> Messages:
+def read_messages(body: Mapping[str, Any], images: ImageParts | None = None) -> Messages:
     """Read the ``messages`` of a body into the form of `slime.prompts.conversation`.
 
+    Args:
+        images: collects images; None: they are refused.
     Raises:
         BadRequest: there are none, or a text model does not take the form of one.
     """
@@ -49,7 +51,7 @@ def read_messages(body: Mapping[str, Any]) -> Messages:
         if not any(message.get(key) is not None for key in says):
             raise BadRequest(f"{where} has no content", "messages")
     with refused("messages"):
-        return conversation.read_messages(messages)
+        return conversation.read_messages(messages, images=images)
 
 
 def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:

@@ -74,6 +74,8 @@ class EngineKind:
             ("qwen25").
         adapter_words: of its command line, for adapters that it serves from the start: name → PEFT
             directory.
+        image_words: of its command line, for a model that sees images, where the engine does not
+            find that out itself.
         releases_without_gpu: it has memory to give to the trainer on hosts without GPUs, too.
         trainer_environment: what trainer ranks need in their environment to send it weights, where
             that does not say otherwise.
@@ -96,6 +98,7 @@ class EngineKind:
     reads_generation_config: bool = False
     tool_call_words: Callable[[str], tuple[str, ...]] = lambda parser: ()
     adapter_words: Callable[[Mapping[str, Path]], tuple[str, ...]] = lambda adapters: ()
+    image_words: tuple[str, ...] = ()
     releases_without_gpu: bool = False
     trainer_environment: Mapping[str, str] = field(default_factory=dict)
     if_out_of_memory: tuple[str, ...] = ()

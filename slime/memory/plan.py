@@ -29,6 +29,7 @@ from slime.models import family_of, table_of
 from slime.models.adapters import AdapterConfig, count_parameters
 from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec, read_hf_config
+from slime.models.vision import seeing
 from slime.placement import PlacementPlan
 
 #: Usable share of a device's memory; allocators lose the rest to fragmentation.
@@ -204,8 +205,11 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
     cluster = config.cluster
     path = config.checkpoint.hf_checkpoint
     assert path is not None, "checked with the flags"
-    spec = family_of(path, config.checkpoint.model_name).model_spec(path)
-    quantisation = Quantisation.read(read_hf_config(path))
+    hf_config = read_hf_config(path)
+    if config.images.multimodal_keys:
+        hf_config = seeing(hf_config)
+    spec = family_of(hf_config, config.checkpoint.model_name).model_spec(hf_config)
+    quantisation = Quantisation.read(hf_config)
     longest = longest_sequence(config)[0]
     ranks = min(placement.num_train, cluster.actor_num_gpus_per_node)
     others = max(0, cluster.num_gpus_per_node - ranks)

@@ -30,6 +30,7 @@ from slime.models.layouts import Layout, SomeParts
 from slime.models.mixers import Kernels, mixers_of
 from slime.models.spec import ModelSpec
 from slime.models.table import Parameter
+from slime.models.vision import frozen_parts
 
 #: Elements of a bucket of optimizer states that travels from host memory to the device and back,
 #: and buckets that are on the device at a time. A copy of 64 MiB is long enough for the full speed
@@ -100,6 +101,7 @@ class TrainerSettings:
         chunk_rows: --log-probs-chunk-size.
         with_logits: a custom loss gets whole logits.
         only, frozen: regular expressions of what is trained, or is not.
+        frozen_vision: regular expressions of the parts of a tower that are not trained.
         rounded: "experts" or "linears", of which a second copy is computed with
             (--fake-quantisation).
         measured: log-probs are computed with a copy of all "linears" besides
@@ -135,6 +137,7 @@ class TrainerSettings:
     only: tuple[str, ...]
     frozen: tuple[str, ...]
     on_gpu: bool
+    frozen_vision: tuple[str, ...] = ()
     grouped: bool = True
     rounded: str | None = None
     measured: bool = False
@@ -186,6 +189,10 @@ class TrainerSettings:
             with_logits=algorithm.loss_type == "custom_loss",
             only=config.train.only_train_params_name_list,
             frozen=config.train.freeze_params_name_list,
+            frozen_vision=frozen_parts(
+                tower=config.images.freeze_vision_tower,
+                projector=config.images.freeze_vision_projector,
+            ),
             on_gpu=on_gpu,
             grouped=not on_gpu or _takes_groups(config, spec, flash4),
             rounded=config.quantised.fake_quantisation,
@@ -224,6 +231,8 @@ class TrainerSettings:
         found = any(
             re.search(pattern, name) for pattern in (*self.only, *self.frozen) for name in names
         )
+        if any(re.search(pattern, name) for pattern in self.frozen_vision for name in names):
+            return False
         return found if self.only else not found
 
     @cached_property
@@ -429,6 +438,26 @@ class StageMemory:
     def _has_output(self) -> bool:
         return self.number == self.settings.layout.pipeline - 1
 
+    def _vision(self) -> dict[str, float]:
+        """What a trained tower keeps for its backward pass, where half of the tokens are images':
+        all of one block at a time, where blocks are computed again or are not trained."""
+        settings = self.settings
+        vision = settings.spec.vision
+        if vision is None or self.number:
+            return {}
+        is_trained = any(
+            p.parameter.rule.is_vision and "merger" not in p.parameter.name for p in self._learning
+        )
+        wide, within = vision.kind.kept
+        of_block = wide * vision.hidden_size + within * vision.inner_size
+        kept = of_block
+        if is_trained and settings.recompute.granularity == "full":
+            kept += vision.depth * vision.hidden_size
+        elif is_trained:
+            kept *= vision.depth
+        patches = settings.tokens / 2 * vision.merge_size**2
+        return {"activations of the vision tower": patches * kept * settings.element}
+
     def _rounded(self, kind: str | None) -> dict[str, float]:
         """Weights as quantised engines have them, beside the plain ones. The ignore list, which is
         not known here, may spare some; every recommended one spares the output layer."""
@@ -459,6 +488,7 @@ class StageMemory:
             if settings.recompute.granularity == "full"
             else sum(self._spread) * max(1.0, under_way),
             "temporaries of a layer": self._temporaries(),
+            **self._vision(),
             **self._output(),
             **self._teacher_heads(),
             **self._rounded(settings.rounded),

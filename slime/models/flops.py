@@ -3,11 +3,11 @@ uses it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from slime.models.mixers import mixer_of
-from slime.models.spec import HfConfig
+from slime.models.spec import HfConfig, ModelSpec
 from slime.models.table import ModelFamily
 
 
@@ -17,6 +17,9 @@ class SequenceCost:
     layers with a window compute.
 
     Attributes:
+        image: of a token of an image, what the tower computes beside its attention.
+        image_pair: of a pair of patches of one image, what its attention computes.
+        merge: patches that such a token stands for.
         windowed: (W, q) per length of window: its layers compute q · L² up to L = W, and
             q · (2·W·L − W²) beyond.
 
@@ -29,6 +32,13 @@ class SequenceCost:
     linear: float
     quadratic: float
     windowed: tuple[tuple[int, float], ...] = ()
+    image: float = 0.0
+    image_pair: float = 0.0
+    merge: int = 1
+
+    def of_images(self, sizes: Iterable[int]) -> float:
+        """Forward FLOPs of the tower for images of so many tokens each."""
+        return sum(self.image * size + self.image_pair * (size * self.merge) ** 2 for size in sizes)
 
     def __call__(self, length: int) -> float:
         total = self.linear * length + self.quadratic * length * length
@@ -51,6 +61,8 @@ def sequence_cost(family: ModelFamily, hf_config: HfConfig) -> SequenceCost:
     passed = 0.0
     for parameter in family.parameters(spec, range(spec.num_layers)):
         is_matrix = parameter.rule.columns is not None and not parameter.rule.is_buffer
+        if parameter.rule.is_vision:
+            continue
         if is_matrix and (spec.tie_embeddings or not parameter.is_embedding):
             share = (
                 int(spec.transformer["moe_router_topk"]) / spec.num_experts
@@ -67,4 +79,19 @@ def sequence_cost(family: ModelFamily, hf_config: HfConfig) -> SequenceCost:
         beside += mixer.token_flops(spec)
     quadratic = by_window.pop(None, 0.0)
     windowed = tuple((window, cost) for window, cost in by_window.items() if window is not None)
-    return SequenceCost(2.0 * passed + beside, quadratic, windowed)
+    return SequenceCost(2.0 * passed + beside, quadratic, windowed, *_tower(family, spec))
+
+
+def _tower(family: ModelFamily, spec: ModelSpec) -> tuple[float, float, int]:
+    """`SequenceCost`'s numbers of the tower that sees images; the table of positions is left
+    out."""
+    if spec.vision is None:
+        return 0.0, 0.0, 1
+    merge = spec.vision.merge_size**2
+    passed = 0.0
+    for parameter in family.parameters(spec, ()):
+        rule = parameter.rule
+        if rule.is_vision and rule.columns is not None and "pos_embed" not in parameter.name:
+            passed += parameter.numel * (1 if "merger" in parameter.name else merge)
+    pair = 4.0 * spec.vision.hidden_size * spec.vision.depth
+    return 2.0 * passed, pair, merge

@@ -106,10 +106,29 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
             "--sequence-parallel needs --tensor-model-parallel-size above 1",
             fix="drop it, or raise the size",
         )
+    _check_levels(spec, config)
     check_heads(spec.num_heads, tensor, megatron.context_parallel_size)
     for mixer in mixers_of(spec.transformer):
         if mixer.state is not None:
             _check_key_heads(spec.delta_net.key_heads, tensor, megatron.context_parallel_size)
+
+
+def _check_levels(spec: ModelSpec, config: Config) -> None:
+    """
+    Raises:
+        UserError: features of images are added behind layers of the second stage.
+    """
+    levels = 0 if spec.vision is None else spec.vision.num_levels
+    if levels and config.megatron.pipeline_model_parallel_size > 1:
+        first = len(layout_of(config, spec).layers_of(0, spec.num_layers))
+        if first < levels:
+            raise UserError(
+                f"--pipeline-model-parallel-size {config.megatron.pipeline_model_parallel_size} "
+                "does not fit a model that sees images",
+                why=f"features of images are added behind its first {levels} layers, and the first "
+                f"stage has {first}",
+                fix="use fewer stages",
+            )
 
 
 def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 from slime.errors import UserError
 from slime.models.rules import Rule
 from slime.models.spec import require
+from slime.models.vision import VisionKind, VisionSpec
 
 _INSIDE = "model.language_model."
 _UNDER = "language_model."
@@ -92,3 +93,36 @@ def _renamed(rules: Sequence[Rule], rename: Callable[[str], str]) -> tuple[Rule,
         )
         for rule in rules
     )
+
+
+def read_vision(config: Mapping[str, Any], kind: VisionKind, hidden_size: int) -> VisionSpec:
+    """Read the tower of a parsed config.json, and the tokens around its images.
+
+    Args:
+        hidden_size: of the decoder, which the projector must give.
+    Raises:
+        UserError: a field is missing, or contradicts the decoder.
+    """
+    tower = dict(config.get("vision_config") or {})
+    text = decoder_config(config)
+    rotary = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    fields = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
+    needed = ("depth", "hidden_size", "intermediate_size", "num_heads", "patch_size")
+    missing = [name for name in fields if config.get(name) is None]
+    missing += [f"vision_config.{name}" for name in needed if tower.get(name) is None]
+    if missing:
+        raise UserError(
+            f"the model's config.json has no {', '.join(missing)}",
+            why="images need the tower's sizes and the tokens around an image",
+            fix="use the config.json that belongs to the weights",
+        )
+    if tower.get("out_hidden_size", hidden_size) != hidden_size:
+        raise UserError(
+            f"the projector of images gives {tower['out_hidden_size']} numbers per token, the "
+            f"decoder takes {hidden_size}",
+            fix="use the config.json that belongs to the weights",
+        )
+    time, row, column = rotary.get("mrope_section") or kind.sections
+    image, start, end = (int(config[name]) for name in fields)
+    sections = (int(time), int(row), int(column))
+    return VisionSpec(kind, {**tower, "out_hidden_size": hidden_size}, image, start, end, sections)

@@ -1,5 +1,5 @@
 """Qwen2.5-VL (``Qwen2_5_VLForConditionalGeneration``): models that also see images, around the
-decoder of Qwen2. The text part alone is trained.
+decoder of Qwen2.
 
 Published files name the decoder as text models do, and their config.json describes it at the top.
 transformers 5 describes it in ``text_config``.
@@ -11,6 +11,7 @@ from typing import Any
 
 from slime.models.nested import text_config, text_rotary
 from slime.models.qwen2 import qwen2_spec
+from slime.models.qwen_vision import QWEN2_5_TOWER, QWEN2_5_VISION
 from slime.models.spec import ModelSpec
 from slime.models.table import DENSE_RULES, ModelFamily
 
@@ -39,8 +40,9 @@ QWEN2_5_VL = ModelFamily(
     name="qwen2_5_vl",
     model_types=("qwen2_5_vl",),
     architectures=("Qwen2_5_VLForConditionalGeneration",),
-    rules=DENSE_RULES,
+    rules=(*DENSE_RULES, *QWEN2_5_TOWER),
     make_spec=_spec,
     ignored=_VISION,
     carried=_VISION,
+    vision=QWEN2_5_VISION,
 )

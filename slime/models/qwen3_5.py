@@ -3,7 +3,7 @@ four matrices.
 
 Text models (``Qwen3_5ForCausalLM``) have the usual names. Models that also see images
 (``Qwen3_5ForConditionalGeneration``) have their decoder below ``model.language_model`` and describe
-it in ``text_config``; the text part alone is trained.
+it in ``text_config``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from slime.models.hybrid import MTP, VISION, gates, hybrid_spec
 from slime.models.mixers import GATED_ATTENTION, SPLIT_DELTA_RULES
 from slime.models.nested import inside, text_config
+from slime.models.qwen_vision import QWEN3_5_VISION, QWEN3_TOWER
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, MLP_RULES, OUTER_RULES, ModelFamily
 
@@ -53,8 +54,9 @@ QWEN3_5 = ModelFamily(
     name="qwen3_5",
     model_types=("qwen3_5",),
     architectures=("Qwen3_5ForConditionalGeneration",),
-    rules=inside(_RULES),
+    rules=(*inside(_RULES), *QWEN3_TOWER),
     make_spec=_spec,
     ignored=MTP + VISION,
     carried=MTP + VISION,
+    vision=QWEN3_5_VISION,
 )

@@ -10,6 +10,7 @@ from slime.models.hybrid import MTP, VISION, gates, hybrid_spec
 from slime.models.mixers import GATED_ATTENTION, SPLIT_DELTA_RULES
 from slime.models.nested import inside, text_config
 from slime.models.qwen2_moe import GATED_MOE_RULES
+from slime.models.qwen_vision import QWEN3_5_VISION, QWEN3_TOWER
 from slime.models.spec import ModelSpec, require
 from slime.models.table import COMPUTED_BUFFERS, MLP_NORM, OUTER_RULES, ModelFamily, stacked
 
@@ -73,8 +74,9 @@ QWEN3_5_MOE = ModelFamily(
     name="qwen3_5_moe",
     model_types=("qwen3_5_moe",),
     architectures=("Qwen3_5MoeForConditionalGeneration",),
-    rules=inside(_RULES),
+    rules=(*inside(_RULES), *QWEN3_TOWER),
     make_spec=_spec,
     ignored=MTP + VISION,
     carried=MTP + VISION,
+    vision=QWEN3_5_VISION,
 )

@@ -1,5 +1,5 @@
 """Qwen3-VL, dense (``Qwen3VLForConditionalGeneration``): models that also see images, around the
-decoder of Qwen3. The text part alone is trained."""
+decoder of Qwen3."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from slime.models.decoder import decoder_spec
 from slime.models.hybrid import VISION
 from slime.models.nested import inside, text_config, text_rotary
+from slime.models.qwen_vision import QWEN3_TOWER, QWEN3_VL_VISION
 from slime.models.spec import ModelSpec
 from slime.models.table import DENSE_RULES, ModelFamily
 
@@ -38,8 +39,9 @@ QWEN3_VL = ModelFamily(
     name="qwen3_vl",
     model_types=("qwen3_vl",),
     architectures=("Qwen3VLForConditionalGeneration",),
-    rules=inside(DENSE_RULES),
+    rules=(*inside(DENSE_RULES), *QWEN3_TOWER),
     make_spec=_spec,
     ignored=VISION,
     carried=VISION,
+    vision=QWEN3_VL_VISION,
 )

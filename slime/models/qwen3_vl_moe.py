@@ -1,6 +1,6 @@
 """Qwen3-VL with experts (``Qwen3VLMoeForConditionalGeneration``): models that also see images,
-around the decoder of Qwen3-MoE, whose chosen scores are always normalised. The text part alone is
-trained. Its experts are stacks [experts, in, out]."""
+around the decoder of Qwen3-MoE, whose chosen scores are always normalised. Its experts are stacks
+[experts, in, out]."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from slime.models.hybrid import VISION
 from slime.models.layouts import Transposed
 from slime.models.nested import inside, text_config, text_rotary
 from slime.models.qwen3_moe import qwen3_moe_spec
+from slime.models.qwen_vision import QWEN3_TOWER, QWEN3_VL_VISION
 from slime.models.rules import Rule
 from slime.models.spec import ModelSpec
 from slime.models.table import DENSE_RULES, MOE_RULES, ModelFamily, stacked
@@ -46,8 +47,9 @@ QWEN3_VL_MOE = ModelFamily(
     name="qwen3_vl_moe",
     model_types=("qwen3_vl_moe",),
     architectures=("Qwen3VLMoeForConditionalGeneration",),
-    rules=inside([*DENSE_RULES, *map(_transposed, MOE_RULES)]),
+    rules=(*inside([*DENSE_RULES, *map(_transposed, MOE_RULES)]), *QWEN3_TOWER),
     make_spec=_spec,
     ignored=VISION,
     carried=VISION,
+    vision=QWEN3_VL_VISION,
 )

@@ -59,6 +59,13 @@ def layer_frequencies(spec: ModelSpec, kind: RotaryKind) -> tuple[Tensor, float]
     return inverse_frequencies(spec.rotary_dim, base, scaling, spec.max_position_embeddings)
 
 
+def frequency_axes(spec: ModelSpec) -> Tensor:
+    """Return which of the three positions of a token turns each pair of dimensions, int64
+    [rotated dimensions / 2], of a model that sees images."""
+    assert spec.vision is not None
+    return torch.from_numpy(spec.vision.frequency_axes(spec.rotary_dim // 2))
+
+
 def query_factors(scaling: QueryScaling, positions: Tensor) -> Tensor:
     """Return the factor on the queries of each position; float32, of the shape of ``positions``.
 

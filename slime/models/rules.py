@@ -17,6 +17,8 @@ HF_ATTENTION = HF_LAYER + "self_attn."
 HF_DELTA_NET = HF_LAYER + "linear_attn."
 MLP = MEGATRON_LAYER + "mlp."
 HF_MLP = HF_LAYER + "mlp."
+#: The tower that sees images, with its projector.
+VISION_MODEL = "vision_model."
 
 LayerCondition = Callable[[ModelSpec, int], bool]
 """(spec, global layer number) → does the rule apply; layer is -1 for parameters outside the
@@ -27,14 +29,16 @@ Width = Literal[
     "attended", "query rank", "key rank", "key rank, position", "keys, values", "experts",
     "expert inner", "expert gate and up", "shared inner", "query and gate", "delta keys, values",
     "delta values", "delta value heads", "delta value", "delta keys, values, gates",
-    "delta writes, decays", "convolved",
+    "delta writes, decays", "convolved", "vision hidden", "vision inner", "vision qkv",
+    "vision merged", "vision positions", "vision channels", "vision frames", "vision patch",
 ]  # fmt: skip
 """Name of an axis of a parameter; `slime.models.table.width` gives its size.
 
 "query" and "key" are all heads together, "key" also of values; "attended" is the output of
 attention, before the projection. The ranks and "keys, values" belong to multi-latent attention.
 The axes of a gated delta net: "delta keys, values" are the queries, keys and values of all heads,
-"delta value" is one head's; "convolved" is the width of its convolution.
+"delta value" is one head's; "convolved" is the width of its convolution. Axes of the tower that
+sees images begin with "vision"; "vision merged" are the patches that become one token.
 """
 Size = Width | int
 """An axis by its name, or its size where the model does not decide it (the rank of an adapter)."""
@@ -57,6 +61,7 @@ class Rule:
         is_buffer: it is not trained: it has no gradient and no optimizer state.
         tied_to: for the output layer: the Hugging Face name that takes the place of ``hf`` when
             embeddings are tied. Then ``hf`` is not expected in checkpoints and not exported.
+        repeated: how many there are, for names with ``{block}``; None: one.
     """
 
     megatron: str | tuple[str, ...]
@@ -67,6 +72,7 @@ class Rule:
     when: LayerCondition | None = None
     is_buffer: bool = False
     tied_to: str | None = None
+    repeated: Callable[[ModelSpec], int] | None = None
 
     @property
     def megatron_names(self) -> tuple[str, ...]:
@@ -98,6 +104,15 @@ class Rule:
     def is_output(self) -> bool:
         """Tell whether it is the output layer's, or its adapter's."""
         return self.megatron_names[0].startswith("output_layer.")
+
+    @property
+    def is_vision(self) -> bool:
+        """Tell whether it belongs to the tower that sees images, or to its projector."""
+        return self.megatron_names[0].startswith(VISION_MODEL)
+
+    def blocks(self, spec: ModelSpec) -> range:
+        """Return the values of ``{block}``; one value for names without it."""
+        return range(1 if self.repeated is None else self.repeated(spec))
 
     @property
     def is_linear(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from slime.errors import UserError
 from slime.models.layouts import DeltaNetSizes
+from slime.models.vision import VisionSpec
 
 #: Kinds of scaling that `slime.models.rotary` computes.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -107,6 +108,7 @@ class ModelSpec:
         normalised_scores: a router divides the scores of the experts that it chose by their sum.
         num_mtp_layers: layers for multi-token prediction that a checkpoint has behind the
             decoder's; not trained.
+        vision: the tower that sees images; None where text alone is read.
     """
 
     family: str
@@ -133,6 +135,7 @@ class ModelSpec:
     expert_biases: bool = False
     normalised_scores: bool = True
     num_mtp_layers: int = 0
+    vision: VisionSpec | None = None
     padded_vocab_size: int = field(default=0)
 
     def __post_init__(self) -> None:

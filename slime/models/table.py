@@ -32,9 +32,11 @@ from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
+from slime.errors import UserError
 from slime.models.fused_loading import FusedLoad, LoadGroups
 from slime.models.layouts import GATE_UP, REPLICATED, ROW, STACKED_GATE_UP, VOCAB, VocabParallel
 from slime.models.mixers import GROUPED_ATTENTION, mixer_of
+from slime.models.nested import read_vision
 from slime.models.rules import (
     HF_LAYER,
     HF_MLP,
@@ -46,8 +48,9 @@ from slime.models.rules import (
     Width,
 )
 from slime.models.spec import HfConfig, ModelSpec, check_trainable, read_hf_config
+from slime.models.vision import VisionKind, VisionSpec, sees
 
-_PLACEHOLDERS = {"layer": r"(?P<layer>\d+)", "expert": r"(?P<expert>\d+)"}
+_PLACEHOLDERS = {name: rf"(?P<{name}>\d+)" for name in ("layer", "expert", "block")}
 
 
 @lru_cache(maxsize=4096)
@@ -69,7 +72,20 @@ _WIDTHS: dict[Width, Callable[[ModelSpec], int]] = {
     "shared inner": lambda spec: int(
         spec.transformer.get("moe_shared_expert_intermediate_size") or 0
     ),
+    "vision hidden": lambda spec: _vision(spec).hidden_size,
+    "vision inner": lambda spec: _vision(spec).inner_size,
+    "vision qkv": lambda spec: 3 * _vision(spec).hidden_size,
+    "vision merged": lambda spec: _vision(spec).merged_size,
+    "vision positions": lambda spec: _vision(spec).num_positions,
+    "vision channels": lambda spec: _vision(spec).channels,
+    "vision frames": lambda spec: _vision(spec).frames,
+    "vision patch": lambda spec: _vision(spec).patch_size,
 }
+
+
+def _vision(spec: ModelSpec) -> VisionSpec:
+    assert spec.vision is not None
+    return spec.vision
 
 
 def width(spec: ModelSpec, name: Size) -> int:
@@ -99,12 +115,13 @@ expert parallelism alone."""
 
 @dataclass(frozen=True)
 class Parameter:
-    """One Megatron parameter that a rule makes in one layer. All experts of a layer count as one.
+    """One Megatron parameter that a rule makes in one layer. All experts of a layer count as one,
+    and so do all blocks of a tower.
 
     Attributes:
         name: Megatron's, by its first spelling, with the global layer number.
         shapes: whole, of the Hugging Face tensors; of one expert.
-        count: how often: the experts of a layer, else 1.
+        count: how often: the experts of a layer, the blocks of a tower, else 1.
         padding: entries of the rows that fill a vocabulary up.
     """
 
@@ -175,6 +192,7 @@ class ModelFamily:
             started from, since whoever loads it expects them.
         fused: Linear layers that an engine concatenates as it loads them; a weight push keeps them
             together.
+        vision: the tower that sees images, if the table has it.
     """
 
     name: str
@@ -185,14 +203,27 @@ class ModelFamily:
     ignored: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
     fused: tuple[FusedLoad, ...] = ()
+    vision: VisionKind | None = None
 
     def describe(self, hf_config: HfConfig) -> ModelSpec:
         """Read the architecture from a config (dict, transformers config, file or directory).
 
         Raises:
-            UserError: a setting that this family cannot honour, or a field that is not there.
+            UserError: a setting that this family cannot honour, a field that is not there, or a
+                tower that is to see images and is not implemented.
         """
-        return self.make_spec(read_hf_config(hf_config))
+        config = read_hf_config(hf_config)
+        spec = self.make_spec(config)
+        if not sees(config):
+            return spec
+        if self.vision is None:
+            raise UserError(
+                f"images cannot be trained with models of the family {self.name}",
+                why="it has no tower that sees them, or one that is not implemented: such models "
+                "are trained on text alone",
+                fix="leave --multimodal-keys out, or take Qwen3-VL",
+            )
+        return replace(spec, vision=read_vision(config, self.vision, spec.hidden_size))
 
     def model_spec(self, hf_config: HfConfig) -> ModelSpec:
         """Read the architecture of a model that Megatron can train.
@@ -232,15 +263,15 @@ class ModelFamily:
         for rule, layer in places:
             if not rule.applies(spec, layer):
                 continue
-            name = rule.megatron_names[0].format(layer=layer, expert="")
-            count = spec.num_experts if rule.is_expert else 1
+            name = rule.megatron_names[0].format(layer=layer, expert="", block="")
+            count = spec.num_experts if rule.is_expert else len(rule.blocks(spec))
             shapes = shapes_of(rule, spec)
             padding = 0
             if isinstance(rule.layout, VocabParallel):
                 per_token = prod(shapes[0]) // spec.vocab_size
                 padding = (spec.padded_vocab_size - spec.vocab_size) * per_token
             found = Parameter(rule, name, shapes, count, padding)
-            if found.is_embedding:
+            if found.is_embedding or rule.is_vision:
                 here = first
             elif found.is_output:
                 here = last and not (first and spec.tie_embeddings)
@@ -287,9 +318,9 @@ class ModelFamily:
                     shapes = tuple((spec.num_experts, *shape) for shape in shapes)
                 one_by_one = rule.is_expert and not rule.is_stacked
                 for expert in range(spec.num_experts) if one_by_one else [-1]:
-                    yield from zip(
-                        _filled(rule, {"layer": layer, "expert": expert}, spec).exports, shapes
-                    )
+                    for block in rule.blocks(spec):
+                        numbers = {"layer": layer, "expert": expert, "block": block}
+                        yield from zip(_filled(rule, numbers, spec).exports, shapes)
 
     def match_hf(self, hf_name: str) -> tuple[Rule, dict[str, int]] | None:
         """Find the rule of a Hugging Face name, whether or not its layer has it, and the numbers in
@@ -306,9 +337,11 @@ class ModelFamily:
                     return rule, {key: int(value) for key, value in found.groupdict().items()}
         return None
 
-    def is_carried(self, hf_name: str) -> bool:
+    def is_carried(self, hf_name: str, spec: ModelSpec) -> bool:
         """Tell whether an export copies a tensor that is not trained."""
-        return any(re.fullmatch(pattern, hf_name) for pattern in self.carried)
+        return not _is_of_tower(hf_name, spec) and any(
+            re.fullmatch(pattern, hf_name) for pattern in self.carried
+        )
 
     def is_ignored(self, hf_name: str, spec: ModelSpec) -> bool:
         """Tell whether a tensor is known to be unused: listed in ``ignored``, or the output layer
@@ -317,6 +350,8 @@ class ModelFamily:
             rule.tied_to and hf_name in rule.hf_names for rule in self.rules
         ):
             return True
+        if _is_of_tower(hf_name, spec):
+            return False
         for pattern in self.ignored:
             found = re.fullmatch(pattern, hf_name)
             if found is None:
@@ -325,6 +360,11 @@ class ModelFamily:
             if layer is None or 0 <= int(layer) - spec.num_layers < spec.num_mtp_layers:
                 return True
         return False
+
+
+def _is_of_tower(hf_name: str, spec: ModelSpec) -> bool:
+    """Tell whether a tensor belongs to a tower that is built."""
+    return spec.vision is not None and bool(re.fullmatch(spec.vision.kind.names, hf_name))
 
 
 def _filled(rule: Rule, numbers: dict[str, int], spec: ModelSpec) -> Match:

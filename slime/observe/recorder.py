@@ -21,6 +21,7 @@ from slime.files import dump_line, json_safe, write_atomically
 from slime.observe.chrome_trace import write_trace
 from slime.observe.run_folder import RunFolder
 from slime.observe.trace import set_tracing
+from slime.samples.media import references_of
 from slime.samples.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -191,6 +192,8 @@ def sample_record(
     }
     if decode is not None:
         record["segments"] = segments(sample, decode)
+    if images := references_of(sample):
+        record["images"] = images
     safe: dict[str, Any] = json_safe(record, max_text=MAX_TEXT)
     return safe
 

@@ -25,6 +25,7 @@ import orjson
 from slime.log import get_logger
 from slime.observe.run_data import Stage, config_value
 from slime.page.files import ReadPosition, is_inside, is_unchanged, new_lines
+from slime.page.pictures import with_pictures
 from slime.page.rows import (
     COLUMNS,
     Query,
@@ -398,7 +399,7 @@ class SampleIndex:
                 if row["kind"] == "rollout" and named is not None:
                     known = training_of(self.run / named["name"], row["step"] - 1, self.run)
                     record = with_training(record, known)
-                return _shown(row, record)
+                return _shown(row, with_pictures(record))
         return None
 
     def _likely(

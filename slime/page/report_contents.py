@@ -18,6 +18,7 @@ from slime.observe.catalog import phases, plain_name, thin
 from slime.observe.run_data import RunData, Stage, config_value
 from slime.page.files import ReadPosition, is_inside, new_lines
 from slime.page.lanes import timeline_of, traced_steps
+from slime.page.pictures import with_pictures
 from slime.page.rows import COLUMNS, SORTS, row_of, short_texts, training_of, with_training
 from slime.page.stages import alarms_of, all_runs, describe, engines, settings, settings_that_differ
 
@@ -29,6 +30,8 @@ _MOST_ROLLOUTS = 8
 _MOST_EVALUATIONS = 2
 #: Rollouts with a timeline, and digits of a metric that are kept.
 _MOST_TIMELINES = 3
+#: Groups whose images are shown.
+_MOST_PICTURES = 100
 _DIGITS = 7
 _COMPRESSION = 4  # 6 takes twice as long for 6 % less
 
@@ -156,6 +159,7 @@ def _samples(
     told.sort(key=lambda entry: (entry["step"], entry["kind"]))
     for number, row in enumerate(rows, 1):
         row["id"] = number
+    _add_pictures(rows)
     note = ""
     if not is_whole:
         note = (
@@ -165,6 +169,17 @@ def _samples(
             f"run: slime watch {run}"
         )
     return rows, told, note
+
+
+def _add_pictures(rows: Sequence[Row]) -> None:
+    """Add pictures to the samples of some groups, which all have the same."""
+    groups: set[Any] = set()
+    for row in rows:
+        if "images" in row["record"]:
+            groups.add((row["kind"], row["step"], row["dataset"], row["grp"]))
+            if len(groups) > _MOST_PICTURES:
+                return
+            row["record"] = with_pictures(row["record"])
 
 
 def _sizes(paths: dict[str, Path]) -> dict[Path, int]:

@@ -65,6 +65,10 @@ _REASONING_PARTS = ("thinking", "reasoning", "reasoning_text")
 _MEDIA = ("image", "audio", "video", "file", "document", "pdf")
 _ITEMS = ("function_call", "function_call_output", "reasoning", "message")
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
+#: Parts of content that are images.
+_IMAGE_PARTS = ("image", "image_url", "input_image")
+#: Where an image of a row's column belongs in a text.
+IMAGE_MARK = "<image>"
 _LOOKS_LIKE_MESSAGES = re.compile(
     r"""\s*\[\s*\{.*?['"](role|from|content|value)['"]\s*:""", re.DOTALL
 )
@@ -90,6 +94,42 @@ class ConversationError(UserError):
     def sentence(self) -> str:
         """The whole error on one line, for answers of a server."""
         return f"{self.what}: {self.detail}" if self.detail else self.what
+
+
+@dataclass
+class ImageParts:
+    """The images of messages, collected where a model sees them.
+
+    Args:
+        placeholder: what is written in the place of each.
+        reads_marks: `IMAGE_MARK` in a text is the place of an image, too.
+    Attributes:
+        sources: of each image, in order: text (a path, URL, data URI or base64), bytes, an object
+            with "bytes" or "path", or None for the next one of the row's column.
+    """
+
+    placeholder: str
+    reads_marks: bool = False
+    sources: list[Any] = field(default_factory=list)
+
+    def text(self, text: str) -> str:
+        """Return a text with placeholders for its marks."""
+        if not self.reads_marks or IMAGE_MARK not in text:
+            return text
+        self.sources += [None] * text.count(IMAGE_MARK)
+        return text.replace(IMAGE_MARK, self.placeholder)
+
+    def part(self, part: Mapping[str, Any]) -> str:
+        """Note the image of a part; return its placeholder."""
+        source = next((part[key] for key in _IMAGE_KEYS if part.get(key) is not None), None)
+        if isinstance(source, Mapping) and "bytes" not in source and "path" not in source:
+            source = source.get("url") or source.get("data")
+        self.sources.append(source)
+        return self.placeholder
+
+
+#: Keys of an image part that may hold the image: those of Hugging Face, OpenAI and Anthropic.
+_IMAGE_KEYS = ("image", "image_url", "source", "url", "path", "base64", "bytes", "data")
 
 
 # -- a conversation --------------------------------------------------------------------------------
@@ -156,6 +196,7 @@ def read_messages(
     where: str = "messages",
     tools: list[dict[str, Any]] | None = None,
     drops_nulls: bool = False,
+    images: ImageParts | None = None,
 ) -> Messages:
     """Messages of any wire form in the one form.
 
@@ -165,11 +206,12 @@ def read_messages(
         drops_nulls: keys of calls' arguments (given as objects, not as JSON text) that are null are
             absent, unless the tool's schema allows null there. Columnar files fill each record up
             to the union of all keys.
+        images: collects images; None: they are refused.
     Raises:
         ConversationError: a message that cannot be understood, images and other media; names the
             place.
     """
-    reader = _MessageReader(_schemas(tools), drops_nulls)
+    reader = _MessageReader(_schemas(tools), drops_nulls, images)
     for number, message in enumerate(messages):
         reader.add(message, f"{where}[{number}]")
     return reader.messages
@@ -217,8 +259,11 @@ class _MessageReader:
     """Collects messages; a wire message may become several, and several items of Responses may
     become one."""
 
-    def __init__(self, schemas: Mapping[str, Any], drops_nulls: bool) -> None:
+    def __init__(
+        self, schemas: Mapping[str, Any], drops_nulls: bool, images: ImageParts | None = None
+    ) -> None:
         self.messages: Messages = []
+        self._images = images
         self._schemas = schemas
         self._drops_nulls = drops_nulls
         self._open: dict[str, Any] | None = None
@@ -349,7 +394,7 @@ class _MessageReader:
         if content is None:
             return found
         if isinstance(content, str):
-            found.add(content)
+            found.add(self._text(content))
             return found
         if role == "tool" and not _is_parts(content):
             value = without_nulls(content) if self._drops_nulls else content
@@ -374,7 +419,7 @@ class _MessageReader:
 
     def _part(self, part: Any, where: str, found: _Content, join: str) -> None:
         if isinstance(part, str):
-            found.add(part, join)
+            found.add(self._text(part), join)
             return
         if not isinstance(part, Mapping):
             raise ConversationError(
@@ -391,7 +436,10 @@ class _MessageReader:
                 raise ConversationError(
                     "a part of text that is not text", where, f"found {_named(text)}"
                 )
-            found.add(text, join)
+            found.add(self._text(text), join)
+        elif kind in _IMAGE_PARTS and self._images is not None:
+            found.has_image = True
+            found.add(self._images.part(given), join)
         elif kind == "refusal":
             found.add(str(given.get("refusal", "")), join)
         elif kind in _REASONING_PARTS:
@@ -402,6 +450,13 @@ class _MessageReader:
             return
         elif kind == "tool_use":
             found.calls.append(self._call(given, where))
+        elif kind == "tool_result" and found.has_image:
+            raise ConversationError(
+                "an image before the result of a tool, which is told first",
+                where,
+                "",
+                "write results of tools first in a message",
+            )
         elif kind == "tool_result":
             inner = self.content(given.get("content"), where, role="tool", join="\n")
             result = {"role": "tool", "content": inner.text} | _pick(
@@ -412,7 +467,8 @@ class _MessageReader:
             raise ConversationError(
                 f"a part of the type {kind!r}: only text is taken here",
                 where,
-                "images, audio, video and files are not supported in this version",
+                "audio, video and files are not supported in this version, and images where the "
+                "model or the run reads none (--multimodal-keys)",
                 "remove these rows, or describe what they show in words",
             )
         else:
@@ -421,6 +477,9 @@ class _MessageReader:
             raise ConversationError(
                 f"a part {shown}: only text is taken here", where, f"its keys are: {keys}"
             )
+
+    def _text(self, text: str) -> str:
+        return text if self._images is None else self._images.text(text)
 
     # -- calls of tools ----------------------------------------------------------------------------
 
@@ -477,6 +536,7 @@ class _Content:
 
     text: str = ""
     has_text: bool = False
+    has_image: bool = False
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     results: Messages = field(default_factory=list)

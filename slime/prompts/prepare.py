@@ -28,7 +28,7 @@ from slime.prompts.conversation import Messages, UnreadKeys
 from slime.prompts.dataset_folders import TRAINING
 from slime.prompts.problems import Problems, RowProblem
 from slime.prompts.readers import Row, Rows, open_rows, split_slice
-from slime.prompts.row_format import Prompt, RowFormat, read_prompt
+from slime.prompts.row_format import Prompt, RowFormat, inputs_of, read_prompt
 from slime.prompts.tokenizer import with_opening
 from slime.samples.types import Sample
 
@@ -211,24 +211,25 @@ class Checker:
     def lengths(self, prompts: list[Prompt]) -> list[int]:
         """Tokens of each prompt; 0 where nothing need or can be measured: no limit, a text that is
         far too short to exceed it, or chat messages without template."""
-        lengths = [len(prompt.tokens) for prompt in prompts]
+        lengths = [len(prompt.tokens) + prompt.image_tokens for prompt in prompts]
         if self.max_tokens is None or self.form.raw:
             return [0] * len(prompts)
         texts = {
-            i: p.text for i, p in enumerate(prompts) if not p.tokens and self._may_exceed(p.text)
+            i: p.text
+            for i, p in enumerate(prompts)
+            if not p.tokens and self._may_exceed(p.text, p.image_tokens)
         }
         if texts:
             encoded = self.tokenizer(list(texts.values()), add_special_tokens=False)["input_ids"]
             templated = self.form.apply_chat_template
             for (i, text), ids in zip(texts.items(), encoded):
-                lengths[i] = len(with_opening(self.tokenizer, text, ids, templated=templated))
+                lengths[i] += len(with_opening(self.tokenizer, text, ids, templated=templated))
         return lengths
 
-    def _may_exceed(self, text: str | Messages) -> TypeGuard[str]:
+    def _may_exceed(self, text: str | Messages, image_tokens: int) -> TypeGuard[str]:
         """Tokens hold at least a byte each, but for what a tokenizer's normaliser adds."""
-        return isinstance(text, str) and 2 * len(text.encode("utf-8", "replace")) + _ADDED > (
-            self.max_tokens or 0
-        )
+        room = (self.max_tokens or 0) - image_tokens
+        return isinstance(text, str) and 2 * len(text.encode("utf-8", "replace")) + _ADDED > room
 
     def stream(self, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[Prompt, int]]:
         """(prompt, length) of rows that come one by one; a row that cannot be used is a
@@ -280,7 +281,14 @@ def read_samples(path: str, checker: Checker, splits: Sequence[str] = TRAINING) 
         read_prompt(rows[int(position)], checker.form, checker.tokenizer) for position in kept
     ]
     return [
-        Sample(prompt=p.text, tokens=p.tokens, label=p.label, metadata=p.metadata) for p in prompts
+        Sample(
+            prompt=p.text,
+            tokens=p.tokens,
+            label=p.label,
+            metadata=p.metadata,
+            multimodal_inputs=inputs_of(p, checker.form),
+        )
+        for p in prompts
     ]
 
 

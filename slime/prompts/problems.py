@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from slime.errors import UserError
 
+#: Rows of a kind that an error names.
+_MOST_LISTED = 200
+
 
 class RowProblem(Exception):
     """Something is wrong with one row. Raised and caught where rows are read and checked; users see
@@ -22,6 +25,7 @@ class RowProblem(Exception):
             refuses a single row, 1 refuses only if every row has the problem, and more than 1 never
             refuses.
         is_told: warn of it where it does not refuse.
+        lists: name all rows of this kind, not the first one alone.
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class RowProblem(Exception):
         *,
         refuse_at: float = 0.0,
         is_told: bool = True,
+        lists: bool = False,
     ) -> None:
         super().__init__(kind, detail, fix)
         self.kind = kind
@@ -39,6 +44,7 @@ class RowProblem(Exception):
         self.fix = fix
         self.refuse_at = refuse_at
         self.is_told = is_told
+        self.lists = lists
 
     def at(self, where: str) -> UserError:
         """The error for a single row, when rows are streamed."""
@@ -96,14 +102,23 @@ class Problems:
     """
 
     found: dict[str, tuple[int, str, RowProblem]] = field(default_factory=dict)
+    listed: dict[str, list[str]] = field(default_factory=dict)
+    """By kind, every row and what was found there, of kinds that name all."""
 
-    def add(self, where: str, problem: RowProblem, count: int = 1) -> None:
+    def add(self, where: str, problem: RowProblem) -> None:
+        self._count(where, problem, 1)
+        if problem.lists:
+            self.listed.setdefault(problem.kind, []).append(f"{where}: {problem.detail}")
+
+    def _count(self, where: str, problem: RowProblem, count: int) -> None:
         known, first_where, first = self.found.get(problem.kind, (0, where, problem))
         self.found[problem.kind] = (known + count, first_where, first)
 
     def merge(self, other: Problems) -> None:
         for count, where, problem in other.found.values():
-            self.add(where, problem, count)
+            self._count(where, problem, count)
+        for kind, places in other.listed.items():
+            self.listed.setdefault(kind, []).extend(places)
 
     def refused(self, num_rows: int) -> Problems:
         """The kinds that a run cannot work with, if ``num_rows`` rows were checked."""
@@ -112,7 +127,7 @@ class Problems:
             for kind, entry in self.found.items()
             if entry[0] >= entry[2].refuse_at * num_rows
         }
-        return Problems(is_refused)
+        return Problems(is_refused, self.listed)
 
     def tolerated(self, num_rows: int) -> Problems:
         """The other kinds: a run goes on with a warning."""
@@ -140,7 +155,11 @@ class Problems:
         """One error for all kinds; see `told`."""
         ranked = self._ranked()
         details = [
-            f"{where}: {p.detail}" if len(ranked) > 1 else p.detail
+            "\n    ".join(self.listed[p.kind][:_MOST_LISTED])
+            if p.kind in self.listed
+            else f"{where}: {p.detail}"
+            if len(ranked) > 1
+            else p.detail
             for _, where, p in ranked
             if p.detail
         ]

@@ -9,6 +9,7 @@ from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
+from slime.models.vision import placeholder_runs
 from slime.prompts.chat_template import (
     TemplateRefuses,
     render_prompt,
@@ -17,15 +18,18 @@ from slime.prompts.chat_template import (
 )
 from slime.prompts.conversation import (
     ConversationError,
+    ImageParts,
     Messages,
     conversation_in,
     read_messages,
     read_tools,
     unread_keys,
 )
+from slime.prompts.images import ImageSources, Source, image_prompts, kept
 from slime.prompts.labels import compares_labels, read_label
 from slime.prompts.preference_rows import PreferenceColumns, with_prompt
 from slime.prompts.problems import RowProblem, missing_key
+from slime.samples.media import IMAGES
 from slime.user_code.overrides import follows_old_plugin
 
 
@@ -43,6 +47,7 @@ class RowFormat:
         preference: the columns of answers, where these are learned from by preference.
         metadata_required, tools_required: the column was asked for by flag, so at least its key
             must be there.
+        images: how rows name their images; None: the model reads text alone.
     """
 
     input_key: str = "input"
@@ -58,6 +63,7 @@ class RowFormat:
     preference: PreferenceColumns | None = None
     metadata_required: bool = False
     tools_required: bool = False
+    images: ImageSources | None = None
     input_flag: str = "--input-key"
     label_flag: str = "--label-key"
 
@@ -97,6 +103,7 @@ class RowFormat:
             preference=_preference_columns(config),
             metadata_required=data.metadata_key != "metadata",
             tools_required=data.tool_key != "tools",
+            images=ImageSources.of(config, data.prompt_data, config.images.multimodal_keys),
         )
 
 
@@ -129,6 +136,8 @@ class Prompt:
         unread_columns, unread_keys: columns of the row, and keys of its messages, that nothing
             reads.
         where: where the row comes from, "train.jsonl:17"; set when it is drawn.
+        images: of the row, in the order of their places.
+        image_tokens: how many tokens they have beside one placeholder each.
     """
 
     text: str | Messages
@@ -139,6 +148,8 @@ class Prompt:
     unread_columns: tuple[str, ...] = ()
     unread_keys: tuple[str, ...] = ()
     where: str = ""
+    images: list[Source] = field(default_factory=list)
+    image_tokens: int = 0
 
 
 def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
@@ -158,7 +169,8 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     try:
         conversation = None if is_tokens else conversation_in(value, form.input_key)
         tools = _tools(row, form, conversation[1] if conversation else None)
-        messages = _messages(conversation[0], tools, form) if conversation else None
+        parts = _image_parts(form, tokenizer)
+        messages = _messages(conversation[0], tools, form, parts=parts) if conversation else None
     except ConversationError as error:
         raise RowProblem(
             f"have {error.kind}", f"{error.where}: {error.detail}".rstrip(": "), error.fix
@@ -176,8 +188,10 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
             text = tokenizer.decode(value) if tokenizer is not None else ""
         except OverflowError as error:
             raise RowProblem("have token ids that no vocabulary has", str(error)) from error
-        return Prompt(text, value, label, metadata, "", columns)
+        return _with_images(Prompt(text, value, label, metadata, "", columns), row, form, parts)
     prompt = _text(value, form) if messages is None else messages
+    if isinstance(prompt, str) and parts is not None:
+        prompt = parts.text(prompt)
     keys: Iterable[str] = ()
     if messages:
         source = template_source(tokenizer)
@@ -189,7 +203,49 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
             rendered = render_prompt(tokenizer, prompt, tools=tools or None, **form.template_kwargs)
         except TemplateRefuses as error:
             raise RowProblem("are refused by the chat template", error.why, error.fix) from error
-    return Prompt(rendered, [], label, metadata, prompt, columns, tuple(sorted(keys)))
+    found = Prompt(rendered, [], label, metadata, prompt, columns, tuple(sorted(keys)))
+    return _with_images(found, row, form, parts)
+
+
+def inputs_of(prompt: Prompt, form: RowFormat) -> dict[str, Any] | None:
+    """Return ``multimodal_inputs`` of the samples of a prompt; images that came as bytes are kept
+    in the run's folder."""
+    if form.images is None or not prompt.images:
+        return None
+    return {IMAGES: kept(prompt.images, form.images.folder)}
+
+
+def _image_parts(form: RowFormat, tokenizer: Any) -> ImageParts | None:
+    if form.images is None:
+        return None
+    images = image_prompts(form.images.model_path, form.images.max_pixels)
+    return ImageParts(images.placeholder(tokenizer), reads_marks=True)
+
+
+def _with_images(
+    prompt: Prompt, row: dict[str, Any], form: RowFormat, parts: ImageParts | None
+) -> Prompt:
+    """Add the images of a row to its prompt.
+
+    Raises:
+        RowProblem: they do not fit their places, or one cannot be read.
+    """
+    if form.images is None or parts is None:
+        return prompt
+    prompts = image_prompts(form.images.model_path, form.images.max_pixels)
+    if prompt.tokens:
+        parts.sources = [None] * len(placeholder_runs(prompt.tokens, prompts.vision))
+    prompt.images = form.images.of_row(row, parts)
+    written = str(prompt.text).count(parts.placeholder)
+    if written != len(prompt.images) and not prompt.tokens:
+        raise RowProblem(
+            "have placeholders of images in their text, or a chat template that leaves images out",
+            f"{written} placeholders {parts.placeholder} are written for {len(prompt.images)} "
+            "images",
+            "remove these rows",
+        )
+    prompt.image_tokens = 0 if prompt.tokens else prompts.num_tokens(prompt.images)
+    return prompt
 
 
 def _read_preference(
@@ -231,6 +287,8 @@ def _unread_columns(
     row: dict[str, Any], form: RowFormat, more: tuple[str | None, ...] = ()
 ) -> tuple[str, ...]:
     read = (form.input_key, form.label_key, form.metadata_key, form.tool_key, *more)
+    if form.images is not None:
+        read = (*read, form.images.column)
     return tuple(name for name, value in row.items() if name not in read and value is not None)
 
 
@@ -252,11 +310,15 @@ def _text(value: Any, form: RowFormat, what: str = "prompt") -> str:
 
 
 def _messages(
-    wire: list[Any], tools: list[dict[str, Any]], form: RowFormat, what: str = "prompt"
+    wire: list[Any],
+    tools: list[dict[str, Any]],
+    form: RowFormat,
+    what: str = "prompt",
+    parts: ImageParts | None = None,
 ) -> Messages:
     key = form.input_key
     # columnar files fill keys that only some records have with None
-    messages = read_messages(wire, where=key, tools=tools, drops_nulls=True)
+    messages = read_messages(wire, where=key, tools=tools, drops_nulls=True, images=parts)
     said = ("content", "value", "parts", "tool_calls", "function_call", "output", "arguments")
     if not any(message.get(name) is not None for message in wire for name in said):
         raise RowProblem(

@@ -120,6 +120,7 @@ class SftEncoding:
         ends: ids of tokens that end an answer.
         template_kwargs: for the chat template.
         apply_chat_template: a prompt that is plain text is a user's message.
+        placeholder: text that stands for an image, whose special tokens are meant.
     """
 
     def __init__(
@@ -129,8 +130,10 @@ class SftEncoding:
         *,
         template_kwargs: dict[str, Any] | None = None,
         apply_chat_template: bool = False,
+        placeholder: str = "",
     ) -> None:
         self.tokenizer = tokenizer
+        self._placeholder = placeholder
         self._kwargs = template_kwargs or {}
         self._templates_text = apply_chat_template
         self._special = special_tokens(tokenizer)
@@ -369,6 +372,8 @@ class SftEncoding:
 
     def _holds_control_tokens(self, message: dict[str, Any]) -> bool:
         content = message["content"].rstrip()
+        if self._placeholder:
+            content = content.replace(self._placeholder, "")
         if message["role"] == "assistant" and not self._form.end:  # data that writes the end itself
             for end in self._ends:
                 content = content.removesuffix(end)

@@ -34,7 +34,7 @@ from slime.prompts.order import MappedOrder, PromptOrder, StreamedOrder
 from slime.prompts.prepare import ALL_ROWS, Checker, RowJudge, prepare
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows, open_rows
-from slime.prompts.row_format import Prompt, RowFormat, read_prompt
+from slime.prompts.row_format import Prompt, RowFormat, inputs_of, read_prompt
 from slime.prompts.tokenizer import generation_config_of, opening_tokens, stop_token_report
 from slime.samples.buffer import SampleBuffer, pop_first
 from slime.samples.types import Sample
@@ -247,6 +247,7 @@ class PromptSource(DataSource):
             _buffer_filter_name(path),
         )
         self._order = _open_order(config, tokenizer, judge)
+        self._form = None if self._order is None else RowFormat.of(config)
         seed = config.rollout.rollout_seed
         self._shuffling = f"shuffled with seed {seed}" if config.data.rollout_shuffle else _AS_IT_IS
         self._shuffles_unasked = config.data.rollout_shuffle and config.origins[
@@ -315,6 +316,7 @@ class PromptSource(DataSource):
     def _make_group(self, prompt: Prompt, group_index: int) -> list[Sample]:
         """Samples that share nothing a user's function might change."""
         first = group_index * self._group_size
+        inputs = None if self._form is None else inputs_of(prompt, self._form)
         return [
             Sample(
                 group_index=group_index,
@@ -323,6 +325,7 @@ class PromptSource(DataSource):
                 tokens=list(prompt.tokens),
                 label=copy.deepcopy(prompt.label),
                 metadata=copy.deepcopy(prompt.metadata),
+                multimodal_inputs=copy.deepcopy(inputs),
             )
             for index in range(first, first + self._group_size)
         ]

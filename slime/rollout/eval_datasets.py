@@ -44,7 +44,6 @@ _REFUSED = {
         ),
         "it belongs to agent services",
     ),
-    "multimodal_keys": all_flags()["multimodal_keys"].meta.refused,
 }
 
 
@@ -80,13 +79,14 @@ class EvalDataset:
     custom_rm_path: str | None = None
     custom_generate_function_path: str | None = None
     metadata_overrides: dict[str, Any] = field(default_factory=dict)
+    multimodal_keys: dict[str, Any] | None = None
 
     @property
     def cache_key(self) -> tuple[Any, ...]:
         """Values that tell its prompts from those of other sets."""
         keys = self.input_key, self.label_key, self.tool_key, self.metadata_key
         template = self.apply_chat_template, repr(sorted(self.apply_chat_template_kwargs.items()))
-        return (self.name, self.path, *keys, *template)
+        return (self.name, self.path, *keys, *template, repr(self.multimodal_keys))
 
     def inject_metadata(self, metadata: dict[str, Any] | None) -> dict[str, Any]:
         """A row's metadata with what this set says over it."""
@@ -137,6 +137,13 @@ def eval_datasets(config: Config) -> list[EvalDataset]:
             {"name": name, "path": path} for name, path in _pairs(config.eval.eval_prompt_data)
         ]
     datasets = [EvalDataset(**resolved(entry, config)) for entry in entries]
+    for dataset in datasets:
+        if dataset.multimodal_keys and not config.images.multimodal_keys:
+            raise UserError(
+                f"evaluation set {dataset.name!r} has multimodal_keys, and the run reads no images",
+                why="the tower that sees images is built and served with --multimodal-keys",
+                fix="pass --multimodal-keys too",
+            )
     names = [dataset.name for dataset in datasets]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(
@@ -182,6 +189,7 @@ def _values_of_flags(config: Config) -> dict[str, Any]:
         "stop": rollout.rollout_stop,
         "stop_token_ids": rollout.rollout_stop_token_ids,
         "skip_special_tokens": skips_special_tokens(config),
+        "multimodal_keys": config.images.multimodal_keys,
     }
 
 

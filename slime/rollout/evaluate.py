@@ -13,6 +13,7 @@ from typing import Any
 from slime.config.config import Config
 from slime.log import get_logger
 from slime.prompts.dataset_folders import EVALUATION
+from slime.prompts.images import ImageSources
 from slime.prompts.prepare import Checker, read_samples
 from slime.prompts.row_format import RowFormat, keeps_raw_labels
 from slime.prompts.source import model_context
@@ -75,6 +76,7 @@ def eval_checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checke
         raw_label=keeps_raw_labels(config),
         rm_type=dataset.rm_type or config.reward.rm_type,
         own_reward=bool(dataset.custom_rm_path or config.reward.custom_rm_path),
+        images=ImageSources.of(config, dataset.path, dataset.multimodal_keys),
         input_flag="--eval-input-key",
         label_flag="--eval-label-key",
     )

@@ -19,11 +19,12 @@ again.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextvars
 import copy
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,11 +34,20 @@ from slime.engines.client import RequestRefused, RolloutClient
 from slime.engines.request_fields import BadRequest, parse_params
 from slime.errors import UserError
 from slime.log import get_logger, tell
+from slime.models.vision import placeholder_runs
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns, render_messages, without_repeated_end
-from slime.prompts.conversation import read_messages
+from slime.prompts.conversation import ImageParts, read_messages
+from slime.prompts.images import (
+    ImagePrompts,
+    add_images,
+    bytes_of,
+    kept,
+    read_inline,
+)
 from slime.prompts.tokenizer import with_opening
 from slime.rollout.resumed_requests import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
+from slime.samples.media import IMAGES, SPANS, references_of
 from slime.samples.types import ANY_VERSION, Sample, SampleStatus, VersionWindow
 from slime.user_code.overrides import follows_old_plugin, override_of
 
@@ -66,7 +76,10 @@ class GenerateState:
         sampling_mask: ask it which tokens each one was drawn from, too.
         vocab_size: of the model; None where it is not known.
         loop: the event loop that everything runs on.
-        processor: of images and other media; always None in this version, plugins look for it.
+        processor: always None: plugins look for transformers' processor here, which they would
+            call for tokens that are not those of the run.
+        images: puts images among tokens; None where text alone is read.
+        media_folder: where images of messages are kept.
         counts: events worth a metric, e.g. "prompt_too_long".
         templated: prompts that are text were rendered by the chat template.
         logged: metrics that users' functions have added to those of this rollout.
@@ -90,6 +103,8 @@ class GenerateState:
     vocab_size: int | None = None
     loop: asyncio.AbstractEventLoop | None = None
     processor: Any = None
+    images: ImagePrompts | None = None
+    media_folder: str = ""
     templated: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     logged: dict[str, float] = field(default_factory=dict)
@@ -245,13 +260,16 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         EngineError: no answer after retries, or aborted again and again without a token between.
     """
     state = current_state(args)
-    sample.tokens = sample.tokens or prompt_token_ids(state.tokenizer, sample)
+    if not sample.tokens:
+        sample.tokens = prompt_token_ids(state.tokenizer, sample)
+    elif sample.multimodal_inputs and not sample.multimodal_train_inputs:
+        sample.tokens = _with_images(sample, sample.tokens)
     sample.session_id = sample.session_id or uuid.uuid4().hex
     idle = 0
     ends = state.end_tokens
     while idle < MOST_IDLE_CUTS:
         params = _remaining_params(state, sample, sampling_params)
-        if params is None:
+        if params is None or _wrote_an_image(state, sample):
             sample.status = SampleStatus.TRUNCATED
             return sample
         await _pause(min(idle, 10) * 0.05)  # whoever aborts us may still be at work
@@ -300,6 +318,24 @@ def _remaining_params(
     return params
 
 
+def _wrote_an_image(state: GenerateState, sample: Sample) -> bool:
+    """Tell whether the policy itself has written the tokens of an image. They mean nothing to the
+    trainer, and a request with them makes an engine look for one image more."""
+    if state.images is None:
+        return False
+    runs = placeholder_runs(sample.tokens, state.images.vision)
+    if len(runs) == len(references_of(sample)):
+        return False
+    tell(
+        logger,
+        "sample %s wrote the placeholder of an image itself, and does not go on after a cut or a "
+        "turn; it counts as truncated",
+        sample.index,
+        once="wrote an image",
+    )
+    return True
+
+
 async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, Any]) -> None:
     """One ``/generate``; the answer goes into the sample."""
     assert sample.session_id is not None
@@ -322,9 +358,28 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
         )
     if state.sampling_mask and result.token_ids:
         _check_sampling_mask(state, result)
+    if references_of(sample):
+        _check_prompt_length(state, sample, result)
     append_result(sample, result)
     if before and result.token_ids and keeps_text(params):
         _read_anew(state, sample, params, before, text)
+
+
+def _check_prompt_length(state: GenerateState, sample: Sample, result: GenerateResult) -> None:
+    """
+    Raises:
+        UserError: the engine has put other numbers of placeholders among the tokens.
+    """
+    told = result.meta_info.get("prompt_tokens")
+    if result.finish_reason != "abort" and told is not None and told != len(sample.tokens):
+        raise UserError(
+            f"the engine at {state.client.base_url} counts {told} prompt tokens of sample "
+            f"{sample.index}, which has {len(sample.tokens)}",
+            why="it prepares the images in another way than the trainer: other sizes, or another "
+            "number of placeholders",
+            fix="serve the directory of --hf-checkpoint, with its preprocessor_config.json, and "
+            "the same limits of pixels",
+        )
 
 
 def _check_sampling_mask(state: GenerateState, result: GenerateResult) -> None:
@@ -347,9 +402,11 @@ def _check_sampling_mask(state: GenerateState, result: GenerateResult) -> None:
 async def _ask(state: GenerateState, sample: Sample, params: dict[str, Any]) -> GenerateResult:
     """The engine's answer; through a plugin's own ``post`` where it has put one in place of
     ours."""
-    wanted = {"return_routed_experts": True} if state.routed_experts else {}
+    wanted: dict[str, Any] = {"return_routed_experts": True} if state.routed_experts else {}
     if state.sampling_mask:
         wanted["return_sampling_mask"] = True
+    if references := references_of(sample):
+        wanted["image_data"] = await asyncio.to_thread(encoded_images, references)
     if (post := override_of("post")) is not None:
         body = {
             "input_ids": sample.tokens,
@@ -424,15 +481,12 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
     """Token ids of the prompt: chat messages through the chat template, plain text with what the
     tokenizer puts before one (`with_opening`).
 
+    The places of images are noted in the sample.
+
     Raises:
-        UserError: the prompt is empty, or carries images.
+        UserError: the prompt is empty, or carries images that do not fit its placeholders, or that
+            the model does not see.
     """
-    if sample.multimodal_inputs:
-        raise UserError(
-            f"sample {sample.index} has images or other media",
-            why="the built-in generate function sends token ids only",
-            fix="pass a --custom-generate-function-path that handles them",
-        )
     if isinstance(sample.prompt, str):
         bare = list(tokenizer.encode(sample.prompt, add_special_tokens=False))
         templated = is_in_run() and current_state().templated
@@ -445,7 +499,44 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
         raise UserError(
             f"sample {sample.index} has an empty prompt", fix="remove such rows from the data"
         )
-    return list(ids)
+    return _with_images(sample, list(ids))
+
+
+def _with_images(sample: Sample, ids: list[int]) -> list[int]:
+    """The prompt's tokens with all placeholders of its images, whose places are noted."""
+    images = current_state().images if is_in_run() else None
+    if sample.multimodal_inputs and (images is None or sample.multimodal_inputs.keys() != {IMAGES}):
+        raise UserError(
+            f"sample {sample.index} has images or other media",
+            why="this run reads no images (--multimodal-keys)"
+            if images is None
+            else f"its multimodal_inputs has {', '.join(map(str, sample.multimodal_inputs))}; "
+            "images alone are read, as a list of paths",
+            fix="pass --multimodal-keys, or a --custom-generate-function-path that handles them",
+        )
+    if images is None:
+        return ids
+    references = references_of(sample)
+    whole, spans = images.expand(ids, references, f"sample {sample.index}")
+    if spans:
+        sample.multimodal_train_inputs = {SPANS: [list(span) for span in spans]}
+    return whole
+
+
+def encoded_images(references: Sequence[str]) -> list[str]:
+    """Return the bytes of images in base64, as ``image_data`` of a request.
+
+    Raises:
+        UserError: a file is not there any more.
+    """
+    from slime.models.images import upright
+
+    try:
+        return [base64.b64encode(upright(bytes_of(one))).decode("ascii") for one in references]
+    except OSError as error:
+        raise UserError(
+            "an image cannot be read any more", why=str(error), fix="put the file back"
+        ) from error
 
 
 def _template_kwargs(sample: Sample) -> dict[str, Any]:
@@ -461,6 +552,9 @@ def append_message(sample: Sample, message: dict[str, Any]) -> None:
     In the chat template, with the end of the turn before and the head of the next one; never
     trained on. ``sample.response`` gets the message's text on lines of its own.
 
+    Images are parts of its content: ``{"type": "image", "image": data}`` with bytes, a data URI or
+    base64.
+
     The tokens count in ``--rollout-max-response-len``: without room for more, the next turn leaves
     a sample TRUNCATED.
 
@@ -473,12 +567,22 @@ def append_message(sample: Sample, message: dict[str, Any]) -> None:
             user and assistant).
     """
     state = current_state()
+    given = [message]
+    references: list[str] = []
+    if state.images is not None:
+        parts = ImageParts(state.images.placeholder(state.tokenizer))
+        given = read_messages([message], images=parts)
+        references = kept(read_inline(parts, "message"), state.media_folder)
     text = between_turns(
-        state.tokenizer, message, tools=sample.metadata.get("tools"), **_template_kwargs(sample)
+        state.tokenizer, given, tools=sample.metadata.get("tools"), **_template_kwargs(sample)
     )
     tokens = state.tokenizer.encode(text, add_special_tokens=False)
     tokens = without_repeated_end(sample.tokens, tokens)
-    said = "".join(f"\n{one['content']}\n" for one in read_messages([message]))
+    said = "".join(f"\n{one['content']}\n" for one in read_messages(given))
+    if state.images is not None:
+        what = f"a message for sample {sample.index}"
+        tokens, spans = state.images.expand(tokens, references, what, start=len(sample.tokens))
+        add_images(sample, references, spans)
     sample.append_response_tokens(tokens=tokens, text=said, trainable=False)
 
 

@@ -65,7 +65,7 @@ MAKERS = ("custom_generate_function_path", "rollout_sample_hook_path", "custom_r
 #: others.
 _WITHOUT_MEANING = frozenset((
     "num_rollout", "num_epoch", "start_rollout_id", "rollout_stall_timeout", "num_data_workers",
-    "rm_num_workers"
+    "rm_num_workers", "freeze_vision_tower", "freeze_vision_projector"
 ))  # fmt: skip
 
 
@@ -459,6 +459,8 @@ def _made_with(config: Config) -> str:
     reward, and the files of the user's own functions."""
     groups = (config.data, config.rollout, config.reward)
     values = {name: json_safe(value) for group in groups for name, value in vars(group).items()}
+    if config.images.multimodal_keys:
+        values |= {name: json_safe(value) for name, value in vars(config.images).items()}
     for name in _WITHOUT_MEANING:
         values.pop(name, None)
     given = [values.get(name) or () for name in MAKERS]
@@ -471,10 +473,10 @@ def _made_with(config: Config) -> str:
 
 def drawn_as(drawn: Sequence[Sample]) -> int:
     """A number that tells a group of other data from this one."""
-    told = orjson.dumps(
-        [json_safe([s.index, s.prompt, s.label, s.tokens[: s.prompt_length]]) for s in drawn]
-    )
-    return xxhash.xxh3_64_intdigest(told)
+    told = [[s.index, s.prompt, s.label, s.tokens[: s.prompt_length]] for s in drawn]
+    for row, sample in zip(told, drawn):
+        row += [sample.multimodal_inputs] if sample.multimodal_inputs else []
+    return xxhash.xxh3_64_intdigest(orjson.dumps(json_safe(told)))
 
 
 def is_prompt(drawn: Iterable[Sample]) -> bool:

@@ -32,6 +32,7 @@ from slime.engines.workers import list_workers
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.models import vocab_size_of
+from slime.prompts.images import images_of, media_folder
 from slime.prompts.tokenizer import end_token_ids
 from slime.rollout.dynamic_sampling import Collected, DynamicSampler
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
@@ -129,6 +130,7 @@ class RolloutLoop:
         self._vocab_size = vocab_size_of(
             config.checkpoint.hf_checkpoint, config.checkpoint.model_name
         )
+        self._images = images_of(config)
         self._watched: WatchedLoop | None = None
         self.record_failure: RecordFailure = lambda rollout_id, samples, while_, error: None
         """Called with each failure: rollout (None: an evaluation), samples, stage, error."""
@@ -261,6 +263,8 @@ class RolloutLoop:
                     routed_experts=self.config.train.use_rollout_routing_replay,
                     sampling_mask=self.config.algorithm.use_sampling_mask and not evaluation,
                     vocab_size=self._vocab_size,
+                    images=self._images,
+                    media_folder=media_folder(self.config),
                     templated=self.config.data.apply_chat_template,
                     loop=asyncio.get_running_loop(),
                 )

@@ -16,10 +16,12 @@ from typing import Any, Protocol
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger, tell
+from slime.prompts.images import add_images, images_of
 from slime.prompts.sft_encoding import SftEncoding, SftTotals
 from slime.prompts.source import PromptSource
 from slime.prompts.tokenizer import end_token_ids
 from slime.rollout.finish import finish_rollout
+from slime.samples.media import references_of
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
 
@@ -233,6 +235,7 @@ class SftEncoder:
         self._tokenizer = tokenizer
         self._templates_text = config.data.apply_chat_template
         self._encoding = sft_encoding(config, tokenizer)
+        self._images = images_of(config)
         self.totals = SftTotals()
 
     def read_ahead(self, samples: list[Sample]) -> None:
@@ -256,14 +259,23 @@ class SftEncoder:
         )
         self.totals.add(encoded)
         samples = [sample]
+        references = references_of(sample)
         for _ in encoded.sequences[1:]:
             sibling = copy.copy(sample)
             sibling.metadata = copy.deepcopy(sample.metadata)
             samples.append(sibling)
         for one, sequence in zip(samples, encoded.sequences, strict=True):
-            start = sequence.prompt_length
-            one.tokens = sequence.tokens
-            one.loss_mask = sequence.mask[start:]
+            tokens, mask = sequence.tokens, sequence.mask
+            if self._images is not None:
+                what = f"sample {sample.index}"
+                tokens, mask, spans = self._images.expand_masked(
+                    tokens, mask, self._images.within(tokens, references), what
+                )
+                one.multimodal_inputs = None
+                add_images(one, references[: len(spans)], spans)
+            start = mask.index(1)
+            one.tokens = tokens
+            one.loss_mask = mask[start:]
             one.response_length = len(one.loss_mask)
             one.response = self._tokenizer.decode(one.tokens[start:])
             one.status = SampleStatus.COMPLETED
@@ -274,9 +286,11 @@ class SftEncoder:
 def sft_encoding(config: Config, tokenizer: Any) -> SftEncoding:
     """Return the encoding of rows that the flags describe."""
     path = config.checkpoint.hf_checkpoint
+    images = images_of(config)
     return SftEncoding(
         tokenizer,
         end_token_ids(tokenizer, path) if path else (),
         template_kwargs=dict(config.data.apply_chat_template_kwargs),
         apply_chat_template=config.data.apply_chat_template,
+        placeholder="" if images is None else images.placeholder(tokenizer),
     )

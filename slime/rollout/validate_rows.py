@@ -276,9 +276,9 @@ class SftJudge:
             return
         yield from _remarks(encoded)
         yield from self._other_mask(prompt, encoded)
-        yield from self._lengths.problems(
-            min(_lengths(encoded)), max(length for length, _ in _lengths(encoded))
-        )
+        more = prompt.image_tokens
+        lengths = [(length + more, before + more) for length, before in _lengths(encoded)]
+        yield from self._lengths.problems(min(lengths), max(length for length, _ in lengths))
 
     def _other_mask(self, prompt: Prompt, encoded: Encoded) -> Iterator[RowProblem]:
         """Compare the masks of the first rows with the rule of ``--loss-mask-type``."""

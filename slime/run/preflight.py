@@ -39,10 +39,12 @@ from slime.models.layout_rules import check_layout
 from slime.models.model_flags import check_model_flags, merge_transformer
 from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec
+from slime.models.vision import seeing
 from slime.observe.run_folder import RunFolder, check_no_run_writes
 from slime.paths import FIELDS, fill, fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
 from slime.processes.host import num_cpus, num_gpus
+from slime.prompts.images import images_of
 from slime.rollout.eval_datasets import eval_datasets
 from slime.trainer.expert_rules import check_experts
 from slime.user_code.hooks import check_hooks, hook_files
@@ -172,11 +174,16 @@ def check_architecture(config: Config) -> None:
 
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
-    spec = family_of(flags.hf_checkpoint, flags.model_name).model_spec(flags.hf_checkpoint)
+    hf_config = read_hf_config(flags.hf_checkpoint)
+    if config.images.multimodal_keys:
+        hf_config = seeing(hf_config)
+    spec = family_of(hf_config, flags.model_name).model_spec(hf_config)
     check_model_flags(config.megatron, spec)
     _check_longest_sequence(config, spec)
+    if spec.vision is not None:
+        images_of(config)  # refuses a directory without an image processor
     if needs_engines(config):
-        engine_of(config).check_model(spec, read_hf_config(flags.hf_checkpoint))
+        engine_of(config).check_model(spec, hf_config)
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
     stop_ids = {

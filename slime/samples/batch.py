@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slime.samples.media import Media
+
 if TYPE_CHECKING:
     import torch
 
@@ -82,6 +84,8 @@ class TrainBatch:
             its group's trajectories (CISPO): its denominator in the default loss.
         steps: the optimizer steps, in order.
         teachers: the name of each sample's teacher, where the trainer holds them.
+        media: images of each sample, where any has some.
+        images: the bytes of each of them, by its reference.
         payloads: columns of `slime.samples.payloads.PAYLOADS`, as far as the samples have them.
         global_stats: numbers over all ranks that every rank logs alike (reward mean, ...).
         recorded: samples, of any rank, whose tokens are recorded: what training knows of them is
@@ -107,6 +111,8 @@ class TrainBatch:
     teachers: list[str] = field(default_factory=list)
     weight_versions: list[tuple[int, ...]] = field(default_factory=list)
     metadata: list[dict[str, Any] | None] = field(default_factory=list)
+    media: list[list[Media]] = field(default_factory=list)
+    images: dict[str, bytes] = field(default_factory=dict)
     payloads: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     global_stats: dict[str, float] = field(default_factory=dict)
     recorded: frozenset[SampleKey] = frozenset()

@@ -12,6 +12,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.samples.frozen_fields import frozen
+from slime.samples.media import Media, media_of
 from slime.samples.payloads import PAYLOADS
 from slime.samples.sample_fields import PER_TOKEN, as_list, reward_number
 from slime.samples.types import Group, Sample, SampleStatus
@@ -101,7 +102,8 @@ class Columns:
 
     ``loss_masks`` are 0/1 per response token, zeros for removed samples. ``teachers`` is empty
     unless the trainer holds them. ``payloads`` has the columns of `slime.samples.payloads.PAYLOADS`
-    that samples brought along.
+    that samples brought along. ``media`` has the images of each sample; it is empty where no sample
+    has any.
     """
 
     tokens: list[list[int]]
@@ -119,6 +121,7 @@ class Columns:
     weight_versions: list[tuple[int, ...]] = field(default_factory=list)
     metadata: list[dict[str, Any] | None] = field(default_factory=list)
     payloads: dict[str, list[Any]] = field(default_factory=dict)
+    media: list[list[Media]] = field(default_factory=list)
 
     def rollout_mask_sums(self) -> list[float]:
         """Per sample the trained tokens of its whole trajectory, at least 1: the denominator of the
@@ -164,8 +167,30 @@ def columns_from_samples(trainable: Trainable, config: Config, args: Any) -> Col
         rollout_log_probs=_optional(samples, masks, "rollout_log_probs"),
         teacher_log_probs=_optional(samples, masks, "teacher_log_probs"),
         payloads={name: column for name, column in payloads.items() if column is not None},
+        media=_media(samples),
         **described,
     )
+
+
+def _media(samples: list[Sample]) -> list[list[Media]]:
+    """The images of each sample; [] where none has any.
+
+    Raises:
+        UserError: a sample has images and not the places of all of them.
+    """
+    found = []
+    for sample in samples:
+        try:
+            found.append(media_of(sample.multimodal_inputs, sample.multimodal_train_inputs))
+        except ValueError as error:
+            raise UserError(
+                f"the sample with index {sample.index} has images without their places among its "
+                "tokens",
+                why=str(error),
+                fix="let slime.rollout.plugin_api's generate and append_message put images into a "
+                "sample; they note the places",
+            ) from error
+    return found if any(found) else []
 
 
 def described_columns(trainable: Trainable) -> dict[str, list[Any]]:

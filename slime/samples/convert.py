@@ -6,6 +6,7 @@ groups ─► trainable samples ─► columns (rewards, masks, denominators) �
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,13 @@ from slime.errors import UserError
 from slime.log import get_logger
 from slime.models import family_of, vocab_size_of
 from slime.models.flops import sequence_cost
+from slime.models.spec import read_hf_config
+from slime.models.vision import seeing
 from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.columns import Columns, Trainable, columns_from_samples, select_trainable
 from slime.samples.converted import CONVERSION, columns_from_hook
 from slime.samples.frozen_fields import frozen
+from slime.samples.media import Media, media_problem
 from slime.samples.packing import PackingPlan, PackingRules, plan_steps, with_scored
 from slime.samples.preferences import check_preferences, mismatched_positions
 from slime.samples.sample_fields import number_problem
@@ -53,6 +57,12 @@ def to_train_batches(
     trainable = select_trainable(groups, config.algorithm.trains_on_data, rollout_id)
     hook_path = config.reward.custom_convert_samples_to_train_data_path
     if hook_path:
+        if any(sample.multimodal_inputs for sample in trainable.samples):
+            raise UserError(
+                f"{CONVERSION} and samples with images do not go together",
+                why="a converter returns tokens without the places of their images",
+                fix="leave the flag out, or train on text alone",
+            )
         origin = named(hook_path, CONVERSION)
         samples = trainable.samples
         with frozen(samples, origin, [samples]):
@@ -64,6 +74,7 @@ def to_train_batches(
     if config.distillation.in_trainer:
         columns.teachers = _teachers(columns, trainable, config)
     _check_lengths(columns, config)
+    _check_media(columns, config)
     _check_sampling_mask(columns, config)
     _check_teacher_top(columns)
     preference = config.algorithm.preference
@@ -118,6 +129,50 @@ def _check_lengths(columns: Columns, config: Config) -> None:
             why="they cannot have come from the built-in generation, which is limited to it",
             fix="raise --seq-length, or cut the samples in the generate function",
         )
+
+
+def _check_media(columns: Columns, config: Config) -> None:
+    """
+    Raises:
+        UserError: images that the model does not see, or that are not where their tokens are.
+    """
+    if not columns.media:
+        return
+    path = config.checkpoint.hf_checkpoint
+    if not config.images.multimodal_keys or path is None:
+        raise UserError(
+            "samples of this rollout have images, and the model is trained on text alone",
+            why="--multimodal-keys is not set, so that the tower that sees images is not built",
+            fix="""pass --multimodal-keys '{"image": "images"}', or make samples without images""",
+        )
+    vision = family_of(path, config.checkpoint.model_name).describe(seeing(read_hf_config(path)))
+    assert vision.vision is not None
+    for position, media in enumerate(columns.media):
+        token = vision.vision.image_token
+        problem = media_problem(media, columns.tokens[position], token)
+        if problem:
+            raise UserError(
+                f"the sample with index {columns.sample_indices[position]} has {problem}",
+                why="the features of an image take the place of its placeholder tokens",
+                fix="change sample.tokens through append_response_tokens and append_message alone",
+            )
+
+
+def _images_of(media: Sequence[Sequence[Media]]) -> dict[str, bytes]:
+    """The bytes of each image.
+
+    Raises:
+        UserError: a file is not there any more.
+    """
+    references = {one.reference for own in media for one in own}
+    try:
+        return {reference: Path(reference).read_bytes() for reference in sorted(references)}
+    except OSError as error:
+        raise UserError(
+            "an image of a sample cannot be read any more",
+            why=str(error),
+            fix="put the file back: samples refer to images, they do not hold them",
+        ) from error
 
 
 def _check_sampling_mask(columns: Columns, config: Config) -> None:
@@ -187,7 +242,13 @@ def _plan(columns: Columns, config: Config, layout: TrainLayout) -> PackingPlan:
     costs = None
     path = config.checkpoint.hf_checkpoint
     if train.balance_by_flops and path:
-        costs = sequence_cost(family_of(path, config.checkpoint.model_name), path).of(lengths)
+        hf_config = read_hf_config(path)
+        if columns.media:
+            hf_config = seeing(hf_config)
+        cost = sequence_cost(family_of(hf_config, config.checkpoint.model_name), hf_config)
+        costs = cost.of(lengths)
+        for position, media in enumerate(columns.media):
+            costs[position] += cost.of_images(one.span.length for one in media)
     rules = PackingRules(
         global_batch_size=train.global_batch_size,
         data_parallel_size=layout.data_parallel_size,
@@ -282,6 +343,7 @@ def _shard(
     def floats(column: list[Any] | None) -> list[torch.Tensor] | None:
         return None if column is None else [_tensor(column[i], np.float32) for i in rows]
 
+    media = pick(columns.media) if columns.media else []
     return TrainBatch(
         rollout_id=rollout_id,
         tokens=[_tensor(columns.tokens[i], np.int64) for i in rows],
@@ -300,6 +362,8 @@ def _shard(
         teachers=pick(columns.teachers) if columns.teachers else [],
         weight_versions=pick(columns.weight_versions),
         metadata=pick(columns.metadata),
+        media=media,
+        images=_images_of(media),
         payloads={
             name: [torch.as_tensor(column[i]) for i in rows]
             for name, column in columns.payloads.items()

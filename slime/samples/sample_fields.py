@@ -91,7 +91,7 @@ def _unread(why: str) -> SampleField:
     return SampleField(f"None, since nothing reads it: {why}", lambda value: value is None)
 
 
-_NO_VISION = "vision-language models are not in this version"
+_NO_ID = "images are told apart by their references"
 _COUNTS = "left as it is: counters of the engine's calls"
 
 FIELDS: dict[str, SampleField] = {
@@ -103,8 +103,11 @@ FIELDS: dict[str, SampleField] = {
     "prompt": SampleField("text, or a list of messages", _is_prompt, is_frozen=True),
     "tokens": SampleField("a list of token ids", _is_list, is_frozen=True),
     "multimodal_inputs": SampleField("a dict, or None", _either(dict)),
-    "multimodal_train_inputs": _unread(_NO_VISION),
-    "multimodal_train_input_id": _unread(_NO_VISION),
+    "multimodal_train_inputs": SampleField(
+        "None, or the places of images that append_message and the prompt source note",
+        lambda value: value is None or (isinstance(value, dict) and value.keys() == {"spans"}),
+    ),
+    "multimodal_train_input_id": _unread(_NO_ID),
     "apply_chat_template_kwargs": SampleField("a dict", lambda value: isinstance(value, dict)),
     "response": SampleField("text", lambda value: isinstance(value, str), is_frozen=True),
     "response_length": SampleField("the number of response tokens", _is_count, is_frozen=True),

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple
 
 from slime.errors import UserError
+from slime.samples.media import media_before
 from slime.samples.routed_experts import decode_routed_experts
 from slime.samples.sample_fields import as_list, kind_problem, number_problem, reward_number
 from slime.samples.sampling_mask import extended_mask, mask_problem, sampling_log_probs
@@ -362,6 +363,9 @@ class Sample:
     def reset_response(self) -> None:
         """Back to the prompt alone, e.g. to generate again from scratch."""
         self.tokens = self.tokens[: self.prompt_length]
+        self.multimodal_inputs, self.multimodal_train_inputs = media_before(
+            self.multimodal_inputs, self.multimodal_train_inputs, len(self.tokens)
+        )
         self.response = ""
         self.response_length = 0
         self.loss_mask = self.rollout_log_probs = self.teacher_log_probs = None

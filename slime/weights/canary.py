@@ -28,6 +28,9 @@ with the trainer's base, and with what they said at the launch: nothing may reac
 they must agree with the trainer; and if the adapter moves the trainer's log-probs, it must move the
 engine's, or it was loaded and is not applied.
 
+A model that sees images scores some tokens behind two pictures, too (`slime.weights.image_canary`):
+their log-probs follow those of the tokens.
+
 Where engines hold quantised weights, the trainer scores with the weights that those stand for, so
 that the tolerance is the same, from the first push on: what the format does to the log-probs (in
 toys 5 to 47 % of the deviation) is on both sides. But FP8 kernels other than the embedded engine's
@@ -55,7 +58,9 @@ from slime.log import get_logger
 from slime.models import family_of
 from slime.models.quantised import Fp8, Quantisation
 from slime.models.spec import read_hf_config
+from slime.prompts.images import images_of
 from slime.user_code.loading import named_functions
+from slime.weights.image_canary import ImageCanary
 
 logger = get_logger(__name__)
 
@@ -100,6 +105,8 @@ class Canary:
         self._fuses = bool(family.fused)
         context = config.rollout.rollout_max_context_len or math.inf
         self.tokens = canary_tokens(spec.vocab_size, int(min(_NUM_TOKENS, context - 1)))
+        self.tokens = without_images(self.tokens, config)
+        self._images = ImageCanary.of(config, self.tokens)
         self.expected: Sequence[float] = ()
         self.expected_of_base: Sequence[float] = ()
         self.adapter = ""
@@ -161,6 +168,12 @@ class Canary:
         if self.adapter:
             of_adapters = self._check_effect(event, said, of_base)
         found = self._compare(event, self.expected, said, "")
+        of_images: dict[str, float] = {}
+        if self._images is not None:
+            start = len(self.tokens) - 1
+            engines = {url: own[start:] for url, own in zip(self.fleet.urls, said, strict=True)}
+            effect = self._images.check_effect(event, self.expected[start:], engines)
+            of_images = {"train/canary_image_abs_diff": effect}
         if self._rounds_activations and self._rounding_error is None:
             self._rounding_error = max(difference.mean for difference in found)
             logger.info(
@@ -170,6 +183,7 @@ class Canary:
             "train/canary_logprob_abs_diff": max(difference.mean for difference in found),
             "train/canary_logprob_abs_diff_max": max(difference.largest for difference in found),
             **of_adapters,
+            **of_images,
         }
 
     def _compare(
@@ -242,10 +256,18 @@ class Canary:
             body[ADAPTER_FIELD] = adapter
         try:
             answers = self.fleet.post("/generate", body, deadlines.CANARY_SCORE)
-            return [
+            found = [
                 _log_probs(*pair, self.tokens)
                 for pair in zip(self.fleet.urls, answers, strict=True)
             ]
+            images = self._images
+            if images is None:
+                return found
+            for body in map(images.body, images.pictures):
+                answers = self.fleet.post("/generate", body, deadlines.CANARY_SCORE)
+                for own, url, answer in zip(found, self.fleet.urls, answers, strict=True):
+                    own += _log_probs_behind(url, answer, images)
+            return found
         except EngineError as error:
             raise UserError(
                 f"an engine did not score the canary after {event}: {error}",
@@ -281,7 +303,10 @@ class Canary:
         at_first = difference.first > self._tolerance
         kind = "largest" if self._in_float32 else "mean"
         where = (
-            "the first token differs already, which sees no other: an embedding, norm, scale, "
+            "the tokens are those around a picture: the tower, the projector, positions of rows "
+            "and columns, or images that are prepared in another way"
+            if difference.at >= len(self.tokens) - 1
+            else "the first token differs already, which sees no other: an embedding, norm, scale, "
             "projection or expert"
             if at_first
             else "the first token, which sees no other, agrees: attention, positions (rope) or "
@@ -398,6 +423,30 @@ def canary_tokens(vocab_size: int, length: int = _NUM_TOKENS) -> list[int]:
     places = [7 * number % _NUM_DISTINCT for number in range(_NUM_DISTINCT)]
     ids = [(2 * place + 1) * vocab_size // (2 * _NUM_DISTINCT) for place in places]
     return (ids + ids)[:length]
+
+
+def without_images(tokens: list[int], config: Config) -> list[int]:
+    """Return the tokens without those that begin an image."""
+    prompts = images_of(config)
+    start = None if prompts is None else prompts.vision.start_token
+    return [token + 1 if token == start else token for token in tokens]
+
+
+def _log_probs_behind(url: str, answer: Mapping[str, Any], images: ImageCanary) -> list[float]:
+    """The engine's log-probs of the tokens around a picture.
+
+    Raises:
+        EngineError: the answer is about other tokens.
+    """
+    entries = answer["meta_info"].get("input_token_logprobs") or []
+    if not images.is_about_it([entry[1] for entry in entries]):
+        raise EngineError(
+            url,
+            f"asked for log-probs of {len(images.tokens)} tokens with the placeholders of a "
+            f"picture, answered those of {len(entries)}: it prepares the picture in another way",
+        )
+    chosen = images.chosen([entry[0] for entry in entries[1:]])
+    return [math.nan if value is None else float(value) for value in chosen]
 
 
 def _log_probs(url: str, answer: Mapping[str, Any], tokens: Sequence[int]) -> list[float]:

@@ -414,8 +414,10 @@ def write_hf(
                     target = dtype_of(start.dtype_of(name))
                 writer.add(name, tensor.to(target))
             if start is not None:
-                carried = filter(source.parameters.family.is_carried, start.names())
-                for name in sorted(carried):
+                parameters = source.parameters
+                for name in sorted(start.names()):
+                    if not parameters.family.is_carried(name, parameters.spec):
+                        continue
                     writer.add(name, start[name][:])
     except (OSError, UserError):
         exhaust(tensors)  # the other ranks are inside its collectives

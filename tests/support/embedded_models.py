@@ -246,8 +246,9 @@ def make_scheduler(
     dtype: str = "float32",
     device: str = "cpu",
     record_experts: bool = False,
+    sees_images: bool = False,
 ) -> Scheduler:
-    arch = Architecture.from_dir(directory)
+    arch = Architecture.from_dir(directory, sees_images)
     store = make_store(directory, arch, dtype, torch.device(device), max_length, deterministic)
     cache = KVCache(arch, store.dtype, store.device, max_slots, kv_bytes, deterministic)
     return Scheduler(store, cache, prefill_tokens, deterministic, record_experts)
@@ -258,6 +259,7 @@ def make_sequence(
     rid: str = "r",
     logprob_start: int | None = None,
     tops: int = 0,
+    images: Any = None,
     **params: Any,
 ) -> Sequence:
     """A sequence that runs to ``max_new_tokens`` unless ``ignore_eos=False`` is given."""
@@ -278,6 +280,7 @@ def make_sequence(
         text=text,
         logprob_start=logprob_start,
         num_top_logprobs=tops,
+        images=images,
     )
 
 

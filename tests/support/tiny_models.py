@@ -505,16 +505,18 @@ def save_tiny(kind: str, directory: Path) -> torch.nn.Module:
     ``directory``."""
     if kind in LLAMA_LIKE:
         config_class, extra = LLAMA_LIKE[kind]
-        return _save(config_class(**{**SMALL, **extra}), directory, scale=5)
+        return save_random(config_class(**{**SMALL, **extra}), directory, scale=5)
     if kind in WITH_IMAGES:
         config_class, text, tower = WITH_IMAGES[kind]
         tied = text.get("tie_word_embeddings", kind == "gemma3")  # of which no other exists
         inner = {**SHAPE, **text, "tie_word_embeddings": tied}
         config = config_class(text_config=inner, vision_config=tower, tie_word_embeddings=tied)
-        return _save(config, directory, scale=8)
+        return save_random(config, directory, scale=8)
     config_class, extra = OTHER_FAMILIES[kind]
     # the norm behind a gated delta net makes the most of rounding as it is
-    return _save(config_class(**{**SHAPE, **extra}), directory, scale=3 if kind in HYBRIDS else 8)
+    return save_random(
+        config_class(**{**SHAPE, **extra}), directory, scale=3 if kind in HYBRIDS else 8
+    )
 
 
 #: Of `save_moe`: experts of a layer, and how many of them a token passes.
@@ -545,11 +547,11 @@ def save_moe(directory: Path, **changes: Any) -> Path:
             **changes,
         }
     )
-    _save(config, directory, scale=5)
+    save_random(config, directory, scale=5)
     return directory
 
 
-def _save(config: Any, directory: Path, *, scale: float) -> torch.nn.Module:
+def save_random(config: Any, directory: Path, *, scale: float) -> torch.nn.Module:
     """Matrices are ``scale`` times as large as at the start of training, routers' 20 times; biases
     of experts, which start at 0, are as random as others: nothing is indifferent."""
     torch.manual_seed(1)

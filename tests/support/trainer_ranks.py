@@ -201,6 +201,8 @@ def shard(
             )
         ],
         rollout_log_probs=pick(batch.rollout_log_probs),
+        media=pick(batch.media) if batch.media else [],
+        images=batch.images,
         payloads={name: pick(column) for name, column in batch.payloads.items()},
         global_stats=dict(batch.global_stats),
     )

@@ -161,7 +161,7 @@ def test_numbers_that_are_unusual_and_meant() -> None:
         ("temperature: -1", "evaluation set aime: temperature is -1"),
         ("top_p: 1.5", "evaluation set aime: top_p is 1.5"),
         ("n_samples_per_eval_prompt: many", "must be a whole number, not 'many'"),
-        ("multimodal_keys: {image: picture}", "the key 'multimodal_keys' is not supported"),
+        ("multimodal_keys: {image: picture}", "multimodal_keys, and the run reads no images"),
     ],
 )
 def test_numbers_of_an_evaluation_set(entry: str, said: str, tmp_path: Path) -> None:

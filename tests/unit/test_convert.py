@@ -589,7 +589,6 @@ def test_tokens_beyond_the_models_vocabulary_are_refused(hook_module, tmp_path: 
 @pytest.mark.parametrize(
     "field",
     [
-        "multimodal_train_inputs",
         "multimodal_train_input_id",
     ],
 )

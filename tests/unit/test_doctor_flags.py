@@ -31,7 +31,7 @@ WRONG: list[tuple[str, str]] = [
     ("flag-missing", "--num-epoch 1"),
     ("flag-unsupported", "--teacher-port 1"),
     ("flag-unsupported", "--update-weight-mode delta"),
-    ("flag-unsupported", "--multimodal-keys images"),
+    ("flag-without-effect", "--image-max-pixels 4096"),
     ("flag-without-effect", "--max-staleness 0 --debug-rollout-only"),
     ("flag-without-effect", "--group-rm -custom-rm-path --rm-type math"),
     ("flags-contradict", "--bf16"),

@@ -80,7 +80,7 @@ def test_new_tokens_are_capped_by_the_context() -> None:
         ({"input_ids": [1] * 64}, "the prompt has 64 tokens, the context holds 64"),
         ({"text": 5}, "string"),
         ({"input_ids": [1], "sampling_param": {}}, "nearest: 'sampling_params'"),
-        ({"input_ids": [1], "image_data": ["x"]}, "does not support the field 'image_data'"),
+        ({"input_ids": [1], "image_data": ["x"]}, "this engine serves text alone"),
         ({"input_ids": [1], "sampling_params": []}, "0 entries for 1 prompt"),
         ({"input_ids": [1], "sampling_params": 3}, "must be an object"),
         ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "1 entries for 2 prompts"),

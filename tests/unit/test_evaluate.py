@@ -313,7 +313,7 @@ def test_both_forms_of_the_file(tmp_path: Path, text: str) -> None:
         ("{datasets: [{name: a, path: x, app_service: z}]}", "agent services"),
         (
             "{defaults: {multimodal_keys: {image: i}}, datasets: [{name: a, path: x}]}",
-            "vision-language models are not",
+            "has multimodal_keys, and the run reads no images",
         ),
         ("{datasets: [", "not valid YAML"),
     ],

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from examples import tiny
 from examples.calculator import data as products
@@ -29,10 +30,13 @@ from examples.judge import rollout as judge
 from examples.python_sandbox import data as programs
 from examples.search import data as mountains
 from examples.search import rollout as search
+from examples.seeing import data as pictures
+from examples.seeing import rollout as seeing
 from examples.self_play import data as games
 from examples.self_play import rollout as nim
 from slime.engines.client import RolloutClient
 from slime.processes.host import free_port
+from slime.prompts.images import image_prompts
 from slime.prompts.tokenizer import load_tokenizer
 from slime.rollout.generate import bind_state
 from slime.rollout.trajectory import GroupRun, GroupRunner
@@ -40,6 +44,30 @@ from slime.samples.types import Sample, SampleStatus
 from tests.support.contract_servers import Server, embedded_argv, logprobs_of, running
 from tests.support.fake_rollout import FakeClient, hook_args, make_state
 from tests.support.scripted_model import ScriptedModel, conversation, play, trained
+
+# -- seeing ----------------------------------------------------------------------------------------
+
+
+def test_pictures_have_as_many_squares_as_the_answer_says(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    rng = random.Random(1)
+    for number in range(20):
+        row = pictures.row(tmp_path, str(number), rng, sloppy=False)
+        (colour,) = (name for name in pictures.COLOURS if name in row["question"][0]["content"])
+        picture = Image.open(tmp_path / row["images"][0])
+        pixels = [picture.getpixel((x, y)) for x in range(32) for y in range(32)]
+        assert pixels.count(pictures.COLOURS[colour]) == 25 * int(row["answer"])
+        sample = Sample(response=f" {row['answer']}", label=row["answer"])
+        assert asyncio.run(seeing.reward(None, sample)) == 1.0
+
+
+def test_the_model_that_sees_has_a_token_for_each_cell(tmp_path: Path) -> None:
+    pictures.write_model(tmp_path / "model", 0)
+    (tmp_path / "pictures").mkdir()
+    row = pictures.row(tmp_path, "0", random.Random(1), sloppy=True)
+    prompts = image_prompts(str(tmp_path / "model"), None)
+    assert prompts.size(str(tmp_path / row["images"][0])) == (pictures.CELLS, pictures.CELLS)
+
 
 # -- calculator ------------------------------------------------------------------------------------
 

@@ -112,6 +112,18 @@ def check_sglang(config: Config) -> None:
         )
     check_pushes(config, flags)
     check_adapters(config, flags)
+    if config.images.image_max_pixels is not None:
+        raise UserError(
+            "--image-max-pixels is not passed on to SGLang",
+            why="its engines would scale images to other sizes than the trainer",
+            fix="write the limit into size.longest_edge of preprocessor_config.json in "
+            "--hf-checkpoint, which both read",
+        )
+    if config.images.multimodal_keys and flags.get("enable_multimodal") is False:
+        raise UserError(
+            "--no-sglang-enable-multimodal does not go with --multimodal-keys",
+            fix="leave one of them out",
+        )
 
 
 def check_adapters(config: Config, options: Mapping[str, Any], where: str = "") -> None:

@@ -24,6 +24,7 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             afterwards. Queries that grow from another position on than SGLang lets them
             (``models/ministral3.py``). Text models of Qwen3.5 on their own, and hybrids whose kinds
             of layers it would not find (0.5.16, ``models/qwen3_5.py``, ``configs/qwen3_next.py``).
+            Images in hybrids (0.5.16, ``fused_qk_gemma_rmsnorm_rope_gate``).
     """
     if is_mxfp4(config):
         raise UserError(
@@ -31,6 +32,13 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             why="it changes their layout as it starts; what a push brings has no place there",
             fix="slime convert quantised-to-hf makes plain weights, which --hf-checkpoint then "
             "names; or pass --rollout-engine embedded, which holds plain weights",
+        )
+    if spec.vision is not None and "linear_attention_freq" in spec.transformer:
+        raise UserError(
+            "SGLang up to 0.5.16 computes images of this model with wrong positions",
+            why="a fused kernel of its hybrid models (Qwen3.5) reads one of the three rows of "
+            "positions, so that rows and columns of images are lost",
+            fix="pass --rollout-engine embedded, or leave --multimodal-keys out",
         )
     _check_hybrid(spec, config)
     _check_query_scaling(spec)

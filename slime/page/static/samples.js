@@ -160,7 +160,7 @@ async function one(root, id) {
   const paint = (coloring) => text.replaceChildren(legend(coloring, record) ?? "", response(sample, coloring));
   const coloring = COLORINGS[address().color] ? address().color : fallback;
   paint(coloring);
-  const rest = Object.entries(record).filter(([name]) => !["prompt", "response", "tokens", "segments", "metadata", "label"].includes(name));
+  const rest = Object.entries(record).filter(([name]) => !["prompt", "response", "tokens", "segments", "metadata", "label", "pictures"].includes(name));
   root.replaceChildren(
     h("div", { class: "controls" },
       h("button", { type: "button", onclick: () => go({ sample: "" }) }, "← samples"),
@@ -170,6 +170,7 @@ async function one(root, id) {
     h("article", { class: "card sample" },
       h("h2", {}, `${stepName(sample.kind, sample.step)}, ${sample.dataset ?? `group ${sample.grp ?? "?"}`}, sample ${sample.sample ?? "?"}`), chips(sample),
       h("h3", {}, "Prompt"), h("pre", { class: "prompt", tabindex: 0, "aria-label": "prompt" }, roles(record.prompt)),
+      record.pictures?.length ? h("p", { class: "pictures" }, record.pictures.map((src, at) => h("img", { src, alt: `image ${at + 1}` }))) : null,
       record.label !== null && record.label !== undefined && record.label !== "" ? h("p", { class: "label" }, h("em", {}, "label"), typeof record.label === "string" ? record.label : JSON.stringify(record.label)) : null,
       h("h3", {}, "Response"), text,
       h("details", { class: "fold" }, h("summary", {}, "All recorded fields"), h("table", { class: "config" },

@@ -47,9 +47,11 @@ from slime.checkpoints.saving import CheckpointWriter
 from slime.checkpoints.trainer_state import TrainerState
 from slime.models import family_of, table_of
 from slime.models.adapters import AdapterConfig, adapter_family
+from slime.models.images import ImageReader
 from slime.models.layout_rules import check_layout, virtual_stages
 from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config
+from slime.models.vision import seeing
 from slime.paths import fill
 from slime.trainer.ci_checks import check_grad_norms, check_rollout
 from slime.trainer.distillation import note_teacher_scores, with_teacher_prompts
@@ -84,12 +86,15 @@ from slime.trainer.role import (
 from slime.trainer.update import evaluate, update
 from slime.trainer.user_functions import UserFunctions
 from slime.weights.canary import canary_tokens
+from slime.weights.image_canary import ImageCanary
 from slime.weights.route import flag_dtype
 from slime.weights.source import collect_adapters, save_hf, save_reward_model
 
 logger = get_logger(__name__)
 
 _TEACHER_CANARY = 16
+#: Bytes of prepared images that a rank keeps between the passes over a rollout.
+_KEPT_IMAGES = 1 << 31
 #: The same weights and kernels give the same bits; atomics of a GPU move them by less than this.
 _TEACHER_TOLERANCE = 1e-3
 
@@ -136,6 +141,7 @@ class MegatronBackend:
         self.engine_weights: EngineWeights | None = None
         self.adapters: AdapterConfig | None = None
         self.critic: Critic | None = None
+        self.images: ImageReader | None = None
         self.extra_state: dict[str, Any] = {}
         self.skipped: list[str] = []
         self.next_rollout_id = 0
@@ -166,6 +172,13 @@ class MegatronBackend:
             spec, self.hf_config = self._read_model()
         self.spec = spec
         check_layout(self.spec, config)
+        if self.spec.vision is not None:
+            assert config.checkpoint.hf_checkpoint is not None
+            self.images = ImageReader(
+                config.checkpoint.hf_checkpoint,
+                config.images.image_max_pixels,
+                _KEPT_IMAGES,
+            )
         self.ranks = parallel.initialise(self.rank_info, config, virtual_stages(self.spec, config))
         self._call_hook("custom_megatron_init_path", config.train.custom_megatron_init_path)
         with PhaseMemory(config, self.ranks.device).phase("setup"):
@@ -232,6 +245,8 @@ class MegatronBackend:
                 fix="pass it",
             )
         hf_config = read_hf_config(flags.hf_checkpoint)
+        if self.config.images.multimodal_keys:
+            hf_config = seeing(hf_config)
         if self.config.algorithm.trains_reward_model:
             classifier_of(hf_config)
         spec = family_of(hf_config, flags.model_name).model_spec(hf_config)
@@ -348,9 +363,12 @@ class MegatronBackend:
         """
         if plan.kind == "hf":
             name = self.config.checkpoint.model_name
-            check_same_model(self.spec, family_of(plan.path, name).model_spec(plan.path), plan.path)
+            theirs = read_hf_config(plan.path)
+            if self.spec.vision is not None:
+                theirs = seeing(theirs)
+            check_same_model(self.spec, family_of(theirs, name).model_spec(theirs), plan.path)
             part: ModelPart = "trunk" if self.config.algorithm.trains_reward_model else "base"
-            load_hf(self.model_chunks, plan.path, model_name=name, reader=reader, part=part)
+            load_hf(self.model_chunks, plan.path, theirs, model_name=name, reader=reader, part=part)
         else:
             load_checkpoint(plan, TrainerState(self.model_chunks, part="base"))
 
@@ -688,7 +706,8 @@ class MegatronBackend:
     ) -> list[float] | None:
         """Log-probs of ``tokens[1:]`` at temperature 1, by the kernels of training and the weights
         that engines compute with after a push; None on ranks without output layer. Collective:
-        every data-parallel rank computes the same.
+        every data-parallel rank computes the same. Those around the pictures of a model that sees
+        images follow.
 
         Args:
             plain: by the weights that are trained, before anything is quantised.
@@ -696,13 +715,29 @@ class MegatronBackend:
         """
         quantised = None if plain else self.engine_weights
         off = adapters.without_adapters(self.pushed_chunks) if base else nullcontext()
+        options = self._score_options(False) | {"temperature": 1.0}
+        images = ImageCanary.of(self.config, tokens) if self.images is not None else None
         with off, quantised.swapped_in() if quantised else nullcontext():
-            return self._score_canary(tokens, self._score_options(False) | {"temperature": 1.0})
+            found = self._score_canary(tokens, options)
+            if images is None:
+                return found
+            for picture in images.pictures:
+                media = {"media": [images.media], "images": {"canary": picture}}
+                own = self._score_canary(images.tokens, options, **media)
+                if found is not None and own is not None:
+                    found += images.chosen(own)
+        return found
 
-    def _score_canary(self, tokens: list[int], options: dict[str, Any]) -> list[float] | None:
+    def _score_canary(
+        self, tokens: list[int], options: dict[str, Any], **media: Any
+    ) -> list[float] | None:
         """Log-probs of ``tokens[1:]`` as the model computes now; None on ranks without output
-        layer. Collective."""
-        batch = forward.canary_batch(tokens, self.layout.micro_batch_multiple)
+        layer. Collective.
+
+        Args:
+            media: images of the batch.
+        """
+        batch = forward.canary_batch(tokens, self.layout.micro_batch_multiple, **media)
         packed = self._pack(batch, batch.steps[0].micro_batches)
         if self.routing is not None:
             # experts are neither recorded nor replayed
@@ -819,7 +854,12 @@ class MegatronBackend:
         multiple *= context.size
         dense = self.ranks.device.type == "cpu" or megatron.fp32  # flash attention knows no float32
         options = PackingOptions(
-            self.ranks.device, multiple, dense=dense, pair_cost=self._pair_cost(), context=context
+            self.ranks.device,
+            multiple,
+            dense=dense,
+            pair_cost=self._pair_cost(),
+            context=context,
+            read_image=None if self.images is None else self.images.read,
         )
         same_length = virtual_stages(self.spec, self.config) is not None
         if same_length and len(batch.steps) > 1:  # one length in all passes of the rollout

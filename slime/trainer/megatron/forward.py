@@ -32,7 +32,15 @@ def packed_micro_batches(
         same_length: pad all to the longest one.
     """
     packed = [
-        pack(samples, batch.tokens, batch.response_lengths, options, batch.payloads)
+        pack(
+            samples,
+            batch.tokens,
+            batch.response_lengths,
+            options,
+            batch.payloads,
+            batch.media,
+            batch.images,
+        )
         for samples in micro_batches
     ]
     longest = max(micro_batch.num_tokens for micro_batch in packed)
@@ -120,12 +128,13 @@ def _run(
     )
 
 
-def canary_batch(tokens: Sequence[int], num_micro_batches: int) -> TrainBatch:
+def canary_batch(tokens: Sequence[int], num_micro_batches: int, **media: Any) -> TrainBatch:
     """The canary (`slime.weights.canary`) as a batch for a forward pass: ``tokens``, of which all
     but the first are scored, in the first micro-batch, padding in the others.
 
     Args:
         num_micro_batches: what the layout divides a step into (`TrainLayout.micro_batch_multiple`).
+        media: of the batch.
     """
     scored = len(tokens) - 1
     micro_batches: list[list[int]] = [[0], *([] for _ in range(num_micro_batches - 1))]
@@ -142,4 +151,5 @@ def canary_batch(tokens: Sequence[int], num_micro_batches: int) -> TrainBatch:
         rollout_mask_sums=[float(scored)],
         truncated=[False],
         steps=[StepPlan(micro_batches, global_batch_size=1, num_loss_tokens=scored)],
+        **media,
     )

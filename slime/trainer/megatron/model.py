@@ -44,12 +44,14 @@ from slime.errors import UserError
 from slime.models.layout_rules import virtual_stages
 from slime.models.mixers import GATED_DELTA_NET, mixer_of, mixers_of
 from slime.models.model_flags import merge_transformer
-from slime.models.rotary import layer_frequencies, query_factors
+from slime.models.rotary import frequency_axes, layer_frequencies, query_factors
 from slime.models.spec import ModelSpec, RotaryKind
+from slime.models.tower import build_tower
 from slime.trainer.megatron import te_layers
 from slime.trainer.megatron.adapters import give_gradient
 from slime.trainer.megatron.attention import PackedAttention, PackedSelfAttention
 from slime.trainer.megatron.delta_net import delta_net_spec
+from slime.trainer.megatron.embedder import add_levels, embed_images, local_rows
 from slime.trainer.megatron.layers import (
     Embedding,
     NormOfRotated,
@@ -99,9 +101,21 @@ class PolicyModel(GPTModel):
             self.embedding.word_embeddings.__class__ = Embedding
         place = torch.device(torch.cuda.current_device())
         self.angles: dict[RotaryKind, RotaryAngles] = {
-            kind: RotaryAngles(*layer_frequencies(spec, kind), place, config.params_dtype)
+            kind: RotaryAngles(
+                *layer_frequencies(spec, kind),
+                place,
+                config.params_dtype,
+                None if spec.vision is None else frequency_axes(spec),
+            )
             for kind in spec.rotary_kinds
         }
+        if spec.vision is not None and self.pre_process:
+            again = config.recompute_granularity == "full"
+            self.vision_model = build_tower(spec.vision, config.params_dtype, again).to(place)
+            for parameter in self.vision_model.parameters():
+                # then each rank has the gradient of its own positions, and they are summed
+                parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            add_levels(self.decoder.layers, spec.vision.num_levels)
         for layer in self.decoder.layers:
             if isinstance(layer.self_attention, PackedSelfAttention):
                 layer.self_attention.rotary_kind = spec.rotary_kind(layer.layer_number - 1)
@@ -173,7 +187,11 @@ class PolicyModel(GPTModel):
         if sequences.rotary is None:
             self._check_lengths(batch)
             positions = sequences.positions
-            sequences.rotary = {kind: angles(positions) for kind, angles in self.angles.items()}
+            turns = sequences.rotary_positions
+            sequences.rotary = {
+                kind: angles(positions if turns is None else turns)
+                for kind, angles in self.angles.items()
+            }
             if self.spec.query_scaling is not None:
                 factors = query_factors(self.spec.query_scaling, positions)
                 sequences.query_factors = factors.to(self.config.params_dtype)[:, None, None]
@@ -183,6 +201,13 @@ class PolicyModel(GPTModel):
             if self.spec.embedding_scale != 1.0:
                 scale = torch.tensor(self.spec.embedding_scale, dtype=self.config.params_dtype)
                 embedded = embedded * scale.item()
+            if sequences.images is not None:
+                sequences.seen = sequences.images
+                if self.config.sequence_parallel:  # the rank has a part of the positions
+                    count = embedded.size(0)
+                    start = count * self.pg_collection.tp.rank()
+                    sequences.seen = local_rows(sequences.images, start, count)
+                embedded = embed_images(self.vision_model, sequences.seen, embedded)
         return self.decoder(
             hidden_states=embedded, attention_mask=None, packed_seq_params=sequences
         )

@@ -34,6 +34,7 @@ from slime.checkpoints.megatron_names import Placement, global_parameters, unwra
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
+from slime.models.vision import frozen_parts
 from slime.processes.json_collectives import all_gather
 from slime.trainer.megatron.offload import megatron_optimizers, torch_optimizers
 from slime.trainer.megatron.streamed import StreamedOptimizer, StreamedStates, states_of
@@ -70,6 +71,7 @@ def freeze(chunks: Sequence[GPTModel], config: Config) -> None:
     """
     only = config.train.only_train_params_name_list
     frozen_names = config.train.freeze_params_name_list
+    _freeze_vision(chunks, config)
     patterns = [*only, *frozen_names]
     if not patterns:
         return
@@ -86,6 +88,18 @@ def freeze(chunks: Sequence[GPTModel], config: Config) -> None:
     logger.info(
         "%d of %d parameters are frozen", len(trained) - sum(trained.values()), len(trained)
     )
+
+
+def _freeze_vision(chunks: Sequence[GPTModel], config: Config) -> None:
+    """Freeze the tower that sees images, or its projector, as the flags say."""
+    flags = config.images
+    patterns = frozen_parts(
+        tower=flags.freeze_vision_tower, projector=flags.freeze_vision_projector
+    )
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if any(re.search(pattern, name) for pattern in patterns):
+                parameter.requires_grad_(False)
 
 
 def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -33,7 +33,9 @@ from torch import Tensor
 from slime.algorithms.logprobs import KeptTokens
 from slime.models.delta_rule import TokenRuns, reached
 from slime.models.spec import RotaryKind
+from slime.samples.media import Media
 from slime.trainer.megatron.context import ContextGroup, ContextSplit
+from slime.trainer.megatron.embedder import PackedImages, ReadImage, SampleMedia
 from slime.trainer.megatron.moe_router import Routing
 
 # sequences that share a block are padded to the longest of them; more waste than this starts
@@ -179,6 +181,10 @@ class PackedSequences(PackedSeqParams):
         context: how the tokens are divided over a context-parallel group; None where one rank has
             all.
         routing: what the routers of experts are told; None for dense models.
+        rotary_positions: int64 [3, T], in time, row and column, for models that see images; None:
+            ``positions`` serve for all three.
+        images: in place of some tokens; None where there are none.
+        seen: the same for the rank's own part of the tokens, filled by the model.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -189,6 +195,9 @@ class PackedSequences(PackedSeqParams):
     query_factors: Tensor | None = None
     context: ContextSplit | None = None
     routing: Routing | None = None
+    rotary_positions: Tensor | None = None
+    images: PackedImages | None = None
+    seen: PackedImages | None = None
 
     @cached_property
     def delta_runs(self) -> DeltaRuns:
@@ -242,6 +251,7 @@ class PackingOptions:
             costs everywhere else. Samples share a prompt where that is cheaper by this measure.
             None: never share (kernels without branches).
         context: the context-parallel group; its size divides ``multiple``.
+        read_image: prepares images, for a model that sees them.
     """
 
     device: torch.device
@@ -250,6 +260,7 @@ class PackingOptions:
     dense: bool = True
     pair_cost: float | None = None
     context: ContextGroup = field(default_factory=ContextGroup)
+    read_image: ReadImage | None = None
 
 
 def pack(
@@ -258,6 +269,8 @@ def pack(
     response_lengths: Sequence[int],
     options: PackingOptions,
     masks: Mapping[str, Sequence[Tensor]] | None = None,
+    media: Sequence[Sequence[Media]] = (),
+    images: Mapping[str, bytes] | None = None,
 ) -> PackedMicroBatch:
     """Pack the given samples of a rank into one micro-batch.
 
@@ -267,6 +280,8 @@ def pack(
             collective.
         tokens: int64 [L_i], prompt and response.
         masks: payloads of the batch, of which the sampling mask is packed, too.
+        media: images of each sample; empty where no sample has any.
+        images: the bytes of each image.
     Raises:
         ValueError: a sample whose response leaves no prompt token to predict its first token from.
 
@@ -282,7 +297,10 @@ def pack(
                 f"sample {i} of the batch has {response} response tokens but {tokens[i].numel()} "
                 "in all"
             )
-    stream = _lay_out(samples, tokens, responses, options)
+    own_media = None
+    if options.read_image is not None and any(media[i] for i in samples if media):
+        own_media = SampleMedia([media[i] for i in samples], [tokens[i].numel() for i in samples])
+    stream = _lay_out(samples, tokens, responses, options, own_media)
     targets = torch.cat(
         [_NONE, *(tokens[i][tokens[i].numel() - r :] for i, r in zip(samples, responses))]
     )
@@ -297,6 +315,8 @@ def pack(
         stream = stream.stripe(split)
         sequences.context = ContextSplit(place, [order.to(options.device) for order in split.order])
     sequences.positions = stream.positions.to(options.device)
+    if own_media is not None:
+        _add_images(sequences, stream, own_media, options, images or {})
     return PackedMicroBatch(
         samples=list(samples),
         tokens=stream.tokens[None].to(options.device),
@@ -309,6 +329,21 @@ def pack(
         copies=stream.copies,
         kept=_kept_tokens(samples, responses, order, masks or {}, options.device),
     )
+
+
+def _add_images(
+    sequences: PackedSequences,
+    stream: _TokenStream,
+    media: SampleMedia,
+    options: PackingOptions,
+    images: Mapping[str, bytes],
+) -> None:
+    assert stream.rotary_positions is not None and stream.features is not None
+    read_image = options.read_image
+    assert read_image is not None
+    sequences.rotary_positions = stream.rotary_positions.to(options.device)
+    found = media.packed(stream.features, lambda reference: read_image(images[reference]))
+    sequences.images = None if found is None else found.to(options.device)
 
 
 def _kept_tokens(
@@ -355,6 +390,8 @@ class _TokenStream:
     copies: Tensor
     rows: Tensor
     branches: list[list[int]]
+    rotary_positions: Tensor | None = None
+    features: Tensor | None = None
 
     def stripe(self, split: ContextSplit) -> _TokenStream:
         """Return the part that a rank of a context-parallel group holds."""
@@ -366,11 +403,19 @@ class _TokenStream:
             copies=stripe(self.copies),
             rows=split.mine(self.rows) // split.place.size,
             branches=self.branches,
+            rotary_positions=None
+            if self.rotary_positions is None
+            else torch.stack([stripe(row) for row in self.rotary_positions]),
+            features=None if self.features is None else stripe(self.features),
         )
 
 
 def _lay_out(
-    samples: Sequence[int], tokens: Sequence[Tensor], responses: list[int], options: PackingOptions
+    samples: Sequence[int],
+    tokens: Sequence[Tensor],
+    responses: list[int],
+    options: PackingOptions,
+    media: SampleMedia | None,
 ) -> _TokenStream:
     """Prompts, the responses behind them, and the padding."""
     lengths = [tokens[i].numel() for i in samples]
@@ -384,13 +429,22 @@ def _lay_out(
     copies: list[Tensor] = []
     rows = [_NONE] * len(responses)
     branches: list[list[int]] = []
+    turns: list[Tensor] = []
+    features: list[Tensor] = []
+
+    def add_media(member: int, part: slice) -> None:
+        if media is not None:
+            turns.append(media.positions(member)[:, part])
+            features.append(media.features(member)[part])
+
     start = 0
-    for members in _families(prompts, responses, options.pair_cost):
+    for members in _families(prompts, responses, options.pair_cost, media):
         length = prompts[members[0]].numel()
         pieces.append(prompts[members[0]])
         positions.append(torch.arange(length))
         origins.append(before[members[0]] + positions[-1])
         copies.append(torch.full((length,), float(len(members))))
+        add_media(members[0], slice(0, length))
         branch_lengths = [length]
         end = start + length
         for member in members:
@@ -399,6 +453,7 @@ def _lay_out(
             positions.append(torch.arange(length, length + own))
             origins.append(before[member] + positions[-1])
             copies.append(torch.ones(own))
+            add_media(member, slice(length, length + own))
             if responses[member]:
                 rows[member] = torch.cat(
                     [torch.tensor([start + length - 1]), torch.arange(end, end + own)]
@@ -414,6 +469,8 @@ def _lay_out(
         origins.append(torch.full((padding,), -1))
         copies.append(torch.zeros(padding))
         branches.append([padding])
+        turns.append(torch.arange(padding).expand(3, -1))
+        features.append(torch.full((padding,), -1))
     return _TokenStream(
         tokens=torch.cat(pieces),
         positions=torch.cat(positions),
@@ -421,19 +478,25 @@ def _lay_out(
         copies=torch.cat(copies),
         rows=torch.cat([_NONE, *rows]),
         branches=branches,
+        rotary_positions=None if media is None else torch.cat(turns, dim=1),
+        features=None if media is None else torch.cat(features),
     )
 
 
 def _families(
-    prompts: list[Tensor], responses: list[int], pair_cost: float | None
+    prompts: list[Tensor],
+    responses: list[int],
+    pair_cost: float | None,
+    media: SampleMedia | None,
 ) -> list[list[int]]:
-    """Group the samples that are computed together behind one prompt; each is alone if
-    ``pair_cost`` is None."""
+    """Group the samples that are computed together behind one prompt, images included; each is
+    alone if ``pair_cost`` is None."""
     if pair_cost is None:
         return [[i] for i in range(len(prompts))]
-    by_prompt: dict[bytes, list[int]] = {}
+    by_prompt: dict[tuple[bytes, bytes], list[int]] = {}
     for i, prompt in enumerate(prompts):
-        by_prompt.setdefault(prompt.numpy().tobytes(), []).append(i)
+        seen = b"" if media is None else media.key(i, prompt.numel())
+        by_prompt.setdefault((prompt.numpy().tobytes(), seen), []).append(i)
     families: list[list[int]] = []
     for members in by_prompt.values():
         mean_response = sum(responses[i] for i in members) / len(members)

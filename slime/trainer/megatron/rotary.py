@@ -12,18 +12,33 @@ from slime.algorithms.fusion import fused
 
 
 class RotaryAngles:
-    """cos and sin for packed positions, in the dtype that queries and keys have."""
+    """cos and sin for packed positions, in the dtype that queries and keys have.
+
+    Args:
+        axes: int64 [dim / 2], which row of three positions turns each pair; None for models whose
+            tokens have one position.
+    """
 
     def __init__(
-        self, inverse: Tensor, attention_factor: float, device: torch.device, dtype: torch.dtype
+        self,
+        inverse: Tensor,
+        attention_factor: float,
+        device: torch.device,
+        dtype: torch.dtype,
+        axes: Tensor | None = None,
     ) -> None:
         self.inverse = inverse.to(device)
+        self.axes = None if axes is None else axes.to(device)
         self.attention_factor = attention_factor
         self.dtype = dtype
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: int64 [T] → (cos, sin), each [T, 1, dim / 2]."""
-        angles = positions.float()[:, None] * self.inverse[None, :]
+        """positions: int64 [T] or [3, T] → (cos, sin), each [T, 1, dim / 2]."""
+        if positions.dim() == 2:
+            assert self.axes is not None
+            angles = positions.float()[self.axes].t() * self.inverse[None, :]
+        else:
+            angles = positions.float()[:, None] * self.inverse[None, :]
         cos = angles.cos() * self.attention_factor
         sin = angles.sin() * self.attention_factor
         return cos.to(self.dtype)[:, None, :], sin.to(self.dtype)[:, None, :]

@@ -1,0 +1,55 @@
+"""Checks of --multimodal-keys together with other flags: what does not take images is refused, for
+it would leave them out."""
+
+from __future__ import annotations
+
+from slime.config.draft import Draft
+from slime.config.estimators import FACTS
+from slime.config.flag import option_of
+from slime.errors import UserError
+
+#: Flag that is set → why it does not go with images.
+_WITHOUT_IMAGES = {
+    "lora_rank": "adapters are trained beside a model that reads text alone",
+    "use_opd": "the teacher would not see the images",
+    "fake_quantisation": "the tower that sees images is not quantised",
+    "custom_convert_samples_to_train_data_path": (
+        "a converter returns tokens without the places of their images"
+    ),
+    "custom_model_provider_path": "the model that it builds may have no tower",
+}
+#: Layouts that images are not trained with.
+_VIRTUAL = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
+
+
+def images(draft: Draft) -> None:
+    """Check --multimodal-keys."""
+    if not draft["multimodal_keys"]:
+        return
+    for dest, why in _WITHOUT_IMAGES.items():
+        if draft[dest]:
+            raise _refused(option_of(dest), why)
+    if draft["loss_type"] == "preference_loss":
+        raise _refused("--loss-type preference_loss", "images of answers are not read")
+    if FACTS[draft["advantage_estimator"]].needs_critic and draft["loss_type"] == "policy_loss":
+        raise _refused(
+            f"--advantage-estimator {draft['advantage_estimator']}", "the critic sees no images"
+        )
+    for dest in _VIRTUAL:
+        if draft[dest] is not None:
+            raise _refused(option_of(dest), "virtual stages with a tower are not implemented")
+    frozen = draft["freeze_vision_tower"] and draft["freeze_vision_projector"]
+    if draft["overlap_grad_reduce"] and not frozen:
+        raise UserError(
+            "--overlap-grad-reduce and a trained vision tower do not go together",
+            why="a micro-batch of text alone gives the tower no gradient, and the reduction would "
+            "wait for it",
+            fix="leave it out, or freeze both parts: --freeze-vision-tower "
+            "--freeze-vision-projector",
+        )
+
+
+def _refused(option: str, why: str) -> UserError:
+    return UserError(
+        f"{option} does not go with --multimodal-keys", why=why, fix="leave one of them out"
+    )

@@ -1,0 +1,219 @@
+"""Images in the embedded engine: what a request brings, and what the decoder sees of it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence as Some
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slime.engines.request_fields import BadRequest
+from slime.models.images import ImageError, ImageReader, PreparedImage
+from slime.models.tower import see
+from slime.models.vision import ImageSpan, VisionSpec, placeholder_runs, rotary_positions
+
+_FIELD = "image_data"
+#: Bytes of features that are kept for sequences with the same images.
+_KEPT_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class ImageRequests:
+    """How requests bring images.
+
+    Attributes:
+        limit: most images of one prompt.
+    """
+
+    reader: ImageReader
+    vision: VisionSpec
+    limit: int
+
+    def placeholder(self, tokenizer: Any) -> str:
+        """Return the text that stands for an image in a prompt."""
+        vision = self.vision
+        ids = [vision.start_token, vision.image_token, vision.end_token]
+        return "".join(tokenizer.convert_ids_to_tokens(ids))
+
+    def read(self, ids: list[int], given: Any) -> tuple[list[int], SequenceImages | None]:
+        """Read the images of one prompt; a single placeholder becomes as many as the image needs.
+
+        Args:
+            given: base64 or a data URI, or a list of them; None for none.
+        Raises:
+            BadRequest: an image that cannot be read, or placeholders that do not fit the images.
+        """
+        sources = [] if given is None else [given] if isinstance(given, str) else given
+        if not isinstance(sources, list) or not all(isinstance(one, str) for one in sources):
+            raise BadRequest(f"{_FIELD} must be text in base64, or a list of such text", _FIELD)
+        runs = placeholder_runs(ids, self.vision)
+        if len(runs) != len(sources):
+            raise BadRequest(
+                f"the prompt has placeholders of {len(runs)} images, {_FIELD} has {len(sources)}",
+                _FIELD,
+            )
+        if len(sources) > self.limit:
+            raise BadRequest(
+                f"{_FIELD} has {len(sources)} images, this engine takes {self.limit}", _FIELD
+            )
+        if not sources:
+            return ids, None
+        whole: list[int] = []
+        images: list[SequenceImage] = []
+        end = 0
+        for number, ((start, length), source) in enumerate(zip(runs, sources), start=1):
+            image = self._image(number, source)
+            rows, columns = (size // self.vision.merge_size for size in image.prepared.grid[1:])
+            if length not in (1, rows * columns):
+                raise BadRequest(
+                    f"image {number} is {rows} x {columns} = {rows * columns} tokens, the prompt "
+                    f"has {length} placeholders for it",
+                    _FIELD,
+                )
+            whole += ids[end:start]
+            span = ImageSpan(len(whole), rows, columns)
+            images.append(SequenceImage(span, image.key, image.prepared))
+            whole += [self.vision.image_token] * span.length
+            end = start + length
+        whole += ids[end:]
+        return whole, SequenceImages(images, len(whole))
+
+    def _image(self, number: int, source: str) -> _Keyed:
+        text = source
+        if source.startswith("data:"):
+            head, _, text = source.partition(",")
+            if not head.endswith(";base64"):
+                raise BadRequest(f"image {number} is a data URI without base64", _FIELD)
+        elif source.startswith(("http:", "https:", "file:", "/")):
+            raise BadRequest(
+                f"image {number} is the address of a file; this engine takes the bytes of images, "
+                "in base64",
+                _FIELD,
+            )
+        try:
+            data = base64.b64decode(text, validate=True)
+            return _Keyed(hashlib.sha256(data).digest(), self.reader.read(data))
+        except binascii.Error as error:
+            raise BadRequest(f"image {number} is not valid base64: {error}", _FIELD) from error
+        except ImageError as error:
+            raise BadRequest(f"image {number}: {error}", _FIELD) from error
+
+
+class _Keyed(NamedTuple):
+    key: bytes
+    prepared: PreparedImage
+
+
+class SequenceImage(NamedTuple):
+    """An image of a prompt; ``key`` is a digest of its bytes."""
+
+    span: ImageSpan
+    key: bytes
+    prepared: PreparedImage
+
+
+class SequenceImages:
+    """The images of a prompt of ``length`` tokens."""
+
+    def __init__(self, images: Some[SequenceImage], length: int) -> None:
+        self.images = images
+        self._length = length
+        self._turns = rotary_positions(length, [image.span for image in images])
+        self._ahead = int(self._turns[:, -1].max()) + 1 - length
+
+    def turns(self, start: int, count: int) -> np.ndarray:
+        """Return the rotary positions of tokens, int64 [3, count]."""
+        found = np.arange(start, start + count) + self._ahead + np.zeros((3, 1), np.int64)
+        known = min(count, max(0, self._length - start))
+        found[:, :known] = self._turns[:, start : start + known]
+        return found
+
+    def distinct(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the tokens with numbers below 0, made of the image, for its placeholders: what
+        has the same tokens then has the same keys and values."""
+        found = tokens.copy()
+        for image in self.images:
+            number = int.from_bytes(image.key[:7], "big")
+            found[image.span.start : image.span.end] = -1 - number
+        return found
+
+
+class SeenImages(NamedTuple):
+    """Features of images in one forward pass.
+
+    Attributes:
+        rows: int64 [n], which of its tokens they belong to.
+        features: [n, (1 + levels) * hidden].
+    """
+
+    rows: Tensor
+    features: Tensor
+
+    def placed(self, hidden: Tensor) -> Tensor:
+        """Put the features in place of embeddings [tokens, hidden]."""
+        own = self.features[:, : hidden.shape[1]].to(hidden.dtype)
+        return hidden.index_copy(0, self.rows, own)
+
+    def added(self, hidden: Tensor, layer: int) -> Tensor:
+        """Add what belongs behind a layer to its output."""
+        start = (1 + layer) * hidden.shape[1]
+        own = self.features[:, start : start + hidden.shape[1]].to(hidden.dtype)
+        return hidden.index_add(0, self.rows, own) if own.shape[1] else hidden
+
+
+class FeatureCache:
+    """Computes features of images, once for sequences that share them."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._epoch = -1
+
+    def see(
+        self,
+        tower: nn.Module,
+        epoch: int,
+        places: Some[tuple[SequenceImages | None, int, int]],
+        device: torch.device,
+    ) -> SeenImages | None:
+        """Return what tokens see of images; None if they see nothing.
+
+        Args:
+            epoch: of the weights; features of earlier ones are forgotten.
+            places: whose images, first position and number of the tokens, one after the other.
+        """
+        if epoch != self._epoch:
+            self._kept.clear()
+            self._epoch = epoch
+        rows: list[Tensor] = []
+        features: list[Tensor] = []
+        offset = 0
+        for images, start, count in places:
+            for image in () if images is None else images.images:
+                first = max(start, image.span.start)
+                last = min(start + count, image.span.end)
+                if first < last:
+                    own = self._features(tower, image)
+                    rows.append(torch.arange(first, last) + (offset - start))
+                    features.append(own[first - image.span.start : last - image.span.start])
+            offset += count
+        if not rows:
+            return None
+        return SeenImages(torch.cat(rows).to(device), torch.cat(features))
+
+    def _features(self, tower: nn.Module, image: SequenceImage) -> Tensor:
+        found = self._kept.get(image.key)
+        if found is None:
+            prepared = image.prepared
+            found = see(tower, prepared.pixels, torch.tensor([prepared.grid]))
+            self._kept[image.key] = found
+        self._kept.move_to_end(image.key)
+        while len(self._kept) > 1 and sum(one.nbytes for one in self._kept.values()) > _KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return found

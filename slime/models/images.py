@@ -1,0 +1,175 @@
+"""Read images as a model's own image processor prepares them. Imports torch; Pillow and
+transformers are imported when an image is read."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slime.errors import UserError
+
+#: Bytes of prepared images that a reader keeps, for those that are read again and again; and how
+#: many images it knows the sizes of.
+_KEPT_BYTES = 1 << 28
+_KEPT_SIZES = 1 << 16
+#: Images of more pixels are refused before they are decoded: a small file may hold a huge one.
+_MOST_PIXELS = 1 << 28
+#: The tag of EXIF data that says how a picture is turned.
+_ORIENTATION = 0x0112
+
+
+class ImageError(ValueError):
+    """Data that is no image, or one that the model cannot take; says why."""
+
+
+class PreparedImage(NamedTuple):
+    """An image as the tower takes it.
+
+    Attributes:
+        pixels: float32 [patches, numbers per patch].
+        grid: frames, rows and columns of patches.
+    """
+
+    pixels: Tensor
+    grid: tuple[int, int, int]
+
+
+class ImageReader:
+    """Decodes and prepares images for one model.
+
+    Args:
+        model_path: Hugging Face directory with preprocessor_config.json.
+        max_pixels: larger images are scaled down to this many; None: the model's own limit.
+        kept_bytes: of prepared images, for those that are read again.
+    Raises:
+        UserError: the directory describes no image processor, or Pillow is missing.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        max_pixels: int | None = None,
+        kept_bytes: int = _KEPT_BYTES,
+    ) -> None:
+        try:
+            import PIL.Image  # noqa: F401
+
+            # of its module: the package offers it with torchvision alone in older versions
+            from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+            self._processor: Any = AutoImageProcessor.from_pretrained(str(model_path))
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            raise UserError(
+                f"{model_path} has no image processor that can be loaded",
+                why=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+                fix="add the preprocessor_config.json that was published with the weights; "
+                "pip install pillow, if it is missing",
+            ) from error
+        if max_pixels is not None:
+            size = dict(self._processor.size)
+            size["longest_edge"] = min(max_pixels, size["longest_edge"])
+            size["shortest_edge"] = min(size["shortest_edge"], size["longest_edge"])
+            self._processor.size = size
+        self._kept: OrderedDict[bytes, PreparedImage] = OrderedDict()
+        self._bytes = 0
+        self._most_bytes = kept_bytes
+        self._grids: dict[bytes, tuple[int, int, int]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def merge_size(self) -> int:
+        """Patches that a token stands for, in each direction."""
+        return int(self._processor.merge_size)
+
+    def read(self, data: bytes) -> PreparedImage:
+        """Decode and prepare an encoded image (PNG, JPEG, …). Any thread may call it.
+
+        Raises:
+            ImageError: it cannot be decoded, or it is too large or too narrow.
+        """
+        key = hashlib.sha256(data).digest()
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+            prepared = self._prepared(data)
+            self._kept[key] = prepared
+            self._bytes += prepared.pixels.nbytes
+            while self._bytes > self._most_bytes and len(self._kept) > 1:
+                self._bytes -= self._kept.popitem(last=False)[1].pixels.nbytes
+            if len(self._grids) >= _KEPT_SIZES:
+                self._grids.clear()
+            self._grids[key] = prepared.grid
+            return prepared
+
+    def grid(self, data: bytes) -> tuple[int, int, int]:
+        """Return the grid of an image, which is remembered for longer than the image itself.
+
+        Raises:
+            ImageError: as `read`.
+        """
+        known = self._grids.get(hashlib.sha256(data).digest())
+        return self.read(data).grid if known is None else known
+
+    def _prepared(self, data: bytes) -> PreparedImage:
+        image = decoded(data)
+        try:
+            found = self._processor(images=[image], return_tensors="pt")
+        except (ValueError, TypeError, ZeroDivisionError) as error:
+            raise ImageError(f"the image processor refuses it: {error}") from error
+        pixels = torch.as_tensor(found["pixel_values"], dtype=torch.float32)
+        frames, rows, columns = (int(size) for size in found["image_grid_thw"][0])
+        return PreparedImage(pixels, (frames, rows, columns))
+
+
+def decoded(data: bytes) -> Any:
+    """Decode an image to a Pillow image in RGB, upright as its EXIF data says.
+
+    Raises:
+        ImageError: it is empty, no image, damaged or cut short, or has too many pixels.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    if not data:
+        raise ImageError("it is empty")
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            width, height = image.size
+            if width * height > _MOST_PIXELS:
+                raise ImageError(f"it has {width} x {height} pixels, more than {_MOST_PIXELS:,}")
+            frames = getattr(image, "n_frames", 1)
+            if frames > 1 and image.format != "MPO":  # a photo and its preview
+                raise ImageError(f"it has {frames} frames; videos are not supported")
+            image.load()
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except ImageError:
+        raise
+    except UnidentifiedImageError as error:
+        raise ImageError("it is not in a format that Pillow knows") from error
+    except Image.DecompressionBombError as error:
+        raise ImageError("it has too many pixels") from error
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, OverflowError) as error:
+        raise ImageError(f"it cannot be decoded: {error}") from error
+
+
+def upright(data: bytes) -> bytes:
+    """Return an image that looks the same to readers that know nothing of EXIF data.
+
+    Args:
+        data: an image that `decoded` takes.
+    """
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        if image.getexif().get(_ORIENTATION, 1) == 1:
+            return data
+    stream = io.BytesIO()
+    decoded(data).save(stream, "PNG")
+    return stream.getvalue()

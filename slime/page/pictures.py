@@ -1,0 +1,38 @@
+"""Small pictures of the images that samples have, for pages."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+from pathlib import Path
+from typing import Any
+
+#: Side of a picture on a page, and the most of them for a sample.
+_SIDE = 240
+_MOST = 8
+
+
+def with_pictures(record: dict[str, Any]) -> dict[str, Any]:
+    """Add ``pictures`` to the line of a sample that refers to images: data URIs of small copies.
+    An image whose file is gone or no image is left out."""
+    references = record.get("images")
+    if not isinstance(references, list):
+        return record
+    found = [_picture(one) for one in references[:_MOST] if isinstance(one, str)]
+    return record | {"pictures": [one for one in found if one]}
+
+
+@functools.lru_cache(maxsize=256)
+def _picture(reference: str) -> str:
+    from PIL import Image
+
+    try:
+        with Image.open(Path(reference)) as image:
+            small = image.convert("RGB")
+            small.thumbnail((_SIDE, _SIDE))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return ""
+    stream = io.BytesIO()
+    small.save(stream, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode('ascii')}"

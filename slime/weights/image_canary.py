@@ -1,0 +1,156 @@
+"""The part of the canary that looks at pictures: trainer and engines score the same tokens behind
+two pictures, which must count.
+
+    text ─► picture ─► text        once with each picture; what lies behind it is compared
+
+A tower that was not loaded, a projector, positions of rows and columns, or other sizes of images
+show in the log-probs behind a picture, and nowhere else. And what an engine says must change with
+the picture: one that leaves images out would agree with a trainer that does so, too.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.config.config import Config
+from slime.errors import UserError
+from slime.log import get_logger
+from slime.models.vision import ImageSpan
+from slime.prompts.images import images_of
+from slime.samples.media import Media
+
+logger = get_logger(__name__)
+
+_SIDE = 96
+#: Tokens of text on either side of a picture.
+_TEXT = 8
+
+
+@dataclass(frozen=True)
+class ImageCanary:
+    """Tokens around one place for a picture, and the pictures that come there.
+
+    Attributes:
+        tokens: with all placeholders.
+        compared: which of the log-probs of ``tokens[1:]`` are: those of text.
+    """
+
+    tokens: list[int]
+    span: ImageSpan
+    pictures: tuple[bytes, ...]
+
+    @staticmethod
+    def of(config: Config, text: Sequence[int]) -> ImageCanary | None:
+        """Make the canary of a run; None for a run without images, or whose context is too short.
+
+        Args:
+            text: tokens to take the text from.
+        """
+        prompts = images_of(config)
+        if prompts is None:
+            return None
+        vision = prompts.vision
+        special = (vision.start_token, vision.image_token, vision.end_token)
+        plain = [token for token in text if token not in special]
+        pictures = tuple(_picture(number) for number in range(2))
+        rows, columns = prompts.size(pictures[0])
+        before = [*plain[:_TEXT], vision.start_token]
+        span = ImageSpan(len(before), rows, columns)
+        behind = [vision.end_token, *plain[-_TEXT:]]
+        tokens = [*before, *[vision.image_token] * span.length, *behind]
+        context = config.rollout.rollout_max_context_len
+        if context is not None and len(tokens) >= context:
+            logger.info(
+                "pictures are no part of the canary: they take %d tokens, the context is %d",
+                len(tokens),
+                context,
+            )
+            return None
+        return ImageCanary(tokens, span, pictures)
+
+    @property
+    def compared(self) -> list[int]:
+        last = len(self.tokens) - 1
+        return [*range(self.span.start - 1), *range(self.span.end - 1, last)]
+
+    @property
+    def media(self) -> list[Media]:
+        return [Media(self.span, "canary")]
+
+    def chosen(self, log_probs: Sequence[float]) -> list[float]:
+        """Return those of ``log_probs`` of ``tokens[1:]`` that are compared."""
+        return [log_probs[place] for place in self.compared]
+
+    def body(self, picture: bytes) -> dict[str, Any]:
+        """Return the request for log-probs with one of the pictures."""
+        return {
+            "input_ids": self.tokens,
+            "image_data": [base64.b64encode(picture).decode("ascii")],
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+
+    def is_about_it(self, told: Sequence[Any]) -> bool:
+        """Tell whether an engine's answer has these tokens. Engines may give placeholders numbers
+        of their own."""
+        own = self.span
+        return len(told) == len(self.tokens) and all(
+            told[place] == token
+            for place, token in enumerate(self.tokens)
+            if not own.start <= place < own.end
+        )
+
+    def check_effect(
+        self, event: str, expected: Sequence[float], said: Mapping[str, Sequence[float]]
+    ) -> float:
+        """Return how far the log-probs behind the two pictures are apart, on average, in the engine
+        where they are nearest to each other.
+
+        Args:
+            expected: the trainer's, of both pictures one after the other.
+            said: the engines', by URL.
+        Raises:
+            UserError: the trainer's or an engine's do not depend on the picture.
+        """
+        effects = {"the trainer": self._effect(expected)}
+        effects |= {f"engine {url}": self._effect(own) for url, own in said.items()}
+        for who, effect in effects.items():
+            if effect == 0:
+                raise UserError(
+                    f"after {event}, {who} gives the same log-probs behind two different pictures",
+                    why="it does not look at images: their placeholders are read as ordinary "
+                    "tokens, or the tower's features are zeros",
+                    fix="read the log about the tower's weights; --no-check-canary goes on "
+                    "regardless",
+                )
+        return min(effects.values())
+
+    def _effect(self, both: Sequence[float]) -> float:
+        half = len(both) // 2
+        own = len(self.tokens) - self.span.end
+        behind = zip(both[half - own : half], both[len(both) - own :])
+        return statistics.fmean(abs(a - b) for a, b in behind)
+
+
+def _picture(number: int) -> bytes:
+    """Draw stripes, or a slope of colours."""
+    import numpy as np
+    from PIL import Image
+
+    along = np.arange(_SIDE)
+    shades = np.zeros((_SIDE, _SIDE, 3), np.uint8)
+    if number == 0:
+        shades[..., 0] = along * 255 // _SIDE
+        shades[..., 1] = (along * 255 // _SIDE)[:, None]
+    else:
+        shades[(along // 8) % 2 == 0] = 255
+        shades[..., 2] = 40
+    stream = io.BytesIO()
+    Image.fromarray(shades).save(stream, "PNG")
+    return stream.getvalue()

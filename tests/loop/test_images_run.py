@@ -1,0 +1,123 @@
+"""Whole runs of a model that sees images: in lock step, with pushes in the midst of generation, and
+resumed."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.samples.media import media_of, media_problem
+from tests.support.images import IMAGES, PICTURES, save_seeing_with_tokenizer
+from tests.support.runs import Run, RunResult
+
+#: Steps of 4 prompts x 4 samples of at most 8 tokens.
+GRPO = (
+    *("--rollout-batch-size", 4, "--n-samples-per-prompt", 4, "--rollout-max-response-len", 8),
+    *("--num-steps-per-rollout", 1),
+    *("--custom-rm-path", "tests.support.seeing_samples.even_share"),
+)
+NAMES = ("portrait", "landscape", "square", "other")
+IMAGE_TOKEN = 260
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    """Flags of a tiny model and rows with no, one and two images, as paths and as bytes."""
+    folder = tmp_path_factory.mktemp("seeing")
+    model = save_seeing_with_tokenizer(folder / "model")
+    rows = []
+    for number in range(16):
+        names = [NAMES[(number + place) % 4] for place in range(number % 3)]
+        images: list[str] = []
+        for name in names:
+            (folder / f"{name}.png").write_bytes(PICTURES[name])
+            whole = base64.b64encode(PICTURES[name]).decode()
+            images.append(f"data:image/png;base64,{whole}" if number % 2 else f"{name}.png")
+        text = f"{number}{' <image>' * len(names)}:"
+        rows.append({"prompt": text, "label": "1", "images": images})
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = json.dumps(IMAGES["multimodal_keys"])
+    context = ("--rollout-max-context-len", 120)
+    return ("--hf-checkpoint", model, "--prompt-data", data, "--multimodal-keys", keys, *context)
+
+
+def dumps(run: Run, name: str) -> tuple[object, ...]:
+    path = run.outputs / name / "dumps" / "{rollout_id}.pt"  # type: ignore[attr-defined]
+    return ("--save-debug-rollout-data", path)
+
+
+def check_samples(result: RunResult, count: int) -> None:
+    """Every sample has its images where its tokens are, and refers to them."""
+    seen = 0
+    for rollout_id in range(count):
+        for sample in result.samples(rollout_id):
+            media = media_of(sample.multimodal_inputs, sample.multimodal_train_inputs)
+            assert media_problem(media, sample.tokens, IMAGE_TOKEN) == ""
+            assert len(media) == int(sample.prompt.split("<")[0].split(":")[0]) % 3
+            assert all(Path(one.reference).read_bytes() in PICTURES.values() for one in media)
+            seen += len(media)
+    assert seen
+    kept = sorted((result.path / "media").iterdir())
+    assert len(kept) <= 4  # each picture once, whoever has it
+    for name in ("journal", "dumps"):
+        for file in (result.path / name).rglob("*"):
+            assert not file.is_file() or PICTURES["square"][40:200] not in file.read_bytes()
+
+
+def test_a_run_learns_from_images(run: Run, seeing: tuple[object, ...]) -> None:
+    """Trainer and engine agree on every token and on the canary's pictures; the tower moves, and
+    what is exported has every tensor."""
+    name = "seeing"
+    result = run(name, *GRPO, *seeing, *dumps(run, name), "--num-rollout", 2)
+    check_samples(result, 2)
+    assert max(result.series("train/train_rollout_logprob_abs_diff")) <= 1e-5
+    assert min(result.series("train/canary_image_abs_diff")) > 1e-4
+    assert max(result.series("train/canary_logprob_abs_diff_max")) <= 1e-5
+    before = load_file(Path(str(seeing[1])) / "model.safetensors")
+    [file] = result.path.glob("model/*.safetensors")
+    after = load_file(file)
+    assert before.keys() == after.keys()
+    moved = {key for key, one in before.items() if not torch.equal(one, after[key])}
+    assert any(key.startswith("model.visual.blocks.") for key in moved)
+
+
+def test_pushes_in_flight_keep_the_images(run: Run, seeing: tuple[object, ...]) -> None:
+    name = "seeing-in-flight"
+    flags: list[Any] = ["--update-weights-in-flight", "--async-buffer-size", 2, "--num-rollout", 6]
+    flags += ["--rollout-max-response-len", 60, "--use-tis", "--lr", "1e-4"]
+    result = run(name, *GRPO, *seeing, *dumps(run, name), *flags, driver="train_async")
+    check_samples(result, 6)
+    assert sum(result.series("rollout/continued_requests")) > 0
+
+
+def test_a_resumed_run_goes_on_with_images(run: Run, seeing: tuple[object, ...]) -> None:
+    """Partial rollouts put back, and a second life that takes over from the checkpoint."""
+    name = "seeing-resumed"
+    flags: list[Any] = ["--partial-rollout", "--over-sampling-batch-size", 8, "--save-interval", 1]
+    flags += ["--save", "{run}/checkpoints"]
+    run(name, *GRPO, *seeing, *dumps(run, name), *flags, "--num-rollout", 2)
+    load = ("--load", "{run}/checkpoints")
+    result = run(name, *GRPO, *seeing, *dumps(run, name), *flags, *load, "--num-rollout", 3)
+    check_samples(result, 3)
+
+
+def test_answers_of_the_data_are_learned_with_images(run: Run, seeing: tuple[object, ...]) -> None:
+    """Supervised; only the tower's projector is frozen."""
+    flags: list[Any] = ["--loss-type", "sft_loss", "--rollout-batch-size", 8, "--num-rollout", 2]
+    flags += ["--freeze-vision-projector", "--label-key", "label"]
+    result = run("seeing-sft", *seeing, *flags)
+    losses = result.series("train/loss")
+    assert losses[-1] < losses[0]
+    before = load_file(Path(str(seeing[1])) / "model.safetensors")
+    [file] = result.path.glob("model/*.safetensors")
+    after = load_file(file)
+    moved = {key for key, one in before.items() if not torch.equal(one, after[key])}
+    assert any(key.startswith("model.visual.blocks.") for key in moved)
+    assert not any("merger" in key for key in moved)

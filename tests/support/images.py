@@ -1,0 +1,177 @@
+"""Tiny models that see images, pictures to show them, and samples that have some."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from slime.models.images import ImageReader
+from slime.models.vision import ImageSpan
+from slime.samples.media import Media
+from tests.support.embedded_models import byte_tokenizer
+from tests.support.tiny_models import DELTA, SHAPE, save_random
+
+#: Flags of a run that reads images.
+IMAGES: dict[str, Any] = {"multimodal_keys": {"image": "images"}}
+START, END, PAD = 90, 91, 92
+TOWER: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0, "mrope_interleaved": True}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 24,
+}
+HYBRID: dict[str, Any] = {
+    **DELTA,
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+}
+#: Kinds of tiny models that see images → (transformers' class, decoder, tower).
+SEEING: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (
+        transformers.Qwen3VLConfig,
+        {"head_dim": 12, "rope_parameters": {**ROPE, "mrope_section": [2, 2, 2]}},
+        {**TOWER, "deepstack_visual_indexes": [0, 1]},
+    ),
+    "qwen3_vl_moe": (
+        transformers.Qwen3VLMoeConfig,
+        {**EXPERTS, "head_dim": 12, "rope_parameters": {**ROPE, "mrope_section": [3, 1, 2]}},
+        {**TOWER, "deepstack_visual_indexes": [0, 1]},
+    ),
+    "qwen2_5_vl": (
+        transformers.Qwen2_5_VLConfig,
+        {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
+        {**TOWER, "fullatt_block_indexes": [1], "window_size": 16},
+    ),
+    "qwen3_5": (transformers.Qwen3_5Config, HYBRID, TOWER),
+    "qwen3_5_moe": (
+        transformers.Qwen3_5MoeConfig,
+        {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 40},
+        TOWER,
+    ),
+}
+#: How far log-probs may lie from transformers: a gated delta net divides by what is small here.
+CLOSE = {"qwen3_5": 5e-4, "qwen3_5_moe": 5e-4}
+
+
+def save_seeing(
+    directory: Path,
+    kind: str = "qwen3_vl",
+    tokens: Sequence[int] = (START, END, PAD),
+    **text: Any,
+) -> torch.nn.Module:
+    """A random model whose every parameter matters, with its image processor: a token is 8 x 8
+    pixels.
+
+    Args:
+        tokens: before and behind an image, and its placeholder.
+    """
+    config_class, decoder, tower = SEEING[kind]
+    config = config_class(
+        text_config={**SHAPE, **decoder, "tie_word_embeddings": False, **text},
+        vision_config=tower,
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
+        image_token_id=tokens[2],
+        video_token_id=93,
+        vision_start_token_id=tokens[0],
+        vision_end_token_id=tokens[1],
+    )
+    model = save_random(config, directory, scale=3 if kind.startswith("qwen3_5") else 8)
+    Qwen2VLImageProcessorPil(
+        patch_size=4,
+        size={"shortest_edge": 64, "longest_edge": 4096},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    ).save_pretrained(directory)
+    return model
+
+
+def picture(width: int, height: int, seed: int = 0, kind: str = "PNG") -> bytes:
+    """An encoded picture of noise."""
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(noise).save(stream, kind)
+    return stream.getvalue()
+
+
+#: Portrait, landscape, two of one size, and one that is scaled.
+PICTURES = {
+    "portrait": picture(16, 40, 1),
+    "landscape": picture(48, 16, 2),
+    "square": picture(24, 24, 3),
+    "other": picture(24, 24, 5),
+    "odd": picture(37, 21, 4),
+}
+
+
+def with_images(
+    reader: ImageReader, pieces: Sequence[str | Sequence[int]]
+) -> tuple[list[int], list[Media]]:
+    """Tokens of text pieces and of pictures, by their names, between start and end tokens."""
+    tokens: list[int] = []
+    media: list[Media] = []
+    for piece in pieces:
+        if not isinstance(piece, str):
+            tokens += piece
+            continue
+        _, rows, columns = reader.read(PICTURES[piece]).grid
+        span = ImageSpan(len(tokens) + 1, rows // 2, columns // 2)
+        media.append(Media(span, piece))
+        tokens += [START, *[PAD] * span.length, END]
+    return tokens, media
+
+
+def reference_logits(
+    model: Any, reader: ImageReader, tokens: Sequence[int], media: Sequence[Media]
+) -> Tensor:
+    """What transformers computes, [tokens, vocabulary]."""
+    ids = torch.tensor(tokens)[None]
+    if not media:
+        return model(ids).logits[0]
+    images = [reader.read(PICTURES[one.reference]) for one in media]
+    kinds = torch.zeros_like(ids, dtype=torch.int)
+    for one in media:
+        kinds[0, one.span.start : one.span.end] = 1
+    found = model(
+        ids,
+        pixel_values=torch.cat([image.pixels for image in images]),
+        image_grid_thw=torch.tensor([image.grid for image in images]),
+        mm_token_type_ids=kinds,
+    )
+    return found.logits[0]
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return found
+
+
+def save_seeing_with_tokenizer(directory: Path, **text: Any) -> Path:
+    """A random model that sees images and whose tokens are bytes; a turn ends with
+    ``<|im_end|>``."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]}
+    )
+    ids = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"])
+    save_seeing(directory, tokens=ids, vocab_size=272, eos_token_id=257, **text)
+    tokenizer.save_pretrained(directory)
+    return directory

@@ -1,0 +1,108 @@
+"""Models that see images at every layout of the trainer, against one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from slime.config import make_config
+from slime.errors import UserError
+from slime.models import family_of, read_hf_config
+from slime.models.images import ImageReader
+from slime.models.layout_rules import check_layout
+from slime.models.vision import seeing
+from tests.support.images import IMAGES, save_seeing
+from tests.support.parity import (
+    CP2,
+    EP2,
+    ETP1,
+    PP2,
+    RECOMPUTE,
+    SP,
+    TOLERANCE,
+    TP2,
+    parity_job,
+    worst,
+)
+from tests.support.seeing_samples import batch_of
+from tests.support.trainer_ranks import Pools, shard
+
+#: Samples and micro-batches of two data-parallel ranks; the second one has a micro-batch of text
+#: alone.
+HALVES: list[Any] = [([1, 2], [[0], [1]]), ([0, 3, 4, 5], [[0], [1, 2, 3]])]
+#: Flags, and the batches of data-parallel ranks.
+LAYOUTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "TP2": (TP2, []),
+    "TP2+SP": (TP2 | SP, []),
+    "CP2": (CP2, []),
+    "PP2": (PP2, []),
+    "DP2": ({}, HALVES),
+    "EP2": (EP2 | ETP1, HALVES),
+    "TP2+SP, recompute": (TP2 | SP | RECOMPUTE, []),
+}
+CASES = [
+    *(("qwen3_vl", name) for name in LAYOUTS if name != "EP2"),
+    *(("qwen3_vl_moe", name) for name in ("EP2", "TP2+SP")),
+    *(("qwen2_5_vl", name) for name in ("TP2+SP", "CP2")),
+    *(("qwen3_5", name) for name in ("TP2+SP", "CP2")),
+    ("qwen3_5_moe", "EP2"),
+]
+#: Layouts of hybrids agree up to the rounding that a small denominator magnifies.
+ROUNDING = {"qwen3_5": 5e-5, "qwen3_5_moe": 2e-4}
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    made = Pools()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> Callable[[str], Any]:
+    """By family: the flags, the whole batch, and what one process computes on it."""
+
+    @functools.cache
+    def of(kind: str) -> Any:
+        directory = tmp_path_factory.mktemp(kind)
+        save_seeing(directory, kind)
+        batch = batch_of(ImageReader(directory), [[0, 1], [2, 3], [4, 5]])
+        flags = {"hf_checkpoint": str(directory), **IMAGES}
+        [found] = pools.run(1, parity_job, flags, [batch])
+        return flags, batch, found
+
+    return of
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_a_layout_computes_what_one_process_does(
+    kind: str, name: str, alone: Callable[[str], Any], pools: Pools
+) -> None:
+    flags, batch, expected = alone(kind)
+    tolerance = ROUNDING.get(kind, TOLERANCE)
+    own, shards = LAYOUTS[name]
+    batches = [shard(batch, *one) for one in shards] or [batch]
+    places = {index: place for place, index in enumerate(expected["samples"])}
+    for rank in pools.run(2, parity_job, flags | own, batches):
+        for part in ("log_probs", "entropies"):
+            for index, values in zip(rank["samples"], rank[part]):
+                assert torch.allclose(values, expected[part][places[index]], atol=tolerance)
+        for part in ("gradients", "weights"):
+            assert rank[part].keys() == expected[part].keys()
+            differences = {n: worst(one, expected[part][n]) for n, one in rank[part].items()}
+            farthest = max(differences, key=differences.__getitem__)
+            assert differences[farthest] <= tolerance, farthest
+    assert any("visual." in name for name in expected["gradients"])
+
+
+def test_features_behind_layers_of_another_stage_are_refused(alone: Callable[[str], Any]) -> None:
+    flags, *_ = alone("qwen3_vl")
+    config = seeing(read_hf_config(flags["hf_checkpoint"]))
+    spec = family_of(config).model_spec(config)
+    layout = {"pipeline_model_parallel_size": 4, "actor_num_gpus_per_node": 4}
+    with pytest.raises(UserError, match="behind its first 2 layers, and the first stage has 1"):
+        check_layout(spec, make_config(**flags, **layout))
