@@ -36,14 +36,17 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
     """The environment of a shell whose commands write what they are called with, one a line."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    said = 'printf "%s" "$(basename "$0")" >>"$CALLS"; printf " [%s]" "$@" >>"$CALLS"; '
-    said += 'echo >>"$CALLS"\n'
+    # in one write, as some run beside others
+    said = 'line="$(basename "$0")$(printf " [%s]" "$@")"; echo "$line" >>"$CALLS"\n'
     bodies = {
         "scontrol": "echo one; echo two",
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"',
         "hostname": "echo 10.0.0.1 fe80::1",
         "ray": said + 'case "$*" in *--block*) exec sleep 30;; esac',
-        "slime": said + 'if [ "$1" = doctor ]; then exit "${DOCTOR:-0}"; fi; exit "${TRAIN:-0}"',
+        "slime": 'if [ "$1" = doctor ]; then ' + said + 'exit "${DOCTOR:-0}"; fi\n'
+        'until [ "$(grep -c "^ray .start" "$CALLS")" -ge "${STARTS:-0}" ]; do sleep 0.05; done\n'
+        + said
+        + 'exit "${TRAIN:-0}"',
     }
     for name, body in bodies.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -76,13 +79,14 @@ def test_slurm_examines_every_node_then_starts_ray_then_trains(
     assert "#SBATCH --nodes=2" in head
     assert "#SBATCH --gpus-per-node=8" in head
     assert "#SBATCH --partition=gpu" in head
-    status, calls = run(script, stand_ins)
+    status, calls = run(script, stand_ins | {"STARTS": "2"})
     assert status == 0
     assert calls[0].startswith("slime [doctor] [train] [--node] [--hf-checkpoint]")
     assert "[a file.jsonl]" in calls[0]
-    starts = [call for call in calls if call.startswith("ray [start]")]
-    assert "[--node-ip-address=10.0.0.1] [--port=6379]" in starts[0]
-    assert starts[1:] == ["ray [start] [--address=10.0.0.1:6379] [--block]"]
+    starts = sorted(call for call in calls if call.startswith("ray [start]"))
+    assert starts[0] == "ray [start] [--address=10.0.0.1:6379] [--block]"
+    assert "[--node-ip-address=10.0.0.1] [--port=6379]" in starts[1]
+    assert len(starts) == 2
     assert calls[-1].startswith("slime [train] [--hf-checkpoint]")
     assert calls[-1].split("[--hf-checkpoint]")[1] == calls[0].split("[--hf-checkpoint]")[1]
 
