@@ -264,7 +264,10 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
 
             verify_quantised(folder, family, own, quantisation)
         else:
-            HfReader(folder, names_only=True).verify(family, own)
+            reader = HfReader(folder, names_only=True)
+            reader.verify(family, own)
+            if folder in served and reader.has_transposed_stacks:
+                engine_of(config).check_transposed_experts(folder)
     for adapter in (config.lora.lora_adapter_path, reference_adapter(config)):
         if adapter:
             check_adapter(adapter)

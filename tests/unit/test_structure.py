@@ -26,14 +26,14 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_550,
     "algorithms": 1_390,  # four estimators, sampling masks, divergences
-    "checkpoints": 4_660,  # MXFP4, reward models
+    "checkpoints": 4_780,  # MXFP4, reward models, layouts of experts
     "cli": 2_690,  # plan, launch, compare
     "cluster": 4_600,  # host memory of nodes, profiles
     "compat": 1_400,
     "config": 5_580,  # flags of estimators, importance levels and rejection, preferences
     "diagnosis": 4_240,
     "embedded": 5_830,  # sinks, stacks of experts, queries that grow, profiles
-    "engines": 4_330,  # log-probs behind the filters, channels of gpt-oss
+    "engines": 4_345,  # log-probs behind the filters, channels of gpt-oss
     "environments": 450,
     "forecast": 830,
     ".": 1_450,
@@ -45,7 +45,7 @@ BUDGETS = {
     "prompts": 3_990,  # rows of preferences
     "rollout": 9_210,  # preferences, reward models
     "run": 2_230,  # lengths that longrope is computed for, profiles
-    "samples": 2_110,  # rewards of tokens and turns, sampling masks, whole pairs
+    "samples": 2_115,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 950,
     # the critic, sinks, biases of experts, distillation, streamed states, snapshots of memory
     "trainer": 8_750,

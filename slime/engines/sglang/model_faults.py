@@ -4,6 +4,7 @@ holds in a form that pushes cannot reach."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from slime.errors import UserError
@@ -42,6 +43,22 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             "log-probs drift from the trainer's as positions grow",
             fix="pass --rollout-engine embedded, or choose Gemma 3 270M or 1B, which scale nothing",
         )
+
+
+def check_transposed_experts(folder: Path) -> None:
+    """Refuse a directory whose stacks of experts are transposed against published ones.
+
+    Raises:
+        UserError: always; SGLang turns every stack of Qwen3-VL round (0.5.16,
+            ``models/qwen3_vl_moe.py``).
+    """
+    raise UserError(
+        f"SGLang cannot load the experts of {folder}",
+        why="they are stacks [experts, out, in], as transformers writes them; SGLang 0.5.16 takes "
+        "them as [experts, in, out] alone, as published files have them",
+        fix="pass the published directory as --hf-checkpoint and this one as --ref-load; or pass "
+        "--rollout-engine embedded",
+    )
 
 
 #: Positions from which on queries grow in SGLang, whatever config.json says.
