@@ -3,10 +3,13 @@ into trainer and embedded engine, and an export has the published layout again."
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from slime.checkpoints.hf_files import HfReader
 from slime.checkpoints.hf_io import load_hf
@@ -19,10 +22,16 @@ from tests.support.embedded_models import make_scheduler
 from tests.support.hf_configs import config_of
 from tests.support.megatron_stub import MegatronStub, random_hf
 from tests.support.tiny_models import save_tiny
-from tests.unit.test_weights_load import write
 
 FAMILIES = ["qwen3_5_moe", "qwen3_vl_moe"]
 Tensors = dict[str, torch.Tensor]
+
+
+def write(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
 
 
 def one_by_one(tensors: Tensors, is_transposed: bool) -> Tensors:

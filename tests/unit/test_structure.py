@@ -41,14 +41,14 @@ BUDGETS = {
     "models": 5_160,  # gpt-oss, stacks of experts, models around text models
     "observe": 3_400,  # profiles, three trackers, ranges of recipes
     "page": 1_600,
-    "processes": 1_050,  # the preloaded process
+    "processes": 1_055,  # the preloaded process
     "prompts": 3_990,  # rows of preferences
     "rollout": 9_210,  # preferences, reward models
-    "run": 2_230,  # lengths that longrope is computed for, profiles
+    "run": 2_250,  # kernels of GPUs, lengths that longrope is computed for, profiles
     "samples": 2_115,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 950,
     # the critic, sinks, biases of experts, distillation, streamed states, snapshots of memory
-    "trainer": 8_750,
+    "trainer": 8_770,
     "user_code": 1_000,
     "weights": 3_000,
 }
