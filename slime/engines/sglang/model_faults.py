@@ -25,6 +25,7 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             afterwards. Queries that grow from another position on than SGLang lets them
             (``models/ministral3.py``). Text models of Qwen3.5 on their own, and hybrids whose kinds
             of layers it would not find (0.5.16, ``models/qwen3_5.py``, ``configs/qwen3_next.py``).
+            A gpt-oss without a field that it reads.
     """
     if is_mxfp4(config):
         raise UserError(
@@ -32,6 +33,14 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             why="it changes their layout as it starts; what a push brings has no place there",
             fix="slime convert quantised-to-hf makes plain weights, which --hf-checkpoint then "
             "names; or pass --rollout-engine embedded, which holds plain weights",
+        )
+    if spec.family == "gpt_oss" and "swiglu_limit" not in config:
+        raise UserError(
+            "SGLang needs swiglu_limit in the config.json of gpt-oss",
+            why="its models/gpt_oss.py reads the field (0.5.16), and a server ends with an "
+            "AttributeError where transformers has no default for it",
+            fix='add "swiglu_limit": 7.0 to config.json, the published value; or pass '
+            "--rollout-engine embedded",
         )
     _check_hybrid(spec, config)
     _check_query_scaling(spec)
