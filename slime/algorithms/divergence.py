@@ -35,6 +35,7 @@ from slime.algorithms.fusion import fused
 from slime.algorithms.logprobs import (
     VocabShard,
     columns_per_block,
+    log_sums,
     rows_per_block,
     softmax_dtype,
 )
@@ -43,7 +44,6 @@ from slime.algorithms.products import add_product
 DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
 DIVERGENCES: tuple[DivergenceKind, ...] = get_args(DivergenceKind)
 
-_LOWEST = -1e30
 #: Least probability of the rest: below it a rounded 1 - Σ p has no digits left.
 _LEAST_REST = 1e-6
 
@@ -136,11 +136,11 @@ class _BlockOptions:
             size = self.shard.size
             yield rows, [slice(at, min(at + step, size)) for at in range(0, size, step)]
 
-    def reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """``values`` over the ranks that hold the vocabulary."""
+    def reduce(self, values: Tensor) -> Tensor:
+        """Add ``values`` up over the ranks that hold the vocabulary."""
         group = self.shard.group
         if group is not None and dist.get_world_size(group) > 1 and values.numel() > 0:
-            dist.all_reduce(values, op=op, group=group)
+            dist.all_reduce(values, group=group)
         return values
 
 
@@ -242,28 +242,11 @@ class _Sinks:
 
 def _log_sums(models: list[OutputRows], options: _BlockOptions) -> Tensor:
     """log Σ exp of each model's logits per row: [models, N], over all shards."""
-    hidden = models[0].hidden
-    top = torch.full((len(models), hidden.size(0)), _LOWEST, dtype=softmax_dtype(hidden))
-    top = top.to(hidden.device)
-    total = torch.zeros_like(top)
-    for number, model in enumerate(models):
-        for rows, columns in options.blocks(hidden):
-            stats = torch.stack([top[number, rows], total[number, rows]])
-            for part in columns:
-                stats = _absorb(model.logits(rows, part), stats, 1.0 / model.temperature)
-            top[number, rows], total[number, rows] = stats.unbind()
-    highest = options.reduce(top.clone(), dist.ReduceOp.MAX)
-    return highest + torch.log(options.reduce(total * torch.exp(top - highest)))
-
-
-@fused
-def _absorb(logits: Tensor, stats: Tensor, scale: float) -> Tensor:
-    """Max and Σ exp(x - max) of rows, with one more block of logits."""
-    top, total = stats.unbind()
-    x = logits.to(stats.dtype) * scale
-    new_top = torch.maximum(top, x.amax(dim=1))
-    added = torch.exp(x - new_top[:, None]).sum(dim=1)
-    return torch.stack([new_top, torch.exp(top - new_top) * total + added])
+    found = [
+        log_sums(model.hidden, model.weight, model.temperature, options.shard, options.rows)
+        for model in models
+    ]
+    return torch.stack(found)
 
 
 def _terms(

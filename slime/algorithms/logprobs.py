@@ -16,7 +16,7 @@ the cache, which is also faster than one large product.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -196,15 +196,8 @@ class _LinearLogProbs(torch.autograd.Function):
         low: Tensor | None,
         up: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        dtype = softmax_dtype(hidden)
-        n = hidden.size(0)
-        # rows: max, Σ exp, target logit, Σ exp · x; x relative to the max
-        stats = torch.zeros(4, n, dtype=dtype, device=hidden.device)
-        for lo in range(0, n, options.rows):
-            rows = slice(lo, min(lo + options.rows, n))
-            inputs = _inputs_of(rows, hidden, weight, low, up, options)
-            stats[:, rows] = _running_softmax(inputs, targets[rows], options)
-        log_sum, target, mean = _combine(stats, options.shard.group)
+        inputs = _LogitInputs(hidden, weight, low, up, options.kept, options.shard.start)
+        log_sum, target, mean = _statistics(inputs, targets, options)
         log_probs = target - log_sum
         entropy = log_sum - mean
         ctx.save_for_backward(hidden, weight, targets, log_sum, entropy, low, up)
@@ -219,6 +212,7 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, Tensor | None, Tensor | None]:
         hidden, weight, targets, log_sum, entropy, low, up = ctx.saved_tensors
         options: _Options = ctx.options
+        inputs = _LogitInputs(hidden, weight, low, up, options.kept, options.shard.start)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_sum)
@@ -233,9 +227,8 @@ class _LinearLogProbs(torch.autograd.Function):
         for lo in range(0, hidden.size(0), options.rows):
             rows = slice(lo, min(lo + options.rows, hidden.size(0)))
             entropy_part = None if grad_entropy is None else (grad_entropy[rows], entropy[rows])
-            inputs = _inputs_of(rows, hidden, weight, low, up, options)
             block, low_block = _backward_rows(
-                inputs,
+                inputs.part(rows),
                 targets[rows],
                 log_sum[rows],
                 grad_log_probs[rows],
@@ -255,6 +248,36 @@ class _LinearLogProbs(torch.autograd.Function):
         return grad_hidden, returned, None, None, grad_low, grad_up
 
 
+def log_sums(
+    hidden: Tensor, weight: Tensor, temperature: float, shard: VocabShard, rows: int
+) -> Tensor:
+    """Return log Σ exp of each row's logits over the whole vocabulary, [N]. It is not
+    differentiable.
+
+    Args:
+        hidden, weight, temperature, shard: as of `linear_log_probs`.
+        rows: per block.
+    """
+    options = _Options(1.0 / temperature, False, shard, rows, None, None, None)
+    anything = torch.zeros(hidden.size(0), dtype=torch.long, device=hidden.device)
+    inputs = _LogitInputs(hidden, weight, None, None, None, shard.start)
+    return _statistics(inputs, anything, options)[0]
+
+
+def _statistics(
+    inputs: _LogitInputs, targets: Tensor, options: _Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_combine` does of all rows."""
+    hidden = inputs.hidden
+    n = hidden.size(0)
+    # rows: max, Σ exp, target logit, Σ exp · x; x relative to the max
+    stats = torch.zeros(4, n, dtype=softmax_dtype(hidden), device=hidden.device)
+    for lo in range(0, n, options.rows):
+        rows = slice(lo, min(lo + options.rows, n))
+        stats[:, rows] = _running_softmax(inputs.part(rows), targets[rows], options)
+    return _combine(stats, options.shard.group)
+
+
 @dataclass(frozen=True)
 class _LogitInputs:
     """The factors of a block of logits; ``start`` is the token id of the weight's first row."""
@@ -266,6 +289,12 @@ class _LogitInputs:
     kept: KeptTokens | None
     start: int
 
+    def part(self, rows: slice) -> _LogitInputs:
+        """Return the factors of these rows."""
+        low = None if self.low is None else self.low[rows]
+        kept = None if self.kept is None else self.kept.part(rows.start, rows.stop)
+        return replace(self, hidden=self.hidden[rows], low=low, kept=kept)
+
     def logits(self, lo: int, hi: int) -> Tensor:
         """Return the logits of rows lo to hi of the weight: [rows, hi - lo]."""
         logits = self.hidden @ self.weight[lo:hi].t()
@@ -275,24 +304,6 @@ class _LogitInputs:
             lowest = max(_LOWEST, torch.finfo(logits.dtype).min)
             logits.masked_fill_(self.kept.left_out(lo + self.start, hi + self.start), lowest)
         return logits
-
-
-def _inputs_of(
-    rows: slice,
-    hidden: Tensor,
-    weight: Tensor,
-    low: Tensor | None,
-    up: Tensor | None,
-    options: _Options,
-) -> _LogitInputs:
-    return _LogitInputs(
-        hidden[rows],
-        weight,
-        None if low is None else low[rows],
-        up,
-        None if options.kept is None else options.kept.part(rows.start, rows.stop),
-        options.shard.start,
-    )
 
 
 def _running_softmax(inputs: _LogitInputs, targets: Tensor, options: _Options) -> Tensor:

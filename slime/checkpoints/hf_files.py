@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from slime.checkpoints.directory import partial_dir, publish
+from slime.checkpoints.expert_layouts import StackLayout, stack_layouts
 from slime.checkpoints.mxfp4 import Mxfp4Tensor, base_names
 from slime.errors import UserError
 from slime.models import ModelFamily, ModelSpec
@@ -117,15 +118,43 @@ class HfReader:
                 )
             self._file_of.update(dict.fromkeys(names, file_name))
         self._mxfp4 = base_names(sorted(self._file_of))
+        self._stacks: dict[str, StackLayout] = {}
+        self._open_stacks: dict[str, TensorSource] = {}
 
     def names(self) -> set[str]:
-        """Names of the tensors; stacks that are stored in MXFP4 count as the plain ones that they
-        stand for."""
+        """Names of the tensors; stacks that are stored in MXFP4, or whose experts are stored one by
+        one, count as the plain ones that they stand for."""
         parts = {part for pair in self._mxfp4.values() for part in pair}
-        return (set(self._file_of) - parts) | set(self._mxfp4)
+        parts.update(part for layout in self._stacks.values() for part in layout.names)
+        whole = {name for name in self._stacks if not self._absent(name)}
+        return (set(self._file_of) - parts) | set(self._mxfp4) | whole
 
     def file_of(self, name: str) -> str:
-        return self._file_of[self._mxfp4[name][0] if name in self._mxfp4 else name]
+        """Return the file that holds a tensor, or its first piece."""
+        if name in self._mxfp4:
+            return self._file_of[self._mxfp4[name][0]]
+        layout = self._stacks.get(name)
+        return self._file_of[layout.names[0] if layout and layout.pieces else name]
+
+    def arrange_experts(self, family: ModelFamily, spec: ModelSpec) -> bool:
+        """From now on, read stacks of experts in the layout of published checkpoints, whichever the
+        directory has. Return whether it has another one."""
+        if family.stacks_experts:
+            stored = set(self._file_of)
+            shape_of = lambda name: self._stored(name).shape  # noqa: E731
+            self._stacks = stack_layouts(family, spec, stored, shape_of)
+        return bool(self._stacks)
+
+    @property
+    def has_transposed_stacks(self) -> bool:
+        """Tell whether stacks of experts are stored transposed against published ones."""
+        return any(one.is_transposed and not one.pieces for one in self._stacks.values())
+
+    def _absent(self, name: str) -> list[str]:
+        """Return the stored tensors that a tensor lacks."""
+        layout = self._stacks.get(name)
+        stored = layout.names if layout and layout.pieces else [name]
+        return [one for one in stored if one not in self._file_of]
 
     @property
     def file_names(self) -> list[str]:
@@ -145,6 +174,10 @@ class HfReader:
     def __getitem__(self, name: str) -> TensorSource:
         if name in self._mxfp4:
             return Mxfp4Tensor(*(self._stored(part) for part in self._mxfp4[name]))
+        if name in self._stacks:
+            if name not in self._open_stacks:
+                self._open_stacks[name] = self._stacks[name].open(name, self._stored)
+            return self._open_stacks[name]
         return self._stored(name)
 
     def _stored(self, name: str) -> LazyTensor:
@@ -159,13 +192,14 @@ class HfReader:
             UserError: tensors missing or unknown, named by layer, or of another shape than
                 config.json makes them.
         """
+        self.arrange_experts(family, spec)
         shapes = ModelParameters(family, spec).stored
         expected = set(shapes)
         present = self.names()
         surplus = present - expected
         ignored = sorted(name for name in surplus if family.is_ignored(name, spec))
         unknown = sorted(surplus - set(ignored))
-        missing = sorted(expected - present)
+        missing = sorted(part for name in expected - present for part in self._absent(name))
         quantised = next((name for name in unknown if name.endswith(tuple(_QUANTISED))), None)
         if quantised is not None:
             kind = next(kind for suffix, kind in _QUANTISED.items() if quantised.endswith(suffix))

@@ -82,6 +82,7 @@ def _checks(config: Config, load: LoadPlan) -> list[str]:
         ("engines", preflight.check_engine),
         ("external engines", preflight.check_external_engines),
         ("Transformer Engine", preflight.check_transformer_engine),
+        ("attention", preflight.check_windows),
         ("GPUs", preflight.check_slots),
     ):
         remarks += _elsewhere(what, check, config)

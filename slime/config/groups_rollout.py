@@ -322,7 +322,8 @@ class RewardConfig:
         read_by="samples",
     )
     """Penalise the last N tokens before --rollout-max-response-len (DAPO's overlong penalty; 4096
-    of 20480 as published): a reward falls linearly by --overlong-penalty-factor."""
+    of 20480 as published): a reward falls linearly by --overlong-penalty-factor. Only tokens that
+    the model generated count."""
     overlong_penalty_factor: float = flag(
         1.0,
         range=finite(0, "what the longest answers lose of their reward", above=True),

@@ -58,8 +58,10 @@ def engines(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def trainer(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check that the libraries that the trainer's flags need are installed."""
+    """Check that the libraries that the trainer's flags and its model need are installed."""
     findings.attempt(preflight.check_transformer_engine, case.run)
+    findings.attempt(preflight.check_windows, case.run)
+    findings.attempt(preflight.warn_of_slow_delta_nets, case.run)
 
 
 def memory(case: CheckedRun, findings: CheckFindings) -> None:

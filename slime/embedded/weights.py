@@ -205,8 +205,11 @@ class WeightStore:
         """
         files = _files_of(Path(path))
         is_described = (Path(path) / "config.json").is_file()  # a push leaves weights alone
-        if is_described and is_mxfp4(read_hf_config(path)):
-            return self._load_decoded(Path(path), version)
+        if is_described and self.arch.family.stacks_experts:
+            reader = HfReader(path)
+            has_other_layout = reader.arrange_experts(self.arch.family, self.arch.spec)
+            if has_other_layout or is_mxfp4(read_hf_config(path)):
+                return self._load_arranged(reader, version)
         shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             with _open(file) as content:
@@ -220,11 +223,10 @@ class WeightStore:
                 self.update(((name, content.get_tensor(name)) for name in names), version)
         return len(shapes)
 
-    def _load_decoded(self, path: Path, version: str | None) -> int:
-        """Read a directory whose stacks of experts are stored in MXFP4."""
-        reader = HfReader(path)
+    def _load_arranged(self, reader: HfReader, version: str | None) -> int:
+        """Read a directory whose stacks of experts are stored in MXFP4, or in another layout."""
         shapes = {name: tuple(reader[name].shape) for name in reader.names() if self._takes(name)}
-        self._begin_directory(path, shapes)
+        self._begin_directory(reader.directory, shapes)
         for name in shapes:
             self.update([(name, reader[name][...])], version)
         return len(shapes)

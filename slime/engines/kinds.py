@@ -62,6 +62,8 @@ class EngineKind:
             environment variables only.
         check_model: refuses a model, by its spec and config.json, that the engine is known to
             compute otherwise than the trainer, or that pushes cannot reach in it.
+        check_transposed_experts: refuses a directory whose stacks of experts are transposed
+            against published ones.
         check_installed: refuses an environment that cannot start it.
         weights_dtype: of the policy's weights, in its own words.
         computed_here: its model can be computed in another process of this system, part by part
@@ -93,6 +95,7 @@ class EngineKind:
     served_models: Callable[[Config], list[ServedModel]] = only_the_policy
     check_flags: Callable[[Config], None] = lambda config: None
     check_model: Callable[[ModelSpec, Mapping[str, Any]], None] = lambda spec, config: None
+    check_transposed_experts: Callable[[Path], None] = lambda folder: None
     check_installed: Callable[[], object] = lambda: None
     computed_here: bool = False
     reads_generation_config: bool = False

@@ -91,6 +91,11 @@ def seen_gpu_memory() -> float | None:
     return min((size for size, _ in _seen_gpus()), default=None)
 
 
+def gpu_majors() -> set[int]:
+    """Major compute capabilities of this host's GPUs, as far as its driver reports them."""
+    return {major for _, major in _seen_gpus() if major is not None}
+
+
 def gpu_name() -> str | None:
     """The name of this host's first GPU, as its driver reports; None where there is none."""
     return next((row[2] for row in _driver_rows() if len(row) > 2 and row[2]), None)

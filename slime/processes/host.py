@@ -4,6 +4,7 @@ addresses, free ports and proxy settings."""
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import os
 import random
 import re
@@ -70,6 +71,25 @@ def num_gpus(environ: dict[str, str] | None = None, devices: Path = Path("/dev")
         return installed
     names = [name for name in visible.split(",") if name.strip() and name.strip() != "-1"]
     return min(installed, len(names))
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """The release part of a version.
+
+    Example:
+        >>> version_of("0.5.12.post1")
+        (0, 5, 12)
+    """
+    found = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(int(part) for part in found.group(0).split(".")) if found else ()
+
+
+def installed_release(package: str) -> tuple[int, ...] | None:
+    """Return the release of an installed package without importing it; None where there is none."""
+    try:
+        return version_of(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def num_cpus() -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from slime.config.estimators import estimators_where
+from slime.samples.reward_shaping import shaped_reward
 from slime.samples.sample_fields import is_finite, is_number
 from slime.samples.types import Group, Sample, SampleStatus
 
@@ -107,15 +108,12 @@ def rollout_metrics(groups: Sequence[Group], args: Any) -> dict[str, float]:
     versions."""
     samples = [sample for group in groups for sample in group.samples]
     metrics = sample_metrics(samples, "rollout")
-    rewards = {
-        id(sample): sample.get_reward_value(args) for sample in samples if sample.reward is not None
-    }
-    metrics |= distribution("rollout/reward", rewards.values()) | reward_parts(
-        samples, "rollout", args
-    )
+    rewards = [sample.get_reward_value(args) for sample in samples if sample.reward is not None]
+    metrics |= distribution("rollout/reward", rewards) | reward_parts(samples, "rollout", args)
     flat: Counter[str] = Counter()
     for group in groups:
-        values = {rewards[id(sample)] for sample in group.samples if id(sample) in rewards}
+        scored = [sample for sample in group.samples if sample.reward is not None]
+        values = {shaped_reward(sample, args) for sample in scored}
         if len(values) == 1 and len(group.samples) > 1:
             flat[f"rollout/zero_std/count_{round(values.pop(), 1)}"] += 1
     metrics |= flat

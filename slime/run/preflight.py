@@ -6,6 +6,7 @@ Together they take a second or two, mostly to import the tokenizer. They import 
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import os
 import socket
@@ -35,6 +36,7 @@ from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.hub import fetch_model, is_hub_name, local_data
 from slime.log import get_logger
+from slime.memory.hardware import gpu_majors
 from slime.models.layout_rules import check_layout
 from slime.models.model_flags import check_model_flags, merge_transformer
 from slime.models.quantised import Quantisation
@@ -47,6 +49,7 @@ from slime.processes.host import num_cpus, num_gpus
 from slime.prompts.images import images_of
 from slime.rollout.eval_datasets import eval_datasets
 from slime.trainer.expert_rules import check_experts
+from slime.trainer.gpu_kernels import delta_net_gap, finds_windows, no_windows
 from slime.user_code.hooks import check_hooks, hook_files
 from slime.user_code.loading import check_signature, load_function
 from slime.user_code.overrides import follows_old_plugin, old_plugin
@@ -271,7 +274,10 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
 
             verify_quantised(folder, family, own, quantisation)
         else:
-            HfReader(folder, names_only=True).verify(family, own)
+            reader = HfReader(folder, names_only=True)
+            reader.verify(family, own)
+            if folder in served and reader.has_transposed_stacks:
+                engine_of(config).check_transposed_experts(folder)
     for adapter in (config.lora.lora_adapter_path, reference_adapter(config)):
         if adapter:
             check_adapter(adapter)
@@ -358,6 +364,50 @@ def check_transformer_engine(config: Config) -> None:
     error = missing(vars(config.flat()), installed=is_installed())
     if error is not None:
         raise error
+
+
+def check_windows(config: Config) -> None:
+    """Check that a kernel for the model's windows is installed, if the trainer runs on GPUs of this
+    host. Elsewhere each trainer rank meets it in its first pass.
+
+    Raises:
+        UserError: neither torch nor flash-attn-4 attends within a window here.
+    """
+    spec = _trained_on_gpus_here(config)
+    uses_own_kernels = config.train.transformer_impl == "transformer_engine" or config.train.spec
+    if spec is None or spec.has_sinks or config.megatron.fp32 or uses_own_kernels:
+        return
+    window = next(filter(None, map(spec.window, range(spec.num_layers))), None)
+    torch_only = config.train.attention_backend == "flash"
+    torch_only |= bool(config.megatron.transformer.get("deterministic_mode"))
+    if window and not finds_windows(gpu_majors(), spec.head_dim, torch_only=torch_only):
+        raise no_windows(importlib.metadata.version("torch"), window)
+
+
+def warn_of_slow_delta_nets(config: Config) -> None:
+    """Warn if the trainer runs on GPUs of this host and finds no kernels for gated delta nets."""
+    spec = _trained_on_gpus_here(config)
+    if spec is None or not any(spec.transformer.get("linear_attention_freq") or ()):
+        return
+    gap = delta_net_gap(gpu_majors())
+    if gap:
+        logger.warning(
+            "gated delta nets would be computed by torch, many times slower than by kernels: %s; "
+            "pip install 'slime-rl[delta-net]'",
+            gap,
+        )
+
+
+def _trained_on_gpus_here(config: Config) -> ModelSpec | None:
+    """Return the model, if its trainer runs on GPUs of this host."""
+    from slime.models import family_of
+
+    flags = config.checkpoint
+    if not num_gpus() or joins_cluster(config) or config.debug.debug_rollout_only:
+        return None
+    return family_of(str(flags.hf_checkpoint), flags.model_name).model_spec(
+        str(flags.hf_checkpoint)
+    )
 
 
 def check_context(config: Config) -> None:

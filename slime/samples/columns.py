@@ -14,6 +14,7 @@ from slime.log import get_logger
 from slime.samples.frozen_fields import frozen
 from slime.samples.media import Media, media_of
 from slime.samples.payloads import PAYLOADS
+from slime.samples.reward_shaping import shaped_reward
 from slime.samples.sample_fields import PER_TOKEN, as_list, reward_number
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.user_code.loading import FunctionFailed, described, named, user_function
@@ -265,26 +266,13 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
     estimator = ESTIMATORS[config.algorithm.advantage_estimator]
     keeps_spread = not config.algorithm.grpo_std_normalization and estimator.facts.std_normalized
     normalised = normalise_rewards(
-        [reward + overlong_penalty(sample, config) for sample, reward in zip(samples, rewards)],
+        [shaped_reward(sample, args) for sample in samples],
         trainable.group_ids,
         trainable.trajectory_ids,
         baseline=estimator.baseline if config.algorithm.rewards_normalization else None,
         divisor=None if keeps_spread else estimator.divisor,
     )
     return [_raw_reward(sample, reward) for sample, reward in zip(samples, rewards)], normalised
-
-
-def overlong_penalty(sample: Sample, config: Config) -> float:
-    """What a long answer loses of its reward: 0 up to ``--overlong-buffer-len`` tokens below the
-    limit, then linearly down to ``-overlong_penalty_factor`` at the limit.
-
-    Source: Yu et al., "DAPO" (arXiv:2503.14476), eq. 13.
-    """
-    buffer = config.reward.overlong_buffer_len
-    if buffer is None:
-        return 0.0
-    excess = sample.response_length - (config.rollout.rollout_max_response_len - buffer)
-    return -config.reward.overlong_penalty_factor * min(max(excess / buffer, 0.0), 1.0)
 
 
 def _raw_reward(sample: Sample, reward: float) -> float:

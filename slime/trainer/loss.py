@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -374,7 +374,7 @@ def _custom_loss(
 @dataclass(frozen=True, kw_only=True)
 class LossType:
     """A ``--loss-type``: its function, and what has to be computed for it. A row leaves nothing
-    out.
+    out, or says how it differs from another one.
 
     Attributes:
         compute: the loss of a micro-batch; see `micro_batch_loss`.
@@ -399,52 +399,19 @@ class LossType:
     takes_logits: bool
 
 
-LOSS_TYPES: dict[str, LossType] = {
-    "policy_loss": LossType(
-        compute=_policy_loss,
-        takes_advantages=True,
-        needs_advantages=True,
-        takes_old_log_probs=True,
-        reuses_train_logprobs=True,
-        at_sampling_temperature=True,
-        takes_entropy=True,
-        takes_logits=False,
-    ),
-    "sft_loss": LossType(
-        compute=_sft_loss,
-        takes_advantages=False,
-        needs_advantages=False,
-        takes_old_log_probs=False,
-        reuses_train_logprobs=False,
-        at_sampling_temperature=False,
-        takes_entropy=False,
-        takes_logits=False,
-    ),
-    "preference_loss": LossType(
-        compute=_preference_loss,
-        takes_advantages=False,
-        needs_advantages=False,
-        takes_old_log_probs=False,
-        reuses_train_logprobs=False,
-        at_sampling_temperature=False,
-        takes_entropy=False,
-        takes_logits=False,
-    ),
-    "custom_loss": LossType(
-        compute=_custom_loss,
-        takes_advantages=True,
-        needs_advantages=False,
-        takes_old_log_probs=True,
-        reuses_train_logprobs=False,
-        at_sampling_temperature=True,
-        takes_entropy=False,
-        takes_logits=True,
-    ),
-}
-
-#: What a critic is trained with, beside any of the above.
-VALUE_LOSS = LossType(
-    compute=_value_loss,
+_POLICY_LOSS = LossType(
+    compute=_policy_loss,
+    takes_advantages=True,
+    needs_advantages=True,
+    takes_old_log_probs=True,
+    reuses_train_logprobs=True,
+    at_sampling_temperature=True,
+    takes_entropy=True,
+    takes_logits=False,
+)
+#: Of the model's own log-probs alone.
+_SFT_LOSS = LossType(
+    compute=_sft_loss,
     takes_advantages=False,
     needs_advantages=False,
     takes_old_log_probs=False,
@@ -453,3 +420,20 @@ VALUE_LOSS = LossType(
     takes_entropy=False,
     takes_logits=False,
 )
+
+LOSS_TYPES: dict[str, LossType] = {
+    "policy_loss": _POLICY_LOSS,
+    "sft_loss": _SFT_LOSS,
+    "preference_loss": replace(_SFT_LOSS, compute=_preference_loss),
+    "custom_loss": replace(
+        _POLICY_LOSS,
+        compute=_custom_loss,
+        needs_advantages=False,
+        reuses_train_logprobs=False,
+        takes_entropy=False,
+        takes_logits=True,
+    ),
+}
+
+#: What a critic is trained with, beside any of the above.
+VALUE_LOSS = replace(_SFT_LOSS, compute=_value_loss)

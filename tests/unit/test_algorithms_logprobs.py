@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import slime.algorithms.logprobs as module
-from slime.algorithms.logprobs import VocabShard, linear_log_probs
+from slime.algorithms.logprobs import VocabShard, linear_log_probs, log_sums
 
 
 def problem(
@@ -105,3 +105,12 @@ def test_same_bits_with_and_without_gradient() -> None:
     with torch.no_grad():
         reference = linear_log_probs(h, w, t)[0]
     assert torch.equal(linear_log_probs(h, w, t, with_entropy=True)[0].detach(), reference)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 100])
+def test_log_sums_equal_the_plain_formula(rows: int) -> None:
+    hidden, weight, _ = problem(9, 600, 5, 0, torch.float64)
+    with torch.no_grad():
+        found = log_sums(hidden, weight, 0.7, VocabShard(0, 590), rows)
+        plainly = ((hidden @ weight.t())[:, :590] / 0.7).logsumexp(-1)
+    assert torch.allclose(found, plainly, rtol=1e-12, atol=0)

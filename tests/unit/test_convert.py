@@ -156,6 +156,25 @@ def test_long_answers_lose_a_part_of_their_reward(length: int, penalty: float) -
     assert batch.raw_rewards == [1.0, 1.0]
 
 
+@pytest.mark.parametrize(("masks_offpolicy", "penalty"), [(False, 0.0), (True, -0.25)])
+def test_the_overlong_penalty_counts_what_the_model_generated(
+    masks_offpolicy: bool, penalty: float
+) -> None:
+    """Of 12 tokens a tool wrote 4 and older weights 3; the limit is 10, the last 4 penalised."""
+    spans = [TokenSpan(0, 3, 1), TokenSpan(3, 7, None), TokenSpan(7, 12, 2)]
+    sample = make_sample(0, response=12, loss_mask=[0] * 7 + [1] * 5, token_spans=spans)
+    batch = convert(
+        [Group(0, [[sample], [make_sample(1)]])],
+        rollout_max_response_len=10,
+        overlong_buffer_len=4,
+        overlong_penalty_factor=0.5,
+        disable_rewards_normalization=True,
+        partial_rollout=masks_offpolicy,
+        mask_offpolicy_in_partial_rollout=masks_offpolicy,
+    )[0]
+    assert batch.rewards == pytest.approx([1.0 + penalty, 1.0])
+
+
 def test_groups_of_different_sizes_are_never_mixed() -> None:
     batch = convert(
         make_groups([1.0, 0.0], [5.0, 5.0, 5.0], [9.0]), disable_grpo_std_normalization=True

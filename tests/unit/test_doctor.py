@@ -261,6 +261,25 @@ def without_transformer_engine(f: Fault) -> None:
     f.add("--transformer-impl", "transformer_engine")
 
 
+def on_a_gpu(f: Fault, config: dict[str, Any]) -> None:
+    """A GPU of this host, the kernels that no test host has, and another config.json."""
+    f.patch.setattr("slime.run.preflight.num_gpus", lambda: 1)
+    f.patch.setattr("slime.trainer.gpu_kernels._has_flash4", lambda: False)
+    f.patch.setattr("slime.trainer.gpu_kernels.installed_release", lambda package: (2, 11))
+    (f.model / "config.json").write_text(json.dumps(config))
+
+
+@provokes("attention-windows")
+def a_window_that_no_kernel_knows(f: Fault) -> None:
+    on_a_gpu(f, config_of("mistral", sliding_window=8))
+    f.add("--bf16")
+
+
+@provokes("delta-net-kernels")
+def no_kernels_of_delta_nets(f: Fault) -> None:
+    on_a_gpu(f, config_of("qwen3_5_text"))
+
+
 @provokes("hub")
 def without_a_hub(f: Fault) -> None:
     f.patch.setattr("slime.hub._why_not_reached", lambda: "no network here")

@@ -44,6 +44,17 @@ def test_experts_in_mxfp4_are_refused_with_sglang_alone() -> None:
         engine_kind("sglang").check_model(spec, stored)
 
 
+def test_gpt_oss_without_the_limit_of_its_gates_is_refused_with_sglang_alone() -> None:
+    stored = PUBLISHED["openai/gpt-oss-20b"]["config"]
+    without = {"quantization_config", "swiglu_limit"}
+    config = {key: value for key, value in stored.items() if key not in without}
+    spec = family_of(config).model_spec(config)
+    engine_kind("embedded").check_model(spec, config)
+    engine_kind("sglang").check_model(spec, {**config, "swiglu_limit": 7.0})
+    with pytest.raises(UserError, match=r'"swiglu_limit": 7\.0'):
+        engine_kind("sglang").check_model(spec, config)
+
+
 def test_hybrids_whose_layers_sglang_would_not_find_are_refused_with_it_alone() -> None:
     text = PUBLISHED["Qwen/Qwen3.5-9B"]["config"]
     published = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": False}

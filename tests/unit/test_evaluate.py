@@ -503,6 +503,25 @@ def test_engine_load_and_repetition() -> None:
     assert is_repetitive("ha " * 1000) and not is_repetitive("ha ha ha")
 
 
+def test_groups_are_flat_by_the_rewards_that_the_estimator_compares() -> None:
+    """A penalty makes equal rewards differ, and different ones equal."""
+    groups = [
+        Group(0, [[sample(0, 1.0)], [sample(1, 1.0, length=10)]]),
+        Group(1, [[sample(2, 0.0)], [sample(3, 1.0, length=10)]]),
+        Group(2, [[sample(4, 0.0)], [sample(5, 1.0)]]),
+    ]
+    args = hook_args(
+        rollout_max_response_len=10,
+        overlong_buffer_len=5,
+        overlong_penalty_factor=1.0,
+        mask_offpolicy_in_partial_rollout=False,
+    )
+    metrics = rollout_metrics(groups, args)
+    assert metrics["rollout/zero_std/count_0.0"] == 1 and metrics["rollout/reward/mean"] == 4 / 6
+    assert metrics["rollout/zero_std/ratio"] == pytest.approx(1 / 3)
+    assert rollout_metrics(groups, hook_args())["rollout/zero_std/count_1.0"] == 1
+
+
 # -- filters ---------------------------------------------------------------------------------------
 
 

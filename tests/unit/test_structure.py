@@ -26,14 +26,14 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_660,
     "algorithms": 1_390,  # four estimators, sampling masks, divergences
-    "checkpoints": 4_660,  # MXFP4, reward models
+    "checkpoints": 4_780,  # MXFP4, reward models
     "cli": 2_710,  # plan, launch, compare, images in a chat
     "cluster": 4_600,  # host memory of nodes, profiles
     "compat": 1_400,
     "config": 5_660,  # estimators, importance levels, rejection, preferences, images
     "diagnosis": 4_240,
     "embedded": 6_180,  # sinks, stacks of experts, queries that grow, profiles
-    "engines": 4_360,  # log-probs behind the filters, channels of gpt-oss
+    "engines": 4_380,  # log-probs behind the filters, channels of gpt-oss
     "environments": 450,
     "forecast": 830,
     ".": 1_450,
@@ -41,13 +41,13 @@ BUDGETS = {
     "models": 5_620,  # gpt-oss, stacks of experts, models around text models
     "observe": 3_400,  # profiles, three trackers, ranges of recipes
     "page": 1_650,
-    "processes": 1_050,  # the preloaded process
+    "processes": 1_055,  # the preloaded process
     "prompts": 4_380,  # rows of preferences
     "rollout": 9_400,  # preferences, reward models
-    "run": 2_230,  # lengths that longrope is computed for, profiles
+    "run": 2_270,  # lengths that longrope is computed for, profiles
     "samples": 2_290,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 950,
-    "trainer": 8_990,
+    "trainer": 9_010,
     "user_code": 1_000,
     "weights": 3_130,
 }

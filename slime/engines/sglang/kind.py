@@ -6,7 +6,7 @@ from slime import deadlines
 from slime.engines.kinds import EngineKind
 from slime.engines.model_groups import served_models
 from slime.engines.sglang import command as sglang
-from slime.engines.sglang.model_faults import check_model
+from slime.engines.sglang.model_faults import check_model, check_transposed_experts
 from slime.engines.sglang.versions import check_version, installed_version
 
 KIND = EngineKind(
@@ -18,6 +18,7 @@ KIND = EngineKind(
     served_models=lambda config: served_models(config, sglang.GROUP_RULES),
     check_flags=sglang.check_sglang,
     check_model=check_model,
+    check_transposed_experts=check_transposed_experts,
     check_installed=lambda: check_version(installed_version()),
     reads_generation_config=True,
     tool_call_words=lambda parser: ("--tool-call-parser", parser),

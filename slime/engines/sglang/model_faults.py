@@ -4,6 +4,7 @@ holds in a form that pushes cannot reach."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from slime.errors import UserError
@@ -25,6 +26,7 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             (``models/ministral3.py``). Text models of Qwen3.5 on their own, and hybrids whose kinds
             of layers it would not find (0.5.16, ``models/qwen3_5.py``, ``configs/qwen3_next.py``).
             Images in hybrids (0.5.16, ``fused_qk_gemma_rmsnorm_rope_gate``).
+            A gpt-oss without a field that it reads.
     """
     if is_mxfp4(config):
         raise UserError(
@@ -40,6 +42,14 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             "positions, so that rows and columns of images are lost",
             fix="pass --rollout-engine embedded, or leave --multimodal-keys out",
         )
+    if spec.family == "gpt_oss" and "swiglu_limit" not in config:
+        raise UserError(
+            "SGLang needs swiglu_limit in the config.json of gpt-oss",
+            why="its models/gpt_oss.py reads the field (0.5.16), and a server ends with an "
+            "AttributeError where transformers has no default for it",
+            fix='add "swiglu_limit": 7.0 to config.json, the published value; or pass '
+            "--rollout-engine embedded",
+        )
     _check_hybrid(spec, config)
     _check_query_scaling(spec)
     if spec.family in ("gemma3_text", "gemma3") and spec.rotary_scaling is not None:
@@ -50,6 +60,22 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             "log-probs drift from the trainer's as positions grow",
             fix="pass --rollout-engine embedded, or choose Gemma 3 270M or 1B, which scale nothing",
         )
+
+
+def check_transposed_experts(folder: Path) -> None:
+    """Refuse a directory whose stacks of experts are transposed against published ones.
+
+    Raises:
+        UserError: always; SGLang turns every stack of Qwen3-VL round (0.5.16,
+            ``models/qwen3_vl_moe.py``).
+    """
+    raise UserError(
+        f"SGLang cannot load the experts of {folder}",
+        why="they are stacks [experts, out, in], as transformers writes them; SGLang 0.5.16 takes "
+        "them as [experts, in, out] alone, as published files have them",
+        fix="pass the published directory as --hf-checkpoint and this one as --ref-load; or pass "
+        "--rollout-engine embedded",
+    )
 
 
 #: Positions from which on queries grow in SGLang, whatever config.json says.

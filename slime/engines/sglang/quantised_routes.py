@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.engines.sglang.versions import version_of
 from slime.errors import UserError
 from slime.models.decoder import EXPERT_COUNTS
 from slime.models.quantised import Int4, Quantisation
+from slime.processes.host import version_of
 
 
 @dataclass(frozen=True)

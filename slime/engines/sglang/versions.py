@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 
 from slime.errors import UserError
+from slime.processes.host import version_of
 
 OLDEST = (0, 5, 12)
 NEWEST = (0, 5, 16)
@@ -19,17 +19,6 @@ def installed_version() -> str | None:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def version_of(text: str) -> tuple[int, ...]:
-    """The release part of a version.
-
-    Example:
-        >>> version_of("0.5.12.post1")
-        (0, 5, 12)
-    """
-    found = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(int(part) for part in found.group(0).split(".")) if found else ()
 
 
 def check_version(version: str | None) -> str:

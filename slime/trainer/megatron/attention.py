@@ -27,6 +27,7 @@ from slime.errors import UserError
 from slime.log import get_logger
 from slime.memory.hardware import FLASH4_MAJORS, FLASH4_NARROWEST, FLASH4_WIDEST
 from slime.models.spec import RotaryKind
+from slime.trainer.gpu_kernels import no_windows
 from slime.trainer.megatron import device
 from slime.trainer.megatron.layers import NormOfRotated, RMSNorm
 from slime.trainer.megatron.packed import AttentionBlock, PackedSequences, PaddedLayout
@@ -294,12 +295,7 @@ def torch_varlen(
     if "window_size" in accepted:  # torch >= 2.12
         options["window_size"] = (-1 if window is None else window - 1, 0)
     elif window is not None:
-        raise UserError(
-            f"torch {torch.__version__} attends to whole sequences only",
-            why=f"layers of this model see {window} tokens; torch's kernel has windows from 2.12",
-            fix="install torch 2.12 or later, or flash-attn-4, or pass --transformer-impl "
-            "transformer_engine",
-        )
+        raise no_windows(str(torch.__version__), window)
     else:
         options["is_causal"] = True
     if "scale" not in accepted:  # torch 2.11 fixes the scale to 1 / sqrt(dim)

@@ -297,8 +297,10 @@ def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     try:
         import fla.utils
 
-        # its Triton kernel of the backward pass is wrong there, and it refuses to run it
-        if fla.utils.IS_NVIDIA_HOPPER and not fla.utils.TRITON_ABOVE_3_7_1:
+        # its Triton kernel of the backward pass is wrong there, and it refuses to run it;
+        # `slime.trainer.gpu_kernels.delta_net_gap` tells so before a launch
+        is_wrong = fla.utils.TRITON_ABOVE_3_4_0 and not fla.utils.TRITON_ABOVE_3_7_1
+        if fla.utils.IS_NVIDIA_HOPPER and is_wrong:
             importlib.import_module("tilelang")
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
