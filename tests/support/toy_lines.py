@@ -21,8 +21,8 @@ from tests.support.tiny_models import stack_experts
 
 #: A flag and its values.
 Flag = tuple[str, list[str]]
-#: Prompts of a rollout and samples of each.
-PROMPTS = 4
+#: Prompts of a rollout and samples of each: so many that rewards differ within one group at least.
+PROMPTS = 8
 SAMPLES = 4
 #: Longest prompt and response together, in tokens.
 LENGTH = 64
@@ -129,7 +129,7 @@ class Launch:
 
     Attributes:
         names: of the lines that are this one at toy size.
-        flags: without those of paths, which `launch_words` adds.
+        flags: those of paths have no value, or one that `Files.words` makes a path of.
         model: config.json of the toy.
         quantised: "fp8", "int4" or "".
     """
@@ -257,7 +257,7 @@ def _batch(given: dict[str, list[str]]) -> dict[str, Any]:
     """As many steps of the optimiser for each rollout as the line has."""
     samples = int(given.get("--n-samples-per-prompt", ["1"])[0])
     prompts = int(given["--rollout-batch-size"][0])
-    fewer = min(samples, SAMPLES)
+    fewer = 1 if samples == 1 else SAMPLES
     total = int(given.get("--global-batch-size", ["0"])[0])
     steps = max(1, samples * prompts // total) if total else 1
     return {
@@ -473,13 +473,13 @@ async def score(args: Any, sample: Any, **_: Any) -> dict[str, float]:
 
 
 async def fan_out(args: Any, sample: Any, sampling_params: dict[str, Any]) -> list[Any]:
-    """Two samples of a prompt instead of one."""
+    """Several samples of a prompt instead of one."""
     import copy
 
     from slime.rollout.generate import generate
 
-    other = copy.deepcopy(sample)
-    return [await generate(args, one, dict(sampling_params)) for one in (sample, other)]
+    copies = [copy.deepcopy(sample) for _ in range(SAMPLES)]
+    return [await generate(args, one, dict(sampling_params)) for one in copies]
 
 
 def normalize_by_group(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
