@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,9 @@ class ExternalEngine:
 
 
 @contextmanager
-def external_engine(model: Path, log: Path, *words: str) -> Iterator[ExternalEngine]:
+def external_engine(
+    model: Path, log: Path, *words: str, key: Mapping[str, str] = ITS_KEY
+) -> Iterator[ExternalEngine]:
     """One that answers; in float32, with a seed of its own and another name than the run's
     engines."""
     port = free_port()
@@ -54,7 +56,7 @@ def external_engine(model: Path, log: Path, *words: str) -> Iterator[ExternalEng
         *words,
     ]
     with open(log, "wb") as output:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **ITS_KEY}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **key}
         process = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, env=environment)
     engine = ExternalEngine(process, f"http://127.0.0.1:{port}", log)
     try:
