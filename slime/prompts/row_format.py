@@ -78,6 +78,7 @@ class RowFormat:
             and data.label_key is None
             and not user_code
             and not rollout.rollout_sample_hook_path
+            and not rewards_may_be_missing(config)
         ):
             raise UserError(
                 f"--rm-type {reward.rm_type} compares responses with labels, and there are none",
@@ -98,6 +99,11 @@ class RowFormat:
             metadata_required=data.metadata_key != "metadata",
             tools_required=data.tool_key != "tools",
         )
+
+
+def rewards_may_be_missing(config: Config) -> bool:
+    """Whether a run learns where every reward is 0: from a teacher, and no filter reads rewards."""
+    return config.distillation.use_opd and config.rollout.dynamic_sampling_filter_path is None
 
 
 def _preference_columns(config: Config) -> PreferenceColumns | None:
