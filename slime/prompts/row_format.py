@@ -84,6 +84,7 @@ class RowFormat:
             and data.label_key is None
             and not user_code
             and not rollout.rollout_sample_hook_path
+            and not rewards_may_be_missing(config)
         ):
             raise UserError(
                 f"--rm-type {reward.rm_type} compares responses with labels, and there are none",
@@ -105,6 +106,11 @@ class RowFormat:
             tools_required=data.tool_key != "tools",
             images=ImageSources.of(config, data.prompt_data, config.images.multimodal_keys),
         )
+
+
+def rewards_may_be_missing(config: Config) -> bool:
+    """Whether a run learns where every reward is 0: from a teacher, and no filter reads rewards."""
+    return config.distillation.use_opd and config.rollout.dynamic_sampling_filter_path is None
 
 
 def _preference_columns(config: Config) -> PreferenceColumns | None:

@@ -47,6 +47,8 @@ from slime.paths import FIELDS, fill, fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
 from slime.processes.host import num_cpus, num_gpus
 from slime.prompts.images import images_of
+from slime.prompts.labels import compares_labels
+from slime.prompts.row_format import rewards_may_be_missing
 from slime.rollout.eval_datasets import eval_datasets
 from slime.trainer.expert_rules import check_experts
 from slime.trainer.gpu_kernels import delta_net_gap, finds_windows, no_windows
@@ -493,6 +495,17 @@ def check_rewards(config: Config) -> None:
             "--prompt-data: the rm_type in its rows has no effect, as %s gives the rewards (and "
             "may read it)",
             reward.custom_rm_path,
+        )
+    if (
+        compares_labels(reward.rm_type)
+        and config.data.label_key is None
+        and not reward.custom_rm_path
+        and rewards_may_be_missing(config)
+    ):
+        logger.warning(
+            "--rm-type %s compares with labels, and without --label-key there are none: rewards "
+            "are 0, and the teacher of --use-opd alone gives what is learnt",
+            reward.rm_type,
         )
     if not _may_have_rewards(config):
         raise UserError(

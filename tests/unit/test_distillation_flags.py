@@ -8,6 +8,8 @@ import pytest
 
 from slime.config import make_config
 from slime.errors import UserError
+from slime.prompts.row_format import RowFormat
+from slime.rollout.rewards.row_checks import RewardJudge
 
 URL = {"opd_teacher_urls": ["http://teacher:30000"]}
 DIR = {"opd_teacher_load": ["teacher"]}
@@ -58,3 +60,15 @@ def test_a_teacher_in_the_trainer_is_scaled_and_masked_as_the_policy() -> None:
 def test_a_function_that_scores_at_another_temperature_is_warned_of() -> None:
     config = make_config(use_opd=True, custom_rm_path="a.b", rollout_temperature=0.8)
     assert any("learns the teacher at temperature 1" in warning for warning in config.warnings)
+
+
+def test_a_teacher_teaches_without_the_labels_of_a_grader() -> None:
+    graded: dict[str, Any] = {"rm_type": "math", "prompt_data": "rows.jsonl"}
+    config = make_config(use_opd=True, **DIR, **graded)
+    assert RowFormat.of(config).label_key is None
+    judge = RewardJudge.of_training(config)
+    assert judge is not None and judge.rm_type is None
+    every_group_is_left_out = {"dynamic_sampling_filter_path": "filters.keep"}
+    for flags in ({}, {"use_opd": True, **DIR, **every_group_is_left_out}):
+        with pytest.raises(UserError, match="compares responses with labels, and there are none"):
+            RowFormat.of(make_config(**graded, **flags))

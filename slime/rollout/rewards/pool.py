@@ -17,7 +17,7 @@ from slime import deadlines
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger, tell
-from slime.prompts.labels import label_text
+from slime.prompts.labels import compares_labels, label_text
 from slime.rollout.rewards import instructions, reward_model
 from slime.rollout.rewards.grading_pool import GradingPool
 from slime.rollout.rewards.remote import RemoteReward
@@ -185,7 +185,8 @@ class RewardPool:
             value = await self._call(path, self._load(path), [sample], self._args, sample)
             return self._checked(value, self._named(path), sample)
         rm_type = sample.metadata.get("rm_type") or self._rm_type
-        if not rm_type and self._needs_none:
+        is_unlabelled = sample.label is None and compares_labels(rm_type)
+        if self._needs_none and (not rm_type or is_unlabelled):
             return 0.0
         if not rm_type:
             raise UserError(

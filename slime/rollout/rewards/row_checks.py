@@ -9,8 +9,9 @@ from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
+from slime.prompts.labels import compares_labels
 from slime.prompts.problems import RowProblem
-from slime.prompts.row_format import Prompt
+from slime.prompts.row_format import Prompt, rewards_may_be_missing
 from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.rewards.instructions import (
     NAME,
@@ -60,7 +61,10 @@ class RewardJudge:
         unread = config.algorithm.trains_on_data or rollout.num_rollout == 0
         if own or unread or _makes_samples(config):
             return None
-        return RewardJudge(config.reward.rm_type, config.reward.rm_url)
+        rm_type = config.reward.rm_type
+        if compares_labels(rm_type) and data.label_key is None and rewards_may_be_missing(config):
+            rm_type = None
+        return RewardJudge(rm_type, config.reward.rm_url)
 
     @staticmethod
     def of_evaluation(dataset: EvalDataset, config: Config) -> RewardJudge | None:
