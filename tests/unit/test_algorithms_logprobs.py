@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import slime.algorithms.logprobs as module
-from slime.algorithms.logprobs import VocabShard, linear_log_probs
+from slime.algorithms.logprobs import LowRankLogits, VocabShard, linear_log_probs
 
 
 def problem(
@@ -31,13 +31,14 @@ def plain(h: Tensor, w: Tensor, t: Tensor, temperature: float, real: int) -> tup
     n=st.integers(0, 9),
     vocab=st.integers(3, 40),
     padding=st.integers(0, 5),
+    start=st.sampled_from([0, 13]),
     chunk=st.sampled_from([-1, 1, 4]),
     temperature=st.floats(0.3, 2.0),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60)
 def test_equals_the_plain_formula(
-    n: int, vocab: int, padding: int, chunk: int, temperature: float, seed: int
+    n: int, vocab: int, padding: int, start: int, chunk: int, temperature: float, seed: int
 ) -> None:
     h, w, _ = problem(n, vocab + padding, 5, seed, torch.float64)
     t = torch.randint(0, vocab, (n,), generator=torch.Generator().manual_seed(seed))
@@ -47,10 +48,10 @@ def test_equals_the_plain_formula(
         lp, entropy = linear_log_probs(
             h,
             w,
-            t,
+            t + start,
             temperature=temperature,
             with_entropy=True,
-            shard=VocabShard(0, vocab),
+            shard=VocabShard(start, vocab),
             chunk_size=chunk,
         )
         assert entropy is not None
@@ -71,6 +72,40 @@ def test_gradcheck() -> None:
         return lp, entropy
 
     assert torch.autograd.gradcheck(both, (h, w))
+
+
+@pytest.mark.parametrize("chunk", [-1, 2])
+def test_an_adapter_adds_to_the_logits(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MIN_COLUMNS", 4)
+    monkeypatch.setattr(module, "_BLOCK_ELEMENTS", {"cpu": 1})
+    h, w, t = problem(5, 11, 3, 6, torch.float64)
+    low, up, _ = problem(5, 11, 2, 7, torch.float64)
+    doubled: list[Tensor] = []
+
+    def on_up_grad(grad: Tensor) -> Tensor:
+        doubled.append(2 * grad)
+        return doubled[0]
+
+    ours = linear_log_probs(
+        h,
+        w,
+        t,
+        temperature=0.7,
+        with_entropy=True,
+        chunk_size=chunk,
+        low_rank=LowRankLogits(low, up, on_up_grad),
+    )
+    joined = torch.cat([h, low], dim=1), torch.cat([w, up], dim=1)
+    theirs = plain(*joined, t, 0.7, 11)
+    found = []
+    for log_probs, entropy in (ours, theirs):
+        assert entropy is not None
+        total = (log_probs * entropy).sum()
+        found.append([log_probs, entropy, *torch.autograd.grad(total, (h, w, low, up))])
+    found[1][-1] = 2 * found[1][-1]
+    for mine, other in zip(*found, strict=True):
+        assert torch.allclose(mine, other, atol=1e-10)
+    assert found[0][-1] is doubled[0]
 
 
 def test_gradient_goes_into_the_accumulator_and_nowhere_else() -> None:
