@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from slime.samples.batch import StepPlan, TrainBatch
-from slime.trainer.records import RolloutTensors
+from slime.trainer.records import RolloutTensors, TeacherColumns
 from slime.trainer.rollout_metrics import (
+    distillation_metrics,
     mean_of_steps,
     quantisation_metrics,
     rollout_metrics,
@@ -27,18 +28,18 @@ def tensors(*rows: list[float]) -> list[Tensor]:
     return [torch.tensor(row) for row in rows]
 
 
-def batch() -> TrainBatch:
+def batch(masks: list[list[float]] = MASKS) -> TrainBatch:
     return TrainBatch(
         rollout_id=0,
-        tokens=[torch.zeros(3), torch.zeros(4)],
-        response_lengths=[2, 3],
-        loss_masks=tensors(*MASKS),
+        tokens=[torch.zeros(1 + len(mask)) for mask in masks],
+        response_lengths=[len(mask) for mask in masks],
+        loss_masks=tensors(*masks),
         rewards=[0.0, 0.0],
         raw_rewards=[0.0, 0.0],
         sample_indices=[0, 1],
         group_indices=[0, 0],
         trajectory_ids=[0, 1],
-        rollout_mask_sums=[2.0, 2.0],
+        rollout_mask_sums=[sum(mask) for mask in masks],
         truncated=[False, False],
         steps=[StepPlan([[0], [1]], 2, 4)],
     )
@@ -53,8 +54,8 @@ def ranks(has_output: bool = True) -> Any:
     )
 
 
-def data(**columns: list[Tensor]) -> RolloutTensors:
-    return RolloutTensors(loss_masks=tensors(*MASKS), **columns)  # type: ignore[arg-type]
+def data(masks: list[list[float]] = MASKS, **columns: Any) -> RolloutTensors:
+    return RolloutTensors(loss_masks=tensors(*masks), **columns)
 
 
 def test_means_are_over_trained_tokens_and_each_execution_counts_alike() -> None:
@@ -106,6 +107,43 @@ def test_what_the_format_moves_and_what_trainer_and_engine_differ_by() -> None:
         }
     )
     assert quantisation_metrics(config, ranks(has_output=False), batch(), data(**columns)) == {}
+
+
+def test_a_teacher_is_compared_with_the_policy_in_all_and_at_both_ends_of_an_answer() -> None:
+    """Quarters of five tokens are 2, 1, 1, 1 long, those of eight 2 each."""
+    masks = [[1.0, 0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0]]
+    apart = [[0.5, 9.0, -0.5, 0.0, 9.0], [1.0, -0.25, 2.0, 9.0, -1.0, 9.0, 3.0, 4.0]]
+    teacher = TeacherColumns(log_probs=tensors(*([-2.0 - d for d in row] for row in apart)))
+    own = tensors(*([-2.0] * len(row) for row in apart))
+    engine = tensors(*([-1.0] * len(row) for row in apart))
+    flags = {"use_opd": True, "opd_teacher_load": ["elsewhere"]}
+    config = trainer_config(**flags)
+    # each trained token has the weight 1/2 · 1/3 or 1/2 · 1/6
+    expected = {
+        "rollout/opd_reverse_kl": 0.0 / 6 + 8.75 / 12,
+        "rollout/opd_prefers_ratio": 1 / 6 + 2 / 12,
+        "rollout/opd_first_quarter_reverse_kl": (0.5 / 6 + 0.75 / 12) / (1 / 6 + 2 / 12),
+        "rollout/opd_last_quarter_reverse_kl": (7.0 / 12) / (2 / 12),
+    }
+    given = data(masks, log_probs=own, rollout_log_probs=engine, teacher=teacher)
+    assert distillation_metrics(config, ranks(), batch(masks), given) == pytest.approx(expected)
+    of_first = data(masks, log_probs=own, teacher=teacher, before_training=[0])
+    found = distillation_metrics(config, ranks(), batch(masks), of_first)
+    assert found["rollout/opd_prefers_ratio"] == pytest.approx(1 / 6)
+    assert found["rollout/opd_last_quarter_reverse_kl"] == 0.0  # no token of it is trained
+
+    by_engine = trainer_config(**flags, use_rollout_logprobs=True)
+    found = distillation_metrics(by_engine, ranks(), batch(masks), given)
+    assert found["rollout/opd_reverse_kl"] == pytest.approx(1.0 + 8.75 / 12)
+
+    nobody = [
+        (ranks(has_output=False), given),
+        (ranks(), data(masks, log_probs=own)),
+        (ranks(), data(masks, log_probs=own, teacher=TeacherColumns())),
+        (ranks(), data(masks, rollout_log_probs=engine, teacher=teacher)),
+    ]
+    for place, without in nobody:
+        assert distillation_metrics(config, place, batch(masks), without) == {}
 
 
 def test_steps_are_averaged_and_counted() -> None:

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from slime.trainer.loss import LOSS_TYPES, micro_batch_loss
-from slime.trainer.records import LossInputs, TokenScores
+from slime.trainer.records import (
+    LossInputs,
+    PreferenceLabels,
+    PreferenceStep,
+    TokenScores,
+    TokenValues,
+)
 from slime.trainer.user_functions import UserFunctions
 from tests.support.trainer_ranks import trainer_config
 
@@ -160,3 +166,124 @@ def test_one_ratio_per_sequence() -> None:
     assert loss == pytest.approx(
         weighted([max(-r * a, -c * a) for r, c, a in zip(ratios, clipped, ADVANTAGES)])
     )
+
+
+# -- preferences -----------------------------------------------------------------------------------
+
+#: Tokens of six answers, chosen and rejected ones in turns: (policy's log-prob, reference's, mask).
+ANSWERS = [
+    [(-1.0, -2.0, 1), (-0.5, -1.0, 1), (-3.0, -1.0, 0)],
+    [(-2.0, -1.75, 1)],
+    [(-1.5, -1.0, 1), (-2.0, -2.0, 1)],
+    [(-0.25, -0.5, 1), (-1.0, -1.0, 0)],
+    [(-1.0, -1.5, 1)],
+    [(-2.0, -2.5, 1)],
+]
+#: In the step there are answers of other micro-batches, too.
+NUM_CHOSEN = 4.0
+NUM_REJECTED = 5.0
+OF_A_PAIR = 0.125
+BETA = 0.5
+
+
+def preference_metrics(name: str, **flags: Any) -> tuple[float, dict[str, float]]:
+    config = trainer_config(
+        loss_type="preference_loss", preference_loss=name, n_samples_per_prompt=1, **flags
+    )
+    columns = torch.tensor([token for answer in ANSWERS for token in answer], dtype=torch.float64)
+    values, reference, masks = columns.unbind(1)
+    trains_head = name == "reward_model"
+    inputs = LossInputs(
+        samples=list(range(6)),
+        sample_indices=list(range(6)),
+        lengths=torch.tensor([len(answer) for answer in ANSWERS]),
+        masks=masks,
+        weights=masks,
+        sample_weight=OF_A_PAIR,
+        total_lengths=[9] * 6,
+        ref_log_probs=None if trains_head else reference,
+        preferences=PreferenceLabels(
+            chosen=torch.tensor([0, 2, 4]),
+            rejected=torch.tensor([1, 3, 5]),
+            step=PreferenceStep(NUM_CHOSEN, NUM_REJECTED, 0.5 if name == "kto" else 0.0),
+        ),
+    )
+    scores = TokenValues(values) if trains_head else TokenScores(values)
+    functions = UserFunctions.load(config)
+    loss, metrics = micro_batch_loss(
+        LOSS_TYPES["preference_loss"], scores, inputs, config, functions
+    )
+    return loss.item(), {metric: value.item() for metric, value in metrics.items()}
+
+
+def sums(column: Any) -> list[float]:
+    """Over the trained tokens of each answer."""
+    return [math.fsum(column(*token[:2]) for token in answer if token[2]) for answer in ANSWERS]
+
+
+def means_of_answers(values: list[float], name: str) -> dict[str, float]:
+    return {
+        f"chosen_{name}": sum(values[::2]) / NUM_CHOSEN,
+        f"rejected_{name}": sum(values[1::2]) / NUM_REJECTED,
+    }
+
+
+def test_every_metric_of_pairs_is_its_definition() -> None:
+    """Of the pairs the first one is right, the second one wrong, the third one equal."""
+    rewards = [BETA * ratio for ratio in sums(lambda own, reference: own - reference)]
+    assert [rewards[i] - rewards[i + 1] for i in (0, 2, 4)] == [0.875, -0.375, 0.0]
+    log_probs = sums(lambda own, _: own)
+    counts = [sum(mask for *_, mask in answer) for answer in ANSWERS]
+    losses = [math.log1p(math.exp(rewards[i + 1] - rewards[i])) for i in (0, 2, 4)]
+    expected = {
+        "preference_loss": OF_A_PAIR * sum(losses),
+        **means_of_answers(rewards, "rewards"),
+        **means_of_answers(log_probs, "log_probs"),
+        "reward_accuracy": OF_A_PAIR * 1,
+    }
+    expected["reward_margin"] = expected["chosen_rewards"] - expected["rejected_rewards"]
+    loss, metrics = preference_metrics("dpo", preference_beta=BETA)
+    assert metrics == pytest.approx({**expected, "loss": loss})
+    assert loss == pytest.approx(expected["preference_loss"])
+
+    nll = -sum(log_probs[i] / counts[i] for i in (0, 2, 4)) / NUM_CHOSEN
+    loss, metrics = preference_metrics("dpo", preference_beta=BETA, preference_sft_coef=0.25)
+    assert metrics == pytest.approx({**expected, "chosen_nll": nll, "loss": loss})
+    assert loss == pytest.approx(expected["preference_loss"] + 0.25 * nll)
+
+
+def test_every_metric_of_labelled_answers_is_its_definition() -> None:
+    """An answer is right on its side of the zero point; those that are at it are not."""
+    rewards = [BETA * ratio for ratio in sums(lambda own, reference: own - reference)]
+    zero = BETA * 0.5
+    assert [reward - zero for reward in rewards] == [0.5, -0.375, -0.5, -0.125, 0.0, 0.0]
+
+    def sigmoid(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    losses = [1 - sigmoid(reward - zero) for reward in rewards[::2]]
+    losses += [1 - sigmoid(zero - reward) for reward in rewards[1::2]]
+    expected = {
+        "preference_loss": OF_A_PAIR * sum(losses),
+        **means_of_answers(rewards, "rewards"),
+        **means_of_answers(sums(lambda own, _: own), "log_probs"),
+        "reward_accuracy": OF_A_PAIR * (1 + 2),
+        "kto_kl": OF_A_PAIR * 6 * zero,
+    }
+    expected["reward_margin"] = expected["chosen_rewards"] - expected["rejected_rewards"]
+    loss, metrics = preference_metrics("kto", preference_beta=BETA)
+    assert metrics == pytest.approx({**expected, "loss": loss})
+
+
+def test_every_metric_of_a_reward_model_is_its_definition() -> None:
+    rewards = sums(lambda own, _: own)
+    losses = [math.log1p(math.exp(rewards[i + 1] - rewards[i])) for i in (0, 2, 4)]
+    squares = [(rewards[i] + rewards[i + 1]) ** 2 for i in (0, 2, 4)]
+    expected = {
+        "preference_loss": OF_A_PAIR * (sum(losses) + 0.01 * sum(squares)),
+        **means_of_answers(rewards, "rewards"),
+        "reward_accuracy": OF_A_PAIR * 2,
+    }
+    expected["reward_margin"] = expected["chosen_rewards"] - expected["rejected_rewards"]
+    loss, metrics = preference_metrics("reward_model", reward_center_coef=0.01)
+    assert metrics == pytest.approx({**expected, "loss": loss})
