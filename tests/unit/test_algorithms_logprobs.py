@@ -3,6 +3,8 @@ blocking."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -117,13 +119,24 @@ def test_gradient_goes_into_the_accumulator_and_nowhere_else() -> None:
     assert torch.allclose(sink - 1, wanted, atol=1e-6)
 
 
-def test_entropy_without_gradient_costs_none() -> None:
+def test_entropy_without_gradient_costs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     h, w, t = problem(3, 8, 4, 2, torch.float32)
+    logit_grad = module._logit_grad
+    arguments: list[int] = []
+
+    def counted(*given: Any) -> Tensor:
+        arguments.append(len(given))
+        return logit_grad(*given)
+
+    monkeypatch.setattr(module, "_logit_grad", counted)
     lp, entropy = linear_log_probs(h, w, t, with_entropy=True)
     assert entropy is not None
-    (with_entropy,) = torch.autograd.grad(lp.sum(), h)
+    (with_entropy,) = torch.autograd.grad(lp.sum(), h, retain_graph=True)
     (without,) = torch.autograd.grad(linear_log_probs(h, w, t)[0].sum(), h)
     assert torch.equal(with_entropy, without)
+    assert set(arguments) == {4}
+    torch.autograd.grad(entropy.sum(), h)
+    assert set(arguments) == {4, 5}
 
 
 def test_bfloat16_softmax_is_float32() -> None:
