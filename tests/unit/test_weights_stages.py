@@ -203,7 +203,7 @@ def test_the_address_for_engines_is_the_one_towards_those_elsewhere(
 def test_engines_are_told_an_address_that_those_elsewhere_reach(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(distributed, "is_local", lambda url: "here" in url)
+    monkeypatch.setattr(distributed, "is_local", lambda url: "//here" in url)
     monkeypatch.setattr(distributed, "address_towards", lambda host: f"the way to {host}")
     assert distributed.own_address(("http://here:1", "http://here:2")) == "127.0.0.1"
     assert distributed.own_address(("http://here:1", "http://there:2")) == "the way to there"
