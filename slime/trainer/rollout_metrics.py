@@ -107,7 +107,7 @@ def distillation_metrics(
 def _quarter(values: Tensor, number: int) -> Tensor:
     """1 for the tokens of one quarter of a response."""
     places = torch.arange(values.numel(), device=values.device)
-    return ((places * 4).div(max(values.numel(), 1), rounding_mode="floor") == number).float()
+    return ((places * 4).div(values.numel(), rounding_mode="floor") == number).float()
 
 
 def _weighted_sum(values: list[Tensor], weights: Tensor) -> Tensor:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from slime.samples.batch import StepPlan, TrainBatch
-from slime.trainer.records import RolloutTensors, TeacherColumns
+from slime.trainer.records import MicroBatchResult, RolloutTensors, TeacherColumns
 from slime.trainer.rollout_metrics import (
     distillation_metrics,
     mean_of_steps,
     quantisation_metrics,
     rollout_metrics,
+    sum_metrics,
     worst_mismatch,
 )
 from tests.support.trainer_ranks import trainer_config
@@ -56,6 +57,29 @@ def ranks(has_output: bool = True) -> Any:
 
 def data(masks: list[list[float]] = MASKS, **columns: Any) -> RolloutTensors:
     return RolloutTensors(loss_masks=tensors(*masks), **columns)
+
+
+def test_a_rank_without_samples_asks_what_a_users_function_measures() -> None:
+    def union(names: list[str]) -> list[str]:
+        assert config.algorithm.custom_loss_function_path or config.algorithm.use_tis
+        return sorted({*names, "theirs"})
+
+    results = [
+        MicroBatchResult([], {"loss": torch.tensor(0.5)}, torch.zeros(0)),
+        MicroBatchResult([], {"loss": torch.tensor(0.25), "kl": torch.ones(())}, torch.zeros(0)),
+    ]
+    own = {"kl": 1.0, "loss": 0.75}
+    for flags, expected in (
+        ({}, own),
+        ({"loss_type": "custom_loss", "custom_loss_function_path": "a.b"}, own | {"theirs": 0.0}),
+        ({"use_tis": True, "custom_tis_function_path": "a.b"}, own | {"theirs": 0.0}),
+    ):
+        config = trainer_config(**flags)
+        place = ranks()
+        place.union = union
+        assert sum_metrics(config, place, results) == expected
+        place.has_output = False
+        assert sum_metrics(config, place, results) == {}
 
 
 def test_means_are_over_trained_tokens_and_each_execution_counts_alike() -> None:
@@ -135,6 +159,11 @@ def test_a_teacher_is_compared_with_the_policy_in_all_and_at_both_ends_of_an_ans
     by_engine = trainer_config(**flags, use_rollout_logprobs=True)
     found = distillation_metrics(by_engine, ranks(), batch(masks), given)
     assert found["rollout/opd_reverse_kl"] == pytest.approx(1.0 + 8.75 / 12)
+
+    no_token = tensors([], [])
+    empty = data([[], []], log_probs=no_token, teacher=TeacherColumns(log_probs=no_token))
+    found = distillation_metrics(config, ranks(), batch([[], []]), empty)
+    assert found == dict.fromkeys(expected, 0.0)
 
     nobody = [
         (ranks(has_output=False), given),

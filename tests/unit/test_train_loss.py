@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from slime.samples.batch import CHOSEN, REJECTED, StepPlan
 from slime.trainer.loss import LOSS_TYPES, micro_batch_loss
+from slime.trainer.preferences import labels_of, preference_step
 from slime.trainer.records import (
     LossInputs,
     PreferenceLabels,
     PreferenceStep,
+    RolloutTensors,
     TokenScores,
     TokenValues,
 )
@@ -287,3 +291,55 @@ def test_every_metric_of_a_reward_model_is_its_definition() -> None:
     expected["reward_margin"] = expected["chosen_rewards"] - expected["rejected_rewards"]
     loss, metrics = preference_metrics("reward_model", reward_center_coef=0.01)
     assert metrics == pytest.approx({**expected, "loss": loss})
+
+
+#: Σ of the trained tokens' log-ratios is 0.75 and -0.25 for the two that are mismatched.
+OWN = [[-1.0], [-0.5, -2.0, -9.0], [-1.0], [-1.25, -1.0]]
+REFERENCE = [[0.0], [-1.0, -2.25, 0.0], [0.0], [-1.0, -3.0]]
+TRAINED = [[1.0], [1.0, 1.0, 0.0], [1.0], [1.0, 0.0]]
+
+
+def known_of_step(
+    kind: str, scored: list[list[int]], own: list[list[float]] | None = OWN, replicas: int = 1
+) -> PreferenceStep:
+    def rows(values: list[list[float]]) -> list[torch.Tensor]:
+        return [torch.tensor(row) for row in values]
+
+    def log_probs(*_: Any, micro_batches: list[list[int]]) -> list[torch.Tensor] | None:
+        assert micro_batches == scored
+        return None if own is None else rows(own)
+
+    trainer: Any = SimpleNamespace(
+        config=trainer_config(
+            loss_type="preference_loss", preference_loss=kind, n_samples_per_prompt=1
+        ),
+        ranks=SimpleNamespace(
+            device=torch.device("cpu"), sum_over_replicas=lambda values: replicas * values
+        ),
+        log_probs=log_probs,
+    )
+    batch: Any = SimpleNamespace(
+        rewards=[CHOSEN, 0.0, REJECTED, 0.0, CHOSEN], response_lengths=[1, 3, 1, 2, 1]
+    )
+    data = RolloutTensors(ref_log_probs=rows(REFERENCE), loss_masks=rows(TRAINED))
+    step = StepPlan([[0], [2, 4]], global_batch_size=3, num_loss_tokens=9, scored=scored)
+    return preference_step(trainer, batch, data, step)
+
+
+def test_a_step_on_labelled_answers_knows_their_numbers_and_the_kl() -> None:
+    assert known_of_step("kto", [[1], [3]]) == PreferenceStep(2.0, 1.0, (0.75 - 0.25) / 2)
+    assert known_of_step("kto", [[1], [3]], replicas=2) == PreferenceStep(4.0, 2.0, 0.25)
+    assert known_of_step("kto", [[1]]) == PreferenceStep(2.0, 1.0, 0.75)
+    assert known_of_step("kto", [[3]]) == PreferenceStep(2.0, 1.0, 0.0)  # a KL is not negative
+    assert known_of_step("kto", []) == PreferenceStep(2.0, 1.0, 0.0)
+    # on a rank without outputs, whose sums those with outputs complete
+    assert known_of_step("kto", [[1], [3]], own=None) == PreferenceStep(2.0, 1.0, 0.0)
+    assert known_of_step("dpo", []) == PreferenceStep(3.0, 3.0, 0.0)
+
+
+def test_labels_of_pairs_are_sorted_alike() -> None:
+    batch: Any = SimpleNamespace(
+        rewards=[REJECTED, CHOSEN, 0.0, CHOSEN, REJECTED], trajectory_ids=[7, 5, 6, 7, 5]
+    )
+    labels = labels_of(batch, [3, 0, 1, 2, 4], PreferenceStep(2.0, 2.0), torch.device("cpu"))
+    assert labels.chosen.tolist() == [2, 0] and labels.rejected.tolist() == [4, 1]
