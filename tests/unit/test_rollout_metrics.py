@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.samples.batch import StepPlan, TrainBatch
+from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens
 from slime.trainer.records import MicroBatchResult, RolloutTensors, TeacherColumns
 from slime.trainer.rollout_metrics import (
     distillation_metrics,
     mean_of_steps,
     quantisation_metrics,
+    reference_tokens,
     rollout_metrics,
     sum_metrics,
+    trained_tokens,
     worst_mismatch,
 )
 from tests.support.trainer_ranks import trainer_config
@@ -50,12 +52,13 @@ def ranks(has_output: bool = True) -> Any:
     return SimpleNamespace(
         device=torch.device("cpu"),
         has_output=has_output,
+        speaks_for_shard=True,
         sum_over_replicas=lambda values: values,
         max_over_replicas=lambda values: values,
     )
 
 
-def data(masks: list[list[float]] = MASKS, **columns: Any) -> RolloutTensors:
+def data(masks: list[list[float]] = MASKS, /, **columns: Any) -> RolloutTensors:
     return RolloutTensors(loss_masks=tensors(*masks), **columns)
 
 
@@ -197,3 +200,68 @@ def test_steps_are_averaged_and_counted() -> None:
         "train/train_rollout_logprob_abs_diff": 0.25,
     }
     assert mean_of_steps([]) == {}
+
+
+# -- single tokens ---------------------------------------------------------------------------------
+
+
+def told(tokens: list[TrainedTokens]) -> list[list[Any]]:
+    return [
+        [
+            one.key,
+            *(
+                None if values is None else values.tolist()
+                for values in (one.advantages, one.log_prob_diffs, one.ref_log_probs)
+            ),
+        ]
+        for one in tokens
+    ]
+
+
+def test_recorded_samples_get_their_advantages_and_differences() -> None:
+    columns = {
+        "advantages": tensors([0.5, 1.0], [2.0, 2.5, 3.0]),
+        "log_probs": tensors([-1.0, -2.0], [-3.0, -1.0, -4.0]),
+        "rollout_log_probs": tensors([-1.5, -1.0], [-3.0, -2.0, -3.5]),
+    }
+    given = data(**columns)
+    recorded = batch()
+    assert trained_tokens(ranks(), recorded, given) == []
+    first, second = (recorded.key(i) for i in (0, 1))
+    recorded.recorded = frozenset({first, second})
+    both = [
+        [first, [0.5, 1.0], [0.5, -1.0], None],
+        [second, [2.0, 2.5, 3.0], [0.0, 1.0, -0.5], None],
+    ]
+    assert told(trained_tokens(ranks(), recorded, given)) == both
+    given.before_training = [1]
+    later = [[first, [0.5, 1.0], None, None], both[1]]
+    assert told(trained_tokens(ranks(), recorded, given)) == later
+    given.advantages = None
+    alone = [[second, None, [0.0, 1.0, -0.5], None]]
+    assert told(trained_tokens(ranks(), recorded, given)) == alone
+    recorded.recorded = frozenset({first})
+    assert trained_tokens(ranks(), recorded, given) == []
+    recorded.recorded = frozenset({second})
+    assert told(trained_tokens(ranks(), recorded, given)) == alone
+    assert trained_tokens(ranks(has_output=False), recorded, given) == []
+    silent = ranks()
+    silent.speaks_for_shard = False
+    assert trained_tokens(silent, recorded, given) == []
+
+
+def test_log_probs_of_the_reference_are_remembered_where_preferences_ask_again() -> None:
+    config = trainer_config(loss_type="preference_loss", n_samples_per_prompt=1)
+    rows = [[-1.0, -2.0], [-3.0, -1.0, -4.0]]
+    given = data(ref_log_probs=tensors(*rows))
+    wanted = [[batch().key(i), None, None, rows[i]] for i in (0, 1)]
+    assert told(reference_tokens(config, ranks(), batch(), given)) == wanted
+    assert reference_tokens(trainer_config(), ranks(), batch(), given) == []
+    assert reference_tokens(config, ranks(has_output=False), batch(), given) == []
+    assert reference_tokens(config, ranks(), batch(), data()) == []
+    remembered = batch()
+    remembered.ref_log_probs = tensors(*rows)
+    assert reference_tokens(config, ranks(), remembered, given) == []
+    silent = ranks()
+    silent.speaks_for_shard = False
+    assert reference_tokens(config, silent, batch(), given) == []
