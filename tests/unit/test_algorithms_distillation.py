@@ -178,7 +178,7 @@ def everything(shard: VocabShard | None, own: slice) -> dict[str, Tensor]:
         kept=kept,
     )
     assert entropy is not None
-    found = {
+    found: dict[str, Tensor] = {
         **{kind: divergence(student, teacher, kind, beta=0.3, shard=shard) for kind in DIVERGENCES},
         "top log-probs": top.log_probs,
         "log-probs of the top": log_probs_at(student, top.ids, shard=shard),
