@@ -59,8 +59,10 @@ RESULTS = ".cache/mutations.jsonl"
 SEED = 29
 #: Least share of the drawn mutations that has to be killed.
 LEAST = 0.95
-#: Test files per mutation, and seconds after which no further test is begun.
+#: Test files per mutation, those among them that are named after the module, and seconds after
+#: which no further test is begun.
 MOST_FILES = 8
+MOST_NAMESAKES = 2
 MOST_SECONDS = 150.0
 #: For the check that tests which noticed something pass without it.
 CHECK_SECONDS = 1800.0
@@ -81,7 +83,7 @@ class Part:
 
 PARTS = (
     Part("algorithms", ("slime/algorithms/*.py",), 18),
-    Part("samples", ("slime/samples/*.py",), 18),
+    Part("samples", ("slime/samples/*.py",), 18, ("tests/unit/test_user_contract.py",)),
     Part(
         "trainer",
         ("slime/trainer/*.py",),
@@ -920,7 +922,8 @@ class Surroundings:
     """What has to do with a file.
 
     Attributes:
-        tests: files that its mutations run: those of its part first, then the nearest by imports.
+        tests: files that its mutations run: those of its part first, then those named after it,
+            then the nearest by imports.
         needed: modules that these import.
         dependent: modules that import it, itself among them.
     """
@@ -946,7 +949,10 @@ def surroundings(root: Path, files: Iterable[str]) -> dict[str, Surroundings]:
     found = {}
     for file in files:
         first = [test for part in PARTS if _is_in(file, part) for test in part.tests]
-        tests = list(dict.fromkeys([*first, *graph.nearest([file])]))[:MOST_FILES]
+        nearest = graph.nearest([file])
+        namesakes = [test for test in nearest if f"_{Path(file).stem}_" in f"{Path(test).stem}_"]
+        chosen = [*first, *namesakes[:MOST_NAMESAKES], *nearest]
+        tests = list(dict.fromkeys(chosen))[:MOST_FILES]
         found[file] = Surroundings(
             tests, modules(graph.imported(tests)), modules(graph.importers(file))
         )

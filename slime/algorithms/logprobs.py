@@ -79,20 +79,17 @@ class KeptTokens:
     bounds: list[int]
     whole: Tensor
 
-    def part(self, lo: int, hi: int) -> KeptTokens:
-        """Return the tokens of rows lo to hi."""
-        own = slice(self.bounds[lo], self.bounds[hi])
-        bounds = [bound - own.start for bound in self.bounds[lo : hi + 1]]
-        return KeptTokens(self.ids[own], self.rows[own] - lo, bounds, self.whole[lo:hi])
-
-    def left_out(self, lo: int, hi: int) -> Tensor:
-        """Return which of the tokens lo to hi each row excludes: bool [rows, hi - lo]."""
+    def left_out(self, rows: slice, lo: int, hi: int) -> Tensor:
+        """Return which of the tokens lo to hi each of these rows excludes: bool [rows, hi - lo]."""
+        own = slice(self.bounds[rows.start], self.bounds[rows.stop])
+        ids = self.ids[own]
+        whole = self.whole[rows]
         width = hi - lo
         # all other tokens go to an extra column, so that no shape depends on the values
-        column = torch.where((self.ids >= lo) & (self.ids < hi), self.ids - lo, width)
-        out = torch.ones(self.whole.size(0), width + 1, dtype=torch.bool, device=self.ids.device)
-        out[self.rows, column] = False
-        return out[:, :width] & ~self.whole
+        column = torch.where((ids >= lo) & (ids < hi), ids - lo, width)
+        out = torch.ones(whole.size(0), width + 1, dtype=torch.bool, device=ids.device)
+        out[self.rows[own] - rows.start, column] = False
+        return out[:, :width] & ~whole
 
 
 def linear_log_probs(
@@ -196,7 +193,9 @@ class _LinearLogProbs(torch.autograd.Function):
         low: Tensor | None,
         up: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        inputs = _LogitInputs(hidden, weight, low, up, options.kept, options.shard.start)
+        inputs = _LogitInputs(
+            slice(0, hidden.size(0)), hidden, weight, low, up, options.kept, options.shard.start
+        )
         log_sum, target, mean = _statistics(inputs, targets, options)
         log_probs = target - log_sum
         entropy = log_sum - mean
@@ -212,7 +211,9 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, Tensor | None, Tensor | None]:
         hidden, weight, targets, log_sum, entropy, low, up = ctx.saved_tensors
         options: _Options = ctx.options
-        inputs = _LogitInputs(hidden, weight, low, up, options.kept, options.shard.start)
+        inputs = _LogitInputs(
+            slice(0, hidden.size(0)), hidden, weight, low, up, options.kept, options.shard.start
+        )
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_sum)
@@ -260,7 +261,8 @@ def log_sums(
     """
     options = _Options(1.0 / temperature, False, shard, rows, None, None, None)
     anything = torch.zeros(hidden.size(0), dtype=torch.long, device=hidden.device)
-    inputs = _LogitInputs(hidden, weight, None, None, None, shard.start)
+    everything = slice(0, hidden.size(0))
+    inputs = _LogitInputs(everything, hidden, weight, None, None, None, shard.start)
     return _statistics(inputs, anything, options)[0]
 
 
@@ -280,8 +282,10 @@ def _statistics(
 
 @dataclass(frozen=True)
 class _LogitInputs:
-    """The factors of a block of logits; ``start`` is the token id of the weight's first row."""
+    """The factors of a block of logits, ``rows`` of all; ``start`` is the token id of the weight's
+    first row."""
 
+    rows: slice
     hidden: Tensor
     weight: Tensor
     low: Tensor | None
@@ -292,8 +296,7 @@ class _LogitInputs:
     def part(self, rows: slice) -> _LogitInputs:
         """Return the factors of these rows."""
         low = None if self.low is None else self.low[rows]
-        kept = None if self.kept is None else self.kept.part(rows.start, rows.stop)
-        return replace(self, hidden=self.hidden[rows], low=low, kept=kept)
+        return replace(self, rows=rows, hidden=self.hidden[rows], low=low)
 
     def logits(self, lo: int, hi: int) -> Tensor:
         """Return the logits of rows lo to hi of the weight: [rows, hi - lo]."""
@@ -302,7 +305,8 @@ class _LogitInputs:
             logits.addmm_(self.low, self.up[lo:hi].t())
         if self.kept is not None:
             lowest = max(_LOWEST, torch.finfo(logits.dtype).min)
-            logits.masked_fill_(self.kept.left_out(lo + self.start, hi + self.start), lowest)
+            left_out = self.kept.left_out(self.rows, lo + self.start, hi + self.start)
+            logits.masked_fill_(left_out, lowest)
         return logits
 
 
@@ -391,11 +395,9 @@ def _backward_rows(
     grad_low = None if low is None else low.new_zeros(low.shape, dtype=dtype)
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=dtype) if need_hidden else None
     grad_log_probs = grad_log_probs.to(dtype)[:, None]
-    per_row = [
-        log_sum[:, None],
-        grad_log_probs,
-        *(part.to(dtype)[:, None] for part in entropy_part or ()),
-    ]
+    per_row: list[Any] = [log_sum[:, None], grad_log_probs]
+    if entropy_part is not None:
+        per_row.append(tuple(part.to(dtype)[:, None] for part in entropy_part))
     local = targets - shard.start
     step = columns_per_block(hidden.device, n)
     for lo in range(0, shard.size, step):
@@ -428,18 +430,19 @@ def _logit_grad(
     scale: float,
     log_sum: Tensor,
     grad_log_probs: Tensor,
-    grad_entropy: Tensor | None = None,
-    entropy: Tensor | None = None,
+    entropy_part: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return the gradient of the logits without the target's own term, in their dtype. Overwrites
-    ``logits``; the other tensors are [rows, 1]."""
+    ``logits``; the other tensors are [rows, 1], among them the gradient of the entropy and the
+    entropy."""
     x = logits.to(log_sum.dtype)
     if scale != 1.0:
         x = x.mul_(scale)
     x = x.sub_(log_sum)
-    if grad_entropy is None or entropy is None:
+    if entropy_part is None:
         grad = x.exp_().mul_(grad_log_probs * -scale)
     else:
+        grad_entropy, entropy = entropy_part
         slope = (x + entropy).mul_(grad_entropy * scale).add_(grad_log_probs * scale).neg_()
         grad = x.exp_().mul_(slope)
     return grad.to(logits.dtype)

@@ -87,7 +87,7 @@ def distillation_metrics(
     apart = sampled_reverse_kl(old, teacher)
     columns = {
         "reverse_kl": apart,
-        "prefers_ratio": [(d < 0).float() for d in apart],
+        "prefers_ratio": [d < 0 for d in apart],
         "first_quarter_reverse_kl": [d * _quarter(d, 0) for d in apart],
         "last_quarter_reverse_kl": [d * _quarter(d, 3) for d in apart],
     }
@@ -105,9 +105,9 @@ def distillation_metrics(
 
 
 def _quarter(values: Tensor, number: int) -> Tensor:
-    """1 for the tokens of one quarter of a response."""
+    """Tell which tokens of a response are in one of its quarters."""
     places = torch.arange(values.numel(), device=values.device)
-    return ((places * 4).div(max(values.numel(), 1), rounding_mode="floor") == number).float()
+    return (places * 4).div(values.numel(), rounding_mode="floor") == number
 
 
 def _weighted_sum(values: list[Tensor], weights: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ holds at any blocking."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from slime.algorithms.divergence import (
     top_divergence,
     top_tokens,
 )
-from slime.algorithms.logprobs import VocabShard
+from slime.algorithms.logprobs import KeptTokens, VocabShard, linear_log_probs
+from tests.support.trainer_ranks import Pools
 
 KINDS = pytest.mark.parametrize("kind", DIVERGENCES)
 
@@ -145,6 +147,75 @@ def test_top_tokens_are_those_of_a_sort(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(found.ids, ids[:, :9]) and torch.allclose(found.log_probs, values[:, :9])
     every = top_tokens(teacher, 25, shard=VocabShard(0, 25))
     assert torch.equal(every.ids, ids)
+
+
+#: For each token, what was kept when it was sampled: tokens of both halves of the vocabulary, of
+#: one, of the other; the last row has the whole vocabulary.
+KEPT = [[1, 8, 17], [2, 3], [14, 15, 16]]
+
+
+def everything(shard: VocabShard | None, own: slice) -> dict[str, Tensor]:
+    """Each function of the vocabulary, and the gradients of all of them together, from these rows
+    of the output layers."""
+    student, teacher = problem(4, 18, seed=7)
+    weight = student.weight.detach()[own].requires_grad_()
+    student = OutputRows(student.hidden, weight, student.temperature)
+    teacher = OutputRows(teacher.hidden, teacher.weight[own], teacher.temperature)
+    top = top_tokens(teacher, 11, shard=shard)
+    kept = KeptTokens(
+        ids=torch.tensor([token for row in KEPT for token in row]),
+        rows=torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]),
+        bounds=[0, 3, 5, 8, 8],
+        whole=torch.tensor([[False], [False], [False], [True]]),
+    )
+    log_probs, entropy = linear_log_probs(
+        student.hidden,
+        weight,
+        torch.tensor([8, 3, 14, 9]),
+        temperature=0.7,
+        with_entropy=True,
+        shard=shard,
+        kept=kept,
+    )
+    assert entropy is not None
+    found: dict[str, Tensor] = {
+        **{kind: divergence(student, teacher, kind, beta=0.3, shard=shard) for kind in DIVERGENCES},
+        "top log-probs": top.log_probs,
+        "log-probs of the top": log_probs_at(student, top.ids, shard=shard),
+        "log-probs": log_probs,
+        "entropy": entropy,
+    }
+    total = sum(values.square().sum() for values in found.values())
+    of_hidden, of_weight = torch.autograd.grad(total, (student.hidden, weight))
+    found |= {"top ids": top.ids, "of hidden": of_hidden, "of weight": of_weight}
+    return {name: values.detach() for name, values in found.items()}
+
+
+def sharded_job(info: Any, ends: list[int]) -> dict[str, Tensor]:
+    """The rank's part of a vocabulary of 18; rank r has the rows up to ``ends[r]``."""
+    address = f"tcp://{info.master_addr}:{info.master_port}"
+    torch.distributed.init_process_group(
+        "gloo", init_method=address, rank=info.rank, world_size=info.world_size
+    )
+    start = [0, *ends][info.rank]
+    group = torch.distributed.group.WORLD
+    own = VocabShard(start, ends[info.rank] - start, group)
+    return everything(own, slice(start, ends[info.rank]))
+
+
+@pytest.mark.parametrize("ends", [[9, 18], [14, 18], [18, 18]], ids=str)
+def test_ranks_that_share_the_vocabulary_give_what_one_gives(ranks: Pools, ends: list[int]) -> None:
+    """Of the last layout a rank has padding alone. Gradients of hidden states are parts of a
+    sum."""
+    wanted = everything(None, slice(0, 18))
+    found = ranks.run(2, sharded_job, ends)
+    summed = found[0].pop("of hidden") + found[1].pop("of hidden")
+    assert torch.allclose(summed, wanted.pop("of hidden"), atol=1e-10)
+    parts = torch.cat([rank.pop("of weight") for rank in found])
+    assert torch.allclose(parts, wanted.pop("of weight"), atol=1e-10)
+    for rank in found:
+        for name, values in wanted.items():
+            assert torch.allclose(rank[name], values, atol=1e-10), name
 
 
 def test_mass_that_leaves_the_top_tokens_does_not_lower_the_reverse_kl() -> None:

@@ -48,7 +48,8 @@ CALLS: dict[str, Call] = {
             torch.randn(n, n).to(dtype),
             1.0,
             torch.rand(n, 1) + 9,
-            *torch.randn(3, n, 1),
+            torch.randn(n, 1),
+            tuple(torch.randn(2, n, 1)),
         ],
     ),
     "rotation of a part": (

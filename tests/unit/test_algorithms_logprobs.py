@@ -3,6 +3,8 @@ blocking."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import slime.algorithms.logprobs as module
-from slime.algorithms.logprobs import VocabShard, linear_log_probs, log_sums
+from slime.algorithms.logprobs import (
+    LowRankLogits,
+    VocabShard,
+    linear_log_probs,
+    log_sums,
+)
 
 
 def problem(
@@ -31,13 +38,14 @@ def plain(h: Tensor, w: Tensor, t: Tensor, temperature: float, real: int) -> tup
     n=st.integers(0, 9),
     vocab=st.integers(3, 40),
     padding=st.integers(0, 5),
+    start=st.sampled_from([0, 13]),
     chunk=st.sampled_from([-1, 1, 4]),
     temperature=st.floats(0.3, 2.0),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60)
 def test_equals_the_plain_formula(
-    n: int, vocab: int, padding: int, chunk: int, temperature: float, seed: int
+    n: int, vocab: int, padding: int, start: int, chunk: int, temperature: float, seed: int
 ) -> None:
     h, w, _ = problem(n, vocab + padding, 5, seed, torch.float64)
     t = torch.randint(0, vocab, (n,), generator=torch.Generator().manual_seed(seed))
@@ -47,10 +55,10 @@ def test_equals_the_plain_formula(
         lp, entropy = linear_log_probs(
             h,
             w,
-            t,
+            t + start,
             temperature=temperature,
             with_entropy=True,
-            shard=VocabShard(0, vocab),
+            shard=VocabShard(start, vocab),
             chunk_size=chunk,
         )
         assert entropy is not None
@@ -73,6 +81,40 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(both, (h, w))
 
 
+@pytest.mark.parametrize("chunk", [-1, 2])
+def test_an_adapter_adds_to_the_logits(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MIN_COLUMNS", 4)
+    monkeypatch.setattr(module, "_BLOCK_ELEMENTS", {"cpu": 1})
+    h, w, t = problem(5, 11, 3, 6, torch.float64)
+    low, up, _ = problem(5, 11, 2, 7, torch.float64)
+    doubled: list[Tensor] = []
+
+    def on_up_grad(grad: Tensor) -> Tensor:
+        doubled.append(2 * grad)
+        return doubled[0]
+
+    ours = linear_log_probs(
+        h,
+        w,
+        t,
+        temperature=0.7,
+        with_entropy=True,
+        chunk_size=chunk,
+        low_rank=LowRankLogits(low, up, on_up_grad),
+    )
+    joined = torch.cat([h, low], dim=1), torch.cat([w, up], dim=1)
+    theirs = plain(*joined, t, 0.7, 11)
+    found = []
+    for log_probs, entropy in (ours, theirs):
+        assert entropy is not None
+        total = (log_probs * entropy).sum()
+        found.append([log_probs, entropy, *torch.autograd.grad(total, (h, w, low, up))])
+    found[1][-1] = 2 * found[1][-1]
+    for mine, other in zip(*found, strict=True):
+        assert torch.allclose(mine, other, atol=1e-10)
+    assert found[0][-1] is doubled[0]
+
+
 def test_gradient_goes_into_the_accumulator_and_nowhere_else() -> None:
     h, w, t = problem(6, 20, 4, 1, torch.float32)
     (wanted,) = torch.autograd.grad(linear_log_probs(h, w, t)[0].sum(), w)
@@ -82,13 +124,24 @@ def test_gradient_goes_into_the_accumulator_and_nowhere_else() -> None:
     assert torch.allclose(sink - 1, wanted, atol=1e-6)
 
 
-def test_entropy_without_gradient_costs_none() -> None:
+def test_entropy_without_gradient_costs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     h, w, t = problem(3, 8, 4, 2, torch.float32)
+    logit_grad = module._logit_grad
+    arguments: list[int] = []
+
+    def counted(*given: Any) -> Tensor:
+        arguments.append(len(given))
+        return logit_grad(*given)
+
+    monkeypatch.setattr(module, "_logit_grad", counted)
     lp, entropy = linear_log_probs(h, w, t, with_entropy=True)
     assert entropy is not None
-    (with_entropy,) = torch.autograd.grad(lp.sum(), h)
+    (with_entropy,) = torch.autograd.grad(lp.sum(), h, retain_graph=True)
     (without,) = torch.autograd.grad(linear_log_probs(h, w, t)[0].sum(), h)
     assert torch.equal(with_entropy, without)
+    assert set(arguments) == {4}
+    torch.autograd.grad(entropy.sum(), h)
+    assert set(arguments) == {4, 5}
 
 
 def test_bfloat16_softmax_is_float32() -> None:

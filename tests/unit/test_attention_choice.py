@@ -17,6 +17,7 @@ from torch import Tensor
 from slime.trainer.megatron import attention, backend, device  # noqa: F401  (prepares the host for megatron)
 from slime.trainer.megatron.attention import PackedAttention, PackedSelfAttention
 from slime.trainer.megatron.layers import RMSNorm
+from slime.trainer.megatron.mla import PackedMLASelfAttention
 from slime.trainer.megatron.packed import PackedSequences
 from slime.trainer.megatron.rotary import Rotate
 from tests.support.trainer_ranks import Pools
@@ -164,6 +165,26 @@ def test_what_the_kernel_is_given(with_norm: bool, monkeypatch: pytest.MonkeyPat
 
 ENDS = torch.tensor([0, 2, 5], dtype=torch.int32)
 SEQUENCES = PackedSequences(cu_seqlens_q=ENDS, cu_seqlens_kv=ENDS, max_seqlen_q=3, max_seqlen_kv=3)
+
+
+@pytest.mark.parametrize("one_head_size", [True, False])
+def test_kernels_for_one_head_size_get_zeros_behind_the_shorter_heads(one_head_size: bool) -> None:
+    """Seven tokens of two heads; queries and keys are wider than values."""
+    wide, narrow = torch.ones(7, 2, 6), torch.ones(7, 2, 4)
+    given: list[Tensor] = []
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Any) -> Tensor:
+        given.extend((query, key, value))
+        return value * 3
+
+    kernel.one_head_size = one_head_size  # type: ignore[attr-defined]
+    layer: Any = SimpleNamespace(core_attention=kernel)
+    sequences: Any = None
+    out = PackedMLASelfAttention._padded_core(layer, wide, wide, narrow, sequences)
+    assert torch.equal(out, 3 * narrow)
+    assert given[0] is wide and given[1] is wide
+    expected = F.pad(narrow, (0, 2)) if one_head_size else narrow
+    assert torch.equal(given[2], expected)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import importlib
 import re
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,11 @@ from slime.trainer.megatron.experts import (
     looped_weight_gradient,
 )
 from slime.trainer.megatron.moe_dispatch import ExpertPlace, dispatch
-from slime.trainer.megatron.moe_layer import expert_arguments, expert_layers
+from slime.trainer.megatron.moe_layer import (
+    expert_arguments,
+    expert_layers,
+    uses_balance_losses,
+)
 from slime.trainer.megatron.moe_router import choose_experts, router_weights
 from tests.support.parity import (
     CP2,
@@ -357,6 +362,21 @@ def test_checkpoint_of_one_expert_layout_loads_at_others(
 # -- balance losses --------------------------------------------------------------------------------
 
 BALANCE = {"moe_z_loss_coeff": 0.3, "moe_aux_loss_coeff": 0.5}
+
+
+@pytest.mark.parametrize("experts", [None, 8])
+@pytest.mark.parametrize("z_loss", [None, 0.3])
+@pytest.mark.parametrize("aux_loss", [0.0, 0.5])
+def test_either_balance_loss_adds_to_the_gradients_of_a_model_with_experts(
+    experts: int | None, z_loss: float | None, aux_loss: float
+) -> None:
+    config: Any = SimpleNamespace(
+        num_moe_experts=experts,
+        moe_aux_loss_coeff=aux_loss,
+        moe_z_loss_coeff=z_loss,
+        moe_router_load_balancing_type="aux_loss",
+    )
+    assert uses_balance_losses(config) == (experts is not None and bool(z_loss or aux_loss))
 
 
 def gradient_job(

@@ -16,7 +16,15 @@ from slime.models.mixers import (
     mixers_of,
 )
 from slime.models.table import shapes_of
+from slime.processes.host import free_port
+from slime.trainer.megatron.backend import MegatronBackend  # noqa: F401  (prepares the host)
+from slime.trainer.megatron.delta_net import PackedGatedDeltaNet
+from slime.trainer.megatron.layers import SwiGLUActivation
+from slime.trainer.megatron.model import transformer_config
+from slime.trainer.megatron.parallel import RankInfo
 from tests.support.memory_jobs import FAMILIES as CONFIGS
+from tests.support.memory_jobs import models
+from tests.support.trainer_ranks import trainer_config
 
 
 @pytest.mark.parametrize("mixer", MIXERS, ids=lambda mixer: mixer.name)
@@ -60,3 +68,27 @@ def test_the_rules_of_a_layer_are_those_of_its_mixer(name: str) -> None:
     assert mixer.kept_heads is not None
     heads, width = mixer.kept_heads(spec)
     assert mixer.kept(spec, 1, False) <= 2 * heads * width
+
+
+def test_megatron_gets_our_parts_in_the_layers_that_have_them() -> None:
+    """Delta nets in three of four layers, the activation of a gated MLP in all of one model."""
+    info = RankInfo(0, 1, 0, "127.0.0.1", free_port())
+    found = {}
+    with models(info, ["qwen3_next", "qwen3"], {}) as built:
+        for name, [chunk] in built:
+            layers = chunk.decoder.layers
+            found[name] = [
+                [isinstance(layer.self_attention, PackedGatedDeltaNet) for layer in layers],
+                any(isinstance(module, SwiGLUActivation) for module in chunk.modules()),
+            ]
+    assert found["qwen3_next"][0] == [True, True, True, False]
+    assert not any(found["qwen3"][0])
+    assert found["qwen3"][1]
+
+
+@pytest.mark.parametrize(("name", "is_ours"), [("qwen3", True), ("gpt_oss", False)])
+def test_the_activation_of_a_gated_mlp_is_ours_for_silu(name: str, is_ours: bool) -> None:
+    config = CONFIGS[name]
+    family = next(one for one in FAMILIES if config["model_type"] in one.model_types)
+    made = transformer_config(family.model_spec(config), trainer_config())
+    assert made.use_te_activation_func == is_ours

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import doctest
+import math
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,25 @@ def test_lists_that_fit_nothing_are_refused(
     with pytest.raises(FunctionFailed) as caught:
         scored(returned, monkeypatch)
     assert told in str(caught.value) and "sample 0" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (None, ""),
+        ([1.0, 0, -2.5], ""),
+        ((1.0, 0.0, 1.0), "no list"),
+        (1.0, "no list"),
+        ([1.0] * 4, "no list"),
+        ([1.0, math.nan, 0.0], "not all finite"),
+        ([1.0, math.inf, 0.0], "not all finite"),
+        (["1", 1.0, 0.0], "not all finite"),
+    ],
+    ids=str,
+)
+def test_rewards_that_users_set_are_checked(given: Any, told: str) -> None:
+    found = token_rewards.token_rewards_problem(given, 3)
+    assert told in found and bool(found) == bool(told)
 
 
 def test_each_token_gets_its_own_reward_in_training(monkeypatch: pytest.MonkeyPatch) -> None:

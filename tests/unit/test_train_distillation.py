@@ -17,6 +17,7 @@ from slime.algorithms.divergence import DIVERGENCES
 from slime.errors import UserError
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.samples.teacher_scores import pack_top_tokens
+from slime.trainer.distillation import teacher_inputs
 from slime.trainer.dumps import shard_of
 from slime.trainer.megatron import forward
 from slime.trainer.megatron.backend import MegatronBackend
@@ -308,6 +309,15 @@ def test_engines_give_the_same_as_a_teacher_in_the_trainer() -> None:
         there.close()
     for name in ("train/opd_loss", "train/grad_norm", "rollout/opd_reverse_kl"):
         assert found[name] == pytest.approx(wanted[name], rel=1e-4)
+
+
+def test_a_micro_batch_without_samples_has_teachers_of_no_tokens() -> None:
+    of_top = teacher_inputs(TeacherColumns(top=[]), [], [], torch.device("cpu"))
+    assert of_top.top is not None
+    assert of_top.top.ids.shape == of_top.top.log_probs.shape == (0, 1)
+    head = (torch.zeros(3, 2), 1.0)
+    whole = teacher_inputs(TeacherColumns(heads={"math": head}), [], [], torch.device("cpu"))
+    assert whole.top is None and whole.rows == []
 
 
 def layout_job(info: Any, flags: dict[str, Any]) -> dict[str, float]:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from slime.samples.batch import CHOSEN, REJECTED, StepPlan
 from slime.trainer.loss import LOSS_TYPES, micro_batch_loss
-from slime.trainer.records import LossInputs, TokenScores
+from slime.trainer.preferences import labels_of, preference_step
+from slime.trainer.records import (
+    LossInputs,
+    PreferenceLabels,
+    PreferenceStep,
+    RolloutTensors,
+    TokenScores,
+    TokenValues,
+)
 from slime.trainer.user_functions import UserFunctions
 from tests.support.trainer_ranks import trainer_config
 
@@ -160,3 +170,176 @@ def test_one_ratio_per_sequence() -> None:
     assert loss == pytest.approx(
         weighted([max(-r * a, -c * a) for r, c, a in zip(ratios, clipped, ADVANTAGES)])
     )
+
+
+# -- preferences -----------------------------------------------------------------------------------
+
+#: Tokens of six answers, chosen and rejected ones in turns: (policy's log-prob, reference's, mask).
+ANSWERS = [
+    [(-1.0, -2.0, 1), (-0.5, -1.0, 1), (-3.0, -1.0, 0)],
+    [(-2.0, -1.75, 1)],
+    [(-1.5, -1.0, 1), (-2.0, -2.0, 1)],
+    [(-0.25, -0.5, 1), (-1.0, -1.0, 0)],
+    [(-1.0, -1.5, 1)],
+    [(-2.0, -2.5, 1)],
+]
+#: In the step there are answers of other micro-batches, too.
+NUM_CHOSEN = 4.0
+NUM_REJECTED = 5.0
+OF_A_PAIR = 0.125
+BETA = 0.5
+
+
+def preference_metrics(name: str, **flags: Any) -> tuple[float, dict[str, float]]:
+    config = trainer_config(
+        loss_type="preference_loss", preference_loss=name, n_samples_per_prompt=1, **flags
+    )
+    columns = torch.tensor([token for answer in ANSWERS for token in answer], dtype=torch.float64)
+    values, reference, masks = columns.unbind(1)
+    trains_head = name == "reward_model"
+    inputs = LossInputs(
+        samples=list(range(6)),
+        sample_indices=list(range(6)),
+        lengths=torch.tensor([len(answer) for answer in ANSWERS]),
+        masks=masks,
+        weights=masks,
+        sample_weight=OF_A_PAIR,
+        total_lengths=[9] * 6,
+        ref_log_probs=None if trains_head else reference,
+        preferences=PreferenceLabels(
+            chosen=torch.tensor([0, 2, 4]),
+            rejected=torch.tensor([1, 3, 5]),
+            step=PreferenceStep(NUM_CHOSEN, NUM_REJECTED, 0.5 if name == "kto" else 0.0),
+        ),
+    )
+    scores = TokenValues(values) if trains_head else TokenScores(values)
+    functions = UserFunctions.load(config)
+    loss, metrics = micro_batch_loss(
+        LOSS_TYPES["preference_loss"], scores, inputs, config, functions
+    )
+    return loss.item(), {metric: value.item() for metric, value in metrics.items()}
+
+
+def sums(column: Any) -> list[float]:
+    """Over the trained tokens of each answer."""
+    return [math.fsum(column(*token[:2]) for token in answer if token[2]) for answer in ANSWERS]
+
+
+def means_of_answers(values: list[float], name: str) -> dict[str, float]:
+    return {
+        f"chosen_{name}": sum(values[::2]) / NUM_CHOSEN,
+        f"rejected_{name}": sum(values[1::2]) / NUM_REJECTED,
+    }
+
+
+def test_every_metric_of_pairs_is_its_definition() -> None:
+    """Of the pairs the first one is right, the second one wrong, the third one equal."""
+    rewards = [BETA * ratio for ratio in sums(lambda own, reference: own - reference)]
+    assert [rewards[i] - rewards[i + 1] for i in (0, 2, 4)] == [0.875, -0.375, 0.0]
+    log_probs = sums(lambda own, _: own)
+    counts = [sum(mask for *_, mask in answer) for answer in ANSWERS]
+    losses = [math.log1p(math.exp(rewards[i + 1] - rewards[i])) for i in (0, 2, 4)]
+    expected = {
+        "preference_loss": OF_A_PAIR * sum(losses),
+        **means_of_answers(rewards, "rewards"),
+        **means_of_answers(log_probs, "log_probs"),
+        "reward_accuracy": OF_A_PAIR * 1,
+    }
+    expected["reward_margin"] = expected["chosen_rewards"] - expected["rejected_rewards"]
+    loss, metrics = preference_metrics("dpo", preference_beta=BETA)
+    assert metrics == pytest.approx({**expected, "loss": loss})
+    assert loss == pytest.approx(expected["preference_loss"])
+
+    nll = -sum(log_probs[i] / counts[i] for i in (0, 2, 4)) / NUM_CHOSEN
+    loss, metrics = preference_metrics("dpo", preference_beta=BETA, preference_sft_coef=0.25)
+    assert metrics == pytest.approx({**expected, "chosen_nll": nll, "loss": loss})
+    assert loss == pytest.approx(expected["preference_loss"] + 0.25 * nll)
+
+
+def test_every_metric_of_labelled_answers_is_its_definition() -> None:
+    """An answer is right on its side of the zero point; those that are at it are not."""
+    rewards = [BETA * ratio for ratio in sums(lambda own, reference: own - reference)]
+    zero = BETA * 0.5
+    assert [reward - zero for reward in rewards] == [0.5, -0.375, -0.5, -0.125, 0.0, 0.0]
+
+    def sigmoid(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    losses = [1 - sigmoid(reward - zero) for reward in rewards[::2]]
+    losses += [1 - sigmoid(zero - reward) for reward in rewards[1::2]]
+    expected = {
+        "preference_loss": OF_A_PAIR * sum(losses),
+        **means_of_answers(rewards, "rewards"),
+        **means_of_answers(sums(lambda own, _: own), "log_probs"),
+        "reward_accuracy": OF_A_PAIR * (1 + 2),
+        "kto_kl": OF_A_PAIR * 6 * zero,
+    }
+    expected["reward_margin"] = expected["chosen_rewards"] - expected["rejected_rewards"]
+    loss, metrics = preference_metrics("kto", preference_beta=BETA)
+    assert metrics == pytest.approx({**expected, "loss": loss})
+
+
+def test_every_metric_of_a_reward_model_is_its_definition() -> None:
+    rewards = sums(lambda own, _: own)
+    losses = [math.log1p(math.exp(rewards[i + 1] - rewards[i])) for i in (0, 2, 4)]
+    squares = [(rewards[i] + rewards[i + 1]) ** 2 for i in (0, 2, 4)]
+    expected = {
+        "preference_loss": OF_A_PAIR * (sum(losses) + 0.01 * sum(squares)),
+        **means_of_answers(rewards, "rewards"),
+        "reward_accuracy": OF_A_PAIR * 2,
+    }
+    expected["reward_margin"] = expected["chosen_rewards"] - expected["rejected_rewards"]
+    loss, metrics = preference_metrics("reward_model", reward_center_coef=0.01)
+    assert metrics == pytest.approx({**expected, "loss": loss})
+
+
+#: Σ of the trained tokens' log-ratios is 0.75 and -0.25 for the two that are mismatched.
+OWN = [[-1.0], [-0.5, -2.0, -9.0], [-1.0], [-1.25, -1.0]]
+REFERENCE = [[0.0], [-1.0, -2.25, 0.0], [0.0], [-1.0, -3.0]]
+TRAINED = [[1.0], [1.0, 1.0, 0.0], [1.0], [1.0, 0.0]]
+
+
+def known_of_step(
+    kind: str, scored: list[list[int]], own: list[list[float]] | None = OWN, replicas: int = 1
+) -> PreferenceStep:
+    def rows(values: list[list[float]]) -> list[torch.Tensor]:
+        return [torch.tensor(row) for row in values]
+
+    def log_probs(*_: Any, micro_batches: list[list[int]]) -> list[torch.Tensor] | None:
+        assert micro_batches == scored
+        return None if own is None else rows(own)
+
+    trainer: Any = SimpleNamespace(
+        config=trainer_config(
+            loss_type="preference_loss", preference_loss=kind, n_samples_per_prompt=1
+        ),
+        ranks=SimpleNamespace(
+            device=torch.device("cpu"), sum_over_replicas=lambda values: replicas * values
+        ),
+        log_probs=log_probs,
+    )
+    batch: Any = SimpleNamespace(
+        rewards=[CHOSEN, 0.0, REJECTED, 0.0, CHOSEN], response_lengths=[1, 3, 1, 2, 1]
+    )
+    data = RolloutTensors(ref_log_probs=rows(REFERENCE), loss_masks=rows(TRAINED))
+    step = StepPlan([[0], [2, 4]], global_batch_size=3, num_loss_tokens=9, scored=scored)
+    return preference_step(trainer, batch, data, step)
+
+
+def test_a_step_on_labelled_answers_knows_their_numbers_and_the_kl() -> None:
+    assert known_of_step("kto", [[1], [3]]) == PreferenceStep(2.0, 1.0, (0.75 - 0.25) / 2)
+    assert known_of_step("kto", [[1], [3]], replicas=2) == PreferenceStep(4.0, 2.0, 0.25)
+    assert known_of_step("kto", [[1]]) == PreferenceStep(2.0, 1.0, 0.75)
+    assert known_of_step("kto", [[3]]) == PreferenceStep(2.0, 1.0, 0.0)  # a KL is not negative
+    assert known_of_step("kto", []) == PreferenceStep(2.0, 1.0, 0.0)
+    # on a rank without outputs, whose sums those with outputs complete
+    assert known_of_step("kto", [[1], [3]], own=None) == PreferenceStep(2.0, 1.0, 0.0)
+    assert known_of_step("dpo", []) == PreferenceStep(3.0, 3.0, 0.0)
+
+
+def test_labels_of_pairs_are_sorted_alike() -> None:
+    batch: Any = SimpleNamespace(
+        rewards=[REJECTED, CHOSEN, 0.0, CHOSEN, REJECTED], trajectory_ids=[7, 5, 6, 7, 5]
+    )
+    labels = labels_of(batch, [3, 0, 1, 2, 4], PreferenceStep(2.0, 2.0), torch.device("cpu"))
+    assert labels.chosen.tolist() == [2, 0] and labels.rejected.tolist() == [4, 1]

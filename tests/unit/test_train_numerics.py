@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from slime.models.activations import gated, quick_gelu
 from slime.models.rotary import inverse_frequencies
 from slime.trainer.megatron.attention import PackedAttention
 from slime.trainer.megatron.backend import MegatronBackend
+from slime.trainer.megatron.layers import ClampedGLU, SwiGLU, WideNorm
 from slime.trainer.megatron.optimizer import apply_gradients, build_schedule, set_run_length
 from slime.trainer.megatron.packed import PackingOptions, pack
 from slime.trainer.records import RolloutTensors
@@ -260,6 +262,45 @@ def test_attention_is_that_of_float64(dtype: torch.dtype, scale: float | None) -
                 tolerance = 1e-5 if dtype == torch.float32 else 0.03
                 assert torch.allclose(out[start + t, head].double(), expected, atol=tolerance)
         start += n
+
+
+# -- gates and norms -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [None, 1.25])
+def test_gradients_of_gated_activations_are_those_of_their_formulas(limit: float | None) -> None:
+    """Some entries are beyond the limit, and some at it."""
+    x = torch.tensor(
+        [
+            [-3.0, -1.25, 0.5, 1.25, 2.0, 0.3, -2.0, 1.25],
+            [1.0, 3.0, 0.0, -0.7, 1.25, -1.25, 4.0, 0.1],
+        ],
+        dtype=torch.float64,
+        requires_grad=True,
+    )
+    a, b = x.chunk(2, dim=-1)
+    direction = torch.arange(1.0, 9.0, dtype=torch.float64).view(2, 4)
+    for ours, theirs in (
+        (ClampedGLU.apply(x, limit, 0.75), gated(a, b, quick_gelu, limit, 0.75)),
+        (SwiGLU.apply(x), torch.nn.functional.silu(a) * b),
+    ):
+        assert torch.allclose(ours, theirs)
+        (found,) = torch.autograd.grad(ours, x, direction, retain_graph=True)
+        (expected,) = torch.autograd.grad(theirs, x, direction, retain_graph=True)
+        assert torch.allclose(found, expected)
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_norm_over_all_heads_is_its_formula_and_saves_its_own_weight() -> None:
+    config: Any = SimpleNamespace(params_dtype=torch.float32)
+    norm = WideNorm(config, 4, heads=3, eps=0.01)
+    norm.weight.data = torch.arange(1.0, 13.0)
+    x = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))
+    wide = x.double().flatten(1)
+    expected = wide / (wide.square().mean(dim=1, keepdim=True) + 0.01).sqrt() * norm.weight.double()
+    assert torch.allclose(norm(x).double(), expected.view_as(x), atol=1e-5)
+    # the optimizer finds the states of a parameter by its identity
+    assert norm.sharded_state_dict("of.")["of.weight"].data is norm.weight
 
 
 # -- rotary frequencies ----------------------------------------------------------------------------

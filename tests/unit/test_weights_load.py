@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from slime.checkpoints.megatron_names import Placement, global_parameters
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.layouts import Shard
-from slime.weights.source import iter_hf_tensors, save_hf
+from slime.models.quantised import Fp8, Quantisation
+from slime.weights.source import ModelSource, QuantisedSource, iter_hf_tensors, save_hf
 from tests.support.hf_configs import config_of
 from tests.support.megatron_stub import MegatronStub, random_hf
 
@@ -123,6 +126,26 @@ def test_export_in_another_dtype(tmp_path: Path) -> None:
         torch.equal(t, tensors[n].to(torch.bfloat16).float())
         for n, t in iter_hf_tensors([other], config)
     )
+
+
+def test_matrices_of_zeros_are_named_one_expert_of_a_run_is_enough() -> None:
+    config, _, model = model_of("llama")
+    quantisation = Quantisation("fp8", Fp8((8, 8)), ("lm_head", "model.embed_tokens"))
+    export = QuantisedSource(ModelSource([model], config), quantisation, torch.float32)
+    scattered = torch.eye(2)[:, :, None].repeat(1, 1, 3)  # each row is zero in one expert
+    one_empty = torch.ones(2, 2, 3)
+    one_empty[1] = 0.0
+    given = {
+        "scattered": scattered,
+        "one empty": one_empty,
+        "row": torch.tensor([[0.0, 0.0], [0.0, 1.0]]),
+        "zeros": torch.zeros(2, 3),
+        "norm": torch.zeros(3),
+    }
+    inner: Any = SimpleNamespace(tensors=lambda: iter(given.items()))
+    export._source = inner
+    assert [name for name, _ in export.tensors()] == list(given)
+    assert export.zeros == ["one empty", "zeros"]
 
 
 def test_names_are_global_on_every_pipeline_stage_and_expert_rank() -> None:

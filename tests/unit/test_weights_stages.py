@@ -198,3 +198,12 @@ def test_the_address_for_engines_is_the_one_towards_those_elsewhere(
     here = "http://127.0.0.1:30000"
     assert distributed.own_address((here, here)) == "127.0.0.1"
     assert distributed.own_address((here, "http://192.0.2.1:30000")) == "towards 192.0.2.1"
+
+
+def test_engines_are_told_an_address_that_those_elsewhere_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(distributed, "is_local", lambda url: "//here" in url)
+    monkeypatch.setattr(distributed, "address_towards", lambda host: f"the way to {host}")
+    assert distributed.own_address(("http://here:1", "http://here:2")) == "127.0.0.1"
+    assert distributed.own_address(("http://here:1", "http://there:2")) == "the way to there"

@@ -338,7 +338,7 @@ class _AddExpertBias(torch.autograd.Function):
                 initial=0.0,
             ).to(bias.dtype)
         if weights is not None and ctx.needs_input_grad[3]:
-            products = grad.float() * _per_row(bias, lengths, grad).float()
+            products = grad.float() * _per_row(bias, lengths, grad)
             grad_weights = products.sum(dim=-1).to(weights.dtype)
         return grad, grad_bias, None, grad_weights
 
