@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from slime.algorithms.divergence import DIVERGENCES
 from slime.errors import UserError
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.samples.teacher_scores import pack_top_tokens
-from slime.trainer.distillation import teacher_inputs
+from slime.trainer.distillation import teacher_columns_of, teacher_inputs
 from slime.trainer.dumps import shard_of
 from slime.trainer.megatron import forward
 from slime.trainer.megatron.backend import MegatronBackend
@@ -309,6 +310,34 @@ def test_engines_give_the_same_as_a_teacher_in_the_trainer() -> None:
         there.close()
     for name in ("train/opd_loss", "train/grad_norm", "rollout/opd_reverse_kl"):
         assert found[name] == pytest.approx(wanted[name], rel=1e-4)
+
+
+def test_columns_of_engines_are_as_the_samples_carry_them() -> None:
+    """A sample that trains no token may have no tops; tokens of the vocabulary stand there."""
+    flags = {
+        "use_opd": True,
+        "opd_teacher_urls": ["http://teacher"],
+        "rollout_temperature": 1.0,
+    }
+    top = torch.tensor([[[7.0, 3.0], [1.0, 0.0]], [[-0.5, -1.0], [-0.25, -2.0]]])
+    log_probs = [torch.tensor([-0.5, -2.0]), torch.zeros(3)]
+    batch: Any = SimpleNamespace(
+        teacher_log_probs=log_probs,
+        payloads={"teacher_top": [top.flatten(), torch.zeros(0)]},
+        response_lengths=[2, 3],
+    )
+    config = trainer_config(**flags, opd_loss="forward_kl", opd_top_k=2)
+    found = teacher_columns_of(batch, config, torch.device("cpu"))
+    assert found.top is not None and found.log_probs == log_probs
+    assert torch.equal(found.top[0].ids, top[0].long())
+    assert torch.equal(found.top[0].log_probs, top[1])
+    assert found.top[1].ids.tolist() == [[0, 0]] * 3
+    assert found.top[1].log_probs.isfinite().all() and found.top[1].log_probs.shape == (3, 2)
+    batch.payloads = {}
+    with pytest.raises(UserError, match="carry no most likely tokens"):
+        teacher_columns_of(batch, config, torch.device("cpu"))
+    sampled = trainer_config(**flags)
+    assert teacher_columns_of(batch, sampled, torch.device("cpu")).top is None
 
 
 def test_a_micro_batch_without_samples_has_teachers_of_no_tokens() -> None:

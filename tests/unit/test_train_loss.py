@@ -172,6 +172,42 @@ def test_one_ratio_per_sequence() -> None:
     )
 
 
+def loss_fails(*_: Any) -> Any:
+    raise AssertionError("nothing is asked about no tokens")
+
+
+@pytest.mark.parametrize("kind", ["policy_loss", "sft_loss", "custom_loss"])
+def test_a_micro_batch_without_tokens_is_connected_to_the_model(kind: str) -> None:
+    """Its backward pass takes part in the collectives. One with a single token is like any
+    other."""
+    own = {"custom_loss_function_path": f"{__name__}.loss_fails"} if kind == "custom_loss" else {}
+    config = trainer_config(loss_type=kind, **own)
+
+    def loss_of(values: torch.Tensor) -> torch.Tensor:
+        count = values.numel()
+        inputs = LossInputs(
+            samples=[0] * count,
+            sample_indices=[0] * count,
+            lengths=torch.ones(count, dtype=torch.long),
+            masks=torch.ones(count),
+            weights=torch.full((count,), 0.5),
+            sample_weight=0.5,
+            total_lengths=[2] * count,
+            advantages=torch.full((count,), 3.0),
+            old_log_probs=values.detach(),
+        )
+        functions = UserFunctions.load(config)
+        return micro_batch_loss(LOSS_TYPES[kind], TokenScores(values), inputs, config, functions)[0]
+
+    nothing = torch.zeros(0, requires_grad=True)
+    loss = loss_of(nothing)
+    loss.backward()
+    assert loss.item() == 0.0 and nothing.grad is not None
+    if kind != "custom_loss":
+        one = torch.tensor([-2.0], requires_grad=True)
+        assert loss_of(one).item() == {"policy_loss": -1.5, "sft_loss": 1.0}[kind]
+
+
 # -- preferences -----------------------------------------------------------------------------------
 
 #: Tokens of six answers, chosen and rejected ones in turns: (policy's log-prob, reference's, mask).
