@@ -149,7 +149,8 @@ def _print_topic(name: str, width: int, out: TextIO) -> None:
     """The flags of a group, and those that are passed on under its name."""
     flags = [spec for spec in all_flags().values() if not spec.meta.refused]
     if name in GROUPS:
-        print(f"{name}: {(GROUPS[name].__doc__ or '').splitlines()[0]}", file=out)
+        introduction = with_doc_urls((GROUPS[name].__doc__ or "").splitlines()[0])
+        print(f"{name}: {introduction}", file=out)
         for spec in flags:
             if spec.group == name and not spec.sections:
                 print(_entry(spec, with_doc_urls(spec.help), width), file=out)
