@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from slime.algorithms.divergence import TopTokens
 from slime.samples.batch import CHOSEN, REJECTED, StepPlan
 from slime.trainer.loss import LOSS_TYPES, micro_batch_loss
 from slime.trainer.preferences import labels_of, preference_step
@@ -17,6 +18,7 @@ from slime.trainer.records import (
     PreferenceLabels,
     PreferenceStep,
     RolloutTensors,
+    TeacherInputs,
     TokenScores,
     TokenValues,
 )
@@ -34,7 +36,9 @@ ENTROPY = [0.7, 1.1, 0.3]
 LENGTHS = [2, 1]
 
 
-def loss_and_metrics(**flags: Any) -> tuple[float, dict[str, float]]:
+def loss_and_metrics(
+    teacher: TeacherInputs | None = None, vocabulary: Any = None, /, **flags: Any
+) -> tuple[float, dict[str, float]]:
     config = trainer_config(**flags)
 
     def tensor(values: list[float]) -> torch.Tensor:
@@ -52,8 +56,9 @@ def loss_and_metrics(**flags: Any) -> tuple[float, dict[str, float]]:
         old_log_probs=tensor(OLD),
         ref_log_probs=tensor(REF),
         rollout_log_probs=tensor(ENGINE),
+        teacher=teacher,
     )
-    scores = TokenScores(tensor(NEW), tensor(ENTROPY))
+    scores = TokenScores(tensor(NEW), tensor(ENTROPY), vocabulary=vocabulary)
     loss, metrics = micro_batch_loss(
         LOSS_TYPES[config.algorithm.loss_type], scores, inputs, config, UserFunctions.load(config)
     )
@@ -170,6 +175,40 @@ def test_one_ratio_per_sequence() -> None:
     assert loss == pytest.approx(
         weighted([max(-r * a, -c * a) for r, c, a in zip(ratios, clipped, ADVANTAGES)])
     )
+
+
+def test_the_loss_of_a_teacher_is_over_its_most_likely_tokens_or_over_all() -> None:
+    """The one token of the teacher has the probability 0.2, 0.4 and 0.5 with the policy, 0.5 with
+    the teacher; the rest is the other outcome."""
+    flags = {
+        "use_opd": True,
+        "opd_teacher_load": ["elsewhere"],
+        "opd_loss": "reverse_kl",
+        "opd_kl_coef": 3.0,
+    }
+    whole = TeacherInputs()
+    apart = [0.5, 1.0, 2.0]
+
+    def divergence(rows: Any, kind: str, beta: float) -> torch.Tensor:
+        assert rows is whole.rows and (kind, beta) == ("reverse_kl", 0.5)
+        return torch.tensor(apart, dtype=torch.float64)
+
+    loss, metrics = loss_and_metrics(whole, SimpleNamespace(divergence=divergence), **flags)
+    assert metrics["opd_loss"] == pytest.approx(weighted(apart))
+    assert loss == pytest.approx(metrics["pg_loss"] + 3 * weighted(apart))
+
+    own = [0.2, 0.4, 0.5]
+    ids = torch.tensor([[4], [5], [6]])
+
+    def log_probs_at(asked: torch.Tensor) -> torch.Tensor:
+        assert asked is ids
+        return torch.tensor(own, dtype=torch.float64).log()[:, None]
+
+    top = TeacherInputs(TopTokens(ids, torch.full((3, 1), math.log(0.5))))
+    vocabulary = SimpleNamespace(log_probs_at=log_probs_at)
+    _, metrics = loss_and_metrics(top, vocabulary, **flags, opd_top_k=1)
+    two = [s * math.log(s / 0.5) + (1 - s) * math.log((1 - s) / 0.5) for s in own]
+    assert metrics["opd_loss"] == pytest.approx(weighted(two), abs=1e-7)
 
 
 def loss_fails(*_: Any) -> Any:
