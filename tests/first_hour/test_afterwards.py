@@ -64,7 +64,9 @@ def test_chat_answers_a_question_per_line(run_folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     first, second, third = done.stdout.splitlines()
     assert first == third and second != first  # the second knows of the first; /reset forgets
-    assert "there is no /nonsense; there are /reset, /system TEXT, /quit" in done.stderr
+    assert (
+        "there is no /nonsense; there are /reset, /system TEXT, /image FILE, /quit" in done.stderr
+    )
     assert "converting" in done.stderr
     said = f"/system Be brief.\nHello\n{'too long ' * 500}\nnever asked\n"
     system = slime("chat", run_folder, "--temperature", "0", "--max-tokens", "6", said=said)

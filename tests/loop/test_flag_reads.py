@@ -39,6 +39,7 @@ from tests.support.processes import PATIENCE, ROOT, World
 EXCEPTIONS = {
     "trust_remote_code: training": "the tokenizer is loaded where a step has failed",
     "fp32: trainer": "without GPUs attention is packed in one way, whatever the precision",
+    "multimodal_keys: samples": "of samples that have images",
     "memory_plan: driver": "a plan is refused for GPUs alone, and where it does not fit",
     "num_gpus_per_node: driver": "compared with the GPUs of this host, where it has some",
     "offload_train: trainer": "without GPUs nobody takes turns",
@@ -183,8 +184,8 @@ def test_how_each_flag_is_shown_to_be_read() -> None:
             assert files_that_read(WORKING[dest]), dest
     assert len(EXCEPTIONS) <= 10
     count = Counter(shown.values())
-    # six are flags of trackers whose packages are not installed where tests run
-    assert count["recorded"] >= 250 and count["code"] <= 18, count
+    # six are flags of trackers whose packages are not installed where tests run, five of images
+    assert count["recorded"] >= 250 and count["code"] <= 23, count
 
 
 @pytest.mark.full

@@ -137,13 +137,14 @@ def test_an_actor_works_when_its_server_does() -> None:
 
 def test_actors_are_known_by_their_names() -> None:
     names = ("ray::TrainerActor.train", "ray::IDLE", "python")
+    before = set(own_actors())  # of a Ray that other tests have started
     started = [
         subprocess.Popen([name, "-c", "input()"], executable=sys.executable, stdin=-1)
         for name in names
     ]
     try:
-        wait_until(lambda: len(own_actors()) == 2, "both have their names")
-        assert set(own_actors()) == {process.pid for process in started[:2]}
+        wait_until(lambda: len(set(own_actors()) - before) == 2, "both have their names")
+        assert set(own_actors()) - before == {process.pid for process in started[:2]}
     finally:
         for process in started:
             process.kill()
