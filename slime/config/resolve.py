@@ -364,7 +364,8 @@ def _sampling_mask(draft: Draft) -> None:
 
 def _profiler(draft: Draft) -> None:
     steps = draft["profile_steps"]
-    first, end = 10, 12
+    first = 10
+    end = 12
     both = [option_of(d) for d in ("profile_step_start", "profile_step_end") if draft.is_given(d)]
     if steps is not None:
         if both:

@@ -27,10 +27,14 @@ def log_normal(mean: float, longest: int, sigma: float = SIGMA) -> list[int]:
     def cut(median: float) -> list[int]:
         return [min(longest, max(1, round(median * math.exp(one)))) for one in normal]
 
-    low, high = 0.0, float(longest)
+    low = 0.0
+    high = float(longest)
     for _ in range(30):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(cut(middle)) < mean * _DRAWN else (low, middle)
+        if sum(cut(middle)) < mean * _DRAWN:
+            low = middle
+        else:
+            high = middle
     return cut(high)
 
 

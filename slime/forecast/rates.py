@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from slime.errors import UserError
@@ -55,14 +55,11 @@ _H200 = Rates(
         "wake. Network: 400 Gb/s a GPU at 80 %, which is assumed"
     ),
 )
-_H100 = Rates(
+_H100 = replace(
+    _H200,
     gpu="H100",
     products=715e12,
     memory=2.87e12,
-    link=290e9,
-    network=40e9,
-    host_link=45e9,
-    launch=3.5e-3,
     gpu_gb=80.0,
     source=(
         "measured on two H100: 40 ns to read the 115 kB that Qwen3-1.7B caches of a "

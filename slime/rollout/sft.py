@@ -265,7 +265,8 @@ class SftEncoder:
             sibling.metadata = copy.deepcopy(sample.metadata)
             samples.append(sibling)
         for one, sequence in zip(samples, encoded.sequences, strict=True):
-            tokens, mask = sequence.tokens, sequence.mask
+            tokens = sequence.tokens
+            mask = sequence.mask
             if self._images is not None:
                 what = f"sample {sample.index}"
                 tokens, mask, spans = self._images.expand_masked(

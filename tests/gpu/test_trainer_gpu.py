@@ -70,7 +70,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def save_wide(kind: str, directory: Path) -> torch.nn.Module:
-    """A random model of ``kind`` in float32, saved, and on the GPU."""
+    """Save a random model of ``kind`` in float32 to ``directory``, and return it."""
     config_class, extra = OTHER_FAMILIES[kind]
     config = config_class(**{**WIDE, "rms_norm_eps": 1e-5, **extra, "head_dim": 64, **KINDS[kind]})
     config._attn_implementation = "eager"
@@ -136,8 +136,7 @@ def scored(directory: Path, **flags: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_of_a_gpu_equal_transformers(kind: str, tmp_path: Path) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = save_wide(kind, tmp_path).to(device)
+    model = save_wide(kind, tmp_path).cuda()
     batch = batch_of(LENGTHS)
     exact = reference_log_probs(model, batch)
     rounded = reference_log_probs(model.to(torch.bfloat16), batch)
