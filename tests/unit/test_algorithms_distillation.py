@@ -205,7 +205,7 @@ def sharded_job(info: Any, ends: list[int]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("ends", [[9, 18], [14, 18], [18, 18]], ids=str)
 def test_ranks_that_share_the_vocabulary_give_what_one_gives(ranks: Pools, ends: list[int]) -> None:
-    """Of the last layout a rank has padding alone. Gradients of hidden states are parts of a
+    """In the last layout one rank has padding alone. Gradients of hidden states are parts of a
     sum."""
     wanted = everything(None, slice(0, 18))
     found = ranks.run(2, sharded_job, ends)

@@ -160,7 +160,7 @@ def test_long_answers_lose_a_part_of_their_reward(length: int, penalty: float) -
 def test_the_overlong_penalty_counts_what_the_model_generated(
     masks_offpolicy: bool, penalty: float
 ) -> None:
-    """Of 12 tokens a tool wrote 4 and older weights 3; the limit is 10, the last 4 penalised."""
+    """A tool wrote 4 of 12 tokens, older weights 3; the limit is 10, the last 4 penalised."""
     spans = [TokenSpan(0, 3, 1), TokenSpan(3, 7, None), TokenSpan(7, 12, 2)]
     sample = make_sample(0, response=12, loss_mask=[0] * 7 + [1] * 5, token_spans=spans)
     batch = convert(

@@ -133,7 +133,7 @@ QWEN3_VL_8B: dict[str, Any] = {
 
 
 def test_the_tower_counts_in_flops_and_memory(tmp_path: Path) -> None:
-    """Of Qwen3-VL-8B, by hand: blocks for each patch, mergers for each token."""
+    """Counted by hand for Qwen3-VL-8B: blocks for each patch, mergers for each token."""
     table = family_of(QWEN3_VL_8B)
     text = sequence_cost(table, QWEN3_VL_8B)
     cost = sequence_cost(table, seeing(QWEN3_VL_8B))

@@ -304,7 +304,7 @@ def test_agents_send_images(
 def test_another_image_with_the_same_words_is_another_conversation(
     prompts: ImagePrompts, tokenizer: Any, tmp_path: Path
 ) -> None:
-    """Of the same size, so that the tokens are the same."""
+    """The two images have the same size, so that their tokens are equal."""
 
     def ask(data: str) -> list[Any]:
         return [

@@ -45,8 +45,8 @@ def their_log_probs(model: Any, reader: ImageReader, batch: TrainBatch) -> list[
 def test_log_probs_are_those_of_transformers(
     micro_batches: list[list[int]], kind: str, tmp_path: Path
 ) -> None:
-    """Of zero, one and three images, portrait and landscape, with text behind them; two samples
-    share the tokens of their prompt and not its image."""
+    """The samples have zero, one and three images, portrait and landscape, with text behind them;
+    two of them share the tokens of their prompt and not its image."""
     model = save_seeing(tmp_path / "hf", kind)
     reader = ImageReader(tmp_path / "hf")
     batch = batch_of(reader, micro_batches)

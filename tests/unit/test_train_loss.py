@@ -308,7 +308,7 @@ def means_of_answers(values: list[float], name: str) -> dict[str, float]:
 
 
 def test_every_metric_of_pairs_is_its_definition() -> None:
-    """Of the pairs the first one is right, the second one wrong, the third one equal."""
+    """The first pair is right, the second one wrong, the third one equal."""
     rewards = [BETA * ratio for ratio in sums(lambda own, reference: own - reference)]
     assert [rewards[i] - rewards[i + 1] for i in (0, 2, 4)] == [0.875, -0.375, 0.0]
     log_probs = sums(lambda own, _: own)

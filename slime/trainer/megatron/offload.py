@@ -185,7 +185,7 @@ def _gradients(chunks: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """What is on the device. Step counts are not worth the trip."""
+    """Return the states on the device. Step counts are not worth the trip."""
     streamed = [states_of(inner) for inner in torch_optimizers(optimizer)]
     tensors = [tensor.data for tensor in _optimizer_holders(optimizer) if tensor.dim() > 0]
     return [
