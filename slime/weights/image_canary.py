@@ -89,7 +89,7 @@ class ImageCanary:
     def body(self, picture: bytes) -> dict[str, Any]:
         """Return the request for log-probs with one of the pictures."""
         return {
-            "input_ids": self.tokens,
+            "input_ids": [*self.tokens[: self.span.start + 1], *self.tokens[self.span.end :]],
             "image_data": [base64.b64encode(picture).decode("ascii")],
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
             "return_logprob": True,
