@@ -34,6 +34,7 @@ from slime.processes.host import num_gpus
 
 _MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 _TEXT_TOKENS = 256
+CASES = ["with drawings", "without"]
 #: Fields of the decoder and of the tower.
 _SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3-vl-2b": (
@@ -81,6 +82,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = new_run_parser(__doc__, prompts=32, samples=8, new_tokens=512, steps=6)
     parser.add_argument("--size", choices=list(_SIZES), default="qwen3-vl-2b")
     parser.add_argument("--side", type=int, default=512, help="pixels of a drawing (default: 512)")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     return parser.parse_args(argv)
 
 
@@ -88,13 +90,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     report = Report("images", args)
     with workspace() as folder:
-        for case in ("with drawings", "without"):
+        for case in args.cases:
             report.case(case, lambda case=case: measure(args, folder, case))  # type: ignore[misc]
     return report.finish()
 
 
 def measure(args: argparse.Namespace, folder: Path, case: str) -> Row:
-    with_images = case == "with drawings"
+    with_images = case == CASES[0]
     model = args.model or written_model(args, folder)
     folder = folder / case.split()[0]
     folder.mkdir()
