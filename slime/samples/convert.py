@@ -288,6 +288,9 @@ def _scheduled(
             [sum(columns.loss_masks[i]) for i in positions],
             rules,
             None if costs is None else [costs[i] for i in positions],
+            [tuple(one.reference for one in columns.media[i]) for i in positions]
+            if columns.media
+            else None,
         )
 
     everything = range(len(lengths))
