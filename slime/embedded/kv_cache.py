@@ -153,11 +153,6 @@ class KVCache:
         return self.num_slots * self._slot_bytes(self.capacity)
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a token in all layers that keep keys and values."""
-        return (self._num_whole + self._num_windowed) * self._layer_bytes
-
-    @property
     def _layer_bytes(self) -> int:
         return 2 * self.arch.num_kv_heads * self.arch.head_dim * self.dtype.itemsize
 

@@ -55,9 +55,6 @@ class Counters:
     decoded_tokens: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
-    decode_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    decode_steps: int = 0
 
 
 class Scheduler:
@@ -257,7 +254,6 @@ class Scheduler:
         self.counters.prefilled_tokens += offset
         if complete:
             self._start(complete, hidden[rows])
-        self.counters.prefill_seconds += time.monotonic() - begin
 
     def _choose_chunks(self) -> list[tuple[Sequence, int]]:
         """(sequence, tokens) of this step's prefill; oldest first, the last may be cut."""
@@ -331,7 +327,6 @@ class Scheduler:
             self._sample([sequences[row] for row in wanting], hidden[wanting])
 
     def _decode(self) -> None:
-        begin = time.monotonic()
         self._ensure_length(max(s.length for s in self.slots.running))
         running = self.slots.running  # after making room: some may have been retracted
         lengths = [s.length for s in running]
@@ -345,9 +340,7 @@ class Scheduler:
             sequence.num_computed = length
         self.slots.note_lengths(lengths)
         self._sample(running, hidden)
-        self.counters.decode_steps += 1
         self.counters.decoded_tokens += len(running)
-        self.counters.decode_seconds += time.monotonic() - begin
 
     def _forward(
         self,

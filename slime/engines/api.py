@@ -9,9 +9,7 @@ suite (`tests/contracts/test_engine.py`) runs against both.
 
 from __future__ import annotations
 
-import asyncio
 import http.client
-import time
 import urllib.request
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,41 +22,14 @@ from slime.engines.keys import header_of, key_of
 if TYPE_CHECKING:
     import aiohttp
 
-#: Routes that every engine answers. `GET` unless listed in POST_ROUTES.
-GET_ROUTES = (
-    "/health",
-    "/health_generate",
-    "/model_info",
-    "/get_model_info",
-    "/server_info",
-    "/v1/loads",
-)
-POST_ROUTES = (
-    "/generate",
-    "/abort_request",
-    "/pause_generation",
-    "/continue_generation",
-    "/flush_cache",
-    "/update_weights_from_tensor",
-    "/update_weights_from_distributed",
-    "/update_weights_from_disk",
-    "/init_weights_update_group",
-    "/destroy_weights_update_group",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-    "/weights_checker",
-    "/v1/chat/completions",
-)
-
 #: Counts of requests and tokens; a question that an engine answers in any state, paused or asleep.
 LOADS_PATH = "/v1/loads?include=core"
 
-#: Dotted path of the function that SGLang engines are started with, to report what they hold.
+#: Dotted path of the function that SGLang engines are started with to report what they hold.
 WEIGHT_PROBE = "slime.engines.sglang.weight_probe.report"
 
-#: And of the one that takes buckets in which experts lie many at a time.
+#: Dotted path of the function that loads buckets in which neighbouring experts are one tensor.
 WEIGHT_LOADER = "slime.engines.sglang.weight_loader.load"
-
 
 #: A proxy variable must never catch traffic between our own processes.
 WITHOUT_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -104,9 +75,10 @@ class GenerateResult:
 
     @staticmethod
     def from_json(body: dict[str, Any]) -> GenerateResult:
-        """
+        """Read the answer of ``/generate``.
+
         Raises:
-            EngineError: no answer of ``/generate``, or tokens without a log-prob (null stands for
+            EngineError: it is no such answer, or has tokens without a log-prob (null stands for
                 NaN).
         """
         if "meta_info" not in body:
@@ -272,24 +244,3 @@ class EngineClient:
         return GenerateResult.from_json(
             await self.request("POST", "/generate", body, timeout=timeout, headers=headers)
         )
-
-    async def wait_healthy(self, deadline: float, path: str = "/health") -> None:
-        """Poll until the server answers 200, at most ``deadline`` seconds."""
-        end = time.monotonic() + deadline
-        delay = 0.05
-        while True:
-            try:
-                await self.get(
-                    path,
-                    timeout=min(
-                        deadlines.ENGINE_API_STARTUP_ANSWER, max(0.1, end - time.monotonic())
-                    ),
-                )
-                return
-            except EngineError as error:
-                if time.monotonic() + delay > end:
-                    raise EngineError(
-                        self.url, f"not healthy within {deadline:.0f} s (last: {error.what})"
-                    ) from error
-            await asyncio.sleep(delay)
-            delay = min(delay * 1.5, 1.0)

@@ -26,7 +26,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.engines.api import GET_ROUTES, POST_ROUTES, EngineClient, EngineError
+from slime.engines.api import EngineClient, EngineError
 from slime.engines.client import RolloutClient
 from slime.engines.router import register_workers
 from slime.engines.wire.buckets import fingerprint, pack
@@ -50,6 +50,32 @@ from tests.support.contract_servers import (
     wait_until,
 )
 from tests.support.embedded_models import EOS, byte_tokenizer
+
+#: Routes that every engine answers.
+GET_ROUTES = (
+    "/health",
+    "/health_generate",
+    "/model_info",
+    "/get_model_info",
+    "/server_info",
+    "/v1/loads",
+)
+POST_ROUTES = (
+    "/generate",
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/flush_cache",
+    "/update_weights_from_tensor",
+    "/update_weights_from_distributed",
+    "/update_weights_from_disk",
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/weights_checker",
+    "/v1/chat/completions",
+)
 
 # -- generation ------------------------------------------------------------------------------------
 

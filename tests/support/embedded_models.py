@@ -254,6 +254,11 @@ def make_scheduler(
     return Scheduler(store, cache, prefill_tokens, deterministic, record_experts)
 
 
+def bytes_per_token(cache: KVCache) -> int:
+    """Count the bytes of a token in all layers that keep keys and values."""
+    return (cache._num_whole + cache._num_windowed) * cache._layer_bytes
+
+
 def make_sequence(
     prompt: list[int],
     rid: str = "r",

@@ -28,6 +28,7 @@ from tests.support import stage_jobs
 from tests.support.embedded_models import save_tiny_model
 from tests.support.fake_weight_engine import FakeWeightEngine
 from tests.support.megatron_jobs import single
+from tests.support.router_server import wait_healthy
 from tests.support.trainer_ranks import RankPool
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -170,7 +171,7 @@ def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     async def healthy() -> None:
         async with EngineClient(url) as client:
-            await client.wait_healthy(120)
+            await wait_healthy(client, 120)
 
     try:
         asyncio.run(healthy())
