@@ -14,7 +14,6 @@ or ``….experts.gate_up_proj.…`` with one A for both.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import math
@@ -31,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from slime.embedded.layers import Linear, TokenEmbedding
 from slime.embedded.low_rank import LowRank
-from slime.embedded.weights import WeightError, WeightStore
+from slime.embedded.weights import WeightError, WeightStore, nearest
 from slime.engines.request_fields import BadRequest, asks_for_nothing
 from slime.engines.wire.buckets import fingerprint
 from slime.models.adapters import (
@@ -167,11 +166,13 @@ class _Piece:
     name: str
     expert: int | None = None
 
+    def index(self, tensors: Tensors) -> int | None:
+        """Return the expert's place in a tensor that has one for each, or one for all."""
+        return None if self.expert is None else min(self.expert, len(tensors[self.name]) - 1)
+
     def of(self, tensors: Tensors) -> torch.Tensor:
-        tensor = tensors[self.name]
-        if self.expert is None:
-            return tensor
-        return tensor[min(self.expert, len(tensor) - 1)]
+        index = self.index(tensors)
+        return tensors[self.name] if index is None else tensors[self.name][index]
 
 
 @dataclass
@@ -212,13 +213,13 @@ class Adapter:
         rank = self.form.rank
         made: dict[tuple[Any, ...], torch.Tensor] = {}  # sides that all experts share, once
         for linear, parts in self.parts.items():
-            source = _source([part.down for part in parts], tensors)
+            source = _places([part.down for part in parts], tensors)
             if source not in made:
                 pieces = [part.down.of(tensors) for part in parts]
                 made[source] = torch.cat(pieces).to(device, dtype)
             down = made[source]
             columns = [slice(start * rank, (start + 1) * rank) for start in range(len(parts))]
-            source = _source([part.up for part in parts], tensors)
+            source = _places([part.up for part in parts], tensors)
             if source not in made:
                 shape = (linear.out_features, len(parts) * rank)
                 wide = made[source] = torch.zeros(shape, dtype=dtype, device=device)
@@ -231,7 +232,7 @@ class Adapter:
             self.products[linear] = LowRank(down, up, self.form.scale)
 
     def _note(self, piece: _Piece, tensors: Tensors, view: torch.Tensor) -> None:
-        self._views.setdefault(piece.name, {}).setdefault(_index(piece, tensors), view)
+        self._views.setdefault(piece.name, {}).setdefault(piece.index(tensors), view)
 
     def tensor(self, name: str) -> torch.Tensor:
         """What the engine multiplies with, put together as it came."""
@@ -251,7 +252,7 @@ class Adapter:
         chosen = list(self.names if names is None else names)
         unknown = [name for name in chosen if name not in self._views]
         if unknown:
-            near = _nearest(unknown[0], self.names)
+            near = nearest(unknown[0], self.names)
             raise WeightError(f"adapter '{self.name}' has no tensor {unknown[0]}{near}")
         return {name: fingerprint(self.tensor(name)) for name in chosen}
 
@@ -277,14 +278,8 @@ class Adapter:
             self.fill(kept, dtype, device)
 
 
-def _source(pieces: list[_Piece], tensors: Tensors) -> tuple[tuple[str, int | None], ...]:
-    return tuple((piece.name, _index(piece, tensors)) for piece in pieces)
-
-
-def _index(piece: _Piece, tensors: Tensors) -> int | None:
-    if piece.expert is None:
-        return None
-    return min(piece.expert, len(tensors[piece.name]) - 1)
+def _places(pieces: list[_Piece], tensors: Tensors) -> tuple[tuple[str, int | None], ...]:
+    return tuple((piece.name, piece.index(tensors)) for piece in pieces)
 
 
 # -- checks of names and shapes --------------------------------------------------------------------
@@ -390,13 +385,8 @@ def _not_used(name: str, modules: Iterable[str]) -> str:
         )
     known = {path for module in modules for path in _paths(module)}
     if split[0] not in known:
-        return f"{name} belongs to no layer that can have an adapter{_nearest(split[0], known)}"
+        return f"{name} belongs to no layer that can have an adapter{nearest(split[0], known)}"
     return f"{name} is there, and target_modules does not name its layer, or it comes twice"
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (nearest: {close[0]})" if close else ""
 
 
 # -- all adapters ----------------------------------------------------------------------------------
@@ -436,7 +426,7 @@ class AdapterTable:
 
     @property
     def vocab_size(self) -> int:
-        return self._store.arch.vocab_size
+        return self._store.arch.spec.vocab_size
 
     @property
     def loaded(self) -> dict[str, Adapter]:
@@ -533,7 +523,7 @@ class AdapterTable:
             WeightError: as `load`; a file that is missing or cannot be read.
             BadRequest: as `load`.
         """
-        config, tensors = read_directory(Path(path), self._store.arch.vocab_size)
+        config, tensors = read_directory(Path(path), self._store.arch.spec.vocab_size)
         return self.load(name, config, tensors, path, pinned=pinned, version=version)
 
     def unload(self, name: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,21 @@ from slime.embedded.states import PrefillChunk, StateRows
 #: Part of a block is read in multiples of this many positions, so that there are few different
 #: shapes.
 _READ_STEP = 16
+
+
+class Heads(NamedTuple):
+    """What one layer attends with.
+
+    Attributes:
+        queries: [tokens, heads, head_dim], rotated; so are the keys.
+        keys, values: [tokens, kv_heads, head_dim].
+        sinks: [heads]; None where the layer has none.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -67,23 +83,15 @@ class DecodeAttention:
         self._by_window: dict[int | None, _DecodeRows] = {}
         self.states = None if cache.states is None else StateRows(cache.states, None, fixed_shapes)
 
-    def __call__(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim], sinks
-        [heads] → [rows, heads * head_dim]."""
-        self._plan.write(layer, keys, values)
+    def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
+        """Return [rows, heads * head_dim]."""
+        self._plan.write(layer, heads.keys, heads.values)
         place, window = self._cache.places[layer]
         if window not in self._by_window:
             self._by_window[window] = _DecodeRows(
                 self._cache, self._lengths, self._fixed_shapes, window
             )
-        return self._by_window[window].attend(place, queries, keys.shape[1], sinks)
+        return self._by_window[window].attend(place, heads)
 
 
 class _DecodeRows:
@@ -128,21 +136,22 @@ class _DecodeRows:
         )
         self._scores: torch.Tensor | None = None
 
-    def attend(
-        self, layer: int, queries: torch.Tensor, kv_heads: int, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+    def attend(self, place: int, own: Heads) -> torch.Tensor:
+        queries = own.queries
+        sinks = own.sinks
+        kv_heads = own.keys.shape[1]
         rows, heads, head_dim = queries.shape
         grouped = queries.reshape(rows * kv_heads, heads // kv_heads, head_dim)
         if sinks is not None:
             sinks = sinks.float().view(kv_heads, -1).repeat(rows, 1)
-        weights = self._softmax(self._masked_scores(layer, grouped, kv_heads), sinks)
+        weights = self._softmax(self._masked_scores(place, grouped, kv_heads), sinks)
         output: torch.Tensor | None = None
         for read in self._reads:
             batch = read.rows * kv_heads
             # contiguous by the cast: torch would copy a slice before it multiplies, and the cast is
             # needed anyway
             part = weights[:batch, :, read.block.start : read.end].to(queries.dtype)
-            product = torch.bmm(part, read.of(read.block.values[layer]))
+            product = torch.bmm(part, read.of(read.block.values[place]))
             if output is None:
                 output = product if len(self._reads) == 1 else product.float()
             else:
@@ -150,7 +159,7 @@ class _DecodeRows:
         assert output is not None
         return output.to(queries.dtype).view(rows, heads * head_dim)
 
-    def _masked_scores(self, layer: int, grouped: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    def _masked_scores(self, place: int, grouped: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """float32 [rows * kv_heads, group, keys]; minus infinity where a row sees nothing."""
         batch, group, head_dim = grouped.shape
         rows = batch // kv_heads
@@ -162,7 +171,7 @@ class _DecodeRows:
         for read in self._reads:
             reach = slice(0, read.rows)
             part = slice(read.block.start, read.end)
-            scores = exact_scores(grouped[: read.rows * kv_heads], read.of(read.block.keys[layer]))
+            scores = exact_scores(grouped[: read.rows * kv_heads], read.of(read.block.keys[place]))
             scores = scores.view(read.rows, kv_heads, group, read.count)
             torch.add(
                 self._mask[reach, ..., part],
@@ -240,19 +249,12 @@ class PrefillAttention:
             for span in spans
         ]
 
-    def __call__(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], sinks
-        [heads]; like queries, flat."""
+    def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
+        """Return [tokens, heads * head_dim]."""
+        queries, keys, values, sinks = heads
         window = self._cache.places[layer].window
         if window is not None:  # the ring may lose what these tokens see
-            output = self._in_window(layer, queries, keys, values, window, sinks)
+            output = self._in_window(layer, heads, window)
             self._plan.write(layer, keys, values)
             return output
         self._plan.write(layer, keys, values)
@@ -278,16 +280,9 @@ class PrefillAttention:
     def _up_to(self, layer: int, slot: int, start: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         return *self._cache.read(layer, slot, start + BLOCK), 0
 
-    def _in_window(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        window: int,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _in_window(self, layer: int, heads: Heads, window: int) -> torch.Tensor:
         """Attend to what the ring keeps of earlier tokens, and to the new ones."""
+        queries, keys, values, sinks = heads
         output = torch.empty_like(queries)
         for span in self._spans:
             rows = slice(span.offset, span.offset + span.count)

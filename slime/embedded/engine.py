@@ -86,9 +86,8 @@ class Engine:
                 "--use-rollout-routing-replay)",
                 fix="leave the flag out",
             )
-        self.max_length = min(
-            options.max_context_len or self.arch.max_positions, self.arch.max_positions
-        )
+        longest = self.arch.spec.max_position_embeddings
+        self.max_length = min(options.max_context_len or longest, longest)
         self.store = load_store(options, self.arch, self.device, self.max_length)
         self.adapters = load_adapters(options, self.store)
         kv_bytes = _kv_budget(options.kv_cache_gb, self.device)

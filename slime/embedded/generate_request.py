@@ -98,13 +98,11 @@ class Job:
 
     Attributes:
         sequence: what the engine works on.
-        params: how it is sampled and shown.
         return_logprob, text_in_logprobs: what the answer carries.
         experts_start: first token whose experts it carries; None for none.
     """
 
     sequence: Sequence
-    params: SamplingParams
     return_logprob: bool
     text_in_logprobs: bool
     experts_start: int | None = None
@@ -195,7 +193,7 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
                 keeps_mask=masks[index],
                 images=images[index],
             )
-            jobs.append(Job(sequence, params[index], wants, with_text, experts_start))
+            jobs.append(Job(sequence, wants, with_text, experts_start))
     return GenerateRequest(jobs, is_single=not is_batch and n == 1, stream=stream, n=n)
 
 

@@ -271,19 +271,19 @@ class Answer:
         if count and self.sequence.output_ids[count - 1] in self.sequence.stop_ids:
             count -= 1
         if self._stream_text is None:
-            params = self.job.params
+            params = self.sequence.params
             self._stream_text = TextStream(
                 self._tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens
             )
         self._stream_text.extend(self.sequence.output_ids[self._streamed : count])
         self._streamed = count
-        return hold_back(self._stream_text.text, self.job.params.stop)
+        return hold_back(self._stream_text.text, self.sequence.params.stop)
 
 
 def final_text(job: Job, tokenizer: Tokenizer) -> str:
     """The decoded output, without what stopped it unless ``no_stop_trim``."""
-    params = job.params
     sequence = job.sequence
+    params = sequence.params
     matched = (sequence.finish_reason or {}).get("matched")
     ids = sequence.output_ids
     if isinstance(matched, int) and not params.no_stop_trim:

@@ -69,8 +69,8 @@ class ImageRequests:
         images: list[SequenceImage] = []
         end = 0
         for number, ((start, length), source) in enumerate(zip(runs, sources), start=1):
-            image = self._image(number, source)
-            rows, columns = (size // self.vision.merge_size for size in image.prepared.grid[1:])
+            key, prepared = self._image(number, source)
+            rows, columns = (size // self.vision.merge_size for size in prepared.grid[1:])
             if length not in (1, rows * columns):
                 raise BadRequest(
                     f"image {number} is {rows} x {columns} = {rows * columns} tokens, the prompt "
@@ -79,13 +79,14 @@ class ImageRequests:
                 )
             whole += ids[end:start]
             span = ImageSpan(len(whole), rows, columns)
-            images.append(SequenceImage(span, image.key, image.prepared))
+            images.append(SequenceImage(span, key, prepared))
             whole += [self.vision.image_token] * span.length
             end = start + length
         whole += ids[end:]
         return whole, SequenceImages(images, len(whole))
 
-    def _image(self, number: int, source: str) -> _Keyed:
+    def _image(self, number: int, source: str) -> tuple[bytes, PreparedImage]:
+        """Return the digest of an image's bytes, and the image."""
         text = source
         if source.startswith("data:"):
             head, _, text = source.partition(",")
@@ -99,16 +100,11 @@ class ImageRequests:
             )
         try:
             data = base64.b64decode(text, validate=True)
-            return _Keyed(hashlib.sha256(data).digest(), self.reader.read(data))
+            return hashlib.sha256(data).digest(), self.reader.read(data)
         except binascii.Error as error:
             raise BadRequest(f"image {number} is not valid base64: {error}", _FIELD) from error
         except ImageError as error:
             raise BadRequest(f"image {number}: {error}", _FIELD) from error
-
-
-class _Keyed(NamedTuple):
-    key: bytes
-    prepared: PreparedImage
 
 
 class SequenceImage(NamedTuple):

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from slime.embedded.architecture import Architecture
-from slime.embedded.command import STATE_COPIES
+from slime.embedded.kind import STATE_COPIES
 from slime.embedded.sequence import Sequence
 from slime.embedded.states import DeltaState, StateCache
 from slime.models.mixers import mixer_of
@@ -128,7 +128,7 @@ class KVCache:
         self.places: list[Place] = []
         counts: dict[bool, int] = {True: 0, False: 0}
         self.states: StateCache | None = None
-        for layer in range(arch.num_layers):
+        for layer in range(arch.spec.num_layers):
             window = arch.spec.window(layer)
             self.places.append(Place(counts[window is None], window))
             if mixer_of(arch.spec.transformer, layer).state is None:

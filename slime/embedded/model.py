@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from slime.embedded.architecture import Architecture, Rope
+from slime.embedded.attention import Heads
 from slime.embedded.images import SeenImages
 from slime.embedded.layers import ExpertMLP, Linear, Mlp, TokenEmbedding, rms_norm
 from slime.embedded.low_rank import AdaptedRows
@@ -31,16 +32,8 @@ class Attend(Protocol):
 
     states: StateRows | None
 
-    def __call__(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], which it
-        stores, too, sinks [heads] → [tokens, heads * head_dim]."""
+    def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
+        """Attend, and store the keys and values; return [tokens, heads * head_dim]."""
 
 
 class _GrowingQueries:
@@ -51,16 +44,9 @@ class _GrowingQueries:
         self._factors = factors[:, None, None]
         self.states = attend.states
 
-    def __call__(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        scaled = queries * self._factors.to(queries.dtype)
-        return self._attend(layer, scaled, keys, values, sinks)
+    def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
+        scaled = heads.queries * self._factors.to(heads.queries.dtype)
+        return self._attend(layer, heads._replace(queries=scaled))
 
 
 class Observer(Protocol):
@@ -75,22 +61,29 @@ class Observer(Protocol):
         """Choices to take in this layer (`ExpertMLP`); None leaves them to the router."""
 
 
+@dataclass(frozen=True)
+class MixerInput:
+    """What the token mixer of a layer computes with.
+
+    Attributes:
+        normed: [tokens, hidden].
+        rotary: cos and sin of the tokens' positions.
+        attend: to the tokens before them.
+        adapted: which tokens have an adapter; None if none has.
+    """
+
+    layer: int
+    normed: torch.Tensor
+    rotary: tuple[torch.Tensor, torch.Tensor]
+    attend: Attend
+    adapted: AdaptedRows | None
+
+
 class MixerWeights(Protocol):
     """The token mixer of one layer; its record in `slime.models.mixers` names the class."""
 
-    def mix(
-        self,
-        layer: int,
-        normed: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        attend: Attend,
-        adapted: AdaptedRows | None,
-    ) -> torch.Tensor:
-        """[tokens, hidden] → what the output projection takes.
-
-        Args:
-            rotary: cos and sin of the tokens' positions.
-        """
+    def mix(self, given: MixerInput) -> torch.Tensor:
+        """Return what the output projection takes."""
 
 
 @dataclass
@@ -177,19 +170,20 @@ class Decoder:
             before = hidden
             normed = self._normalised(hidden, layer.input_norm)
             rotary = angles[self.arch.spec.rotary_kind(number)]
-            mixed = layer.attention.mix(number, normed, rotary, attend, adapted)
+            given = MixerInput(number, normed, rotary, attend, adapted)
+            mixed = layer.attention.mix(given)
             hidden = self._added(
                 partial(layer.output, mixed), hidden, layer.post_attention_norm, adapted
             )
-            given = None
+            experts = None
             if observer is not None:
                 observer.saw(f"{number}.attention norm", normed)
                 observer.saw(f"{number}.attention", hidden - before)
-                given = observer.experts(number)
+                experts = observer.experts(number)
                 before = hidden
             normed = self._normalised(hidden, layer.mlp_norm)
             mlp = (
-                partial(layer.mlp, chosen=chosen, given=given)
+                partial(layer.mlp, chosen=chosen, given=experts)
                 if isinstance(layer.mlp, ExpertMLP)
                 else layer.mlp
             )

@@ -274,7 +274,7 @@ async def _text_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterato
 
 def _prompt_text(job: Job, tokenizer: Any) -> str:
     return tokenizer.decode(
-        job.sequence.prompt.tolist(), skip_special_tokens=job.params.skip_special_tokens
+        job.sequence.prompt.tolist(), skip_special_tokens=job.sequence.params.skip_special_tokens
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,6 +46,7 @@ class Times:
     """Seconds of forward passes that computed prompt tokens of this sequence."""
 
 
+@dataclass(eq=False)
 class Sequence:
     """The scheduler's unit. Written to by the engine thread only; others may read `output_ids` up
     to a length they were told, since it only grows.
@@ -62,54 +63,49 @@ class Sequence:
         adapter: computes it together with the base from the first token to the last, even if it is
             unloaded meanwhile; None for the base alone.
         images: in its prompt.
+
+    Attributes:
+        experts: given by a scheduler that records them.
+        versions: (first output token, weight version) of each run of tokens.
     """
 
-    def __init__(
-        self,
-        rid: str,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        max_new_tokens: int,
-        stop_ids: frozenset[int],
-        seed: int,
-        text: TextStream | None = None,
-        logprob_start: int | None = None,
-        num_top_logprobs: int = 0,
-        stream: bool = False,
-        adapter: Adapter | None = None,
-        keeps_mask: bool = False,
-        images: SequenceImages | None = None,
-    ) -> None:
-        self.rid = rid
-        self.images = images
-        self.adapter = adapter
-        self.params = params
-        self.stop_ids = stop_ids
-        self.seed = seed
+    rid: str
+    prompt_ids: InitVar[list[int]]
+    params: SamplingParams
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    seed: int
+    text: TextStream | None = None
+    logprob_start: int | None = None
+    num_top_logprobs: int = 0
+    stream: bool = False
+    adapter: Adapter | None = None
+    keeps_mask: InitVar[bool] = False
+    images: SequenceImages | None = None
+    prompt: np.ndarray = field(init=False)
+    times: Times = field(default_factory=Times)
+    status: SequenceStatus = SequenceStatus.WAITING
+    output_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
+    sampling_mask: list[list[int]] | None = None
+    sampling_logprobs: list[float] = field(default_factory=list)
+    input_logprobs: list[float] = field(default_factory=list)
+    input_top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
+    versions: list[tuple[int, str]] = field(default_factory=list)
+    finish_reason: dict[str, Any] | None = None
+    final_version: str = ""
+    experts: RoutedExperts | None = None
+    num_cached: int = 0
+    num_computed: int = 0
+    num_retractions: int = 0
+    deferred: bool = False
+    _searched: int = 0
+
+    def __post_init__(self, prompt_ids: list[int], keeps_mask: bool) -> None:
         self.prompt = np.asarray(prompt_ids, dtype=np.int64)
-        self.max_new_tokens = max_new_tokens
-        self.logprob_start = logprob_start
-        self.num_top_logprobs = num_top_logprobs
-        self.stream = stream
-        self.times = Times()
-        self.status = SequenceStatus.WAITING
-        self.output_ids: list[int] = []
-        self.output_logprobs: list[float] = []
-        self.top_logprobs: list[list[tuple[float, int]]] = []
-        self.sampling_mask: list[list[int]] | None = [] if keeps_mask else None
-        self.sampling_logprobs: list[float] = []
-        self.input_logprobs: list[float] = []
-        self.input_top_logprobs: list[list[tuple[float, int]]] = []
-        self.versions: list[tuple[int, str]] = []
-        self.finish_reason: dict[str, Any] | None = None
-        self.final_version = ""
-        self.experts: RoutedExperts | None = None  # given by a scheduler that records them
-        self.num_cached = 0
-        self.num_computed = 0
-        self.num_retractions = 0
-        self.deferred = False
-        self._text = text
-        self._searched = 0
+        if keeps_mask:
+            self.sampling_mask = []
 
     @property
     def length(self) -> int:
@@ -172,12 +168,12 @@ class Sequence:
         self.finish({"type": "abort", "message": message, "status_code": None, "err_type": None})
 
     def _find_stop_string(self, token: int) -> str | None:
-        if self._text is None:
+        if self.text is None:
             return None
-        self._text.extend([token])
-        found = find_stop(self._text.text, self.params.stop, self._searched)
+        self.text.extend([token])
+        found = find_stop(self.text.text, self.params.stop, self._searched)
         longest = max(len(stop) for stop in self.params.stop)
-        self._searched = max(0, len(self._text.text) - longest + 1)
+        self._searched = max(0, len(self.text.text) - longest + 1)
         return found[1] if found else None
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slime.embedded.architecture import Architecture
-from slime.embedded.command import STATE_COPIES
+from slime.embedded.kind import STATE_COPIES
 from slime.errors import UserError
 from slime.memory.engine import EngineSettings
 from slime.models import family_of

@@ -233,7 +233,7 @@ def test_openai_requests_are_generate_requests() -> None:
         "temperature": None,
     }
     [job] = parse_chat(chat, limits(), TOKENIZER, "m").generate.jobs
-    assert job.sequence.max_new_tokens == 5 and job.params.temperature == 1.0
+    assert job.sequence.max_new_tokens == 5 and job.sequence.params.temperature == 1.0
     [free] = parse_chat({"messages": chat["messages"]}, limits(), TOKENIZER, "m").generate.jobs
     assert free.sequence.max_new_tokens == 64 - len(free.sequence.prompt)
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.config import make_config
-from slime.embedded.command import embedded_command
+from slime.embedded.kind import embedded_command
 from slime.engines.api import EngineClient
 from slime.errors import UserError
 from slime.models.spec import read_hf_config
