@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from slime.engines.wire.buckets import TensorEntry, dtype_of, unpack
-from slime.weights.ipc import Handle, Opened
+from slime.weights.ipc import Handle, Opened, storage_handle
 
 
 class AdapterBuffer:
@@ -61,16 +61,9 @@ class AdapterBuffer:
         return {name: tensor.clone() for name, tensor in self.tensors().items()}
 
     def _mapped(self, readers: int) -> dict[str, Opened]:
-        storage: Any = self.buffer.untyped_storage()
-        manager, name, nbytes = storage._share_filename_cpu_()
-        for _ in range(readers):
-            storage._shared_incref()  # each reader takes one back
         dtype = dtype_of(self.entries[0].dtype)
-        untyped = Handle(
-            reductions.rebuild_storage_filename, (torch.UntypedStorage, manager, name, nbytes)
-        )
         # one object, which a pickle holds once: readers map the buffer once
-        whole = Opened(Handle(reductions.rebuild_typed_storage, (untyped, dtype)))
+        whole = Opened(storage_handle(self.buffer, dtype, readers))
         tensors = {}
         for entry, tensor in zip(self.entries, self.tensors().values(), strict=True):
             place = (entry.offset // dtype.itemsize, tensor.size(), tensor.stride(), False)

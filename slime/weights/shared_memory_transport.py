@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from slime.engines.fleet import EngineFleet
-from slime.engines.wire.buckets import Bucket, Together, pack
+from slime.engines.wire.buckets import Bucket, Packing
 from slime.engines.wire.shared_memory import Segment, SegmentPool, remove_stale
 from slime.weights.transport import NamedTensors, Observer, Transferred, Transport, deadline_for
 
@@ -20,25 +20,14 @@ class SharedMemoryTransport(Transport):
 
     Args:
         fleet: engines on this host.
-        buffer_size: bytes per bucket.
-        dtype: of the engines' floating-point weights.
-        together: tensors that must share a bucket.
     """
 
     name = "shared memory"
 
-    def __init__(
-        self,
-        fleet: EngineFleet,
-        buffer_size: int,
-        dtype: torch.dtype,
-        together: Together | None = None,
-    ) -> None:
+    def __init__(self, fleet: EngineFleet, packing: Packing) -> None:
         remove_stale()
-        self._together = together
         self._fleet = fleet
-        self._buffer_size = buffer_size
-        self._dtype = dtype
+        self._packing = packing
         self._pool = SegmentPool(count=2)
         # segment number → engines' answers
         self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}
@@ -47,9 +36,7 @@ class SharedMemoryTransport(Transport):
         num_tensors = nbytes = 0
         self._pool.rewind()  # nothing is read between pushes
         try:
-            for bucket in pack(
-                tensors, self._buffer_size, self._dtype, self._allocate, self._together
-            ):
+            for bucket in self._packing.buckets(tensors, self._allocate):
                 for name, tensor in bucket.tensors():
                     observe(name, tensor)
                 limit = deadline_for(bucket.nbytes)

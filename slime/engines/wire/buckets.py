@@ -320,6 +320,20 @@ def pack(
         yield _fill(open_buckets.pop(target), target, allocate)
 
 
+@dataclass(frozen=True)
+class Packing:
+    """How a push packs its tensors: `pack`'s arguments that are the same for all pushes."""
+
+    limit: int
+    dtype: torch.dtype
+    together: Together | None = None
+
+    def buckets(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], allocate: Allocate
+    ) -> Iterator[Bucket]:
+        return pack(tensors, self.limit, self.dtype, allocate, self.together)
+
+
 def _complete_groups(
     tensors: Iterable[tuple[str, torch.Tensor]], together: Together | None
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
