@@ -418,6 +418,7 @@ class AdapterTable:
         self._named: dict[str, Adapter] = {}
         self._resident: WeakSet[Adapter] = WeakSet()
         self._lock = threading.Lock()
+        self._moving = threading.Lock()  # no adapter comes while the others move
         self._released = False
 
     @property
@@ -489,16 +490,15 @@ class AdapterTable:
             raise WeightError(f"r is {form.rank}, --max-lora-rank of this engine is {most}")
         parts = place(self._store, form, tensors)
         adapter = Adapter(name, path, form, pinned, version, parts, tuple(tensors))
-        with self._lock:
-            released = self._released
-        home = torch.device("cpu") if released else self._store.device
-        adapter.fill(tensors, self._store.dtype, home)
-        if released:
-            adapter.release()
-        with self._lock:
-            self._refuse_taken(name)
-            self._named[name] = adapter
-            self._resident.add(adapter)
+        with self._moving:
+            home = torch.device("cpu") if self._released else self._store.device
+            adapter.fill(tensors, self._store.dtype, home)
+            if self._released:
+                adapter.release()
+            with self._lock:
+                self._refuse_taken(name)
+                self._named[name] = adapter
+                self._resident.add(adapter)
         return adapter
 
     def _refuse_taken(self, name: str) -> None:
@@ -546,16 +546,16 @@ class AdapterTable:
     def release(self) -> None:
         """Move all to the host, as the base's weights."""
         if self._store.device.type != "cpu":
-            with self._lock:
+            with self._moving:
                 self._released = True
-            for adapter in self.resident:
-                adapter.release()
+                for adapter in self.resident:
+                    adapter.release()
 
     def resume(self) -> None:
-        with self._lock:
+        with self._moving:
             self._released = False
-        for adapter in self.resident:
-            adapter.resume(self._store.dtype, self._store.device)
+            for adapter in self.resident:
+                adapter.resume(self._store.dtype, self._store.device)
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -280,9 +280,8 @@ class Hub:
     async def run(self, engine: Engine, sequences: list[Sequence]) -> None:
         """Submit sequences and wait until all are finished; when the waiting task is cancelled they
         are aborted."""
-        futures = self._submit(engine, sequences)
         try:
-            await asyncio.gather(*futures)
+            await asyncio.gather(*self._submit(engine, sequences))
         except asyncio.CancelledError:
             self._abandon(engine, sequences)
             raise
@@ -297,10 +296,10 @@ class Hub:
         wake = asyncio.Event()
         for sequence in sequences:
             self._progress[sequence] = wake
-        futures = self._submit(engine, sequences)
         shown = [0] * len(sequences)
         open_ones = set(range(len(sequences)))
         try:
+            futures = self._submit(engine, sequences)
             while open_ones:
                 await wake.wait()
                 wake.clear()
@@ -313,9 +312,9 @@ class Hub:
                             open_ones.discard(index)
                         yield index, ended
         finally:
+            self._forget(sequences)
             if open_ones:
                 self._abandon(engine, [sequences[index] for index in open_ones])
-            self._forget(sequences)
 
     def _submit(self, engine: Engine, sequences: list[Sequence]) -> list[asyncio.Future[None]]:
         futures = []

@@ -46,7 +46,7 @@ class Times:
     """Seconds of forward passes that computed prompt tokens of this sequence."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Sequence:
     """The scheduler's unit. Written to by the engine thread only; others may read `output_ids` up
     to a length they were told, since it only grows.

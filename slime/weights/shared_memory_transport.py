@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.wire.buckets import Bucket, Packing
 from slime.engines.wire.shared_memory import Segment, SegmentPool, remove_stale
@@ -46,8 +47,7 @@ class SharedMemoryTransport(Transport):
                 num_tensors = num_tensors + len(bucket.entries)
                 nbytes = nbytes + bucket.nbytes
         finally:
-            for number in sorted(self._reading):
-                self._wait_for_readers(number)
+            self._wait_for_all()
         return Transferred(num_tensors, nbytes)
 
     def close(self) -> None:
@@ -57,6 +57,17 @@ class SharedMemoryTransport(Transport):
         self._wait_for_readers(self._pool.turn)
         self._number, self._current = self._pool.take(nbytes)
         return self._current.tensor[:nbytes]
+
+    def _wait_for_all(self) -> None:
+        """Wait until no engine reads; raise the first failure, and leave none for the next push."""
+        failures = []
+        for number in sorted(self._reading):
+            try:
+                self._wait_for_readers(number)
+            except EngineError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def _wait_for_readers(self, number: int) -> None:
         if number in self._reading:

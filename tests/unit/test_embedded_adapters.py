@@ -3,6 +3,7 @@ and refuses what it could not compute."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -556,3 +557,26 @@ def test_peft_loads_what_the_tests_write(base: Path, tmp_path: Path) -> None:
     sequence = sequence_with(table_of(scheduler).load("a", config, tensors))
     run(scheduler, [sequence])
     assert_same(given(sequence), wanted(model, sequence), atol=2e-5)
+
+
+def test_memory_that_comes_back_while_an_adapter_is_loaded_has_it_too(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = make_scheduler(base)
+    table = table_of(scheduler)
+    table._released = True  # `release` does nothing for a model on a CPU
+    fill = Adapter.fill
+    threads: list[threading.Thread] = []
+
+    def fill_meanwhile(adapter: Adapter, *given: Any) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=table.resume))
+            threads[0].start()
+            threads[0].join(0.2)  # the load may hold it up
+        fill(adapter, *given)
+
+    monkeypatch.setattr(Adapter, "fill", fill_meanwhile)
+    config, tensors = random_adapter(base, targets=["q_proj"])
+    adapter = table.load("a", config, tensors)
+    threads[0].join(30)
+    assert adapter.products
