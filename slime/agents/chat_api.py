@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from slime.agents.conversation import Ask, clean
@@ -55,13 +56,8 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
         raise BadRequest(
             f"chat_template_kwargs must be without {', '.join(ours)}", "chat_template_kwargs"
         )
-    images = session.images
-    parts = None if images is None else images.parts()
-    messages = read_messages(body, parts)
-    if images is not None and parts is not None:
-        messages = images.attached(messages, parts, "messages")
     return Ask(
-        messages=clean(messages),
+        messages=clean(session.read_messages(partial(read_messages, body))),
         tools=read_tools(body),
         max_tokens=optional(body, "max_completion_tokens", integer(1), limit),
         stop=optional(body, "stop", strings(), ()),

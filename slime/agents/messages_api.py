@@ -54,13 +54,8 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
             raise BadRequest(
                 f"messages[{index}] must be an object with the role user or assistant", "messages"
             )
-    images = session.images
-    parts = None if images is None else images.parts()
     with refused("messages"):
-        own = read_messages(messages, images=parts)
-    if images is not None and parts is not None:
-        own = images.attached(own, parts, "messages")
-    found += own
+        found += session.read_messages(lambda parts: read_messages(messages, images=parts))
     if found[-1]["role"] == "assistant":
         raise BadRequest(
             "the last message must not be the assistant's: its beginning cannot be given here",

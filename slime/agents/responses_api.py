@@ -117,11 +117,10 @@ def _messages(items: list[Any], session: AgentSession) -> Messages:
                     f"the role of input[{index}] must be one of {', '.join(_ROLES)}", "input"
                 )
         given.append(item)
-    images = session.images
-    parts = None if images is None else images.parts()
     with refused("input"):
-        found = read_messages(given, where="input", images=parts)
-    return found if images is None or parts is None else images.attached(found, parts, "input")
+        return session.read_messages(
+            lambda parts: read_messages(given, where="input", images=parts), "input"
+        )
 
 
 # -- answers ---------------------------------------------------------------------------------------

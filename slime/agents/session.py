@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from slime.agents.turns import Book, DroppedReasoning, Turn, TurnPosition
 from slime.engines.api import EngineError
 from slime.engines.client import RequestRefused
 from slime.log import get_logger
+from slime.prompts.conversation import ImageParts, Messages
 from slime.rollout.generate import GenerateState, generate
 from slime.samples.media import IMAGES
 from slime.samples.types import Sample, SampleStatus
@@ -89,6 +90,13 @@ class AgentSession:
     def images(self) -> AgentImages | None:
         """Images in messages; None: the model reads text alone."""
         return self.book.speech.images
+
+    def read_messages(
+        self, read: Callable[[ImageParts | None], Messages], field: str = "messages"
+    ) -> Messages:
+        """Read the messages of a request, with their images where the model sees some; see
+        `AgentImages.read`."""
+        return read(None) if self.images is None else self.images.read(read, field)
 
     def with_kwargs(self, ask: Ask) -> Ask:
         """The request with the run's arguments of the chat template, where it brings none of its

@@ -116,7 +116,7 @@ async def server_info(request: web.Request) -> web.Response:
             "max_running_requests": options.max_slots,
             "random_seed": options.random_seed,
             "enable_deterministic_inference": options.deterministic,
-            "enable_return_routed_experts": options.record_experts,
+            "enable_return_routed_experts": options.enable_return_routed_experts,
             "max_total_num_tokens": load["max_total_num_tokens"],
             "weights": describe(engine.store),
             "memory": {"weights_bytes": engine.store.nbytes, "kv_cache_bytes": engine.cache.nbytes},

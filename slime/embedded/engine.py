@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,6 +18,7 @@ from slime import deadlines
 from slime.embedded.adapters import AdapterLimits, AdapterTable
 from slime.embedded.architecture import Architecture
 from slime.embedded.kv_cache import KVCache
+from slime.embedded.options import EngineOptions
 from slime.embedded.scheduler import Scheduler, StepOutput
 from slime.embedded.sequence import Sequence
 from slime.embedded.weights import WeightError, WeightStore, make_store
@@ -33,32 +33,6 @@ Deliver = Callable[[StepOutput], None]
 T = TypeVar("T")
 
 _RATE_WINDOW = 5.0
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Options of the command line; see ``python -m slime.embedded --help``."""
-
-    model_path: str
-    served_model_name: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    max_slots: int = 64
-    max_context_len: int | None = None
-    prefill_tokens: int = 2048
-    kv_cache_gb: float | None = None
-    deterministic: bool = False
-    random_seed: int = 42
-    record_experts: bool = False
-    num_threads: int | None = None
-    trust_remote_code: bool = False
-    enable_lora: bool = False
-    lora_paths: tuple[tuple[str, str], ...] = ()
-    max_lora_rank: int | None = None
-    max_loaded_loras: int | None = None
-    enable_multimodal: bool = False
-    image_max_pixels: int | None = None
-    limit_images: int = 16
 
 
 class EngineDead(Exception):
@@ -79,7 +53,7 @@ class Engine:
         self.options = options
         self.device = _device(options.device)
         self.arch = Architecture.from_dir(options.model_path, options.enable_multimodal)
-        if options.record_experts and self.arch.experts is None:
+        if options.enable_return_routed_experts and self.arch.experts is None:
             raise UserError(
                 f"{options.model_path} has no layers of experts",
                 why="--enable-return-routed-experts was given (slime passes it with "
@@ -104,7 +78,7 @@ class Engine:
             self.cache,
             options.prefill_tokens,
             options.deterministic,
-            options.record_experts,
+            options.enable_return_routed_experts,
         )
         self.paused: PauseMode | None = None
         self.released: set[str] = set()

@@ -180,19 +180,14 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
             if starts[index] not in (-1, len(prompt)):  # else no prompt token is scored
                 logprob_start = starts[index]
         for copy in range(n):
-            sequence = make_sequence(
-                rids[index * n + copy],
-                prompt,
-                params[index],
-                limits,
-                copy=copy,
-                logprob_start=logprob_start,
-                num_top_logprobs=tops[index] if wants else 0,
-                stream=stream,
-                adapter=adapters[index],
-                keeps_mask=masks[index],
-                images=images[index],
-            )
+            rid = rids[index * n + copy]
+            sequence = make_sequence(rid, prompt, params[index], limits, copy)
+            sequence.logprob_start = logprob_start
+            sequence.num_top_logprobs = tops[index] if wants else 0
+            sequence.stream = stream
+            sequence.adapter = adapters[index]
+            sequence.sampling_mask = [] if masks[index] else None
+            sequence.images = images[index]
             jobs.append(Job(sequence, wants, with_text, experts_start))
     return GenerateRequest(jobs, is_single=not is_batch and n == 1, stream=stream, n=n)
 
@@ -202,17 +197,12 @@ def make_sequence(
     prompt: list[int],
     params: SamplingParams,
     limits: RequestLimits,
-    *,
     copy: int = 0,
-    logprob_start: int | None = None,
-    num_top_logprobs: int = 0,
-    stream: bool = False,
-    adapter: Adapter | None = None,
-    keeps_mask: bool = False,
-    images: SequenceImages | None = None,
 ) -> Sequence:
     """Make a sequence whose ``max_new_tokens`` fits the context.
 
+    Args:
+        copy: its number among the samples of its prompt.
     Raises:
         BadRequest: the prompt leaves no room, or stop strings without a tokenizer.
     """
@@ -242,12 +232,6 @@ def make_sequence(
         frozenset() if params.ignore_eos else limits.eos_token_ids | params.stop_token_ids,
         limits.noise.getrandbits(63) if seed is None else seed + copy,
         text=text,
-        logprob_start=logprob_start,
-        num_top_logprobs=num_top_logprobs,
-        stream=stream,
-        adapter=adapter,
-        keeps_mask=keeps_mask,
-        images=images,
     )
 
 

@@ -59,12 +59,12 @@ class Sequence:
         seed: of its sampling noise; with the token's position it decides the draw.
         text: decodes the output, when stop strings are to be found in it.
         logprob_start: first prompt position whose log-prob is wanted; None for none.
-        keeps_mask: the tokens that each one is drawn from are wanted.
         adapter: computes it together with the base from the first token to the last, even if it is
             unloaded meanwhile; None for the base alone.
         images: in its prompt.
 
     Attributes:
+        sampling_mask: the tokens that each one was drawn from; None where nobody wants them.
         experts: given by a scheduler that records them.
         versions: (first output token, weight version) of each run of tokens.
     """
@@ -80,7 +80,6 @@ class Sequence:
     num_top_logprobs: int = 0
     stream: bool = False
     adapter: Adapter | None = None
-    keeps_mask: InitVar[bool] = False
     images: SequenceImages | None = None
     prompt: np.ndarray = field(init=False)
     times: Times = field(default_factory=Times)
@@ -102,10 +101,8 @@ class Sequence:
     deferred: bool = False
     _searched: int = 0
 
-    def __post_init__(self, prompt_ids: list[int], keeps_mask: bool) -> None:
+    def __post_init__(self, prompt_ids: list[int]) -> None:
         self.prompt = np.asarray(prompt_ids, dtype=np.int64)
-        if keeps_mask:
-            self.sampling_mask = []
 
     @property
     def length(self) -> int:

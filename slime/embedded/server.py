@@ -22,10 +22,11 @@ from aiohttp.typedefs import Middleware
 
 from slime import deadlines
 from slime.embedded import adapter_routes, control_routes, generate_routes, openai_routes
-from slime.embedded.engine import Engine, EngineDead, EngineOptions, Hub
+from slime.embedded.engine import Engine, EngineDead, Hub
 from slime.embedded.generate_request import RequestLimits
 from slime.embedded.generate_routes import STATE, ServerState, Unavailable, json_response
 from slime.embedded.images import ImageRequests
+from slime.embedded.options import EngineOptions
 from slime.embedded.quantised_weights import import_library_for
 from slime.embedded.weight_update import WeightUpdater
 from slime.engines.keys import VARIABLE, admits
@@ -145,7 +146,7 @@ async def load(
         eos_token_ids=frozenset(eos),
         tokenizer=tokenizer,
         noise=random.Random(options.random_seed),
-        records_experts=options.record_experts,
+        records_experts=options.enable_return_routed_experts,
         adapters=engine.adapters,
         images=_image_requests(options, engine),
     )

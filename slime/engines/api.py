@@ -130,21 +130,17 @@ class EngineClient:
     Args:
         url: base URL, e.g. "http://127.0.0.1:30000".
         timeout: default deadline of a call, in seconds; `request` can override it.
-        max_connections: concurrent connections, 0 for no limit.
     """
 
-    def __init__(
-        self, url: str, timeout: float = deadlines.ENGINE_API_ANSWER, max_connections: int = 0
-    ) -> None:
+    def __init__(self, url: str, timeout: float = deadlines.ENGINE_API_ANSWER) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
-        self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> EngineClient:
         import aiohttp  # here, as most processes know the protocol's names and make no requests
 
-        connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=30)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
         # trust_env stays off, as in `WITHOUT_PROXIES`
         no_cookies = aiohttp.DummyCookieJar()
         self._session = aiohttp.ClientSession(
@@ -176,8 +172,7 @@ class EngineClient:
         """
         import aiohttp
 
-        if self._session is None:
-            raise RuntimeError("EngineClient is used outside 'async with'")
+        assert self._session is not None, "EngineClient is used outside 'async with'"
         limit = aiohttp.ClientTimeout(total=timeout or self.timeout)
         payload = orjson.dumps(body) if body is not None else None
         key = key_of(self.url)

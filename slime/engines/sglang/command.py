@@ -139,15 +139,8 @@ def check_adapters(config: Config, options: Mapping[str, Any], where: str = "") 
     _check_adapted_layers(config)
 
     def refuse(option: str, why: str, fix: str = "leave it out") -> NoReturn:
-        value = options[option]
-        name = f"--sglang-{option.replace('_', '-')} {value}"
-        raise UserError(
-            f"{where} has {option} {value}, which does not go with --lora-rank"
-            if where
-            else f"{name} does not go with --lora-rank",
-            why=why,
-            fix=fix,
-        )
+        what = f"{_named(option, options, where)} does not go with --lora-rank"
+        raise UserError(what, why=why, fix=fix)
 
     if int(options.get("dp_size") or 1) > 1:
         refuse(
@@ -253,19 +246,11 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
     Raises:
         UserError: names the option.
     """
-
-    def named(option: str) -> str:
-        value = options[option]
-        return (
-            f"{where} has {option} {value}, which"
-            if where
-            else f"--sglang-{option.replace('_', '-')} {value}"
-        )
-
     algorithm = options.get("speculative_algorithm")
     if algorithm is not None and str(algorithm).upper() not in _DRAFTS_WITHOUT_WEIGHTS:
         raise UserError(
-            f"{named('speculative_algorithm')} cannot follow the weights of a training run",
+            f"{_named('speculative_algorithm', options, where)} cannot follow the weights of a "
+            "training run",
             why="its draft model is no part of what the trainer trains, so that no push would "
             "update it, and fewer and fewer of its drafts would be accepted",
             fix="take NGRAM, which drafts without weights (--sglang-speculative-algorithm NGRAM), "
@@ -273,7 +258,8 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
         )
     if algorithm is not None and config.sync.update_weight_transport == "disk":
         raise UserError(
-            f"{named('speculative_algorithm')} does not go with --update-weight-transport disk",
+            f"{_named('speculative_algorithm', options, where)} does not go with "
+            "--update-weight-transport disk",
             why="SGLang has its drafting part read the files, too, which has no weights, and dies "
             "of that",
             fix="leave one of the two out; pushes by handles (--colocate) and broadcasts go well "
@@ -281,14 +267,14 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
         )
     if int(options.get("tokenizer_worker_num") or 1) > 1:
         raise UserError(
-            f"{named('tokenizer_worker_num')} cannot ask for the run's key",
+            f"{_named('tokenizer_worker_num', options, where)} cannot ask for the run's key",
             why="SGLang asks for keys with one tokenizer worker alone, and whoever reaches an "
             "engine without a key can replace its weights",
             fix="leave it out",
         )
     if int(options.get("pp_size") or 1) > 1:
         raise UserError(
-            f"{named('pp_size')} cannot take weight pushes",
+            f"{_named('pp_size', options, where)} cannot take weight pushes",
             why="stock SGLang numbers the members of a weight-update group by tensor-parallel "
             "rank only",
             fix="leave it out; more GPUs per engine (--rollout-num-gpus-per-engine) make engines "
@@ -296,11 +282,19 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
         )
     if int(options.get("dp_size") or 1) > 1 and not options.get("enable_dp_attention"):
         raise UserError(
-            f"{named('dp_size')} cannot take weight pushes without DP attention "
+            f"{_named('dp_size', options, where)} cannot take weight pushes without DP attention "
             "(--sglang-enable-dp-attention)",
             why="stock SGLang refuses them",
             fix="start more engines instead (raise --rollout-num-gpus), or add enable_dp_attention",
         )
+
+
+def _named(option: str, options: Mapping[str, Any], where: str) -> str:
+    """Name an option and its value in a sentence, as a flag or as part of a server group."""
+    value = options[option]
+    if where:
+        return f"{where} has {option} {value}, which"
+    return f"--sglang-{option.replace('_', '-')} {value}"
 
 
 def _check_override(name: str, value: Any) -> None:

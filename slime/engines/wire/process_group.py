@@ -84,10 +84,9 @@ class ExternalGroup:
             self._stream = torch.cuda.Stream()
 
     @staticmethod
-    def open_store(address: str, world_size: int, timeout: float, port: int = 0) -> TCPStore:
-        """The rendezvous that the trainer holds; port 0 picks a free one. Others can join as soon
-        as it exists."""
-        return listening_store(address, port, world_size, timeout, wait_for_workers=False)
+    def open_store(address: str, world_size: int, timeout: float) -> TCPStore:
+        """Open the rendezvous that the trainer holds, on a free port. Others can join at once."""
+        return listening_store(address, 0, world_size, timeout, wait_for_workers=False)
 
     @staticmethod
     def join(
