@@ -201,9 +201,11 @@ class Speech:
         end_tokens: Collection[int],
         images: AgentImages | None = None,
     ) -> Speech:
-        """Args:
-        family: `slime.models.family_name`, which tells how it writes calls of tools where the
-        template does not.
+        """Read how a model speaks from its tokenizer.
+
+        Args:
+            family: `slime.models.family_name`, which tells how it writes calls of tools where the
+                template does not.
         """
         found = getattr(tokenizer, "chat_template", None)
         template = "\n".join(found.values()) if isinstance(found, dict) else found
@@ -213,8 +215,10 @@ class Speech:
     # -- messages to tokens ------------------------------------------------------------------------
 
     def check_tools(self, tools: list[dict[str, Any]] | None) -> None:
-        """Raises:
-        BadRequest: the model would not see them.
+        """Check that the chat template shows tools.
+
+        Raises:
+            BadRequest: the model would not see them.
         """
         if tools and not self._shows_tools:
             raise BadRequest(

@@ -124,11 +124,11 @@ class AgentEndpoint:
     @property
     def turns(self) -> list[Turn]:
         """Every answer so far, in order."""
-        return list(self._session.book.turns)
+        return list(self._session.tree.turns)
 
     def branches(self) -> list[Turn]:
         """The last turn of every branch: a conversation that the client went on with, or left."""
-        return self._session.book.branches()
+        return self._session.tree.branches()
 
     def samples(self, branches: Sequence[Turn] | None = None, reward: Any = None) -> list[Sample]:
         """The trajectory as samples, one for each branch.

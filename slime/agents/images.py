@@ -73,8 +73,10 @@ class AgentImages:
             raise BadRequest(str(error), "messages") from error
 
     def check(self, references: Sequence[str]) -> None:
-        """Raises:
-        BadRequest: a conversation has too many images.
+        """Check the number of images of a conversation.
+
+        Raises:
+            BadRequest: there are too many.
         """
         if len(references) > self._limit:
             raise BadRequest(

@@ -80,7 +80,7 @@ def _history(previous: str, session: AgentSession) -> Messages:
     """Messages up to the end of an earlier response; its instructions are not carried over."""
     if not previous:
         return []
-    for turn in session.book.turns:
+    for turn in session.tree.turns:
         if _PREFIX + turn.id == previous:
             return [
                 *turn.ask.messages[bool(turn.ask.options.get("instructions")) :],

@@ -270,7 +270,7 @@ async def _count_tokens(request: web.Request) -> web.Response:
     generated."""
     session = request[_SESSION]
     ask = messages_api.read(await _body(request), session)
-    return _json({"input_tokens": len(session.book.look(session.with_kwargs(ask)).prompt)})
+    return _json({"input_tokens": len(session.tree.find_place(session.with_kwargs(ask)).prompt)})
 
 
 async def _models(request: web.Request) -> web.Response:

@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.agents.conversation import Ask, Speech
 from slime.agents.images import AgentImages
-from slime.agents.turns import Book, DroppedReasoning, Turn, TurnPosition
+from slime.agents.turns import DroppedReasoning, Turn, TurnPosition, TurnTree
 from slime.engines.api import EngineError
 from slime.engines.client import RequestRefused
 from slime.log import get_logger
@@ -69,7 +69,7 @@ class AgentSession:
         self.state = state
         self.sample = sample
         self.params = sampling_params
-        self.book = Book(speech, dropped_reasoning)
+        self.tree = TurnTree(speech, dropped_reasoning)
         self.max_turns = max_turns
         self.failure: EngineError | None = None
         self.was_cut = False
@@ -89,7 +89,7 @@ class AgentSession:
     @property
     def images(self) -> AgentImages | None:
         """Images in messages; None: the model reads text alone."""
-        return self.book.speech.images
+        return self.tree.speech.images
 
     def read_messages(
         self, read: Callable[[ImageParts | None], Messages], field: str = "messages"
@@ -134,7 +134,7 @@ class AgentSession:
             )
         ask = self.with_kwargs(ask)
         full_before = self._full
-        place = self.book.place(ask)
+        place = self.tree.place(ask)
         self._started += 1  # a request that the template refuses is no turn
         sample = Sample(
             index=self.sample.index,
@@ -162,9 +162,9 @@ class AgentSession:
         if self._full is full_before:
             self._full = None
         output = sample.tokens[sample.prompt_length :]
-        opened = self.book.speech.opens_reasoning(place.prompt)
-        reading = self.book.speech.read(output, ask, opened=opened, stop=params.get("stop") or ())
-        return self.book.record(place, ask, sample, reading)
+        opened = self.tree.speech.opens_reasoning(place.prompt)
+        reading = self.tree.speech.read(output, ask, opened=opened, stop=params.get("stop") or ())
+        return self.tree.record(place, ask, sample, reading)
 
     async def _generate(self, sample: Sample, params: dict[str, Any]) -> None:
         work = generate(self.state.args, sample, params)
@@ -192,10 +192,10 @@ class AgentSession:
         been too long."""
         if self._full is None:
             return None
-        if self._full.parent in self.book.branches():
+        if self._full.parent in self.tree.branches():
             return self._full.parent if self._full.parent in ends else None
         # it was rewritten: most likely of the last one
-        return max(ends, key=self.book.turns.index, default=None)
+        return max(ends, key=self.tree.turns.index, default=None)
 
     # -- time --------------------------------------------------------------------------------------
 

@@ -118,8 +118,8 @@ class TurnPosition:
     images: list[str] = field(default_factory=list)
 
 
-class Book:
-    """The turns of one trajectory.
+class TurnTree:
+    """The turns of one trajectory, each behind the one that it follows.
 
     Args:
         dropped_reasoning: "branch": what a client leaves out of its history is gone, as it would be
@@ -147,12 +147,12 @@ class Book:
         Raises:
             BadRequest: the chat template refuses the messages.
         """
-        place = self.look(ask)
+        place = self.find_place(ask)
         self._asked[place.history] += 1
         return place
 
-    def look(self, ask: Ask) -> TurnPosition:
-        """`place`, for who does not ask yet."""
+    def find_place(self, ask: Ask) -> TurnPosition:
+        """Do as `place`, for a request that is only counted, and not answered."""
         self.speech.check_tools(ask.tools)
         history, parent, count = self._longest_known(ask)
         rest = ask.messages[count:]

@@ -120,8 +120,8 @@ class AdapterForm:
             _read_targets(config.get("target_modules")),
         )
 
-    def names(self, module: str) -> bool:
-        """Whether a module is a target, by its Hugging Face path."""
+    def is_target(self, module: str) -> bool:
+        """Tell whether a module, by its Hugging Face path, has an adapter."""
         if isinstance(self.targets, str):
             return self.targets == "all-linear" or bool(re.fullmatch(self.targets, module))
         return any(_is_end(target, path) for target in self.targets for path in _paths(module))
@@ -302,7 +302,7 @@ def place(
     targets = [
         module
         for module in modules
-        if form.names(module)
+        if form.is_target(module)
         and (form.targets != "all-linear" or module.rpartition(".")[2] in linear)
     ]
     _check_targets(form, list(modules))
@@ -334,7 +334,7 @@ def place(
 def _check_targets(form: AdapterForm, modules: list[str]) -> None:
     paths = [path for module in modules for path in _paths(module)]
     if isinstance(form.targets, str):
-        if not any(form.names(module) for module in modules):
+        if not any(form.is_target(module) for module in modules):
             raise WeightError(f"target_modules {form.targets!r} matches no layer of the model")
         return
     for target in form.targets:

@@ -95,9 +95,11 @@ class DecodeAttention:
 
 
 class _DecodeRows:
-    """What the layers with one length of window read for a decode step. Of layers in a ring, the
-    place i of a row with L tokens has the last position before L that is i modulo the ring's
-    size."""
+    """What a decode step reads in all layers with the same window.
+
+    In a ring of size R, place i of a row with L tokens holds its last position p < L for which
+    p % R = i.
+    """
 
     def __init__(
         self, cache: KVCache, lengths: list[int], fixed_shapes: bool, window: int | None

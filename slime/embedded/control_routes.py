@@ -17,7 +17,7 @@ from aiohttp import web
 
 import slime
 from slime import deadlines
-from slime.embedded.engine import as_state, describe_adapters
+from slime.embedded.engine import describe_adapters, load_report
 from slime.embedded.generate_routes import ServerState, json_body, json_response, state_of
 from slime.embedded.sequence import Sequence
 from slime.embedded.weight_update import ABILITIES, WeightUpdater
@@ -100,7 +100,7 @@ async def server_info(request: web.Request) -> web.Response:
     state = state_of(request)
     engine = state.engine
     load, adapters = await _on_engine(
-        engine.call(lambda: (as_state(engine), describe_adapters(engine)))
+        engine.call(lambda: (load_report(engine), describe_adapters(engine)))
     )
     options = engine.options
     return json_response(
@@ -134,7 +134,7 @@ async def server_info(request: web.Request) -> web.Response:
 async def get_load(request: web.Request) -> web.Response:
     """SGLang's former load report, which the router's ``power_of_two`` policy asks for."""
     engine = state_of(request).engine
-    load = await _on_engine(engine.call(lambda: as_state(engine)))
+    load = await _on_engine(engine.call(lambda: load_report(engine)))
     waiting = load["num_waiting_reqs"]
     held = load["num_total_tokens"]
     report = {
@@ -151,7 +151,7 @@ async def get_load(request: web.Request) -> web.Response:
 @routes.get("/v1/loads")
 async def loads(request: web.Request) -> web.Response:
     engine = state_of(request).engine
-    load = await _on_engine(engine.call(lambda: as_state(engine)))
+    load = await _on_engine(engine.call(lambda: load_report(engine)))
     return json_response(
         {"timestamp": datetime.now(UTC).isoformat(), "version": slime.__version__, "loads": [load]},
     )

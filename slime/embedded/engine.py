@@ -382,7 +382,7 @@ def describe_adapters(engine: Engine) -> list[dict[str, Any]]:
     ]
 
 
-def as_state(engine: Engine) -> dict[str, Any]:
+def load_report(engine: Engine) -> dict[str, Any]:
     """Report an engine's load with the field names of SGLang's ``/v1/loads``; call it on the
     engine's thread."""
     scheduler = engine.scheduler

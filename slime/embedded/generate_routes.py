@@ -98,7 +98,7 @@ def json_response(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 
-def ready_to_generate(state: ServerState) -> None:
+def check_can_generate(state: ServerState) -> None:
     """Check that the engine can generate now.
 
     Raises:
@@ -121,7 +121,7 @@ def ready_to_generate(state: ServerState) -> None:
 @routes.put("/generate")
 async def generate(request: web.Request) -> web.StreamResponse:
     state = state_of(request)
-    ready_to_generate(state)
+    check_can_generate(state)
     body = await json_body(request)
     if body.get("image_data"):  # decoding them would hold up the other requests
         parsed = await asyncio.to_thread(parse_generate, body, state.limits)
@@ -196,7 +196,7 @@ async def health_generate(request: web.Request) -> web.Response:
     """Answer 200 if a token can be generated now. A busy engine proves it by its steps; a paused
     engine is not asked to."""
     state = state_of(request)
-    ready_to_generate(state)
+    check_can_generate(state)
     if state.engine.paused:
         return web.Response()
     params = SamplingParams(max_new_tokens=1, temperature=0.0)

@@ -121,19 +121,19 @@ class SequenceImages:
     def __init__(self, images: Some[SequenceImage], length: int) -> None:
         self.images = images
         self._length = length
-        self._turns = rotary_positions(length, [image.span for image in images])
-        self._ahead = int(self._turns[:, -1].max()) + 1 - length
+        self._known = rotary_positions(length, [image.span for image in images])
+        self._ahead = int(self._known[:, -1].max()) + 1 - length
 
-    def turns(self, start: int, count: int) -> np.ndarray:
+    def axis_positions(self, start: int, count: int) -> np.ndarray:
         """Return the rotary positions of tokens, int64 [3, count]."""
         found = np.arange(start, start + count) + self._ahead + np.zeros((3, 1), np.int64)
         known = min(count, max(0, self._length - start))
-        found[:, :known] = self._turns[:, start : start + known]
+        found[:, :known] = self._known[:, start : start + known]
         return found
 
     def distinct(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the tokens with numbers below 0, made of the image, for its placeholders: what
-        has the same tokens then has the same keys and values."""
+        """Return the tokens with a negative number, made from the image, in place of each of its
+        placeholders. Equal tokens then have equal keys and values."""
         found = tokens.copy()
         for image in self.images:
             number = int.from_bytes(image.key[:7], "big")

@@ -33,8 +33,8 @@ from slime.models.mixers import mixer_of
 
 #: Size of the first blocks; every block is a multiple of it.
 BLOCK = 64
-#: Positions that a ring keeps beside a window, at least: so far may a sequence be ahead of a prefix
-#: that others still take from it.
+#: Positions that a ring keeps beyond the window, at least. Others can take a prefix from a sequence
+#: that is at most so far ahead of it.
 SPARE = 256
 _FIRST_SLOTS = 8
 #: Storage may grow to this many bytes to retain prefixes; beyond it the oldest retained prefix
@@ -70,11 +70,13 @@ class Place(NamedTuple):
 
 @dataclass
 class WritePlan:
-    """Destination of new tokens' keys and values: (block, their rows or None for all, flat index),
-    for layers that keep all positions and for those that keep a window.
+    """Where new tokens' keys and values go.
 
     Attributes:
-        places: of each layer among those of its kind.
+        parts: (block, rows of the new tokens or None for all, flat index), for layers that keep
+            all positions.
+        of_window: the same for layers that keep a window.
+        places: the place of each layer among those of its kind.
     """
 
     parts: list[tuple[CacheBlock, torch.Tensor | None, torch.Tensor]]

@@ -137,7 +137,7 @@ class Decoder:
         chosen: list[torch.Tensor] | None = None,
         observer: Observer | None = None,
         adapted: AdaptedRows | None = None,
-        turns: torch.Tensor | None = None,
+        axis_positions: torch.Tensor | None = None,
         seen: SeenImages | None = None,
     ) -> torch.Tensor:
         """Hidden states [tokens, hidden] after the last norm; token_ids and positions are int64
@@ -147,13 +147,12 @@ class Decoder:
             chosen: gets the chosen experts, int64 [tokens, k] for each layer that has experts.
             observer: is shown each part's output; costs a subtraction per part.
             adapted: which tokens have an adapter; None if none has.
-            turns: rotary positions [3, tokens] in time, row and column; None: ``positions``.
+            axis_positions: [3, tokens] in time, row and column; None: ``positions``.
             seen: features of images in place of tokens.
         """
+        places = positions if axis_positions is None else axis_positions
         angles = {
-            kind: (cos[positions], sin[positions])
-            if turns is None
-            else (self._turned(cos, turns), self._turned(sin, turns))
+            kind: (self._rotary_rows(cos, places), self._rotary_rows(sin, places))
             for kind, (cos, sin) in self.angles.items()
         }
         if self.arch.spec.query_scaling is not None:
@@ -199,12 +198,18 @@ class Decoder:
             observer.saw("norm", normed)
         return normed
 
-    def _turned(self, table: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """Rows of a rotary table [positions, 1, dims] for tokens whose pairs turn by different
-        positions, [tokens, 1, dims]."""
+    def _rotary_rows(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rows of a rotary table [positions, 1, dims] for tokens, [tokens, 1, dims].
+
+        Args:
+            positions: [tokens], or [3, tokens] where pairs turn by different positions.
+        """
+        if positions.dim() == 1:
+            return table[positions]
         axes = frequency_axes(self.arch.spec).to(table.device)
         whole = axes.repeat_interleave(2) if self.arch.rope.interleaved else axes.repeat(2)
-        return table[turns[whole].t(), 0, torch.arange(len(whole), device=table.device)][:, None]
+        pairs = torch.arange(len(whole), device=table.device)
+        return table[positions[whole].t(), 0, pairs][:, None]
 
     def logits(self, hidden: torch.Tensor, adapted: AdaptedRows | None = None) -> torch.Tensor:
         """[rows, vocab] in the weights' dtype."""

@@ -14,10 +14,10 @@ from slime.embedded.generate_request import Job
 from slime.embedded.generate_routes import (
     Answer,
     ServerState,
+    check_can_generate,
     final_text,
     json_body,
     json_response,
-    ready_to_generate,
     refuse_known_rids,
     send_events,
     state_of,
@@ -101,7 +101,7 @@ def _unknown_model(state: ServerState, name: str) -> web.Response | None:
 @routes.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = state_of(request)
-    ready_to_generate(state)
+    check_can_generate(state)
     given = (state.limits, state.tokenizer, state.model_name, state.tool_format)
     body = await json_body(request)
     if state.limits.images is None:
@@ -116,7 +116,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 @routes.post("/v1/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
     state = state_of(request)
-    ready_to_generate(state)
+    check_can_generate(state)
     if state.tokenizer is None:
         raise BadRequest("this model directory has no tokenizer; use /generate with input_ids")
     asked = parse_completion(await json_body(request), state.limits, state.model_name)

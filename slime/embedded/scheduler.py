@@ -182,7 +182,8 @@ class Scheduler:
         return bool(deferred)
 
     def _should_defer(self, sequence: Sequence) -> bool:
-        """Whether one that is prefilled now shares a long prefix, without being the same prompt."""
+        """Tell whether a prompt that is prefilled now shares a long prefix with this sequence, and
+        is not the same."""
         if sequence.deferred or not self.prefilling:
             return False
         tokens = sequence.distinct_tokens()
@@ -274,10 +275,9 @@ class Scheduler:
         return chunks
 
     def _states_to_keep(self, sequence: Sequence, count: int) -> tuple[int, ...]:
-        """Positions within the next ``count`` tokens of which copies of the state are kept: where
-        others branch off, and near the end of the prompt, for one that repeats it.
-
-        States exist at the borders of chunks.
+        """Choose the positions within the next ``count`` tokens at which a copy of the state is
+        kept: where waiting sequences branch off, and near the end of the prompt, for a sequence
+        that repeats it. States exist at the borders of chunks only.
         """
         if self.cache.states is None:
             return ()
@@ -352,8 +352,10 @@ class Scheduler:
         """Hidden states; ``places`` says of which sequence and positions (first, count) the tokens
         are."""
         adapted = self._adapted([(sequence, count) for sequence, _, count in places])
-        turns, seen = self._images(places)
-        forward = partial(self.store.model.forward, adapted=adapted, turns=turns, seen=seen)
+        axis_positions, seen = self._images(places)
+        forward = partial(
+            self.store.model.forward, adapted=adapted, axis_positions=axis_positions, seen=seen
+        )
         if self._recorded is None:
             return forward(ids, positions, attend)
         chosen: list[torch.Tensor] = []
@@ -374,11 +376,13 @@ class Scheduler:
         if all(sequence.images is None for sequence, _, _ in places):
             return None, None
         assert self.store.tower is not None
-        turns = np.concatenate([s.turns(start, count) for s, start, count in places], axis=1)
+        axis_positions = np.concatenate(
+            [s.axis_positions(start, count) for s, start, count in places], axis=1
+        )
         own = [(sequence.images, start, count) for sequence, start, count in places]
         device = self.cache.device
         seen = self._features.see(self.store.tower, self.store.epoch, own, device)
-        return torch.from_numpy(turns).to(device), seen
+        return torch.from_numpy(axis_positions).to(device), seen
 
     def _adapted(self, places: list[tuple[Sequence, int]]) -> AdaptedRows | None:
         """The adapters of rows, of which each sequence has a number."""
@@ -471,8 +475,8 @@ class Scheduler:
         self.slots.release(sequence, self.store.epoch)
 
     def _promote_follower(self, leader: Sequence) -> None:
-        """The leader goes before its prefill is complete: its first follower takes its part, from
-        the start."""
+        """Make the first follower the leader, because the leader leaves before its prefill is
+        complete. The prefill starts again."""
         self._forget_leader(leader)
         followers = self._followers.pop(leader, [])
         if followers:

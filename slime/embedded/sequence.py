@@ -121,14 +121,14 @@ class Sequence:
         return np.concatenate([self.prompt, np.asarray(self.output_ids, dtype=np.int64)])
 
     def distinct_tokens(self) -> np.ndarray:
-        """int64 [length]: `tokens`, of which placeholders of different images differ. Equal ones
-        have equal keys and values."""
+        """Return `tokens` [length] in which placeholders of different images differ, so that equal
+        tokens have equal keys and values."""
         return self.tokens() if self.images is None else self.images.distinct(self.tokens())
 
-    def turns(self, start: int, count: int) -> np.ndarray:
+    def axis_positions(self, start: int, count: int) -> np.ndarray:
         """int64 [3, count]: rotary positions in time, row and column."""
         if self.images is not None:
-            return self.images.turns(start, count)
+            return self.images.axis_positions(start, count)
         return np.broadcast_to(np.arange(start, start + count), (3, count))
 
     def version_of_weights(self, base: str) -> str:

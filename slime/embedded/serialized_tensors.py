@@ -188,9 +188,8 @@ class _TensorUnpickler(pickle.Unpickler):
         if full in _OPENED_BY_CHILDREN:
             raise WeightError(
                 "the tensors are shared by file descriptor, which only a child of the sender can "
-                "open; call "
-                "torch.multiprocessing.set_sharing_strategy('file_system') before they are "
-                "serialized"
+                "open; call torch.multiprocessing.set_sharing_strategy('file_system') before they "
+                "are serialized"
             )
         raise WeightError(
             f"serialized_named_tensors names {full}, which is no part of a tensor in CPU memory"

@@ -80,8 +80,8 @@ class WeightUpdater:
         if load_format not in (None, "flattened_bucket"):
             raise WeightError(
                 f"load_format {load_format!r} is not supported by the embedded engine; use "
-                "'shared_memory' with "
-                "segments, or 'flattened_bucket' or none with serialized_named_tensors"
+                "'shared_memory' with segments, or 'flattened_bucket' or none with "
+                "serialized_named_tensors"
             )
         payloads = required(body, "serialized_named_tensors", LIST)
         if not payloads:

@@ -258,8 +258,8 @@ class WeightSync(EngineSync):
         return True
 
     def _always_compared(self, names: Sequence[str], digest: Digest) -> list[list[str]]:
-        """Return lists of names, one of each of which every push compares: the kinds of tensors,
-        and the groups that engines fuse."""
+        """Return lists of names. Every push compares one name of each list: of each kind of
+        tensors, and of each group that engines fuse."""
         if isinstance(digest, SliceDigest):
             names = [name for name in names if digest.slices.get(name)]
         return kinds_of(names) + [

@@ -95,7 +95,7 @@ def test_an_engine_that_ignores_a_part_of_images_is_found(
     else:
         decoder = engine.scheduler.store.model
         whole = decoder.forward
-        decoder.forward = lambda *given, turns=None, **named: whole(*given, **named)  # type: ignore
+        decoder.forward = lambda *given, axis_positions=None, **named: whole(*given, **named)  # type: ignore
     with pytest.raises(UserError, match="around a picture: the tower, the projector"):
         canary.check("a weight push")
 
