@@ -294,7 +294,12 @@ class Speech:
         keep = self._thinks_in_special or bool(
             tools and self.calls is not None and self.calls.special_marks
         )
-        text = self._text(tokens, keep_special=keep)
+        ids = list(tokens[:-1] if tokens and tokens[-1] in self._ends else tokens)
+        text = str(
+            self.tokenizer.decode(
+                ids, skip_special_tokens=not keep, spaces_between_special_tokens=False
+            )
+        )
         reasoning = None
         rest = text
         if self.reasoning is not None:
@@ -310,13 +315,6 @@ class Speech:
         return Reading(
             reply.text, reasoning, tuple(tool_call(call) for call in reply.calls), matched
         )
-
-    def _text(self, tokens: Sequence[int], *, keep_special: bool) -> str:
-        ids = list(tokens[:-1] if tokens and tokens[-1] in self._ends else tokens)
-        text = self.tokenizer.decode(
-            ids, skip_special_tokens=not keep_special, spaces_between_special_tokens=False
-        )
-        return str(text)
 
     def visible_part(self, tokens: list[int]) -> list[int]:
         """The tokens of an answer behind its reasoning, without blanks before it."""

@@ -53,6 +53,7 @@ class AgentSession:
     Attributes:
         failure: of an engine, which the agent was told of as status 503.
         was_cut: a request was refused, or its answer cut short, because the rollout ends.
+        generation_seconds: in which a request was under way.
         refused: why the last request was refused that was; "" if none was.
     """
 
@@ -81,7 +82,7 @@ class AgentSession:
         # the generate function's: its state, and its span of the trace
         self._context = contextvars.copy_context()
         self._waiting: set[asyncio.Task[Any]] = set()
-        self._busy = 0.0
+        self.generation_seconds = 0.0
         self._since = 0.0
         own = sample.apply_chat_template_kwargs or state.args.apply_chat_template_kwargs
         self._template_kwargs: dict[str, Any] = dict(own or {})
@@ -211,12 +212,7 @@ class AgentSession:
         finally:
             self._waiting.discard(task)
             if not self._waiting:
-                self._busy += time.monotonic() - self._since
-
-    @property
-    def generation_seconds(self) -> float:
-        """Seconds in which a request was under way."""
-        return self._busy
+                self.generation_seconds += time.monotonic() - self._since
 
     def end(self) -> None:
         """Cancel what is under way, and begin nothing: nobody will read the answers."""

@@ -392,38 +392,32 @@ def _not_used(name: str, modules: Iterable[str]) -> str:
 # -- all adapters ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AdapterLimits:
-    """Limits of the command line; None for none.
-
-    Attributes:
-        max_rank: of an adapter.
-        max_loaded: names at once.
-    """
-
-    max_rank: int | None = None
-    max_loaded: int | None = None
-
-
 class AdapterTable:
     """Adapters by name. Its methods may be called by any thread.
 
     Args:
-        limits: None: the engine was started without adapters, and refuses all.
+        enabled: False for an engine that was started without adapters; it refuses all.
+        max_rank: of an adapter; None: any.
+        max_loaded: names at once; None: any number.
     """
 
-    def __init__(self, store: WeightStore, limits: AdapterLimits | None) -> None:
+    def __init__(
+        self,
+        store: WeightStore,
+        *,
+        enabled: bool = True,
+        max_rank: int | None = None,
+        max_loaded: int | None = None,
+    ) -> None:
+        self.enabled = enabled
         self._store = store
-        self._limits = limits
+        self._max_rank = max_rank
+        self._max_loaded = max_loaded
         self._named: dict[str, Adapter] = {}
         self._resident: WeakSet[Adapter] = WeakSet()
         self._lock = threading.Lock()
         self._moving = threading.Lock()  # no adapter comes while the others move
         self._released = False
-
-    @property
-    def enabled(self) -> bool:
-        return self._limits is not None
 
     @property
     def vocab_size(self) -> int:
@@ -454,7 +448,7 @@ class AdapterTable:
         return found
 
     def _check_enabled(self, name: str, field_name: str) -> None:
-        if self._limits is None:
+        if not self.enabled:
             raise BadRequest(
                 f"adapter '{name}' was named, and this engine was started without --enable-lora",
                 field_name,
@@ -481,11 +475,10 @@ class AdapterTable:
             BadRequest: the engine was started without adapters.
         """
         self._check_enabled(name, "lora_name")
-        assert self._limits is not None
         with self._lock:
             self._refuse_taken(name)
         form = AdapterForm.read(config)
-        most = self._limits.max_rank
+        most = self._max_rank
         if most is not None and form.rank > most:
             raise WeightError(f"r is {form.rank}, --max-lora-rank of this engine is {most}")
         parts = place(self._store, form, tensors)
@@ -506,12 +499,10 @@ class AdapterTable:
             raise WeightError(
                 f"adapter '{name}' is already loaded; unload it first, or load it under a new name"
             )
-        assert self._limits is not None
-        most = self._limits.max_loaded
-        if most is not None and len(self._named) >= most:
+        if self._max_loaded is not None and len(self._named) >= self._max_loaded:
             raise WeightError(
                 f"{len(self._named)} adapters are loaded ({', '.join(self._named)}), "
-                f"--max-loaded-loras is {most}; unload one first"
+                f"--max-loaded-loras is {self._max_loaded}; unload one first"
             )
 
     def load_directory(

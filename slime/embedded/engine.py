@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from slime import deadlines
-from slime.embedded.adapters import AdapterLimits, AdapterTable
+from slime.embedded.adapters import AdapterTable
 from slime.embedded.architecture import Architecture
 from slime.embedded.kv_cache import KVCache
 from slime.embedded.options import EngineOptions
@@ -332,9 +332,12 @@ def load_adapters(options: EngineOptions, store: WeightStore) -> AdapterTable:
     Raises:
         UserError: one of them cannot be loaded.
     """
-    enabled = options.enable_lora or bool(options.lora_paths)
-    limits = AdapterLimits(options.max_lora_rank, options.max_loaded_loras)
-    adapters = AdapterTable(store, limits if enabled else None)
+    adapters = AdapterTable(
+        store,
+        enabled=options.enable_lora or bool(options.lora_paths),
+        max_rank=options.max_lora_rank,
+        max_loaded=options.max_loaded_loras,
+    )
     for name, path in options.lora_paths:
         try:
             adapters.load_directory(name, path, pinned=True)

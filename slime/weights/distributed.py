@@ -102,7 +102,7 @@ class DistributedTransport(Transport):
                 nbytes = nbytes + bucket.nbytes
                 self._finish()
                 self._start(bucket, version)
-                for name, tensor in bucket.tensors():
+                for name, tensor in bucket.tensors:
                     observe(name, tensor)
             self._finish()
         except Exception:

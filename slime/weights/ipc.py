@@ -89,7 +89,7 @@ class IpcTransport(Transport):
             if self._failure is not None:
                 continue
             try:
-                for name, tensor in bucket.tensors():
+                for name, tensor in bucket.tensors:
                     observe(name, tensor)
                 limit = deadline_for(bucket.nbytes)
                 answers = self._fleet.start(

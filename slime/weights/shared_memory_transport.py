@@ -38,7 +38,7 @@ class SharedMemoryTransport(Transport):
         self._pool.rewind()  # nothing is read between pushes
         try:
             for bucket in self._packing.buckets(tensors, self._allocate):
-                for name, tensor in bucket.tensors():
+                for name, tensor in bucket.tensors:
                     observe(name, tensor)
                 limit = deadline_for(bucket.nbytes)
                 body = _request(bucket, self._current, version)

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from slime.embedded.adapters import Adapter, AdapterLimits, AdapterTable
+from slime.embedded.adapters import Adapter, AdapterTable
 from slime.embedded.scheduler import Scheduler
 from slime.embedded.sequence import Sequence
 from slime.embedded.weights import WeightError
@@ -54,7 +54,7 @@ def base(directories: dict[str, Path]) -> Path:
 
 
 def table_of(scheduler: Scheduler, **limits: int) -> AdapterTable:
-    return AdapterTable(scheduler.store, AdapterLimits(**limits))
+    return AdapterTable(scheduler.store, **limits)
 
 
 def sequence_with(adapter: Adapter | None, **params: Any) -> Sequence:
@@ -519,7 +519,7 @@ def test_names_and_limits(base: Path, tmp_path: Path) -> None:
     table.unload("a")
     table.load_directory("c", str(save_adapter(tmp_path / "saved", config, tensors)))
     assert table.find("c").path == str(tmp_path / "saved")
-    off = AdapterTable(make_scheduler(base).store, None)
+    off = AdapterTable(make_scheduler(base).store, enabled=False)
     for refused in (lambda: off.find("a"), lambda: off.load("a", config, tensors)):
         with pytest.raises(BadRequest, match="without --enable-lora"):
             refused()

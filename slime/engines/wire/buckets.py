@@ -165,12 +165,9 @@ class Bucket:
     def nbytes(self) -> int:
         return int(self.buffer.numel())
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, view into the buffer); writing to a view writes to the bucket."""
-        return iter(self._views)
-
     @functools.cached_property
-    def _views(self) -> list[tuple[str, torch.Tensor]]:
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """(name, view into the buffer); writing to a view writes to the bucket."""
         return list(unpack(self.buffer, self.entries))
 
 
@@ -366,6 +363,6 @@ def _fill(
     bucket = Bucket(make(total), entries)
     # all in one call: a model of experts has ten thousand tensors and more
     torch._foreach_copy_(
-        [view for _, view in bucket.tensors()], [source.detach() for _, source in tensors]
+        [view for _, view in bucket.tensors], [source.detach() for _, source in tensors]
     )
     return bucket
