@@ -6,7 +6,7 @@ A message has the one form of `slime.prompts.conversation`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,10 @@ from slime.agents.images import AgentImages
 from slime.engines.chat_answers import tool_call
 from slime.engines.chat_messages import refused, shows_tools
 from slime.engines.reasoning import ReasoningFormat, reasoning_format
-from slime.engines.request_fields import BadRequest
+from slime.engines.request_fields import LIST, BadRequest, optional
 from slime.engines.tool_calls import Reply, ToolFormat, tool_format, tool_schemas
 from slime.errors import UserError
+from slime.log import get_logger
 from slime.prompts.chat_template import (
     TemplateRefuses,
     before_past_turn,
@@ -30,6 +31,8 @@ from slime.prompts.chat_template import (
     without_repeated_end,
 )
 from slime.prompts.conversation import Messages, read_messages
+
+logger = get_logger(__name__)
 
 #: Tokens at the end of a prompt in which an opening mark of reasoning is looked for.
 _TAIL = 8
@@ -96,6 +99,20 @@ def clean(messages: Iterable[dict[str, Any]]) -> Messages:
     with refused("messages"):
         read = read_messages(messages)
     return [{name: message[name] for name in _FIELDS if name in message} for message in read]
+
+
+def only_functions(body: Mapping[str, Any], kinds: Collection[str | None]) -> list[dict[str, Any]]:
+    """Return the tools of a body that are functions; the model could not call any other.
+
+    Args:
+        kinds: values of ``type`` that the protocol gives functions.
+    """
+    tools = optional(body, "tools", LIST, [])
+    own = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") in kinds]
+    if len(own) < len(tools):
+        left_out = len(tools) - len(own)
+        logger.debug("an agent's tools that are no functions are left out: %d", left_out)
+    return own
 
 
 # -- what is the same ------------------------------------------------------------------------------

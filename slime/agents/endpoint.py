@@ -185,8 +185,7 @@ class AgentEndpoint:
         return self
 
     async def _end_with_rollout(self, task: asyncio.Task[Any]) -> None:
-        """An agent may be in the midst of a long tool: the end of the rollout does not wait for
-        it."""
+        """Cancel the agent when the rollout ends, as it may be in the middle of a long tool."""
         await self._session.state.client.wait_for_abort()
         self._ended_by_rollout = True
         task.cancel()

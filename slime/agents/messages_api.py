@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from slime.agents.conversation import Ask, clean
+from slime.agents.conversation import Ask, clean, only_functions
 from slime.agents.session import AgentSession
 from slime.agents.turns import Turn
 from slime.engines.chat_answers import event
@@ -23,12 +23,8 @@ from slime.engines.request_fields import (
     required,
     strings,
 )
-from slime.log import get_logger
 from slime.prompts.conversation import Messages, read_messages, read_text, read_tools
 from slime.samples.types import SampleStatus
-
-logger = get_logger(__name__)
-
 
 # -- requests --------------------------------------------------------------------------------------
 
@@ -86,14 +82,7 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The tools in the form of chat completions."""
-    tools = optional(body, "tools", LIST, [])
-    own = [
-        tool for tool in tools if isinstance(tool, dict) and tool.get("type") in (None, "custom")
-    ]
-    if len(own) < len(tools):
-        logger.debug(
-            "an agent's tools that are no functions are left out: %d", len(tools) - len(own)
-        )
+    own = only_functions(body, (None, "custom"))
     bare = [
         {name: tool[name] for name in ("name", "description") if tool.get(name)} for tool in own
     ]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slime.agents.chat_api import error, error_event, ping
-from slime.agents.conversation import Ask, clean
+from slime.agents.conversation import Ask, clean, only_functions
 from slime.agents.session import AgentSession
 from slime.agents.turns import Turn
 from slime.engines.chat_answers import event
@@ -22,12 +22,10 @@ from slime.engines.request_fields import (
     integer,
     optional,
 )
-from slime.log import get_logger
 from slime.prompts.conversation import Messages, read_messages
 from slime.samples.types import SampleStatus
 
 __all__ = ["error", "error_event", "events", "ping", "read", "whole"]
-logger = get_logger(__name__)
 
 _UNSUPPORTED = ("background", "conversation", "prompt")
 _ROLES = ("system", "developer", "user", "assistant")
@@ -91,14 +89,7 @@ def _history(previous: str, session: AgentSession) -> Messages:
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The tools in the form of chat completions."""
-    tools = optional(body, "tools", LIST, [])
-    functions = [
-        tool for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"
-    ]
-    if len(functions) < len(tools):
-        logger.debug(
-            "an agent's tools that are no functions are left out: %d", len(tools) - len(functions)
-        )
+    functions = only_functions(body, ("function",))
     fields = ("name", "description", "parameters")
     shapes = [
         {name: tool[name] for name in fields if tool.get(name) is not None} for tool in functions

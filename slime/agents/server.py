@@ -55,8 +55,8 @@ class AgentServer:
         self.host = ""
         self.port = 0
 
-    async def start(self, host: str, port: int) -> None:
-        """Listen.
+    async def start(self, host: str, port: int) -> AgentServer:
+        """Listen; return the server itself.
 
         Raises:
             UserError: the port is taken, or the address is not one of this host.
@@ -88,6 +88,7 @@ class AgentServer:
         self.host = host
         self.port = int(listener.getsockname()[1])
         logger.info("agents are answered at http://%s:%d", host, self.port)
+        return self
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -105,8 +106,8 @@ class AgentServer:
         session.end()
 
     def _session_of(self, key: str) -> AgentSession | None:
-        """Looked up by a digest, and compared in constant time: how long it takes tells nothing of
-        other keys."""
+        """Find the session of a key by its digest. The comparison takes constant time, which tells
+        nothing about other keys."""
         known, session = self._sessions.get(_digest(key), ("", None))
         return (
             session if hmac.compare_digest(known.encode(), key.encode(errors="replace")) else None
@@ -199,8 +200,8 @@ def _answering(api: ModuleType) -> Handler:
 async def _stream(
     request: web.Request, working: asyncio.Task[Turn], api: ModuleType
 ) -> web.StreamResponse:
-    """The answer as events, all at its end, with pings until then: what the engine sends again
-    after a push of weights, or after another engine's death, must not be seen twice."""
+    """Send pings until the answer is complete, then all of its events. A client must not see twice
+    what an engine generates again after a push of weights or another engine's death."""
     response = web.StreamResponse(headers=EVENT_HEADERS)
     try:
         await response.prepare(request)
@@ -304,18 +305,12 @@ async def shared_server(host: str, port: int) -> AgentServer:
     """
     loop = asyncio.get_running_loop()
     if loop not in _SERVERS:
-        _SERVERS[loop] = loop.create_task(_started(host, port))
+        _SERVERS[loop] = loop.create_task(AgentServer().start(host, port))
     try:
         return await asyncio.shield(_SERVERS[loop])
     except UserError:
         _SERVERS.pop(loop, None)
         raise
-
-
-async def _started(host: str, port: int) -> AgentServer:
-    server = AgentServer()
-    await server.start(host, port)
-    return server
 
 
 async def close_server() -> None:

@@ -54,10 +54,10 @@ _keys = itertools.count(1)
 
 # -- adapter_config.json ---------------------------------------------------------------------------
 
-#: Fields of PEFT's config that say how the adapter is computed.
+#: Fields of PEFT's config that decide how the adapter is computed.
 _READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "init_lora_weights")
-#: Those that change nothing about an adapter that is computed with; names of tensors say whether
-#: the experts have one each.
+#: Fields that change nothing in inference; the names of tensors tell whether each expert has an
+#: adapter of its own.
 _WITHOUT_EFFECT = (
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "lora_dropout", "layers_pattern", "megatron_config", "megatron_core",
@@ -148,7 +148,7 @@ _FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
 def _paths(module: str) -> list[str]:
-    """A module's path, and those of tensors that hold it together with others."""
+    """Return a module's path, and those of stacked or fused tensors that contain it."""
     found = _EXPERT.fullmatch(module)
     if found is None:
         return [module]
@@ -235,7 +235,7 @@ class Adapter:
         self._views.setdefault(piece.name, {}).setdefault(piece.index(tensors), view)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """What the engine multiplies with, put together as it came."""
+        """Return a tensor as the engine multiplies with it, in the form in which it came."""
         if self._kept is not None:
             return self._kept[name]
         views = self._views[name]
@@ -349,7 +349,7 @@ def _check_targets(form: AdapterForm, modules: list[str]) -> None:
 def _find(
     module: str, side: Side, tensors: Tensors, table: Mapping[str, tuple[int, ...]], experts: int
 ) -> tuple[_Piece, bool]:
-    """The tensor of one side of a module, and whether it is gate and up at once."""
+    """Find the tensor of one side of a module; tell also whether it holds gate and up together."""
     name = peft_name(module, side)
     shape = table[name]
     found = _EXPERT.fullmatch(module)

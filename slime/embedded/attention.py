@@ -15,33 +15,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from slime.embedded.kv_cache import BLOCK, CacheBlock, KVCache
+from slime.embedded.model import Heads
 from slime.embedded.states import PrefillChunk, StateRows
 
 #: Part of a block is read in multiples of this many positions, so that there are few different
 #: shapes.
 _READ_STEP = 16
-
-
-class Heads(NamedTuple):
-    """What one layer attends with.
-
-    Attributes:
-        queries: [tokens, heads, head_dim], rotated; so are the keys.
-        keys, values: [tokens, kv_heads, head_dim].
-        sinks: [heads]; None where the layer has none.
-    """
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

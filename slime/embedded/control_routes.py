@@ -1,29 +1,35 @@
-"""Routes that control the engine (abort, pause, flush, memory, weights, reports), and SGLang's
-routes that it refuses."""
+"""Routes that control the engine (abort, pause, flush, memory, weights, adapters, reports), and
+SGLang's routes that it refuses."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from aiohttp import web
 
 import slime
 from slime import deadlines
+from slime.embedded.adapters import AdapterTable, check_added_tokens
 from slime.embedded.engine import describe_adapters, load_report
+from slime.embedded.generate_request import refuse_unknown
 from slime.embedded.generate_routes import ServerState, json_body, json_response, state_of
 from slime.embedded.sequence import Sequence
-from slime.embedded.weight_update import ABILITIES, WeightUpdater
+from slime.embedded.serialized_tensors import read_named_tensors
+from slime.embedded.weight_update import ABILITIES, NAME, PATH, WeightUpdater
 from slime.embedded.weights import WeightError, describe
 from slime.engines.request_fields import (
     FLAG,
+    OBJECT,
     TEXT,
     BadRequest,
     FieldKind,
@@ -327,6 +333,100 @@ async def weights_checker(state: ServerState, body: dict[str, Any]) -> web.Respo
             }
     stated = {"weight_version": store.version if version is None else version}
     return json_response({"success": True, "message": "Success."} | stated | more)
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+_LOAD_FORMAT = one_of("flattened_bucket")
+_OF_ANY_LOAD = ("lora_name", "pinned", "weight_version")
+_OF_DIRECTORY = (*_OF_ANY_LOAD, "lora_path")
+_OF_TENSORS = (
+    *_OF_ANY_LOAD, "config_dict", "serialized_tensors", "load_format", "expected_checksums",
+    "added_tokens_config",
+)  # fmt: skip
+
+
+def _load_directory(adapters: AdapterTable, body: Mapping[str, Any]) -> None:
+    refuse_unknown(body, _OF_DIRECTORY, (), ("lora_id",))
+    name = required(body, "lora_name", NAME)
+    adapters.load_directory(name, required(body, "lora_path", PATH), **_load_options(body))
+
+
+def _load_tensors(adapters: AdapterTable, body: Mapping[str, Any]) -> None:
+    refuse_unknown(body, _OF_TENSORS, (), ("lora_id",))
+    name = required(body, "lora_name", NAME)
+    config = required(body, "config_dict", OBJECT)
+    load_format = optional(body, "load_format", _LOAD_FORMAT, None)
+    added = optional(body, "added_tokens_config", OBJECT, {})
+    check_added_tokens(added, adapters.vocab_size)
+    payload = required(body, "serialized_tensors", TEXT)
+    pairs = read_named_tensors(payload, load_format, "serialized_tensors")
+    tensors = dict(pairs)
+    if len(tensors) < len(pairs):
+        raise WeightError("serialized_tensors has a name twice")
+    expected = optional(body, "expected_checksums", OBJECT, None)
+    if expected is not None:
+        _compare(expected, tensors)
+    adapters.load(name, config, tensors, **_load_options(body))
+
+
+def _unload(adapters: AdapterTable, body: Mapping[str, Any]) -> None:
+    refuse_unknown(body, ("lora_name",), (), ("lora_id",))
+    adapters.unload(required(body, "lora_name", NAME))
+
+
+def _load_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "pinned": optional(body, "pinned", FLAG, False),
+        "version": optional(body, "weight_version", TEXT, None),
+    }
+
+
+def _compare(expected: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Compare tensors with SGLang's checksums: sha256 of the bytes as they came.
+
+    Raises:
+        WeightError: one differs, is missing or was not expected; names it.
+    """
+    for name in expected:
+        if name not in tensors:
+            raise WeightError(f"expected_checksums names {name}, which is not among the tensors")
+    for name, tensor in tensors.items():
+        if name not in expected:
+            raise WeightError(f"expected_checksums has none for {name}")
+        raw = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+        found = hashlib.sha256(raw.data).hexdigest()
+        if found != expected[name]:
+            raise WeightError(
+                f"{name} has another checksum than expected ({found[:8]}…, not "
+                f"{str(expected[name])[:8]}…)"
+            )
+
+
+def _adapter_route(path: str, change: Callable[[AdapterTable, Mapping[str, Any]], None]) -> None:
+    """Register a route that changes the adapters, with the body and the answer of SGLang's. Beyond
+    SGLang's fields a load may carry ``weight_version``: the version that tokens of requests with
+    this adapter report, whatever is pushed while they run."""
+
+    @_post(path)
+    async def answer(state: ServerState, body: dict[str, Any]) -> web.Response:
+        adapters = state.engine.adapters
+        message = ""
+        try:
+            await asyncio.get_running_loop().run_in_executor(state.updates, change, adapters, body)
+        except (WeightError, BadRequest) as error:
+            message = str(error)
+        report = {
+            "success": not message,
+            "error_message": message,
+            "loaded_adapters": {name: one.path for name, one in adapters.loaded.items()},
+        }
+        return json_response(report, status=400 if message else 200)
+
+
+_adapter_route("/load_lora_adapter", _load_directory)
+_adapter_route("/load_lora_adapter_from_tensors", _load_tensors)
+_adapter_route("/unload_lora_adapter", _unload)
 
 
 # -- profiling -------------------------------------------------------------------------------------

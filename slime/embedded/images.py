@@ -36,12 +36,6 @@ class ImageRequests:
     vision: VisionSpec
     limit: int
 
-    def placeholder(self, tokenizer: Any) -> str:
-        """Return the text that stands for an image in a prompt."""
-        vision = self.vision
-        ids = [vision.start_token, vision.image_token, vision.end_token]
-        return "".join(tokenizer.convert_ids_to_tokens(ids))
-
     def read(self, ids: list[int], given: Any) -> tuple[list[int], SequenceImages | None]:
         """Read the images of one prompt; a single placeholder becomes as many as the image needs.
 

@@ -47,7 +47,7 @@ class Linear:
         return self.weight.shape[0]
 
     def invalidate(self) -> None:
-        """The weight was written to."""
+        """Forget the blocked copy, after the weight was written to."""
         self._packed = None
 
     @property

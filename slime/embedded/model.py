@@ -9,18 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from slime.embedded.architecture import Architecture, Rope
-from slime.embedded.attention import Heads
 from slime.embedded.images import SeenImages
 from slime.embedded.layers import ExpertMLP, Linear, Mlp, TokenEmbedding, rms_norm
 from slime.embedded.low_rank import AdaptedRows
 from slime.embedded.states import StateRows
 from slime.models.rotary import frequency_axes, query_factors
 from slime.models.spec import RotaryKind
+
+
+class Heads(NamedTuple):
+    """What one layer attends with.
+
+    Attributes:
+        queries: [tokens, heads, head_dim], rotated; so are the keys.
+        keys, values: [tokens, kv_heads, head_dim].
+        sinks: [heads]; None where the layer has none.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    sinks: torch.Tensor | None = None
 
 
 class Attend(Protocol):

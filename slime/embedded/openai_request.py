@@ -122,7 +122,7 @@ def parse_chat(
     wants = optional(body, "logprobs", FLAG, False)
     images = None
     if limits.images is not None and tokenizer is not None:
-        images = ImageParts(limits.images.placeholder(tokenizer))
+        images = ImageParts(limits.images.vision.placeholder(tokenizer))
     asked = {
         "input_ids": render_chat(body, tokenizer, images),
         "return_logprob": wants,
@@ -255,7 +255,7 @@ def split_model(name: str, limits: RequestLimits, model: str) -> tuple[str, str]
 
     Without adapters a colon has no meaning.
     """
-    if limits.adapters is None or not limits.adapters.enabled or name == model:
+    if not limits.adapters.enabled or name == model:
         return name, ""
     if name in limits.adapters.loaded:
         return model, name

@@ -64,8 +64,7 @@ class Scheduler:
         prefill_tokens: most prompt tokens computed between two decode steps.
         deterministic: results of a sequence do not depend on the others (see `Linear` and
             `attention`).
-        record_experts: sequences get to know the experts of each of their tokens; the model has
-            some.
+        record_experts: keep the experts of each token; only for a model that has experts.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 from aiohttp.typedefs import Middleware
 
 from slime import deadlines
-from slime.embedded import adapter_routes, control_routes, generate_routes, openai_routes
+from slime.embedded import control_routes, generate_routes, openai_routes
 from slime.embedded.engine import Engine, EngineDead, Hub
 from slime.embedded.generate_request import RequestLimits
 from slime.embedded.generate_routes import STATE, ServerState, Unavailable, json_response
@@ -111,7 +111,7 @@ def application(
     app = web.Application(
         middlewares=[_guarding(access, key), _errors], client_max_size=_LARGEST_BODY
     )
-    for module in (generate_routes, control_routes, adapter_routes, openai_routes):
+    for module in (generate_routes, control_routes, openai_routes):
         app.add_routes(module.routes)
     app[STATE] = loading
     return app

@@ -2,8 +2,8 @@
 
 A layer keeps the last inputs of its convolution, and a matrix per head. Unlike keys and values,
 these belong to one position: a sequence can continue from another's only where a state was kept.
-The live state stands behind the last computed token. Prefill also keeps copies of states in the
-midst of a prompt, where others are likely to branch off (`Scheduler`).
+The live state is the one after the last computed token. Prefill also keeps copies of states within
+a prompt, where others are likely to branch off (`Scheduler`).
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from slime.embedded.architecture import Architecture
-from slime.embedded.attention import Heads
 from slime.embedded.layers import Linear, rms_norm
-from slime.embedded.model import MixerInput
+from slime.embedded.model import Heads, MixerInput
 from slime.embedded.states import StateRows, block_reads
 from slime.embedded.weights import WeightStore
 from slime.models import delta_rule

@@ -218,24 +218,3 @@ class EngineClient:
         if answer.get("success") is False:
             raise EngineError(self.url, f"{path} refused: {answer.get('message') or answer}")
         return answer
-
-    async def generate(
-        self,
-        input_ids: list[int],
-        sampling_params: dict[str, Any],
-        *,
-        timeout: float | None = None,
-        headers: dict[str, str] | None = None,
-        **extra: Any,
-    ) -> GenerateResult:
-        """Token-in, token-out generation with log-probs. ``extra`` goes into the request body
-        (``rid``, …)."""
-        body = {
-            "input_ids": input_ids,
-            "sampling_params": sampling_params,
-            "return_logprob": True,
-            **extra,
-        }
-        return GenerateResult.from_json(
-            await self.request("POST", "/generate", body, timeout=timeout, headers=headers)
-        )

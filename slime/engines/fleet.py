@@ -29,9 +29,9 @@ class EngineFleet:
     """Connections to ``urls``. Use `close` when done.
 
     Args:
-        patience: seconds after which an engine that `post_to` or `flush_cache` still waits for is
-            asked for a sign of life, and as many again for that; one that gives none is not waited
-            for. None: until the deadline.
+        patience: seconds until an engine that `post_to` or `flush_cache` still waits for is asked
+            for its load, and seconds for that answer. Without one the engine counts as failed.
+            None: it is waited for until the deadline.
     """
 
     def __init__(self, urls: Sequence[str], patience: float | None = None) -> None:

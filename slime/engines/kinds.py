@@ -65,26 +65,27 @@ class EngineKind:
         check_transposed_experts: refuses a directory whose stacks of experts are transposed
             against published ones.
         check_installed: refuses an environment that cannot start it.
-        weights_dtype: of the policy's weights, in its own words.
+        weights_dtype: the dtype of the policy's weights, in the engine's words.
         computed_here: its model can be computed in another process of this system, part by part
             (`slime align`), and takes the trainer's library for quantised weights. What pushes
             bring to others of such weights is checked before they start
             (`slime.weights.quantised_launch`).
         reads_generation_config: sampling settings that a request leaves out are those of
             generation_config.json.
-        tool_call_words: of its command line, for calls of tools in a format that SGLang calls so
-            ("qwen25").
-        adapter_words: of its command line, for adapters that it serves from the start: name → PEFT
-            directory.
-        image_words: of its command line, for a model that sees images, where the engine does not
-            find that out itself.
+        tool_call_words: words of its command line that make it read calls of tools, by SGLang's
+            name of their format ("qwen25").
+        adapter_words: words of its command line for adapters that it serves from the start, by
+            name → PEFT directory.
+        image_words: words of its command line for a model that sees images, where the engine does
+            not find that out itself.
         releases_without_gpu: it has memory to give to the trainer on hosts without GPUs, too.
         trainer_environment: what trainer ranks need in their environment to send it weights, where
             that does not say otherwise.
-        if_out_of_memory, if_killed: what helps a server that ran out of its GPU's memory, and one
-            that ended without a word, whose host may have run out of memory; each names its flag.
+        if_out_of_memory, if_killed: remedies, each with its flag, for a server that ran out of its
+            GPU's memory, and for one that ended without a message, perhaps because its host ran
+            out of memory.
         memory_fraction: the flag of its share of a GPU's memory; "" where it has none.
-        to_find_the_cause: of any death.
+        to_find_the_cause: remedies that help to find the cause of any death.
     """
 
     command: ServerCommand

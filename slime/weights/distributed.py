@@ -23,7 +23,7 @@ import torch
 from slime import deadlines
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet, is_local
-from slime.engines.wire.buckets import Bucket, BufferPair, Packing
+from slime.engines.wire.buckets import Bucket, BufferPair, Packing, own_device
 from slime.engines.wire.process_group import ExternalGroup, address_towards
 from slime.weights.transport import NamedTensors, Observer, Transferred, Transport, deadline_for
 
@@ -77,10 +77,7 @@ class DistributedTransport(Transport):
         self._ranks = list(ranks_per_engine or [1] * len(fleet.urls))
         self._stage = stage
         self._await_turn = await_turn
-        on_gpu = backend == "nccl"
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        )
+        device = own_device() if backend == "nccl" else torch.device("cpu")
         self._buffers = BufferPair(packing.limit, device)
         self._sending: _Sending | None = None
         self._group: ExternalGroup | None = None

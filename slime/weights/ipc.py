@@ -29,7 +29,14 @@ from torch.multiprocessing import reductions
 
 from slime.engines.api import WEIGHT_LOADER
 from slime.engines.fleet import EngineFleet
-from slime.engines.wire.buckets import Bucket, BufferPair, Packing, TensorEntry, dtype_of
+from slime.engines.wire.buckets import (
+    Bucket,
+    BufferPair,
+    Packing,
+    TensorEntry,
+    dtype_of,
+    own_device,
+)
 from slime.errors import UserError
 from slime.weights.transport import (
     EngineSlots,
@@ -72,7 +79,7 @@ class IpcTransport(Transport):
         self._group = group
         self._packing = packing
         self._in_runs = in_runs
-        self._buffers = BufferPair(packing.limit, _own_device())
+        self._buffers = BufferPair(packing.limit, own_device())
         # buffer number → engines' answers
         self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}
         self._failure: BaseException | None = None
@@ -249,14 +256,6 @@ def _row(entry: TensorEntry) -> SimpleNamespace:
         start_idx=entry.offset,
         end_idx=entry.offset + entry.nbytes,
         numel=entry.nbytes,
-    )
-
-
-def _own_device() -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
     )
 
 

@@ -551,7 +551,8 @@ class _StageSent:
 
 @contextmanager
 def naming_engine() -> Iterator[None]:
-    """Turn the failure of an engine or a stage, as both get ready, into a message with remedies."""
+    """Turn a failure of an engine or a stage during the preparation of pushes into a message with
+    remedies."""
     try:
         yield
     except EngineError as error:

@@ -17,7 +17,7 @@ from slime.embedded.generate_routes import final_text
 from slime.embedded.openai_request import parse_chat, parse_completion
 from slime.embedded.sequence import Sequence, TextStream, find_stop, hold_back, trim_stop
 from slime.engines.request_fields import BadRequest, SamplingParams, parse_params
-from tests.support.embedded_models import EOS, VOCAB, byte_tokenizer, make_sequence
+from tests.support.embedded_models import EOS, VOCAB, byte_tokenizer, make_sequence, no_adapters
 
 TOKENIZER = byte_tokenizer()
 
@@ -29,6 +29,7 @@ def limits(context: int = 64, **changes: Any) -> RequestLimits:
         "eos_token_ids": frozenset({EOS}),
         "tokenizer": TOKENIZER,
         "noise": random.Random(0),
+        "adapters": no_adapters(),
     }
     return RequestLimits(**(fields | changes))
 

@@ -19,7 +19,7 @@ from slime.embedded.weight_update import ABILITIES
 from slime.errors import UserError
 from slime.models.images import ImageReader
 from slime.weights.canary import Canary
-from tests.support.embedded_models import make_scheduler, run
+from tests.support.embedded_models import make_scheduler, no_adapters, run
 from tests.support.images import IMAGES, save_seeing_with_tokenizer
 from tests.support.trainers import trainer
 
@@ -35,7 +35,9 @@ class Engine:
         assert vision is not None
         images = ImageRequests(ImageReader(model), vision, 4)
         noise = random.Random(0)
-        self.limits = RequestLimits(272, 256, frozenset({257}), None, noise, images=images)
+        self.limits = RequestLimits(
+            272, 256, frozenset({257}), None, noise, no_adapters(), images=images
+        )
 
     def get(self, path: str, timeout: float) -> list[dict[str, Any]]:
         return [{"dtype": "float32", "abilities": ABILITIES.to_json()}]
@@ -122,7 +124,7 @@ def test_an_answer_about_other_placeholders_is_refused(model: Path) -> None:
     vision = engine.limits.images.vision
     small = ImageRequests(ImageReader(model, max_pixels=1024), vision, 4)
     canary.fleet.limits = RequestLimits(  # type: ignore[attr-defined]
-        272, 256, frozenset({257}), None, random.Random(0), images=small
+        272, 256, frozenset({257}), None, random.Random(0), no_adapters(), images=small
     )
     with pytest.raises(Exception, match="4 x 4 = 16 tokens, the prompt has"):
         canary.check("a weight push")

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from slime.diagnosis.align.evidence import Scored
 from slime.embedded.architecture import Architecture
-from slime.embedded.attention import Heads, sees, softmax_with_sinks
+from slime.embedded.attention import sees, softmax_with_sinks
+from slime.embedded.model import Heads
 from slime.embedded.states import PrefillChunk, StateCache, StateRows
 from slime.embedded.weights import WeightStore, make_store
 from slime.models.mixers import mixers_of

@@ -79,8 +79,8 @@ _OTHER_VERSION = (
     "not tried: pushes of quantised weights were tried with other versions of SGLang alone"
 )
 
-#: Version → format, as `form_of` names it → route, or why there is none. What stands nowhere was
-#: not tried.
+#: Version → format, as `form_of` names it → route, or why there is none. A format that is missing
+#: was not tried.
 ROUTES: dict[str, dict[str, QuantisedRoute | str]] = {
     "0.5.16": {
         "INT4 in groups of 128, symmetric": QuantisedRoute(opens=True),

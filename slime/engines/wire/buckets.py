@@ -171,6 +171,13 @@ class Bucket:
         return list(unpack(self.buffer, self.entries))
 
 
+def own_device() -> torch.device:
+    """Return this process's GPU, or the CPU where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 class BufferPair:
     """Two flat buffers that take turns: one is packed while the other one is read. They exist once
     they are needed.

@@ -12,13 +12,10 @@ SGLang does, so that the two sides find each other.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
-import os
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
@@ -31,6 +28,7 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from slime import deadlines
 from slime.log import get_logger
+from slime.processes.host import environment_variable
 
 logger = get_logger(__name__)
 
@@ -79,7 +77,9 @@ class ExternalGroup:
         else:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
-            with _errors_left_to_us():
+            # NCCL's watchdog would end this process when a member is lost or late. Members are
+            # engines here, and the death of one must be an error that says so.
+            with environment_variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
                 self._group = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
             self._stream = torch.cuda.Stream()
 
@@ -229,24 +229,6 @@ def _listener(address: str, port: int) -> socket.socket | None:
             return None
         raise
     return listener
-
-
-@contextlib.contextmanager
-def _errors_left_to_us() -> Iterator[None]:
-    """A group made within the block is not watched by NCCL's watchdog, which ends the whole process
-    when a member is lost or late. Here members are engines; that one of them died must be an error
-    that says so.
-    """
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def address_towards(host: str) -> str:
