@@ -70,7 +70,7 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
 
 
 def whole(turn: Turn) -> dict[str, Any]:
-    """The answer as one object."""
+    """Return the answer as one object."""
     reading = turn.reading
     said = chat_answers.message(reading.text, reading.calls, reading.reasoning)
     return _head(turn, "chat.completion") | {
@@ -80,7 +80,7 @@ def whole(turn: Turn) -> dict[str, Any]:
 
 
 def events(turn: Turn) -> Iterator[bytes]:
-    """The answer as a stream."""
+    """Yield the answer as a stream."""
     head = _head(turn, "chat.completion.chunk")
     reading = turn.reading
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
@@ -98,7 +98,7 @@ def events(turn: Turn) -> Iterator[bytes]:
 
 
 def ping() -> bytes:
-    """A comment, which clients skip."""
+    """Return a comment, which clients skip."""
     return b": ping\n\n"
 
 
@@ -107,7 +107,7 @@ def error(message: str, kind: str, code: str | None, param: str | None) -> dict[
 
 
 def error_event(message: str) -> bytes:
-    """A failure behind the status."""
+    """Return the event of a failure after the status was sent."""
     return event(error(message, "unavailable", None, None))
 
 

@@ -82,7 +82,7 @@ class Reading:
     stop: str = ""
 
     def message(self) -> dict[str, Any]:
-        """The message that the client is to send back."""
+        """Return the message that the client is to send back."""
         said: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.calls:
             said["tool_calls"] = list(self.calls)
@@ -90,8 +90,7 @@ class Reading:
 
 
 def clean(messages: Iterable[dict[str, Any]]) -> Messages:
-    """Messages in the one form of `slime.prompts.conversation`, with the fields that mean something
-    alone.
+    """Read messages in the one form of `slime.prompts.conversation`; drop fields without a meaning.
 
     Raises:
         BadRequest: one that cannot be understood.
@@ -119,8 +118,8 @@ def only_functions(body: Mapping[str, Any], kinds: Collection[str | None]) -> li
 
 
 def key_of(message: dict[str, Any], *, with_reasoning: bool = True) -> bytes:
-    """Equal for messages that say the same: of the assistant's, blanks at the ends, the way in
-    which arguments are written, and ids do not count.
+    """Return a key that is equal for messages that say the same. In the assistant's messages,
+    blanks at the ends, the way in which arguments are written, and ids do not count.
 
     Example:
         >>> key_of({"role": "assistant", "content": "4\\n"}) == key_of(
@@ -151,7 +150,7 @@ def _call_key(call: Any) -> list[Any]:
 
 
 def _whole_numbers(value: Any) -> Any:
-    """5.0 as 5: clients in JavaScript know one kind of number, and send it back so."""
+    """Turn 5.0 into 5, as clients in JavaScript, which know one kind of number, send it back."""
     if isinstance(value, dict):
         return {name: _whole_numbers(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -168,7 +167,7 @@ def call_ids(message: dict[str, Any]) -> list[Any]:
 
 
 def digest(before: bytes, key: bytes) -> bytes:
-    """Digest of a conversation, from the digest of everything before its last message."""
+    """Return the digest of a conversation, from that of everything before its last message."""
     return hashlib.blake2b(before + key, digest_size=16).digest()
 
 
@@ -243,7 +242,7 @@ class Speech:
             )
 
     def opening(self, ask: Ask, messages: Messages, *, to_past: bool = False) -> list[int]:
-        """Tokens of a conversation's beginning, up to where the assistant is to speak.
+        """Return the tokens of a conversation's beginning, up to where the assistant is to speak.
 
         Raises:
             BadRequest: the chat template refuses the messages.
@@ -254,7 +253,7 @@ class Speech:
     def between(
         self, ask: Ask, before: list[int], messages: Messages, *, to_past: bool = False
     ) -> list[int]:
-        """Tokens from the end of an answer to where the assistant is to speak again.
+        """Return the tokens from the end of an answer to where the assistant is to speak again.
 
         Args:
             before: the answer's tokens.
@@ -334,7 +333,7 @@ class Speech:
         )
 
     def visible_part(self, tokens: list[int]) -> list[int]:
-        """The tokens of an answer behind its reasoning, without blanks before it."""
+        """Return the tokens of an answer behind its reasoning, without blanks before it."""
         if self.reasoning is None:
             return tokens
         low = 0  # fewest tokens in which the reasoning has ended

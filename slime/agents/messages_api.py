@@ -81,7 +81,7 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools in the form of chat completions."""
+    """Return the tools in the form of chat completions."""
     own = only_functions(body, (None, "custom"))
     bare = [
         {name: tool[name] for name in ("name", "description") if tool.get(name)} for tool in own
@@ -95,7 +95,7 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def whole(turn: Turn) -> dict[str, Any]:
-    """The answer as one object."""
+    """Return the answer as one object."""
     return _message(turn) | {
         "content": _blocks(turn),
         **_ending(turn),
@@ -104,7 +104,7 @@ def whole(turn: Turn) -> dict[str, Any]:
 
 
 def events(turn: Turn) -> Iterator[bytes]:
-    """The answer as a stream."""
+    """Yield the answer as a stream."""
 
     def say(kind: str, **fields: Any) -> bytes:
         return event({"type": kind, **fields}, kind)
@@ -146,7 +146,7 @@ def error(message: str, kind: str, code: str | None, param: str | None) -> dict[
 
 
 def error_event(message: str) -> bytes:
-    """A failure behind the status."""
+    """Return the event of a failure after the status was sent."""
     return event(error(message, "unavailable", None, None), "error")
 
 

@@ -75,7 +75,8 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
 
 
 def _history(previous: str, session: AgentSession) -> Messages:
-    """Messages up to the end of an earlier response; its instructions are not carried over."""
+    """Return the messages up to the end of an earlier response; its instructions are not carried
+    over."""
     if not previous:
         return []
     for turn in session.tree.turns:
@@ -88,7 +89,7 @@ def _history(previous: str, session: AgentSession) -> Messages:
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools in the form of chat completions."""
+    """Return the tools in the form of chat completions."""
     functions = only_functions(body, ("function",))
     fields = ("name", "description", "parameters")
     shapes = [
@@ -98,7 +99,8 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _messages(items: list[Any], session: AgentSession) -> Messages:
-    """Items as messages: reasoning, text and calls in a row are one message of the assistant."""
+    """Read items as messages: reasoning, text and calls in a row are one message of the
+    assistant."""
     given = []
     for index, item in enumerate(items):
         if isinstance(item, dict) and (item.get("type") or "message") == "message":
@@ -118,12 +120,12 @@ def _messages(items: list[Any], session: AgentSession) -> Messages:
 
 
 def whole(turn: Turn) -> dict[str, Any]:
-    """The answer as one object."""
+    """Return the answer as one object."""
     return _response(turn, _items(turn), _status(turn))
 
 
 def events(turn: Turn) -> Iterator[bytes]:
-    """The answer as a stream."""
+    """Yield the answer as a stream."""
     number = -1
 
     def say(kind: str, **fields: Any) -> bytes:

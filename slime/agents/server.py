@@ -95,7 +95,7 @@ class AgentServer:
             await self._runner.cleanup()
 
     def open(self, session: AgentSession) -> str:
-        """A new key, with which requests are ``session``'s."""
+        """Return a new key, with which requests belong to ``session``."""
         key = f"sk-slime-{secrets.token_urlsafe(32)}"
         self._sessions[_digest(key)] = (key, session)
         return key
@@ -127,8 +127,8 @@ class AgentServer:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every refusal in the shape of its protocol; what was not foreseen as status 500, with the
-        traceback in the log."""
+        """Answer every refusal in the shape of its protocol; an unforeseen exception becomes status
+        500, with the traceback in the log."""
         try:
             return await handler(request)
         except BadRequest as error:
@@ -160,7 +160,7 @@ class AgentServer:
             return _refused(request, f"{type(error).__name__}: {error}", 500, "api_error")
 
     def _tell(self, request: web.Request, message: str) -> None:
-        """Warn of what an agent is refused, each once."""
+        """Warn once of each refusal."""
         if message not in self._said and len(self._said) < 100:
             self._said.add(message)
             logger.warning(
@@ -178,7 +178,7 @@ def _digest(key: str) -> bytes:
 
 
 def _answering(api: ModuleType) -> Handler:
-    """The handler of a protocol's generating route."""
+    """Make the handler of a protocol's generating route."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         session = request[_SESSION]
@@ -217,7 +217,7 @@ async def _stream(
 
 
 def _events(request: web.Request, working: asyncio.Task[Turn], api: ModuleType) -> list[bytes]:
-    """Events of an answer, or of an error: the status is sent already."""
+    """Return the events of an answer, or of an error, as the status is sent already."""
     try:
         return list(api.events(working.result()))
     except (BadRequest, Refusal) as error:
@@ -286,7 +286,7 @@ async def _models(request: web.Request) -> web.Response:
 
 
 async def _model(request: web.Request) -> web.Response:
-    """Any name is the policy's."""
+    """Describe the policy under any name."""
     return _json(_CARD | {"id": request.match_info["model"]})
 
 
@@ -298,7 +298,7 @@ _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]
 
 
 async def shared_server(host: str, port: int) -> AgentServer:
-    """The server of this event loop, started by whoever needs it first.
+    """Return the server of this event loop, started by whoever needs it first.
 
     Raises:
         UserError: it cannot listen there.

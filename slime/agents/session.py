@@ -100,7 +100,7 @@ class AgentSession:
         return read(None) if self.images is None else self.images.read(read, field)
 
     def with_kwargs(self, ask: Ask) -> Ask:
-        """The request with the run's arguments of the chat template, where it brings none of its
+        """Add the run's arguments of the chat template to a request, where it brings none of its
         own."""
         if not self._template_kwargs:
             return ask
@@ -109,7 +109,7 @@ class AgentSession:
         )
 
     async def answer(self, ask: Ask) -> Turn:
-        """The model's answer to a request.
+        """Generate the model's answer to a request.
 
         Raises:
             BadRequest: the chat template refuses it.

@@ -244,7 +244,7 @@ class Adapter:
         return torch.stack([views[number] for number in sorted(views, key=lambda n: n or 0)])
 
     def fingerprints(self, names: Iterable[str] | None = None) -> dict[str, str]:
-        """xxh3-128 per tensor, of its bytes in the engine's dtype.
+        """Return the xxh3-128 of each tensor's bytes in the engine's dtype.
 
         Raises:
             WeightError: a name that the adapter does not have.
@@ -425,18 +425,19 @@ class AdapterTable:
 
     @property
     def loaded(self) -> dict[str, Adapter]:
-        """Adapters that requests may name."""
+        """Return the adapters that requests may name."""
         with self._lock:
             return dict(self._named)
 
     @property
     def resident(self) -> list[Adapter]:
-        """Adapters in memory: the loaded ones, and unloaded ones that requests still use."""
+        """Return the adapters in memory: the loaded ones, and unloaded ones that requests still
+        use."""
         with self._lock:
             return sorted(self._resident, key=lambda adapter: adapter.key)
 
     def find(self, name: str, field_name: str = "lora_path") -> Adapter:
-        """The adapter that a request names.
+        """Find the adapter that a request names.
 
         Raises:
             BadRequest: there is none of this name.
@@ -566,7 +567,7 @@ def check_added_tokens(added: Mapping[str, Any], vocab_size: int) -> None:
 
 
 def read_directory(path: Path, vocab_size: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and tensors of a directory that PEFT wrote.
+    """Read the config and the tensors of a directory that PEFT wrote.
 
     Raises:
         WeightError: a file is missing or cannot be read, or adds tokens.

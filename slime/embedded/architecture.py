@@ -39,7 +39,7 @@ class Rope:
         return self.spec.rotary_interleaved
 
     def tables(self, num_positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and *signed* sin, each [num_positions, 1, rotated dimensions of a head].
+        """Return cos and *signed* sin, each [num_positions, 1, rotated dimensions of a head].
 
         Of each pair the first has the negative sine, so that rotating is ``x * cos + (x, pairs
         swapped) * sin``.
@@ -53,7 +53,7 @@ class Rope:
         return whole[0].to(dtype).unsqueeze(1), whole[1].to(dtype).unsqueeze(1)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x [tokens, heads, dim], of which the first dimensions are rotated by rows of `tables`."""
+        """Rotate the first dimensions of x [tokens, heads, dim] by rows of `tables`."""
         size = cos.shape[-1]
         part = x[..., :size] if size < x.shape[-1] else x
         swapped = (
@@ -159,7 +159,7 @@ class Architecture:
     def from_config(
         config: Mapping[str, Any], generation_eos: int | list[int] | None = None
     ) -> Architecture:
-        """The fields of a parsed ``config.json``.
+        """Read a parsed ``config.json``.
 
         Raises:
             UserError: a family that there is no table for, or a setting that cannot be honoured.

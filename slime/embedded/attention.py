@@ -181,8 +181,8 @@ class _DecodeRows:
 
 
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """The softmax over the last axis of float32 scores, and a sink in each row that takes its share
-    and gives nothing.
+    """Take the softmax over the last axis of float32 scores. A sink in each row takes its share and
+    adds nothing.
 
     Args:
         sinks: float32, shaped as the scores without their last axis, or broadcasting to that; None:
@@ -386,7 +386,7 @@ def _sdpa(
 def _explicit_with_sinks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """As `_sdpa`; its kernel does not tell the log-sum-exp that sinks need."""
+    """Do as `_sdpa`, whose kernel does not return the log-sum-exp that sinks need."""
     count, heads, head_dim = q.shape
     kv_heads = k.shape[0]
     grouped = q.view(count, kv_heads, -1, head_dim).transpose(0, 1).flatten(1, 2)
@@ -399,7 +399,7 @@ def _explicit_with_sinks(
 
 
 def sees(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
-    """bool [queries, keys]: whether a token at a position sees that at another; int64 positions.
+    """Return bool [queries, keys]: whether the token at one int64 position sees the one at another.
 
     Args:
         window: how many positions it sees, its own included; None: all before it.
@@ -411,8 +411,8 @@ def sees(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch
 def _causal_mask(
     span: PrefillChunk, first: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """bool [count, start + count - first]: which keys from position ``first`` on each new token
-    sees."""
+    """Return bool [count, start + count - first]: which keys from position ``first`` on each new
+    token sees."""
     keys = torch.arange(first, span.start + span.count, device=device)
     return sees(keys[span.start - first :], keys, window)
 
@@ -420,16 +420,16 @@ def _causal_mask(
 def _block_mask(
     start: int, group: int, first: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """float32 [BLOCK * group, start + BLOCK - first] for queries ordered by position, then group,
-    and keys from position ``first`` on."""
+    """Make the mask, float32 [BLOCK * group, start + BLOCK - first], for queries ordered by
+    position, then group, and keys from position ``first`` on."""
     positions = torch.arange(start, start + BLOCK, device=device).repeat_interleave(group)
     hidden = ~sees(positions, torch.arange(first, start + BLOCK, device=device), window)
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
 
 
 def _worth_reading(block: CacheBlock, longest: int) -> int:
-    """Positions to read of a block: all, unless so few are used that copying those out first is the
-    smaller work."""
+    """Return how many positions of a block to read: all, unless so few are used that it is less
+    work to copy those out first."""
     used = -(-block.used(longest) // _READ_STEP) * _READ_STEP
     return used if 2 * used <= block.size else block.size
 

@@ -165,7 +165,7 @@ class Engine:
         return self.call(run)
 
     def throughput(self) -> float:
-        """Decoded tokens per second over the last seconds."""
+        """Return the decoded tokens per second over the last seconds."""
         now = time.monotonic()
         recent = [(at, count) for at, count in list(self._rate) if now - at <= _RATE_WINDOW]
         return sum(count for _, count in recent) / _RATE_WINDOW
@@ -233,7 +233,7 @@ class Hub:
         self._progress: dict[Sequence, asyncio.Event] = {}
 
     def deliver(self, output: StepOutput) -> None:
-        """Engine thread: pass a step's results to the loop."""
+        """Pass a step's results to the loop; called by the engine thread."""
         self._loop.call_soon_threadsafe(self._take, output)
 
     def _take(self, output: StepOutput) -> None:
@@ -265,8 +265,8 @@ class Hub:
     async def stream(
         self, engine: Engine, sequences: list[Sequence]
     ) -> AsyncIterator[tuple[int, bool]]:
-        """(index, finished) whenever a sequence has new tokens or has ended; several tokens may
-        have come at once."""
+        """Yield (index, finished) whenever a sequence has new tokens, perhaps several, or has
+        ended."""
         wake = asyncio.Event()
         for sequence in sequences:
             self._progress[sequence] = wake
@@ -327,7 +327,7 @@ def load_store(
 
 
 def load_adapters(options: EngineOptions, store: WeightStore) -> AdapterTable:
-    """The adapters of the command line.
+    """Load the adapters of the command line.
 
     Raises:
         UserError: one of them cannot be loaded.
@@ -355,8 +355,8 @@ def _device(name: str) -> torch.device:
 
 
 def _kv_budget(gigabytes: float | None, device: torch.device) -> int:
-    """Bytes for keys and values: the user's choice, else half of the free memory of this host or
-    its container, or 80 % of the free GPU memory."""
+    """Return the bytes for keys and values: the user's choice, else half of the free memory of this
+    host or its container, or 80 % of the free GPU memory."""
     if gigabytes is not None:
         return int(gigabytes * 1e9)
     if device.type == "cuda":

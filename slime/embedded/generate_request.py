@@ -258,7 +258,7 @@ def refuse_unknown(
 
 
 def _prompts(body: Mapping[str, Any], limits: RequestLimits) -> tuple[list[list[int]], bool]:
-    """Token ids of every prompt, and whether the request is a batch."""
+    """Read the token ids of every prompt, and whether the request is a batch."""
     text = body.get("text")
     ids = body.get("input_ids")
     if (text is None) == (ids is None):
@@ -292,7 +292,7 @@ def _prompts(body: Mapping[str, Any], limits: RequestLimits) -> tuple[list[list[
 def _with_images(
     given: Any, prompts: list[list[int]], is_batch: bool, limits: RequestLimits
 ) -> tuple[list[list[int]], list[SequenceImages | None]]:
-    """The prompts with all placeholders of their images, and the images of each."""
+    """Return the prompts with all placeholders of their images, and the images of each."""
     if limits.images is None:
         if not asks_for_nothing(given):
             raise BadRequest(

@@ -149,7 +149,7 @@ async def _events(state: ServerState, parsed: GenerateRequest) -> AsyncIterator[
 
 
 async def send_events(request: web.Request, events: AsyncIterator[Any]) -> web.StreamResponse:
-    """Server-sent events, one JSON object each, "[DONE]" at the end.
+    """Send server-sent events, one JSON object each, and "[DONE]" at the end.
 
     The status is sent before the first event: an error after that is an event of its own, as in
     SGLang.
@@ -186,7 +186,7 @@ def refuse_known_rids(state: ServerState, rids: list[str]) -> None:
 @routes.get("/health")
 @routes.get("/ping")
 async def health(request: web.Request) -> web.Response:
-    """200 as soon as the model is loaded and for as long as the engine thread lives."""
+    """Answer 200 as soon as the model is loaded and as long as the engine thread lives."""
     state_of(request).engine.check_alive()
     return web.Response()
 
@@ -231,7 +231,7 @@ class Answer:
         self._streamed = 0
 
     def partial(self, version: str) -> dict[str, Any]:
-        """Text and tokens so far; ``version`` is that of the base's weights now.
+        """Return text and tokens so far; ``version`` is that of the base's weights now.
 
         The text leaves out a character that is not complete yet, and what may become a stop string:
         it only grows.
@@ -265,8 +265,8 @@ class Answer:
         return body
 
     def text_so_far(self, count: int) -> str:
-        """Text of the first ``count`` tokens, see `partial`. The last may be the stop token of an
-        end that the engine thread has not reported yet."""
+        """Return the text of the first ``count`` tokens, see `partial`. The last may be the stop
+        token of an end that the engine thread has not reported yet."""
         assert self._tokenizer is not None
         if count and self.sequence.output_ids[count - 1] in self.sequence.stop_ids:
             count -= 1
@@ -281,7 +281,7 @@ class Answer:
 
 
 def final_text(job: Job, tokenizer: Tokenizer) -> str:
-    """The decoded output, without what stopped it unless ``no_stop_trim``."""
+    """Decode the output, without what stopped it unless ``no_stop_trim``."""
     sequence = job.sequence
     params = sequence.params
     matched = (sequence.finish_reason or {}).get("matched")
@@ -297,7 +297,7 @@ def final_text(job: Job, tokenizer: Tokenizer) -> str:
 
 
 def meta_info(job: Job, tokenizer: Tokenizer | None, count: int, version: str) -> dict[str, Any]:
-    """SGLang's ``meta_info`` for the first ``count`` output tokens."""
+    """Make SGLang's ``meta_info`` for the first ``count`` output tokens."""
     sequence = job.sequence
     info: dict[str, Any] = {
         "id": sequence.rid,

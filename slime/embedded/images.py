@@ -152,7 +152,7 @@ class SeenImages(NamedTuple):
         return hidden.index_copy(0, self.rows, own)
 
     def added(self, hidden: Tensor, layer: int) -> Tensor:
-        """Add what belongs behind a layer to its output."""
+        """Add the features of a layer to its output."""
         start = (1 + layer) * hidden.shape[1]
         own = self.features[:, start : start + hidden.shape[1]].to(hidden.dtype)
         return hidden.index_add(0, self.rows, own) if own.shape[1] else hidden

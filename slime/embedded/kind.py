@@ -22,8 +22,8 @@ STATE_COPIES = 2
 def embedded_command(
     config: Config, model_path: str, host: str, port: int, place: EnginePlace = ONE_GPU
 ) -> LaunchSpec:
-    """An embedded engine, on CPU or on the GPU that the environment names: one process, wherever
-    its place.
+    """Return how to start an embedded engine, on CPU or on the GPU that the environment names. It
+    is one process, whatever its place.
 
     Its seed follows from its number: engines that drew the same numbers would give equal answers to
     the samples of one prompt. A model other than the policy is held as its files are.
@@ -64,7 +64,7 @@ GROUP_RULES = GroupRules(("regular", "placeholder"), _check_override)
 
 
 def embedded_footprint(config: Config) -> EngineFootprint:
-    """One process that holds everything, with a cache for a number of sequences."""
+    """Return what one process holds: everything, with a cache for a number of sequences."""
     element = 4 if dtype_of(config) == "float32" else 2
     return EngineFootprint(
         element=element,

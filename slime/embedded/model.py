@@ -67,12 +67,13 @@ class Observer(Protocol):
     """Looks into a forward pass (`slime align`)."""
 
     def saw(self, name: str, value: torch.Tensor) -> None:
-        """[tokens, hidden]: "embedding", "0.attention norm", "0.attention", "0.mlp norm", "0.mlp",
-        "0", …, "norm"; of a layer's parts what they add, of a layer and the embedding the hidden
-        states behind it."""
+        """Take a value [tokens, hidden]: "embedding", "0.attention norm", "0.attention", "0.mlp
+        norm", "0.mlp", "0", …, "norm". Of a part of a layer it is what the part adds, of a layer
+        and the embedding the hidden states behind it."""
 
     def experts(self, layer: int) -> torch.Tensor | None:
-        """Choices to take in this layer (`ExpertMLP`); None leaves them to the router."""
+        """Return the choices to take in this layer (`ExpertMLP`); None leaves them to the
+        router."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ class Decoder:
         axis_positions: torch.Tensor | None = None,
         seen: SeenImages | None = None,
     ) -> torch.Tensor:
-        """Hidden states [tokens, hidden] after the last norm; token_ids and positions are int64
-        [tokens].
+        """Return the hidden states [tokens, hidden] after the last norm; token_ids and positions
+        are int64 [tokens].
 
         Args:
             chosen: gets the chosen experts, int64 [tokens, k] for each layer that has experts.
@@ -213,7 +214,7 @@ class Decoder:
         return normed
 
     def _rotary_rows(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rows of a rotary table [positions, 1, dims] for tokens, [tokens, 1, dims].
+        """Return rows of a rotary table [positions, 1, dims] for tokens, [tokens, 1, dims].
 
         Args:
             positions: [tokens], or [3, tokens] where pairs turn by different positions.
@@ -226,7 +227,7 @@ class Decoder:
         return table[positions[whole].t(), 0, pairs][:, None]
 
     def logits(self, hidden: torch.Tensor, adapted: AdaptedRows | None = None) -> torch.Tensor:
-        """[rows, vocab] in the weights' dtype."""
+        """Return [rows, vocab] in the weights' dtype."""
         logits = self.head(hidden, adapted=adapted)
         scale = self.arch.spec.logits_scale
         return logits if scale == 1.0 else logits * scale
@@ -238,7 +239,7 @@ class Decoder:
         norm: torch.Tensor | None,
         adapted: AdaptedRows | None,
     ) -> torch.Tensor:
-        """``hidden`` and the output of a part, normalised or scaled where the model does so."""
+        """Add the output of a part to ``hidden``, normalised or scaled where the model does so."""
         scale = self.arch.spec.residual_scale
         if norm is None and scale == 1.0:
             return part(hidden, adapted)

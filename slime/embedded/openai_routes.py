@@ -41,7 +41,7 @@ routes = web.RouteTableDef()
 
 
 def _card(state: ServerState, adapter: str = "") -> dict[str, Any]:
-    """The base, or one of its adapters."""
+    """Describe the base, or one of its adapters."""
     path = state.engine.options.model_path
     return {
         "id": adapter or state.model_name,
@@ -70,8 +70,8 @@ async def model(request: web.Request) -> web.Response:
 
 
 def _unknown_model(state: ServerState, name: str) -> web.Response | None:
-    """OpenAI's 404 for a model that is not served; None for one that is. "default" is SGLang's word
-    for it.
+    """Return OpenAI's 404 for a model that is not served; None for one that is. "default" is
+    SGLang's name of the model.
 
     A server that was given no name (the engine of a run, which agents call as they please) answers
     to any.
@@ -196,7 +196,7 @@ def _chat_choice(index: int, asked: OpenAIRequest, state: ServerState) -> dict[s
 
 
 async def _chat_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[dict[str, Any]]:
-    """The role of every choice, then its text and its calls as they come, then its end."""
+    """Yield the role of every choice, then its text and its calls as they come, then its end."""
     written = [""] * len(asked.generate.jobs)
     sent = [Reply("")] * len(asked.generate.jobs)
     for index in range(len(asked.generate.jobs)):
@@ -260,7 +260,7 @@ def _text_choice(index: int, asked: OpenAIRequest, state: ServerState) -> dict[s
 
 
 async def _text_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[dict[str, Any]]:
-    """The text of every choice as it comes; the last chunk of a choice carries its end."""
+    """Yield the text of every choice as it comes; the last chunk of a choice carries its end."""
     echoed: set[int] = set()
     async for index, new, tokens, ended in _news(asked, state):
         job = asked.generate.jobs[index]
@@ -279,8 +279,8 @@ def _prompt_text(job: Job, tokenizer: Any) -> str:
 
 
 def _text_logprobs(job: Job, tokenizer: Any, tokens: slice, echo: bool) -> dict[str, Any]:
-    """Parallel lists; the prompt's first token has no log-prob. Offsets are -1, as in SGLang: not
-    computed."""
+    """Return parallel lists; the prompt's first token has no log-prob. Offsets are -1, as in
+    SGLang: not computed."""
     sequence = job.sequence
     ids = sequence.output_ids[tokens]
     values = cast("list[float | None]", sequence.output_logprobs[tokens])
@@ -317,7 +317,7 @@ def _envelope(asked: OpenAIRequest, kind: str) -> dict[str, Any]:
 
 
 def _usage(asked: OpenAIRequest) -> dict[str, Any]:
-    """Tokens so far; a prompt counts once, however many samples it has."""
+    """Count the tokens so far; a prompt counts once, however many samples it has."""
     sequences = [job.sequence for job in asked.generate.jobs]
     firsts = sequences[:: asked.generate.n]
     prompt = sum(len(sequence.prompt) for sequence in firsts)

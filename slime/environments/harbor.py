@@ -160,7 +160,7 @@ class HarborTasks:
 
     @staticmethod
     def write_prompts(folder: str | Path, path: str | Path) -> int:
-        """A row for each task below the folder; returns how many there are."""
+        """Write a row for each task below the folder; return how many there are."""
         tasks = sorted(file.parent.resolve() for file in Path(folder).rglob("task.toml"))
         return write_rows(
             path,
@@ -221,7 +221,7 @@ def text_left_in(file: Path) -> str:
 
 
 def dockerfile_lines(task: Path) -> list[tuple[str, str]]:
-    """The lines of a task's Dockerfile, each as its word and the rest; none where there is no
+    """Read the lines of a task's Dockerfile, each as its word and the rest; [] without a
     Dockerfile."""
     file = task / "environment" / "Dockerfile"
     lines = (

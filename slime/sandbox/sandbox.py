@@ -91,7 +91,7 @@ class Ran:
 
     @property
     def text(self) -> str:
-        """The output and the reason for its end, for the model."""
+        """Return the output and the reason for its end, for the model."""
         if not self.ended_by:
             return self.output
         return f"{self.output}\n[ended: {_ENDED[self.ended_by].format(**asdict(self.limits))}]"
