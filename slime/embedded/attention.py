@@ -147,7 +147,8 @@ class _DecodeRows:
         return output.to(queries.dtype).view(rows, heads * head_dim)
 
     def _masked_scores(self, place: int, grouped: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """float32 [rows * kv_heads, group, keys]; minus infinity where a row sees nothing."""
+        """Return float32 [rows * kv_heads, group, keys]; minus infinity where a row sees
+        nothing."""
         batch, group, head_dim = grouped.shape
         rows = batch // kv_heads
         num_keys = self._mask.shape[-1]
@@ -435,8 +436,8 @@ def _worth_reading(block: CacheBlock, longest: int) -> int:
 
 
 def _runs(owners: np.ndarray, ends: list[int]) -> list[tuple[int, int, int]]:
-    """(first row, last row + 1, keys) of maximal runs of neighbouring rows that end in the same
-    block.
+    """Return (first row, last row + 1, keys) of maximal runs of neighbouring rows that end in the
+    same block.
 
     Example:
         >>> _runs(np.array([0, 0, 1, 0]), [64, 128])

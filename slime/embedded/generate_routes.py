@@ -344,7 +344,7 @@ def _top(row: list[tuple[float, int]], tokenizer: Tokenizer | None) -> list[list
 
 
 def _triples(values: list[Any], ids: list[int], tokenizer: Tokenizer | None) -> list[list[Any]]:
-    """[[log-prob, token id, text or None], …]"""
+    """Return [[log-prob, token id, text or None], …]"""
     if tokenizer is None:
         return [[value, token, None] for value, token in zip(values, ids)]
     return [[value, token, tokenizer.decode([token])] for value, token in zip(values, ids)]

@@ -76,8 +76,8 @@ def embedded_footprint(config: Config) -> EngineFootprint:
 
 
 def dtype_of(config: Config) -> str:
-    """--embedded-dtype, where "auto" means the trainer's precision (float16 training generates in
-    bfloat16)."""
+    """Return --embedded-dtype, where "auto" means the trainer's precision (float16 training
+    generates in bfloat16)."""
     chosen = config.engine.embedded_dtype
     if chosen != "auto":
         return str(chosen)

@@ -147,7 +147,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Positions per slot."""
+        """Return the number of positions per slot."""
         return self.blocks[-1].start + self.blocks[-1].size if self.blocks else 0
 
     @property
@@ -335,8 +335,8 @@ class KVCache:
 
 
 def block_size(start: int) -> int:
-    """Size of the block that begins at ``start``: a quarter of what lies before it, in powers of
-    two, at least `BLOCK`.
+    """Return the size of the block that begins at ``start``: a quarter of what lies before it, in
+    powers of two, at least `BLOCK`.
 
     Example:
         >>> [block_size(start) for start in (0, 192, 256, 512, 1024)]

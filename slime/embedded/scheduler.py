@@ -99,7 +99,7 @@ class Scheduler:
 
     @property
     def num_active(self) -> int:
-        """Sequences that hold a slot."""
+        """Return the sequences that hold a slot."""
         return self.slots.num_owned
 
     @property
@@ -122,7 +122,7 @@ class Scheduler:
             self._finish(sequence)
 
     def everything(self) -> list[Sequence]:
-        """All sequences that are not finished."""
+        """Return all sequences that are not finished."""
         return [*self.slots.running, *self.prefilling, *self.waiting]
 
     def retract_all(self) -> None:
@@ -158,7 +158,8 @@ class Scheduler:
         return StepOutput(done, live)
 
     def take_finished(self) -> list[Sequence]:
-        """Sequences that ended since the last call (aborts happen outside of steps, too)."""
+        """Return the sequences that ended since the last call (aborts happen outside of steps,
+        too)."""
         done = self._done
         self._done = []
         return done
@@ -256,7 +257,7 @@ class Scheduler:
             self._start(complete, hidden[rows])
 
     def _choose_chunks(self) -> list[tuple[Sequence, int]]:
-        """(sequence, tokens) of this step's prefill; oldest first, the last may be cut."""
+        """Return (sequence, tokens) of this step's prefill; oldest first, the last may be cut."""
         followers = {id(f) for group in self._followers.values() for f in group}
         chunks: list[tuple[Sequence, int]] = []
         budget = self.prefill_tokens
@@ -348,8 +349,8 @@ class Scheduler:
         attend: Attend,
         places: list[tuple[Sequence, int, int]],
     ) -> torch.Tensor:
-        """Hidden states; ``places`` says of which sequence and positions (first, count) the tokens
-        are."""
+        """Compute hidden states; ``places`` has the sequence and the positions (first, count) of
+        the tokens."""
         adapted = self._adapted([(sequence, count) for sequence, _, count in places])
         axis_positions, seen = self._images(places)
         forward = partial(
@@ -384,7 +385,7 @@ class Scheduler:
         return torch.from_numpy(axis_positions).to(device), seen
 
     def _adapted(self, places: list[tuple[Sequence, int]]) -> AdaptedRows | None:
-        """The adapters of rows, of which each sequence has a number."""
+        """Return which rows have which adapter, given (sequence, number of its rows)."""
         return AdaptedRows.of(
             [None if s.adapter is None else s.adapter.products for s, _ in places],
             [count for _, count in places],
@@ -413,8 +414,8 @@ class Scheduler:
     def _collect_input_logprobs(
         self, sequence: Sequence, span: PrefillChunk, hidden: torch.Tensor
     ) -> None:
-        """Log-probs of prompt tokens that this chunk's hidden states predict and the request
-        wants."""
+        """Collect the log-probs of prompt tokens that this chunk's hidden states predict and the
+        request wants."""
         if sequence.logprob_start is None:
             return
         first = max(span.start, sequence.logprob_start + len(sequence.input_logprobs))

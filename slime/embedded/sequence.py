@@ -110,12 +110,12 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens whose keys and values a prefill still has to compute before this sequence can
-        decode."""
+        """Count the tokens whose keys and values a prefill still has to compute before this
+        sequence can decode."""
         return self.length - self.num_computed
 
     def tokens(self) -> np.ndarray:
-        """int64 [length]: prompt and output."""
+        """Return int64 [length]: prompt and output."""
         if not self.output_ids:
             return self.prompt
         return np.concatenate([self.prompt, np.asarray(self.output_ids, dtype=np.int64)])
@@ -126,13 +126,13 @@ class Sequence:
         return self.tokens() if self.images is None else self.images.distinct(self.tokens())
 
     def axis_positions(self, start: int, count: int) -> np.ndarray:
-        """int64 [3, count]: rotary positions in time, row and column."""
+        """Return int64 [3, count]: rotary positions in time, row and column."""
         if self.images is not None:
             return self.images.axis_positions(start, count)
         return np.broadcast_to(np.arange(start, start + count), (3, count))
 
     def version_of_weights(self, base: str) -> str:
-        """Version of the weights that compute it, if that of the base is ``base``."""
+        """Return the version of the weights that compute it, if that of the base is ``base``."""
         stated = None if self.adapter is None else self.adapter.version
         return base if stated is None else stated
 
@@ -241,7 +241,7 @@ class TextStream:
 
 
 def find_stop(text: str, stops: tuple[str, ...], start: int) -> tuple[int, str] | None:
-    """(position, stop string) of the first stop string that begins at ``start`` or later.
+    """Find (position, stop string) of the first stop string that begins at ``start`` or later.
 
     Example:
         >>> find_stop("a</answer>b", ("</answer>", "b"), 0)
@@ -252,7 +252,7 @@ def find_stop(text: str, stops: tuple[str, ...], start: int) -> tuple[int, str] 
 
 
 def hold_back(text: str, stops: tuple[str, ...]) -> str:
-    """The text up to its first stop string, and without an end that may turn out to be the
+    """Return the text up to its first stop string, and without an end that may turn out to be the
     beginning of one.
 
     Example:
@@ -269,8 +269,8 @@ def hold_back(text: str, stops: tuple[str, ...]) -> str:
 
 
 def trim_stop(text: str, matched: object, keep: bool) -> str:
-    """The text up to the stop string that ended it, or with it when ``keep``; other text as it
-    is."""
+    """Return the text up to the stop string that ended it, or with it when ``keep``; other text as
+    it is."""
     if not isinstance(matched, str):
         return text
     position = text.find(matched)
@@ -321,14 +321,14 @@ class RoutedExperts:
         self._rows[start:end] = rows
 
     def first(self, count: int) -> np.ndarray:
-        """A copy of the rows of positions 0 … ``count - 1``."""
+        """Return a copy of the rows of positions 0 … ``count - 1``."""
         known = self._rows[:count]
         missing = np.full((count - len(known), *known.shape[1:]), UNKNOWN, _EXPERT_DTYPE)
         return np.concatenate([known, missing])
 
     def encoded(self, start: int, end: int) -> str:
-        """SGLang's form: base64 of int32 [end - start, layers, experts per token], with zeros in
-        dense layers.
+        """Return SGLang's form: base64 of int32 [end - start, layers, experts per token], with
+        zeros in dense layers.
 
         A row whose entries are all -1 is of a position that was never computed.
         """
@@ -340,6 +340,6 @@ class RoutedExperts:
 
 
 def rows_of(choices: list[torch.Tensor]) -> np.ndarray:
-    """One forward's choices, [tokens, k] of each layer with experts, as int16 [tokens, layers, k]
-    in host memory."""
+    """Return one forward's choices, [tokens, k] of each layer with experts, as int16 [tokens,
+    layers, k] in host memory."""
     return torch.stack(choices, dim=1).to(torch.int16).cpu().numpy()

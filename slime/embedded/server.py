@@ -107,7 +107,7 @@ async def serve(
 def application(
     loading: asyncio.Task[ServerState], access: EngineAccess, key: str = ""
 ) -> web.Application:
-    """The server's routes, which answer 503 until ``loading`` is done."""
+    """Make the server's routes, which answer 503 until ``loading`` is done."""
     app = web.Application(
         middlewares=[_guarding(access, key), _errors], client_max_size=_LARGEST_BODY
     )
@@ -262,7 +262,7 @@ def _refusal(
 
 
 def _tokenizer_of(options: EngineOptions) -> Any:
-    """The model's tokenizer, or None when its directory has none."""
+    """Load the model's tokenizer, or None when its directory has none."""
     model_path = options.model_path
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any((Path(model_path) / name).is_file() for name in names):

@@ -68,7 +68,7 @@ class GroupedAttention:
         return Heads(queries, rotated[:, heads:], values, self.sinks)
 
     def _both_normalised(self, both: torch.Tensor) -> torch.Tensor:
-        """[tokens, query and key heads, head_dim]; as they are, where the layer has no norms."""
+        """Normalise [tokens, query and key heads, head_dim], if the layer has norms."""
         if self.q_norm is None or self.k_norm is None:
             return both
         heads = self.arch.spec.num_heads
@@ -81,7 +81,8 @@ class GroupedAttention:
         )
 
     def _normalised(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[tokens, heads, head_dim], over each head or, where the weight is that long, over all."""
+        """Normalise [tokens, heads, head_dim] over each head or, where the weight is that long,
+        over all."""
         arch = self.arch
         if arch.spec.wide_qk_norms:
             return rms_norm(heads.flatten(1), weight, arch.rms_norm_eps).view_as(heads)
@@ -158,7 +159,7 @@ class GatedDeltaNet:
     def _split(
         self, projected: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[tokens, …] of queries, keys and values, of gates, of b and of a, by kind."""
+        """Split into [tokens, …] of queries, keys and values, of gates, of b and of a, by kind."""
         sizes = self.arch.spec.delta_net
         query, key, values, gates, _, _ = sizes.of_key_head
         heads = sizes.value_heads

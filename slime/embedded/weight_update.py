@@ -200,7 +200,7 @@ class WeightUpdater:
 
 
 def _read_segment(segment: Any) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor in the segment) for a segment of shared memory, mapped privately."""
+    """Read (name, tensor in the segment) for a segment of shared memory, mapped privately."""
     if not isinstance(segment, Mapping):
         raise BadRequest("segments must be a list of objects")
     name = required(segment, "shm", NAME)

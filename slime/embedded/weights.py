@@ -178,7 +178,7 @@ class WeightStore:
 
     @property
     def names(self) -> Iterable[str]:
-        """Names of every tensor that a complete update brings."""
+        """Return the names of every tensor that a complete update brings."""
         return self.named if self.form is None else self.form.names
 
     @property
@@ -219,7 +219,7 @@ class WeightStore:
     # -- checks ------------------------------------------------------------------------------------
 
     def parameter(self, name: str) -> torch.Tensor:
-        """The parameter of a Hugging Face name; a tied head is the embedding.
+        """Return the parameter of a Hugging Face name; a tied head is the embedding.
 
         Raises:
             WeightError: the model has no such parameter.
@@ -230,7 +230,7 @@ class WeightStore:
         return found
 
     def fingerprints(self, names: Iterable[str] | None = None) -> dict[str, str]:
-        """xxh3-128 per parameter, of its bytes in the engine's dtype.
+        """Return xxh3-128 per parameter, of its bytes in the engine's dtype.
 
         Raises:
             WeightError: a name that the model does not have.
@@ -333,7 +333,8 @@ class WeightStore:
 
     @property
     def _tied_names(self) -> dict[str, str]:
-        """The name of the output layer → that of the embedding in its place, of a tied model."""
+        """Return the name of the output layer → that of the embedding in its place, of a tied
+        model."""
         if not self.arch.spec.tie_embeddings:
             return {}
         rules = [rule for rule in self.arch.family.rules if rule.is_output]
@@ -517,7 +518,7 @@ def make_store(
 
 
 def describe(store: WeightStore) -> Mapping[str, object]:
-    """State of the last push, for ``/server_info``."""
+    """Return the state of the last push, for ``/server_info``."""
     missing = store.missing() if store.pushed else []
     return {
         "weight_version": store.version,

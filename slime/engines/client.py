@@ -274,7 +274,7 @@ class RolloutClient:
             self._forks.remove(client)
 
     async def engine(self, url: str = "") -> EngineClient:
-        """The shared connection pool of one base URL (default: the router's)."""
+        """Return the shared connection pool of one base URL (default: the router's)."""
         url = url or self.base_url
         if url not in self._engines:
             self._engines[url] = await EngineClient(url, timeout=self.request_timeout).__aenter__()
@@ -307,7 +307,7 @@ class RolloutClient:
                     logger.warning("%s still uses an older adapter: %s", worker.url, problem)
 
     def adapters_in_use(self) -> set[str]:
-        """Names of the adapters that requests under way have asked for."""
+        """Return the names of the adapters that requests under way have asked for."""
         requests = (one for client in self._forks for one in client.in_flight.values())
         return {request.adapter for request in requests if request.adapter}
 
@@ -444,7 +444,7 @@ class RolloutClient:
         return served.by_some
 
     async def _least_busy(self, request: InFlight) -> str:
-        """URL of the healthy engine with the fewest other requests of ours.
+        """Return the URL of the healthy engine with the fewest other requests of ours.
 
         Raises:
             EngineError: the router does not answer, or has no healthy engine.

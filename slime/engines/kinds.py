@@ -111,7 +111,7 @@ class EngineKind:
     to_find_the_cause: tuple[str, ...] = ()
 
     def remedies(self, exception: str) -> tuple[str, ...]:
-        """The remedies for a server that died, whose log ends with ``exception`` ("": with
+        """Return the remedies for a server that died, whose log ends with ``exception`` ("": with
         none)."""
         if "out of memory" in exception.lower():
             return (*self.if_out_of_memory, *self.to_find_the_cause)
@@ -129,17 +129,17 @@ ENGINES = {"embedded": "slime.embedded.kind", "sglang": "slime.engines.sglang.ki
 
 
 def engine_kind(name: str) -> EngineKind:
-    """The record of an engine by its name in `ENGINES`."""
+    """Return the record of an engine by its name in `ENGINES`."""
     kind: EngineKind = importlib.import_module(ENGINES[name]).KIND
     return kind
 
 
 def engine_of(config: Config) -> EngineKind:
-    """The engine of a resolved configuration."""
+    """Return the engine of a resolved configuration."""
     return engine_kind(config.engine.rollout_engine)
 
 
 def engine_named(flags: Mapping[str, Any]) -> EngineKind:
-    """The engine of a run folder's flags; SGLang where an old folder does not say."""
+    """Return the engine of a run folder's flags; SGLang where an old folder does not say."""
     name = str(flags.get("rollout_engine"))
     return engine_kind(name if name in ENGINES else "sglang")

@@ -113,8 +113,8 @@ class ServedModel:
 
 
 def only_the_policy(config: Config) -> list[ServedModel]:
-    """The policy's servers on all GPUs of the rollout; no model where it has none. They are alike,
-    or with ``--prefill-num-servers`` so many prefill and the others decode."""
+    """Return the policy's servers on all GPUs of the rollout; no model where it has none. They are
+    alike, or with ``--prefill-num-servers`` so many prefill and the others decode."""
     total = config.cluster.rollout_num_gpus
     per_engine = config.cluster.rollout_num_gpus_per_engine
     groups: tuple[ServerGroup, ...] = (ServerGroup("regular", total, per_engine),)

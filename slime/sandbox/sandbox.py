@@ -214,7 +214,8 @@ class Sandbox:
         return Ran(result["status"], result["output"], result["ended_by"], holds, asked)
 
     def _check_places(self, folders: Mapping[str, str | Path]) -> None:
-        """
+        """Check where folders of the host will be shown.
+
         Raises:
             UserError: there are no namespaces, or a folder would lie where none can be shown.
         """

@@ -381,7 +381,8 @@ class Difference:
 
     @staticmethod
     def of(expected: Sequence[float], said: Sequence[float]) -> Difference:
-        """
+        """Compare two lists of log-probs.
+
         Example:
             >>> Difference.of([-1.0, -2.0], [-1.0, -2.5])
             Difference(mean=0.25, largest=0.5, at=1, first=0.0)
@@ -413,7 +414,7 @@ def without_images(tokens: list[int], config: Config) -> list[int]:
 
 
 def _log_probs_behind(url: str, answer: Mapping[str, Any], images: ImageCanary) -> list[float]:
-    """The engine's log-probs of the tokens around a picture.
+    """Read the engine's log-probs of the tokens around a picture.
 
     Raises:
         EngineError: the answer is about other tokens.
@@ -430,7 +431,7 @@ def _log_probs_behind(url: str, answer: Mapping[str, Any], images: ImageCanary) 
 
 
 def _log_probs(url: str, answer: Mapping[str, Any], tokens: Sequence[int]) -> list[float]:
-    """The engine's log-probs of ``tokens[1:]``; null (not a number, in JSON) becomes NaN.
+    """Read the engine's log-probs of ``tokens[1:]``; null (not a number, in JSON) becomes NaN.
 
     Raises:
         EngineError: the answer is about other tokens.

@@ -104,7 +104,7 @@ class EngineCheck(Protocol):
 
 
 def whole_tensor_digest(name: str, tensor: torch.Tensor) -> str:
-    """The tensor's fingerprint; a `Digest`."""
+    """Return the tensor's fingerprint; a `Digest`."""
     return fingerprint(tensor)
 
 
@@ -254,7 +254,8 @@ class RankQuestions:
 
 
 def serialized(tensor: torch.Tensor) -> str:
-    """One payload of ``serialized_named_tensors`` with the bytes of a small CPU tensor in it."""
+    """Make one payload of ``serialized_named_tensors`` with the bytes of a small CPU tensor in
+    it."""
     return base64.b64encode(pickle.dumps([("request", tensor)])).decode()
 
 

@@ -235,13 +235,14 @@ def storage_handle(buffer: torch.Tensor, dtype: torch.dtype, readers: int = 1) -
 
 
 def _flattened_bucket(bucket: Bucket) -> Callable[[Opened], Any]:
-    """The format of SGLang's own reader of buckets, around the opened buffer."""
+    """Make what SGLang's own reader of buckets takes, around the opened buffer."""
     table = [_row(entry) for entry in bucket.entries]
     return lambda buffer: {"flattened_tensor": buffer, "metadata": table}
 
 
 def _bucket_and_table(bucket: Bucket) -> Callable[[Opened], Any]:
-    """The pairs that `slime.engines.sglang.weight_loader.load` takes, around the opened buffer."""
+    """Make the pairs that `slime.engines.sglang.weight_loader.load` takes, around the opened
+    buffer."""
     words = json.dumps([entry.to_json() for entry in bucket.entries]).encode()
     table = torch.frombuffer(bytearray(words), dtype=torch.uint8)
     return lambda buffer: [("bucket", buffer), ("table", table)]

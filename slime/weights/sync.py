@@ -348,12 +348,12 @@ class WeightSync(EngineSync):
 
     @property
     def _timeout(self) -> float:
-        """--distributed-timeout-minutes in seconds."""
+        """Return --distributed-timeout-minutes in seconds."""
         return 60.0 * self.config.cluster.distributed_timeout_minutes
 
     @property
     def _push_seconds(self) -> float:
-        """The seconds that all phases of a push may take together."""
+        """Return the seconds that all phases of a push may take together."""
         return 6 * deadlines.SYNC_CONTROL + (3 if self._opens else 2) * sum(self._stage_seconds)
 
     def _gloo_group(self) -> dist.ProcessGroup | None:

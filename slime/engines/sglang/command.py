@@ -68,7 +68,7 @@ _DRAFTS_WITHOUT_WEIGHTS = ("NGRAM",)
 def sglang_command(
     config: Config, model_path: str, host: str, port: int, place: EnginePlace = ONE_GPU
 ) -> LaunchSpec:
-    """A stock SGLang server, or one node's part of it.
+    """Return how to start a stock SGLang server, or one node's part of it.
 
     Raises:
         UserError: SGLang is not installed, in no supported version, or cannot do what a flag asks
@@ -348,7 +348,7 @@ def _check_questions(config: Config) -> None:
 def sglang_options(
     config: Config, model_path: str, host: str, port: int, place: EnginePlace
 ) -> dict[str, Any]:
-    """All options by name: the user's, those of the server group, then ours."""
+    """Return all options by name: the user's, those of the server group, then ours."""
     given = {**config.engine.sglang, **place.overrides}
     stages = int(given.get("pp_size") or 1)
     is_policy = place.model_path is None
@@ -403,7 +403,7 @@ def sglang_options(
 
 
 def dtype_of(config: Config) -> str:
-    """The dtype of the policy's weights, in SGLang's words: --sglang-dtype, by default the
+    """Return the dtype of the policy's weights, in SGLang's words: --sglang-dtype, by default the
     trainer's precision."""
     trained = (
         "float32" if config.megatron.fp32 else "float16" if config.megatron.fp16 else "bfloat16"
@@ -412,7 +412,7 @@ def dtype_of(config: Config) -> str:
 
 
 def sglang_footprint(config: Config) -> EngineFootprint:
-    """The memory layout that SGLang's options give an engine's GPUs."""
+    """Return the memory layout that SGLang's options give an engine's GPUs."""
     options = config.engine.sglang
     pipeline = int(options.get("pp_size") or 1)
     tensor = max(1, config.cluster.rollout_num_gpus_per_engine // pipeline)
@@ -436,8 +436,8 @@ def sglang_footprint(config: Config) -> EngineFootprint:
 
 
 def adapter_words(adapters: Mapping[str, Path]) -> tuple[str, ...]:
-    """The words for adapters that are served from the start. The base takes a place among those
-    that a batch may have."""
+    """Return the words for adapters that are served from the start. The base takes a place among
+    those that a batch may have."""
     at_once = str(len(adapters) + 1)
     paths = named_paths(adapters)
     return ("--enable-lora", "--max-loras-per-batch", at_once, "--lora-paths", *paths)
@@ -450,7 +450,7 @@ def _automatic_fraction(nbytes: float) -> float:
 
 
 def sglang_environment(config: Config, place: EnginePlace) -> dict[str, str]:
-    """The environment variables of the server's processes, on top of the run's."""
+    """Return the environment variables of the server's processes, on top of the run's."""
     # The router's question whether the server answers must need no memory and no time: engines
     # sleep, and pause for pushes. Whether they generate is asked by those who know that they can,
     # at /health_generate.

@@ -93,7 +93,7 @@ ROUTES: dict[str, dict[str, QuantisedRoute | str]] = {
 
 
 def form_of(quantisation: Quantisation) -> str:
-    """The format's name in `ROUTES`; with the method's where this is not the usual one.
+    """Return the format's name in `ROUTES`; with the method's where this is not the usual one.
 
     Example:
         >>> form_of(Quantisation("fp8", Fp8((128, 128))))

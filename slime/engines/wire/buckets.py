@@ -29,8 +29,8 @@ Together = Callable[[str], tuple[str, ...]]
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """xxh3-128 of the tensor's bytes in row-major order, as 32 hex digits. Shape and dtype do not
-    enter.
+    """Return xxh3-128 of the tensor's bytes in row-major order, as 32 hex digits. Shape and dtype
+    do not enter.
 
     Example:
         >>> fingerprint(torch.zeros(2, 3)) == fingerprint(torch.zeros(6))
@@ -47,8 +47,8 @@ _FOLD = 0x94D049BB133111EB
 
 
 def word_fingerprint(tensor: torch.Tensor) -> str:
-    """128 bits of the tensor's bytes in row-major order, as 32 hex digits; computed where the
-    tensor is.
+    """Return 128 bits of the tensor's bytes in row-major order, as 32 hex digits; computed where
+    the tensor is.
 
     Each word of 8 bytes is mixed with a key made from its place, and the results are summed up,
     which needs no order: a GPU can do it, where `fingerprint` would copy everything to the host.
@@ -94,7 +94,7 @@ def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _signed(word: int) -> int:
-    """The 64 bits as a torch.int64 has them."""
+    """Return the 64 bits as a torch.int64 has them."""
     return word - (1 << 64) if word >> 63 else word
 
 
@@ -167,7 +167,7 @@ class Bucket:
 
     @functools.cached_property
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """(name, view into the buffer); writing to a view writes to the bucket."""
+        """Return (name, view into the buffer); writing to a view writes to the bucket."""
         return list(unpack(self.buffer, self.entries))
 
 
@@ -202,8 +202,8 @@ class BufferPair:
         return self.turn
 
     def current(self, nbytes: int) -> torch.Tensor:
-        """The first ``nbytes`` of the buffer whose turn it is; larger than the others', if it has
-        to be."""
+        """Return the first ``nbytes`` of the buffer whose turn it is; larger than the others', if
+        it has to be."""
         buffer = self._buffers[self.turn]
         if buffer is None or buffer.numel() < nbytes:
             self._buffers[self.turn] = buffer = None  # give the smaller one back first
@@ -224,7 +224,7 @@ class BufferPair:
 def unpack(
     buffer: torch.Tensor, entries: Iterable[TensorEntry]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of the tensors in a flat uint8 buffer.
+    """Yield the views of the tensors in a flat uint8 buffer.
 
     Raises:
         ValueError: an entry reaches beyond the buffer.
@@ -245,8 +245,8 @@ SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
 
 
 def dtype_in(model_dtype: torch.dtype | None, name: str, own: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor in a model of ``model_dtype`` (None: the tensor's own). FP8 and scales
-    keep theirs.
+    """Return the dtype of a tensor in a model of ``model_dtype`` (None: the tensor's own). FP8 and
+    scales keep theirs.
 
     Example:
         >>> name = "model.layers.3.mlp.gate.e_score_correction_bias"
@@ -264,8 +264,8 @@ def dtype_in(model_dtype: torch.dtype | None, name: str, own: torch.dtype) -> to
 
 
 def entries_of(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[TensorEntry]:
-    """The table of a bucket from what ``/update_weights_from_distributed`` carries: tensors back to
-    back."""
+    """Return the table of a bucket from what ``/update_weights_from_distributed`` carries: tensors
+    back to back."""
     entries = []
     offset = 0
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):

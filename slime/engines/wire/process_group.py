@@ -210,7 +210,7 @@ def listening_store(
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
-    """A socket that listens on one address alone; None where that is not possible."""
+    """Open a socket that listens on one address alone; None where that is not possible."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
     except ValueError:  # a name
@@ -232,7 +232,8 @@ def _listener(address: str, port: int) -> socket.socket | None:
 
 
 def address_towards(host: str) -> str:
-    """This host's address as ``host`` would see it; sends nothing, the routing table tells."""
+    """Return this host's address as ``host`` would see it; sends nothing, the routing table
+    tells."""
     family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)

@@ -93,8 +93,8 @@ class SegmentPool:
         self.turn = 0
 
     def take(self, nbytes: int) -> tuple[int, Segment]:
-        """The segment whose turn it is and its number; the caller sees to it that no one reads it
-        any more."""
+        """Return the segment whose turn it is and its number; the caller sees to it that no one
+        reads it any more."""
         number = self.turn
         self.turn = (number + 1) % len(self._segments)
         segment = self._segments[number]
@@ -112,7 +112,7 @@ class SegmentPool:
 
 
 def attach(name: str, nbytes: int, directory: Path = SHM_DIR) -> torch.Tensor:
-    """A reader's view of a segment: uint8 [nbytes], mapped read-only; do not write to it.
+    """Return a reader's view of a segment: uint8 [nbytes], mapped read-only; do not write to it.
 
     Args:
         name: as in the request, relative to /dev/shm.
