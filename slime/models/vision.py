@@ -180,6 +180,25 @@ def placeholder_runs(tokens: Sequence[int], vision: VisionSpec) -> list[tuple[in
     ]
 
 
+def one_placeholder_each(tokens: Sequence[int], vision: VisionSpec) -> list[int]:
+    """Return the tokens with a single placeholder for each image, as engines take them.
+
+    SGLang keeps the tokens of a request only if each image has one placeholder. It decodes all
+    others to text and tokenises that anew, which may give other tokens.
+
+    Example:
+        >>> vision = VisionSpec(VisionKind("", (2, 1, 1)), {}, 9, 1, 2, (2, 1, 1))
+        >>> one_placeholder_each([5, 1, 9, 9, 2], vision)
+        [5, 1, 9, 2]
+    """
+    shorter: list[int] = []
+    end = 0
+    for start, length in placeholder_runs(tokens, vision):
+        shorter += tokens[end : start + 1]
+        end = start + length
+    return [*shorter, *tokens[end:]]
+
+
 def rotary_positions(length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
     """Return the positions of tokens in time, row and column, int64 [3, length].
 

@@ -34,7 +34,7 @@ from slime.engines.client import RequestRefused, RolloutClient
 from slime.engines.request_fields import BadRequest, parse_params
 from slime.errors import UserError
 from slime.log import get_logger, tell
-from slime.models.vision import placeholder_runs
+from slime.models.vision import one_placeholder_each, placeholder_runs
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns, render_messages, without_repeated_end
 from slime.prompts.conversation import ImageParts, read_messages
@@ -405,11 +405,14 @@ async def _ask(state: GenerateState, sample: Sample, params: dict[str, Any]) -> 
     wanted: dict[str, Any] = {"return_routed_experts": True} if state.routed_experts else {}
     if state.sampling_mask:
         wanted["return_sampling_mask"] = True
+    tokens = sample.tokens
     if references := references_of(sample):
+        assert state.images is not None
+        tokens = one_placeholder_each(tokens, state.images.vision)
         wanted["image_data"] = await asyncio.to_thread(encoded_images, references)
     if (post := override_of("post")) is not None:
         body = {
-            "input_ids": sample.tokens,
+            "input_ids": tokens,
             "sampling_params": params,
             "return_logprob": True,
             **wanted,
@@ -417,7 +420,7 @@ async def _ask(state: GenerateState, sample: Sample, params: dict[str, Any]) -> 
         return GenerateResult.from_json(await post(f"{state.client.base_url}/generate", body))
     rid = f"{sample.session_id}-{uuid.uuid4().hex[:8]}"
     return await state.client.generate(
-        sample.tokens, params, rid=rid, routing_key=sample.session_id or "", **wanted
+        tokens, params, rid=rid, routing_key=sample.session_id or "", **wanted
     )
 
 

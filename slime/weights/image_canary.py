@@ -99,7 +99,8 @@ class ImageCanary:
     def body(self, picture: bytes) -> dict[str, Any]:
         """Return the request for log-probs with one of the pictures."""
         image = base64.b64encode(picture).decode("ascii")
-        return {**scoring_request(self.tokens), "image_data": [image]}
+        tokens = [*self.tokens[: self.span.start + 1], *self.tokens[self.span.end :]]
+        return {**scoring_request(tokens), "image_data": [image]}
 
     def is_about_it(self, told: Sequence[Any]) -> bool:
         """Tell whether an engine's answer has these tokens. Engines may give placeholders numbers

@@ -18,7 +18,9 @@ from slime.embedded.scheduler import Scheduler
 from slime.embedded.weight_update import ABILITIES
 from slime.errors import UserError
 from slime.models.images import ImageReader
+from slime.models.vision import ImageSpan
 from slime.weights.canary import Canary
+from slime.weights.image_canary import ImageCanary
 from tests.support.embedded_models import make_scheduler, no_adapters, run
 from tests.support.images import IMAGES, save_seeing_with_tokenizer
 from tests.support.trainers import trainer
@@ -126,5 +128,15 @@ def test_an_answer_about_other_placeholders_is_refused(model: Path) -> None:
     canary.fleet.limits = RequestLimits(  # type: ignore[attr-defined]
         272, 256, frozenset({257}), None, random.Random(0), no_adapters(), images=small
     )
-    with pytest.raises(Exception, match="4 x 4 = 16 tokens, the prompt has"):
+    with pytest.raises(Exception, match="answered those of 34: it prepares the picture"):
         canary.check("a weight push")
+
+
+def test_the_effect_of_a_picture_is_that_of_the_least_affected() -> None:
+    """Two tokens are behind the image; log-probs of both pictures follow one another."""
+    canary = ImageCanary([5, 9, 9, 6, 7], ImageSpan(1, 1, 2), (b"a", b"b"))
+    behind = {"http://a": [-1.0, -2.0, -1.5, -2.0], "http://b": [-1.0, -2.0, -3.0, -1.0]}
+    assert canary.check_effect("a push", [-4.0, -2.0, -1.0, -1.0], behind) == 0.25
+    with pytest.raises(UserError, match="http://b gives the same log-probs behind two"):
+        same = {**behind, "http://b": [-1.0, -2.0, -1.0, -2.0]}
+        canary.check_effect("a push", [-4.0, -2.0, -1.0, -1.0], same)

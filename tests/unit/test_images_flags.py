@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slime.config import make_config
+from slime.engines.sglang import model_faults
 from slime.engines.sglang.command import check_sglang
 from slime.engines.sglang.model_faults import check_model
 from slime.errors import UserError
@@ -95,6 +96,18 @@ def test_sglang_is_refused_where_it_computes_images_wrongly() -> None:
             replace(spec, vision=VisionSpec(VisionKind("", (1, 1, 1)), {}, 1, 2, 3, (1, 1, 1))),
             config,
         )
+
+
+def test_a_version_of_sglang_that_tokenises_prompts_anew_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = seeing(QWEN3_VL_8B)
+    spec = family_of(config).describe(config)
+    monkeypatch.setattr(model_faults, "installed_version", lambda: "0.5.13")
+    check_model(spec, config)
+    monkeypatch.setattr(model_faults, "installed_version", lambda: "0.5.12")
+    with pytest.raises(UserError, match=r"SGLang 0\.5\.12 tokenises prompts with images anew"):
+        check_model(spec, config)
 
 
 def test_limits_that_sglang_would_not_know_are_refused() -> None:

@@ -330,10 +330,15 @@ def test_an_engine_that_does_not_answer_the_question(
     def refuse(*request: Any) -> Any:
         raise EngineError("http://engine-0", "/generate answered 503: loading", 503)
 
-    for answer in (refuse, lambda *request: [fleet.answer(EXPECTED[:7], canary.tokens[:8])]):
+    shorter = fleet.answer(EXPECTED[:7], canary.tokens[:8])
+    for answer, said in (
+        (refuse, "answered 503"),
+        (lambda *request: [shorter], r"answered those of 8; the first difference is at place 8"),
+    ):
         monkeypatch.setattr(fleet, "post", answer)
         with pytest.raises(
-            UserError, match=r"did not score the canary after a weight push: http://engine-0.*"
+            UserError,
+            match=f"did not score the canary after a weight push: http://engine-0.*{said}",
         ):
             canary.check("a weight push")
 

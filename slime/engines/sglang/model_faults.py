@@ -7,9 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.engines.sglang.versions import installed_version
 from slime.errors import UserError
 from slime.models.quantised import is_mxfp4
 from slime.models.spec import ModelSpec
+from slime.processes.host import version_of
+
+#: The first version with ``SGLANG_MM_AVOID_RETOKENIZE``, which is on by default.
+KEEPS_TOKENS_OF_IMAGES = (0, 5, 13)
 
 
 def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
@@ -25,7 +30,8 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             afterwards. Queries that grow from another position on than SGLang lets them
             (``models/ministral3.py``). Text models of Qwen3.5 on their own, and hybrids whose kinds
             of layers it would not find (0.5.16, ``models/qwen3_5.py``, ``configs/qwen3_next.py``).
-            Images in hybrids (0.5.16, ``fused_qk_gemma_rmsnorm_rope_gate``).
+            Images in hybrids (0.5.16, ``fused_qk_gemma_rmsnorm_rope_gate``), and in versions
+            that tokenise their prompts anew.
             A gpt-oss without a field that it reads.
     """
     if is_mxfp4(config):
@@ -34,6 +40,15 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             why="it changes their layout as it starts; what a push brings has no place there",
             fix="slime convert quantised-to-hf makes plain weights, which --hf-checkpoint then "
             "names; or pass --rollout-engine embedded, which holds plain weights",
+        )
+    version = installed_version()
+    if spec.vision is not None and version and version_of(version)[:3] < KEEPS_TOKENS_OF_IMAGES:
+        raise UserError(
+            f"SGLang {version} tokenises prompts with images anew",
+            why="it decodes the tokens of a request to text, and may answer to other tokens than "
+            "those that are trained",
+            fix=f"install SGLang {'.'.join(map(str, KEEPS_TOKENS_OF_IMAGES))} or newer, or pass "
+            "--rollout-engine embedded",
         )
     if spec.vision is not None and "linear_attention_freq" in spec.transformer:
         raise UserError(
