@@ -75,6 +75,11 @@ class VisionSpec:
     end_token: int
     sections: tuple[int, int, int]
 
+    def placeholder(self, tokenizer: Any) -> str:
+        """Return the text that stands for an image in a prompt."""
+        ids = [self.start_token, self.image_token, self.end_token]
+        return "".join(tokenizer.convert_ids_to_tokens(ids))
+
     @property
     def depth(self) -> int:
         return int(self.config["depth"])

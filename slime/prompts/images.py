@@ -229,10 +229,7 @@ class ImagePrompts:
         self.vision = vision
 
     def placeholder(self, tokenizer: Any) -> str:
-        """Return the text that stands for an image in a prompt."""
-        vision = self.vision
-        ids = [vision.start_token, vision.image_token, vision.end_token]
-        return "".join(tokenizer.convert_ids_to_tokens(ids))
+        return self.vision.placeholder(tokenizer)
 
     def size(self, source: Source) -> tuple[int, int]:
         """Return rows and columns of an image, in tokens.

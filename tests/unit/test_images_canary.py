@@ -21,7 +21,7 @@ from slime.models.images import ImageReader
 from slime.models.vision import ImageSpan
 from slime.weights.canary import Canary
 from slime.weights.image_canary import ImageCanary
-from tests.support.embedded_models import make_scheduler, run
+from tests.support.embedded_models import make_scheduler, no_adapters, run
 from tests.support.images import IMAGES, save_seeing_with_tokenizer
 from tests.support.trainers import trainer
 
@@ -37,7 +37,9 @@ class Engine:
         assert vision is not None
         images = ImageRequests(ImageReader(model), vision, 4)
         noise = random.Random(0)
-        self.limits = RequestLimits(272, 256, frozenset({257}), None, noise, images=images)
+        self.limits = RequestLimits(
+            272, 256, frozenset({257}), None, noise, no_adapters(), images=images
+        )
 
     def get(self, path: str, timeout: float) -> list[dict[str, Any]]:
         return [{"dtype": "float32", "abilities": ABILITIES.to_json()}]
@@ -97,7 +99,7 @@ def test_an_engine_that_ignores_a_part_of_images_is_found(
     else:
         decoder = engine.scheduler.store.model
         whole = decoder.forward
-        decoder.forward = lambda *given, turns=None, **named: whole(*given, **named)  # type: ignore
+        decoder.forward = lambda *given, axis_positions=None, **named: whole(*given, **named)  # type: ignore
     with pytest.raises(UserError, match="around a picture: the tower, the projector"):
         canary.check("a weight push")
 
@@ -124,7 +126,7 @@ def test_an_answer_about_other_placeholders_is_refused(model: Path) -> None:
     vision = engine.limits.images.vision
     small = ImageRequests(ImageReader(model, max_pixels=1024), vision, 4)
     canary.fleet.limits = RequestLimits(  # type: ignore[attr-defined]
-        272, 256, frozenset({257}), None, random.Random(0), images=small
+        272, 256, frozenset({257}), None, random.Random(0), no_adapters(), images=small
     )
     with pytest.raises(Exception, match="answered those of 34: it prepares the picture"):
         canary.check("a weight push")

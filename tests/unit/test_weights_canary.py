@@ -33,7 +33,15 @@ from slime.engines.api import EngineError
 from slime.errors import UserError
 from slime.models.quantised import Fp8, Int4, Quantisation
 from slime.weights.canary import Canary, Difference, canary_tokens
-from tests.support.embedded_models import EOS, SHAPES, VOCAB, make_scheduler, run, save_tiny_model
+from tests.support.embedded_models import (
+    EOS,
+    SHAPES,
+    VOCAB,
+    make_scheduler,
+    no_adapters,
+    run,
+    save_tiny_model,
+)
 from tests.support.megatron_jobs import single
 
 MEAN, LARGEST = "train/canary_logprob_abs_diff", "train/canary_logprob_abs_diff_max"
@@ -68,7 +76,9 @@ class EmbeddedEngine(Fleet):
     def __init__(self, model: Path, dtype: str = "float32") -> None:
         super().__init__([], dtype=dtype, abilities=ABILITIES.to_json())
         self.scheduler: Scheduler = make_scheduler(model, dtype=dtype)
-        self.limits = RequestLimits(VOCAB, 256, frozenset({EOS}), None, random.Random(0))
+        self.limits = RequestLimits(
+            VOCAB, 256, frozenset({EOS}), None, random.Random(0), no_adapters()
+        )
 
     def post(self, path: str, body: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
         [job] = parse_generate(body, self.limits).jobs

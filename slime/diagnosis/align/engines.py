@@ -62,7 +62,7 @@ class EngineHere:
             arch,
             dtype,
             torch.device(device),
-            min(longest, arch.max_positions),
+            min(longest, arch.spec.max_position_embeddings),
             deterministic,
         )
         cache = KVCache(arch, store.dtype, store.device, _SLOTS, _CACHE_BYTES)

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from slime.diagnosis.align.evidence import Scored
 from slime.embedded.architecture import Architecture
 from slime.embedded.attention import sees, softmax_with_sinks
+from slime.embedded.model import Heads
 from slime.embedded.states import PrefillChunk, StateCache, StateRows
 from slime.embedded.weights import WeightStore, make_store
 from slime.models.mixers import mixers_of
@@ -133,8 +134,14 @@ class Reference:
         self.directory = Path(directory)
         self.dtype = dtype
         self.arch = Architecture.from_dir(directory)
+        longest = self.arch.spec.max_position_embeddings
         self.store: WeightStore = make_store(
-            directory, self.arch, "float32", torch.device(device), self.arch.max_positions, False
+            directory,
+            self.arch,
+            "float32",
+            torch.device(device),
+            longest,
+            False,
         )
         for linear in self.store.linears:
             linear.packs = False  # products go through F.linear, where they can be rounded
@@ -310,8 +317,8 @@ def _rows_of(
 ) -> dict[int, Tensor]:
     """Layer → int64 [count, k], -1 where it is not known."""
     assert arch.experts is not None
-    whole = torch.full((count, arch.num_layers, arch.experts.chosen), -1, dtype=torch.int64)
-    known = experts.reshape(-1, arch.num_layers, arch.experts.chosen)[:count].to(torch.int64)
+    whole = torch.full((count, arch.spec.num_layers, arch.experts.chosen), -1, dtype=torch.int64)
+    known = experts.reshape(-1, arch.spec.num_layers, arch.experts.chosen)[:count].to(torch.int64)
     whole[: len(known)] = known
     whole = whole.to(device)
     return {layer: whole[:, layer] for layer, has in enumerate(arch.experts.in_layer) if has}
@@ -374,19 +381,13 @@ class _Attention:
         self._spec = spec
         self.states = states
 
-    def __call__(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
+        queries, keys, values, sinks = heads
         setting = self._setting
-        (count, heads, _) = queries.shape
+        count, num_heads, _ = queries.shape
         if setting.cache_dtype is not None:
             keys, values = (x.to(setting.cache_dtype).float() for x in (keys, values))
-        group = heads // keys.shape[1]
+        group = num_heads // keys.shape[1]
         keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
         window = self._spec.window(layer)
         blocks = [
