@@ -15,6 +15,7 @@ _WAITS_FOR = {
     Activity.QUEUED: "a free slot (--sglang-server-concurrency)",
     Activity.GENERATING: "the generate function",
     Activity.HOOKS: "the sample hooks",
+    Activity.TEACHER: "the teacher",
     Activity.REWARD: "the reward function",
     Activity.FILTER: "the dynamic filter",
 }
