@@ -97,12 +97,14 @@ class Relation:
 @dataclass(frozen=True)
 class Ratio:
     parts: tuple[Any, ...]
-    clock: tuple[int, int, int] | None
+    clock: ClockTime | None
 
 
 @dataclass(frozen=True)
-class WorkLimit:
-    minutes: int
+class ClockTime:
+    """A time of day; ``has_half`` if it says a.m. or p.m."""
+
+    seconds: int
     has_half: bool
 
 
@@ -399,10 +401,10 @@ def _clock(found: re.Match[str]) -> Any:
         whole = found[0]
         if found[7] is None and "clock" not in whole:
             return None  # a ratio, perhaps; its reader looks at both
-        return WorkLimit(hour * 3600 + minute * 60 + second, has_half=False)
+        return ClockTime(hour * 3600 + minute * 60 + second, has_half=False)
     if not 1 <= hour <= 12 or minute > 59:
         return None
-    return WorkLimit(
+    return ClockTime(
         (hour % 12 + (12 if half == "p" else 0)) * 3600 + minute * 60 + second, has_half=True
     )
 
@@ -617,8 +619,8 @@ def _read_ratio(text: str, depth: int) -> Any:
         return None
     clock = None
     found = _CLOCK.fullmatch(text)
-    if found and int(found[5]) < 24 and int(found[6]) < 60:
-        clock = (int(found[5]), int(found[6]), 0)
+    if found and found[5] and int(found[5]) < 24 and int(found[6]) < 60:
+        clock = ClockTime(int(found[5]) * 3600 + int(found[6]) * 60, has_half=False)
     items = tuple(_read(part, depth + 1) for part in parts)
     if not all(isinstance(item, Quantity) for item in items):
         name = parts[0].strip()  # "Answer: 5", "Area: 12 cm"
@@ -966,11 +968,11 @@ def _excluded(answer: Any) -> list[Any] | None:
         found = _EXCEPT.fullmatch(answer.text)
         return _listed(_read(found[1], 2)) if found else None
     if isinstance(answer, Relation):
-        if answer.signs == (r"\in",) and _is_name(answer.sides[0]):
+        if answer.signs == (r"\in",) and _name(answer.sides[0]):
             return _excluded(answer.sides[1])
         return (
             _listed(answer.sides[1])
-            if answer.signs == (r"\ne",) and _is_name(answer.sides[0])
+            if answer.signs == (r"\ne",) and _name(answer.sides[0])
             else None
         )
     if isinstance(answer, Sequence_):
@@ -989,6 +991,8 @@ def _excluded(answer: Any) -> list[Any] | None:
             for item in answer.items
         ]
         return values if len(names) == 1 and all(_is_constant(value) for value in values) else None
+    if not isinstance(answer, Union_):
+        return None
     if answer.operator == r"\setminus":
         whole = answer.parts[0]
         is_all = isinstance(whole, Words) and whole.words == "all real numbers"
@@ -1043,7 +1047,7 @@ def _same_congruence(congruence: Congruence, other: Any) -> bool | None:
         other = _of_number(step[0])
     elif isinstance(other, Relation):
         value = _assigned_value(other)
-        if value is None or (congruence.name and _squeezed(other.sides[0].text) != congruence.name):
+        if value is None or congruence.name not in ("", _name(other.sides[0])):
             return False
         other = value
     if _same(congruence.residue, other):
@@ -1108,7 +1112,10 @@ def _same_family(family: Family, other: Any) -> bool | None:
     if not all(isinstance(value, Fraction) for value in pair):
         pair = tuple(map(as_float, pair))
     shift = pair[2] / pair[0]
-    near = round(float(shift.real))
+    try:
+        near = round(float(shift.real))
+    except OverflowError:  # infinitely far apart
+        return False
     return bool(abs(abs(pair[0]) - abs(pair[1])) <= 1e-30 and abs(shift - near) <= 1e-30)
 
 
@@ -1154,16 +1161,14 @@ def _same_date(date: Date, other: Any) -> bool | None:
     )
 
 
-def _same_clock(clock: WorkLimit, other: Any) -> bool | None:
+def _same_clock(clock: ClockTime, other: Any) -> bool | None:
     if isinstance(other, Ratio) and other.clock:
-        other = WorkLimit(
-            other.clock[0] * 3600 + other.clock[1] * 60 + other.clock[2], has_half=False
-        )
-    if not isinstance(other, WorkLimit):
+        other = other.clock
+    if not isinstance(other, ClockTime):
         return False
     if clock.has_half and other.has_half:
-        return clock.minutes == other.minutes
-    return clock.minutes == other.minutes or (clock.minutes - other.minutes) % 43200 == 0
+        return clock.seconds == other.seconds
+    return (clock.seconds - other.seconds) % 43200 == 0
 
 
 def _same_based(based: Based, other: Any) -> bool | None:
@@ -1291,7 +1296,7 @@ def _same_lists(g: Sequence_, a: Sequence_) -> bool | None:
 def _assigned(items: Sequence[Any]) -> list[Any] | None:
     """Values of "x = 1, y = 2", where each has a variable of its own; else None."""
     if not all(
-        isinstance(item, Relation) and item.signs == ("=",) and _is_name(item.sides[0])
+        isinstance(item, Relation) and item.signs == ("=",) and _name(item.sides[0])
         for item in items
     ):
         return None
@@ -1303,12 +1308,13 @@ def _values_in_order(sequence: Sequence_) -> Sequence[Any]:
     return _assigned(sequence.items) or sequence.items
 
 
-def _is_name(side: Any) -> bool:
+def _name(side: Any) -> str:
+    """The name that stands on one side of a relation, "" if something else does."""
     if isinstance(side, Sequence_):  # (x, y) = (1, 2)
-        return side.opening == "(" and all(_is_name(item) for item in side.items)
-    return isinstance(side, (Quantity, Words, Opaque)) and bool(
-        _NAME.fullmatch(_squeezed(side.text))
-    )
+        names = [_name(item) for item in side.items] if side.opening == "(" else [""]
+        return f"({','.join(names)})" if all(names) else ""
+    text = _squeezed(side.text) if isinstance(side, (Quantity, Words, Opaque)) else ""
+    return text if _NAME.fullmatch(text) else ""
 
 
 _NAME = re.compile(
@@ -1327,7 +1333,7 @@ def _expanded(items: Iterable[Any]) -> list[Any]:
         if (
             isinstance(item, Relation)
             and item.signs in (("=",), (r"\in",))
-            and _is_name(item.sides[0])
+            and _name(item.sides[0])
         ):
             name = getattr(item.sides[0], "text", "")
             others = {
@@ -1423,7 +1429,7 @@ def _same_thousands(sequence: Sequence_, number: Quantity) -> bool | None:
 
 
 def _assigned_value(relation: Relation) -> Any:
-    if set(relation.signs) <= {"=", r"\in", r"\approx"} and _is_name(relation.sides[0]):
+    if set(relation.signs) <= {"=", r"\in", r"\approx"} and _name(relation.sides[0]):
         return relation.sides[-1]
     return None
 
@@ -1456,14 +1462,14 @@ def _same_value_of(g: Any, a: Relation) -> bool | None:
         return _any(_same(g, side) for side in a.sides[0 if len(a.sides) == 2 else 1 :])
     if signs <= {"=", r"\to"}:
         first = a.sides[0]
-        if _is_name(first) or isinstance(first, (Words, Opaque)):
+        if _name(first) or isinstance(first, (Words, Opaque)):
             return _same(g, a.sides[-1])
         if isinstance(first, Quantity):
             variables = symbols_of(first.node)
             if (
                 not variables
                 and len(a.sides) == 2
-                and _is_name(a.sides[1])
+                and _name(a.sides[1])
                 and not _is_constant(a.sides[1])
             ):
                 return _same(g, first)  # "5 = x"
@@ -1481,7 +1487,7 @@ def _same_value_of(g: Any, a: Relation) -> bool | None:
                     else False
                 )
         return _mirror_interval(a, g)
-    if signs == {r"\in"} and _is_name(a.sides[0]):
+    if signs == {r"\in"} and _name(a.sides[0]):
         return _same(g, a.sides[-1])
     return _mirror_interval(a, g)
 
@@ -1555,9 +1561,8 @@ def _same_equation(g: Relation, a: Relation) -> bool | None:
     x = _difference(g)
     y = _difference(a)
     if x is None or y is None:
-        if _is_name(g.sides[0]) and _is_name(a.sides[0]):
-            is_same_name = _squeezed(g.sides[0].text) == _squeezed(a.sides[0].text)
-            return _same(g.sides[-1], a.sides[-1]) if is_same_name else False
+        if (name := _name(g.sides[0])) and (other := _name(a.sides[0])):
+            return _same(g.sides[-1], a.sides[-1]) if name == other else False
         is_unread = any(isinstance(side, Opaque) for side in (*g.sides, *a.sides))
         return None if is_unread else False
     if not symbols_of(x) or not symbols_of(y):
@@ -1608,17 +1613,18 @@ def _bounds(relation: Relation) -> tuple[str, _Bounds] | None:
         signs = [_MIRROR[sign] for sign in reversed(signs)]
     if any(sign in (">", r"\ge") for sign in signs):
         return None
-    names = [n for n, side in enumerate(sides) if _is_name(side) and not _is_constant(side)]
+    names = [n for n, side in enumerate(sides) if _name(side) and not _is_constant(side)]
     if len(names) != 1 or (len(sides) == 3 and names != [1]):
         return None
-    if len(sides) == 2 and names == [0] and sides[0].text.startswith("|"):  # |x| < 2
+    name = _name(sides[names[0]])
+    if len(sides) == 2 and names == [0] and name.startswith("|"):  # |x| < 2
         bound = sides[1]
         if not isinstance(bound, Quantity) or symbols_of(bound.node):
             return None
         is_closed = signs[0] == r"\le"
         lowest = Quantity(f"-({bound.text})", ("-", bound.node))
-        return _squeezed(sides[0].text).strip("|"), (lowest, is_closed, bound, is_closed)
-    if any(side.text.startswith("|") for side in (sides[at] for at in names)):
+        return name.strip("|"), (lowest, is_closed, bound, is_closed)
+    if name.startswith("|"):
         return None
     at = names[0]
     others = [side for n, side in enumerate(sides) if n != at]
@@ -1626,7 +1632,7 @@ def _bounds(relation: Relation) -> tuple[str, _Bounds] | None:
         return None
     low = (sides[at - 1], signs[at - 1] == r"\le") if at > 0 else (None, False)
     high = (sides[at + 1], signs[at] == r"\le") if at < len(signs) else (None, False)
-    return _squeezed(sides[at].text), (*_endpoint(low), *_endpoint(high))
+    return name, (*_endpoint(low), *_endpoint(high))
 
 
 def _endpoint(end: tuple[Any, bool]) -> tuple[Any, bool]:
@@ -1666,11 +1672,11 @@ def _intervals(answer: Any) -> list[Sequence_] | None:
             return _without(answer.parts[0], _listed(answer.parts[1]))
         return list(answer.parts) if answer.operator == r"\cup" else None
     if isinstance(answer, Relation):
-        if answer.signs == (r"\in",) and _is_name(answer.sides[0]):
+        if answer.signs == (r"\in",) and _name(answer.sides[0]):
             return _intervals(answer.sides[1])
         if (
             answer.signs == (r"\ne",)
-            and _is_name(answer.sides[0])
+            and _name(answer.sides[0])
             and isinstance(answer.sides[1], Quantity)
         ):
             end = answer.sides[1]
@@ -1691,11 +1697,7 @@ def _pierced(first: Any, second: Any) -> list[Sequence_] | None:
     ):
         return None
     found = _bounds(first)
-    if (
-        found is None
-        or not _is_name(second.sides[0])
-        or _squeezed(second.sides[0].text) != found[0]
-    ):
+    if found is None or _name(second.sides[0]) != found[0]:
         return None
     return _without(_interval(found[1]), _listed(second.sides[1]))
 
@@ -1916,7 +1918,7 @@ _COMPARISONS: tuple[tuple[type, Callable[[Any, Any], bool | None]], ...] = (
     (MathMatrix, _same_matrix),
     (Union_, _same_union),
     (Based, _same_based),
-    (WorkLimit, _same_clock),
+    (ClockTime, _same_clock),
     (Date, _same_date),
     (Sequence_, _same_sequence),
     (Ratio, _same_ratio),
