@@ -38,13 +38,7 @@ from slime.models.vision import placeholder_runs
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns, render_messages, without_repeated_end
 from slime.prompts.conversation import ImageParts, read_messages
-from slime.prompts.images import (
-    ImagePrompts,
-    add_images,
-    bytes_of,
-    kept,
-    read_inline,
-)
+from slime.prompts.images import ImagePrompts, add_images, bytes_of, kept, read_inline
 from slime.prompts.tokenizer import with_opening
 from slime.rollout.resumed_requests import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
 from slime.samples.media import IMAGES, SPANS, references_of
