@@ -332,13 +332,10 @@ class Journal:
             place: what of the samples no file can hold; a function of the user's has put it there.
         """
         self._is_open = False
-        said = (
-            f"a function of yours has set {place}"
-            if place
-            else f"{type(problem).__name__}: {problem}"
-        )
+        why = f"a function of yours has set {place}" if place else ""
         logger.error(
-            "the journal ends here, what is generated from now on is lost with a crash: %s", said
+            "the journal ends here, what is generated from now on is lost with a crash: %s",
+            why or f"{type(problem).__name__}: {problem}",
         )
 
     def _give_up_file(self, rollout_id: int, problem: OSError) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -139,14 +140,14 @@ def draw_groups(
                     raise failure from error
                 tell(logger, "%s; such rows are left out", failure, once=f"sft {error.what}")
                 samples = []
-            fitting = [
-                one
+            is_fitting = [
+                _fits(len(one.tokens), limit) and _fits(one.prompt_length, prompt_limit)
                 for one in samples
-                if _fits(len(one.tokens), limit) and _fits(one.prompt_length, prompt_limit)
             ]
-            if encoder.keeps_whole and len(fitting) < len(samples):
-                fitting = []
-            left_out += [one for one in samples if all(one is not kept for kept in fitting)]
+            if encoder.keeps_whole and not all(is_fitting):
+                is_fitting = [False] * len(samples)
+            fitting = list(itertools.compress(samples, is_fitting))
+            left_out += [one for one, fits in zip(samples, is_fitting) if not fits]
             if fitting:
                 groups.append(Group(index, [fitting]))
                 num_left_out_before = len(left_out)
@@ -180,12 +181,9 @@ def draw_groups(
 
 def sft_limits(config: Config) -> tuple[int | None, int | None]:
     """Return the maximum tokens of a sample, and of its part before the first trained token."""
-    limits = [
-        n
-        for n in (config.train.seq_length, config.rollout.rollout_max_context_len)
-        if n is not None
-    ]
-    return min(limits, default=None), config.data.rollout_max_prompt_len
+    given = (config.train.seq_length, config.rollout.rollout_max_context_len)
+    limit = min((one for one in given if one is not None), default=None)
+    return limit, config.data.rollout_max_prompt_len
 
 
 def _fits(length: int, limit: int | None) -> bool:
@@ -196,10 +194,8 @@ def _all_too_long(samples: list[Sample], limit: int | None, prompt_limit: int | 
     said = []
     if limit is not None and (shortest := min(len(sample.tokens) for sample in samples)) > limit:
         said.append(f"longer than {limit} tokens (shortest: {shortest})")
-    if (
-        prompt_limit is not None
-        and (shortest := min(sample.prompt_length for sample in samples)) > prompt_limit
-    ):
+    shortest = min(sample.prompt_length for sample in samples)
+    if prompt_limit is not None and shortest > prompt_limit:
         said.append(
             f"with a prompt of more than --rollout-max-prompt-len {prompt_limit} tokens (shortest: "
             f"{shortest})"

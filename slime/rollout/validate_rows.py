@@ -296,9 +296,10 @@ class SftJudge:
         messages = read_messages(prompt.text, tools=tools)
         if not any(message["role"] == "assistant" for message in messages):
             messages.append({"role": "assistant", "content": str(prompt.label)})
-        if difference := mask_difference(
+        difference = mask_difference(
             self._rule, self._tokenizer, messages, tools, encoded.sequences
-        ):
+        )
+        if difference:
             kind = f"have other loss masks than --loss-mask-type {self._rule} gives them"
             yield RowProblem(
                 kind,
@@ -484,11 +485,8 @@ class RemainingRows:
 
 
 def _has_large(config: Config) -> bool:
-    if (
-        config.rollout.num_rollout == 0
-        or config.debug.debug_train_only
-        or config.debug.load_debug_rollout_data
-    ):
+    debug = config.debug
+    if config.rollout.num_rollout == 0 or debug.debug_train_only or debug.load_debug_rollout_data:
         return False
     for one in data_inputs(config):
         with contextlib.suppress(UserError):  # told by those who draw from it

@@ -943,12 +943,10 @@ def _is_of_whole_numbers(node: Node) -> bool:
     number."""
     if node[0] == "f" and node[1] in ("sum", "prod") and symbols_of(node):
         return True
-    if (
-        node[0] == "^"
-        and symbols_of(node[2])
-        and (node[1][0] == "-" or (node[1][0] == "n" and node[1][1] < 0))
-    ):
-        return True
+    if node[0] == "^" and symbols_of(node[2]):
+        base = node[1]
+        if base[0] == "-" or (base[0] == "n" and base[1] < 0):
+            return True
     return any(isinstance(item, tuple) and _is_of_whole_numbers(item) for item in node)
 
 
