@@ -212,8 +212,8 @@ class RolloutActor:
         from slime.rollout.preferences import generate_preferences
         from slime.rollout.sft import data_rollout, generate_sft
 
-        has_answers = self.config.algorithm.preference is None
-        generate = generate_sft if has_answers else generate_preferences
+        is_supervised = self.config.algorithm.preference is None
+        generate = generate_sft if is_supervised else generate_preferences
         return await data_rollout(generate, self.config, self.source, self.tokenizer, rollout_id)
 
     async def load_dump(

@@ -49,11 +49,9 @@ def changes(
             were changed on purpose and are left out.
         checkpoint: the checkpoint from which the run resumes; None if it has none yet.
     """
-    weights = (
-        f"the weights are those of {checkpoint}"
-        if checkpoint
-        else "the run begins anew with the weights of it"
-    )
+    weights = "the run begins anew with the weights of it"
+    if checkpoint:
+        weights = f"the weights are those of {checkpoint}"
     return [
         f"{name} has changed since the last launch of this run: {_consequence(flag, weights)}"
         for flag, value in _inputs(config)

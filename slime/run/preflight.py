@@ -210,12 +210,10 @@ def _check_longest_sequence(config: Config, spec: ModelSpec) -> None:
     prompt = config.data.rollout_max_prompt_len
     bounds = {"--seq-length": config.train.seq_length}
     if not config.algorithm.trains_on_data:
-        bounds |= {
-            "--rollout-max-context-len": config.rollout.rollout_max_context_len,
-            "--rollout-max-prompt-len and --rollout-max-response-len": None
-            if prompt is None
-            else prompt + config.rollout.rollout_max_response_len,
-        }
+        bounds["--rollout-max-context-len"] = config.rollout.rollout_max_context_len
+        if prompt is not None:
+            longest = prompt + config.rollout.rollout_max_response_len
+            bounds["--rollout-max-prompt-len and --rollout-max-response-len"] = longest
     given = {option: bound for option, bound in bounds.items() if bound is not None}
     if min(given.values(), default=limit + 1) <= limit:
         return
@@ -470,9 +468,10 @@ def check_rewards(config: Config) -> None:
 
     reward = config.reward
     datasets = eval_datasets(config)
-    for rm_type in (reward.rm_type, *(dataset.rm_type for dataset in datasets)):
-        if rm_type:
-            check_rm_type(rm_type)
+    given = (reward.rm_type, *(dataset.rm_type for dataset in datasets))
+    rm_types = [rm_type for rm_type in given if rm_type]
+    for rm_type in rm_types:
+        check_rm_type(rm_type)
     for dataset in datasets:
         if dataset.rm_type and (judge := dataset.custom_rm_path or reward.custom_rm_path):
             logger.warning(
@@ -510,13 +509,9 @@ def check_rewards(config: Config) -> None:
             "rm_type in their metadata",
             fix="pass one of them; --rm-type math compares with the label",
         )
-    rm_types = {
-        str(rm_type).removeprefix("boxed_")
-        for rm_type in (reward.rm_type, *(dataset.rm_type for dataset in datasets))
-    }
-    if reward_model.NAME in rm_types:
+    if reward_model.NAME in rm_types:  # it has no variant with boxed_
         reward_model.check_directory(reward.rm_path)
-    if "remote_rm" in rm_types and not reward.rm_url:
+    if {"remote_rm", "boxed_remote_rm"}.intersection(rm_types) and not reward.rm_url:
         raise UserError(
             "--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path"
         )
@@ -743,11 +738,9 @@ def check_slots(config: Config) -> None:
     limit = gpus or max(_MIN_SLOTS, _SLOTS_PER_CORE * cores)
     if plan.total <= limit:
         return
-    here = (
-        f"this host has {gpus} GPUs"
-        if gpus
-        else f"this host has no GPU, and its {cores} cores carry {limit}"
-    )
+    here = f"this host has no GPU, and its {cores} cores carry {limit}"
+    if gpus:
+        here = f"this host has {gpus} GPUs"
     raise UserError(
         f"this run needs {plan.total} {'GPUs' if gpus else 'process slots (CPUs)'}, {here}",
         why=plan.formula,
@@ -800,8 +793,6 @@ def _is_gcs(host: str, port: int) -> bool:
         try:
             channel.unary_unary(_CHECK_ALIVE)(b"", timeout=max(0.1, end - time.monotonic()))
         except grpc.RpcError as error:
-            return error.code() in (
-                grpc.StatusCode.UNAUTHENTICATED,
-                grpc.StatusCode.PERMISSION_DENIED,
-            )
+            code = grpc.StatusCode
+            return error.code() in (code.UNAUTHENTICATED, code.PERMISSION_DENIED)
     return True
