@@ -108,7 +108,8 @@ class MappedOrder:
             return None
         if not self.unchecked:
             return prompt
-        for judged in self._checker.judge([prompt])[0] if self._checker.judge is not None else ():
+        judge = self._checker.judge
+        for judged in judge([prompt])[0] if judge is not None else ():
             if judged.refuse_at == 0.0:
                 self._pass_over(position, judged)
                 return None
@@ -197,11 +198,10 @@ class StreamedOrder:
         prompt = next(self._prompts, None)
         if prompt is None:
             if self._offset == 0:
+                too_long = f"{self._too_long} prompts are longer" if self._too_long else ""
                 raise UserError(
                     f"{self._path} has no prompt of at most {self._checker.max_tokens} tokens",
-                    why=f"{self._too_long} prompts are longer"
-                    if self._too_long
-                    else "it has no rows",
+                    why=too_long or "it has no rows",
                     fix=f"raise {self._checker.limit_flags}, or take other data",
                 )
             if self._too_long:
@@ -232,17 +232,15 @@ class StreamedOrder:
             else:
                 self._too_long += 1
                 self._longest = max(self._longest, length)
-                if self._too_long == 1:
-                    said = "%s: a prompt of %d tokens is longer than %d and left out (%s)"
-                    tell(
-                        logger,
-                        said,
-                        self._path,
-                        length,
-                        limit,
-                        self._checker.limit_flags,
-                        once=f"one {self._path}",
-                    )
+                tell(
+                    logger,
+                    "%s: a prompt of %d tokens is longer than %d and left out (%s)",
+                    self._path,
+                    length,
+                    limit,
+                    self._checker.limit_flags,
+                    once=f"one {self._path}",
+                )
 
     def fingerprint(self) -> str:
         """Changes with the first row: a stream is not read to its end for this."""
