@@ -144,9 +144,9 @@ def load_source(
 
 
 def source_again(source: DataSource, config: Config, tokenizer: Any) -> DataSource:
-    """One that `load_source` can set to any place, after ``source`` was drawn from: built anew
-    where it is the user's own, whose ``load`` goes by the arguments that it was built with, and
-    which nothing else brings back to its start.
+    """Return a source that `load_source` can set to any place after ``source`` was drawn from. A
+    user's source is built anew: nothing else brings it back to its start, and its ``load`` may go
+    by the arguments that it was built with.
 
     Args:
         config: says what is loaded now.

@@ -186,8 +186,8 @@ class DynamicSampler:
             self._next_certain += 1
 
     def _draw_some(self) -> None:
-        """Draw; a source of the user's own that fails is asked again, and a group that cannot be
-        used left out, as far as groups may fail."""
+        """Draw groups. A user's source that fails is asked again, and unusable groups are left out,
+        until more have failed than may."""
         try:
             started = time.monotonic()
             groups = self.source.get_samples(self.draw_size)
@@ -230,7 +230,7 @@ class DynamicSampler:
         logger.warning("drawn anew: %s", error)
 
     def _taken_up(self, drawn: list[Sample]) -> GroupRun:
-        """A drawn group, as far as it has come before."""
+        """Return a drawn group in the state that the journal has of it, if it has any."""
         run = GroupRun.of(drawn, order=len(self.drawn))
         if self.journal is not None and drawn:
             key = drawn[0].drawn_as or drawn_as(drawn)
@@ -251,8 +251,7 @@ class DynamicSampler:
         )
 
     def _takes_stale(self, run: GroupRun) -> bool:
-        """Whether a drawn group that is stale is taken up all the same: as it is, or from its
-        prompt."""
+        """Tell whether a stale group that was drawn is used: as it is, or from its prompt."""
         self.result.stale[_BECAME[self.stale_samples]] += 1
         if self.stale_samples == "drop":
             self._decide(run, Decision.STALE)
@@ -265,9 +264,9 @@ class DynamicSampler:
         return True
 
     def _turns_away(self, run: GroupRun) -> bool:
-        """Whether a group is not taken since it was generated with tokens that are too old, as no
-        engine of the run does: a generate function of the user's own has brought them. Another draw
-        takes its place."""
+        """Tell whether a generated group is refused because its tokens are too old. No engine of
+        the run makes such tokens; a user's generate function brought them. Another group is drawn
+        in its place."""
         if not self._is_stale(run):
             return False
         self.result.stale[_BECAME[self.stale_samples]] += 1

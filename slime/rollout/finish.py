@@ -1,5 +1,5 @@
-"""How a rollout or an evaluation ends, however its samples came about: dump, the user's log
-function, metrics."""
+"""The end of a rollout or an evaluation, whatever made its samples: dump, the user's log function,
+metrics."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ async def finish_rollout(
     seconds: float,
     measure: Callable[[list[Sample]], Metrics] | None = None,
 ) -> RolloutFnTrainOutput:
-    """Dump the samples; the output with all its metrics, or with those alone that the user's log
-    function adds (`logged_metrics`) where it takes over.
+    """Dump the samples, and return the output with all its metrics. If the user's log function
+    takes over, only the metrics that it adds (`logged_metrics`) are left.
 
     Args:
         seconds: that the rollout took.
@@ -109,8 +109,8 @@ async def finish_evaluation(
     gave none.
 
     Args:
-        before_training: no rollout came before it: its dump must not be replaced by that of the one
-            after rollout 0.
+        before_training: no rollout came before it, so that its dump has a name of its own, and the
+            evaluation after rollout 0 does not replace it.
     Raises:
         FunctionFailed: a data set without a list of rewards; what the log function did besides
             logging.

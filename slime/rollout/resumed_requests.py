@@ -4,10 +4,10 @@
                └──── joined: as if nothing had cut it ────┘
                      with the weight version of every token
 
-Engines abort what they are at before they take new weights, and when another rollout ends. And what
-an engine that dies was at is lost, so a long answer may be asked for piece by piece
-(--rollout-request-tokens). What has no token ids to go on from (text, chats, several prompts in one
-request) is asked anew, and never in pieces.
+Engines abort their requests before they take new weights, and when another rollout ends. An engine
+that dies loses its requests, so a long answer may be asked for in pieces
+(--rollout-request-tokens). A request without token ids to go on from (text, chats, several prompts)
+is sent anew, and never in pieces.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from slime.samples.types import Sample
 logger = get_logger(__name__)
 
 _CANARY_TOKENS = 16
-#: Of the deviation of the canary's log-probs, which other batches move by a few per cent in 16
-#: bits; and in nats, for models that find everything equally likely.
+#: A canary may differ by this share of the standard deviation of its log-probs (in 16 bits, other
+#: batches move them by a few per cent), or by so many nats if all tokens are equally likely.
 _CANARY_SHARE = 0.1
 _CANARY_LEAST = 0.01
 
