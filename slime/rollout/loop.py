@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -163,10 +162,12 @@ class RolloutLoop:
                 self._teachers = TeacherPool(
                     config, self.tokenizer, self._model_urls, self.base_url
                 )
-            read = functools.partial(
-                asyncio.to_thread, read_eval_prompts, config=config, tokenizer=self.tokenizer
-            )
-            self._eval_sets = [EvalSet(one, await read(one)) for one in self._datasets]
+            self._eval_sets = [
+                EvalSet(
+                    one, await asyncio.to_thread(read_eval_prompts, one, config, self.tokenizer)
+                )
+                for one in self._datasets
+            ]
             policy = config.engine.router.get("policy") or "cache_aware"
             self._client = RolloutClient(
                 self.base_url,

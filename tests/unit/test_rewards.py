@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from slime.cli.reward import main as reward_cli
 from slime.config import make_config
 from slime.errors import UserError
-from slime.rollout.rewards import grading_pool
+from slime.rollout.rewards import grading_pool, reward_model
 from slime.rollout.rewards.grading_pool import Grade, GradingPool
 from slime.rollout.rewards.math_grading import grade_deepscaler, grade_math
 from slime.rollout.rewards.pool import RewardPool
@@ -38,6 +39,7 @@ from slime.rollout.rewards.text import (
 from slime.samples.types import Sample
 from slime.user_code.loading import load_function
 from tests.support.processes import is_running, wait_until
+from tests.support.prompt_fixtures import make_tokenizer
 
 
 def make_pool(**flags: Any) -> RewardPool:
@@ -541,3 +543,34 @@ def test_a_row_that_cannot_be_judged_ends_the_command_and_not_the_graders_of_oth
     with pytest.raises(UserError, match="finds no instructions"):
         reward_cli(["--rm-type", "ifbench", "--prompt-data", str(data), "--response", "2"])
     assert "was lost" not in caplog.text
+
+
+def test_tokenizers_that_are_code_are_read_if_the_user_trusts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, policy = tmp_path / "judge", tmp_path / "policy"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["QwenForSequenceClassification"], "id2label": {"0": ""}})
+    )
+    trusted = {}
+
+    def load(path: str, *, trust_remote_code: bool = False) -> Any:
+        trusted[path] = trust_remote_code
+        return make_tokenizer()
+
+    monkeypatch.setattr(reward_model, "load_tokenizer", load)
+    monkeypatch.setattr(
+        "transformers.AutoModelForSequenceClassification.from_pretrained",
+        lambda path, **options: torch.nn.Linear(1, 1),
+    )
+    config = make_config(
+        hf_checkpoint=str(policy),
+        trust_remote_code=True,
+        rm_type="reward_model",
+        rm_path=str(folder),
+        rollout_batch_size=1,
+        num_rollout=1,
+    )
+    reward_model.RewardModelScorer(str(folder), config)._load()
+    assert trusted == {str(folder): True, str(policy): True}
