@@ -186,6 +186,12 @@ def sft_limits(config: Config) -> tuple[int | None, int | None]:
     return limit, config.data.rollout_max_prompt_len
 
 
+def compared_rule(config: Config) -> str | None:
+    """Return the reference system's rule for loss masks that our masks are compared with
+    (``--loss-mask-type``)."""
+    return config.rollout.loss_mask_type
+
+
 def _fits(length: int, limit: int | None) -> bool:
     return limit is None or length <= limit
 

@@ -968,7 +968,8 @@ def _excluded(answer: Any) -> list[Any] | None:
         ends += part.items
     if len(ends) < 4 or not (_is_infinite(ends[0]) and _is_infinite(ends[-1])):
         return None
-    highs, lows = ends[1:-1:2], ends[2:-1:2]
+    highs = ends[1:-1:2]
+    lows = ends[2:-1:2]
     return highs if all(_same(*pair) is True for pair in zip(highs, lows)) else None
 
 
@@ -1736,7 +1737,8 @@ def _is_approximation(g: Quantity, a: Quantity) -> bool:
         written, step, digits = decimal
     else:
         value = as_float(value)
-        written, step, digits = (*map(as_float, decimal[:2]), decimal[2])
+        written, step = map(as_float, decimal[:2])
+        digits = decimal[2]
     off = value - written
     if off.imag:
         return False
