@@ -221,12 +221,12 @@ def bytes_of(source: Source) -> bytes:
     return source if isinstance(source, bytes) else Path(source).read_bytes()
 
 
+@dataclass(eq=False)
 class ImagePrompts:
     """Puts the images of one model among tokens."""
 
-    def __init__(self, reader: ImageReader, vision: VisionSpec) -> None:
-        self.reader = reader
-        self.vision = vision
+    reader: ImageReader
+    vision: VisionSpec
 
     def placeholder(self, tokenizer: Any) -> str:
         """Return the text that stands for an image in a prompt."""

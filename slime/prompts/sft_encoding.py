@@ -525,27 +525,22 @@ def _reasoning_fix(template: str, kwargs: dict[str, Any]) -> str:
     return "write it into the content between <think> marks, or take another template"
 
 
+@dataclass(eq=False)
 class _Renderer:
     """Renders the beginnings of one conversation."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        form: TemplateForm,
-        messages: Messages,
-        tools: Any,
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._form = form
-        self._messages = messages
-        self._shown = [form.shown(message) for message in messages]
-        self._tools = tools
-        self._kwargs = kwargs
+    tokenizer: Any
+    form: TemplateForm
+    messages: Messages
+    tools: Any
+    kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self._shown = [self.form.shown(message) for message in self.messages]
 
     def _render(self, messages: Messages, *, ask: bool = False) -> str:
         return render_shown(
-            self._tokenizer, messages, tools=self._tools, add_generation_prompt=ask, **self._kwargs
+            self.tokenizer, messages, tools=self.tools, add_generation_prompt=ask, **self.kwargs
         )
 
     def prompt(self, number: int) -> str | None:
@@ -568,7 +563,7 @@ class _Renderer:
     def head(self, number: int, answered: str) -> str:
         """The beginning of ``answered`` up to where message ``number`` begins to speak."""
         variants = [
-            self._form.shown({"role": "assistant", "content": text}) for text in (_ONE, _OTHER)
+            self.form.shown({"role": "assistant", "content": text}) for text in (_ONE, _OTHER)
         ]
         try:
             one, other = (self._render([*self._shown[:number], variant]) for variant in variants)
@@ -578,13 +573,13 @@ class _Renderer:
 
     def text_before(self, number: int) -> str:
         """The text of the message before message ``number``."""
-        return str(self._messages[number - 1]["content"]).strip() if number else ""
+        return str(self.messages[number - 1]["content"]).strip() if number else ""
 
     def without_reasoning(self, number: int, thought: ReasonedAnswer) -> str:
         """Render message ``number`` without its reasoning; the text behind its head."""
-        message = self._messages[number] | {"content": thought.answer}
+        message = self.messages[number] | {"content": thought.answer}
         message.pop("reasoning_content", None)
-        shown = self._form.shown(message)
+        shown = self.form.shown(message)
         answered = self._render([*self._shown[:number], shown])
         return answered[len(self.head(number, answered)) :]
 
@@ -597,7 +592,7 @@ class _Renderer:
             after = {"role": "tool", "content": "hello", "name": calls[0]["function"]["name"]}
             after |= {"tool_call_id": calls[0]["id"]} if "id" in calls[0] else {}
         try:
-            whole = self._render([*self._shown[: number + 1], self._form.shown(after)])
+            whole = self._render([*self._shown[: number + 1], self.form.shown(after)])
         except TemplateRefuses:
             return ""
         return whole[len(text) :] if whole.startswith(text) else ""
@@ -606,19 +601,19 @@ class _Renderer:
         """The reasoning of each message."""
         return [
             reasoning_of(message).text.strip()
-            for message in self._messages
+            for message in self.messages
             if message["role"] == "assistant"
         ]
 
     def marked(self) -> tuple[list[int], list[int]]:
         """Tokens of the whole conversation and the mask of what the template marks."""
-        encoded = self._tokenizer.apply_chat_template(
+        encoded = self.tokenizer.apply_chat_template(
             self._shown,
-            tools=self._tools or None,
+            tools=self.tools or None,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
-            **self._kwargs,
+            **self.kwargs,
         )
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 

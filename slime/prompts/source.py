@@ -381,7 +381,7 @@ class PromptSource(DataSource):
                     "(--rollout-shuffle)"
                 )
                 self._shuffling = saved
-                self._order.reorder(False)
+                self._order.shuffle = False
             elif saved != self._shuffling:
                 tell(
                     logger,
