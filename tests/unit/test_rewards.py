@@ -3,13 +3,16 @@ crashes."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -496,10 +499,25 @@ def test_remote_failures_that_last_stop_the_run(answers: list[Any], said: str, t
     with_server(answers, use)
 
 
+def test_connections_to_another_remote_model_are_shared_and_closed() -> None:
+    async def use(url: str, requests: list[Any]) -> None:
+        pool = make_pool(rm_type="remote_rm", rm_url="http://127.0.0.1:9/")
+        args = argparse.Namespace(rm_url=url)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ResourceWarning)
+            for _ in range(2):
+                assert await pool.reading(args).score(Sample()) == 0.5
+            await pool.close()
+            gc.collect()
+        assert [one for one in caught if "Unclosed" in str(one.message)] == []
+
+    with_server(["0.5"], use)
+
+
 def test_a_remote_model_that_hangs_scores_zero_and_needs_an_address() -> None:
     async def use(url: str, requests: list[Any]) -> None:
         pool = make_pool(rm_type="remote_rm", rm_url=url, rm_timeout=0.02)
-        pool._remote = RemoteReward(url, timeout=0.02, backoff=0.0)
+        pool._remotes[url] = RemoteReward(url, timeout=0.02, backoff=0.0)
         assert await pool.score(Sample()) == 0.0
         assert pool.metrics()["rollout/reward_timeout"] == 1.0
         await pool.close()
