@@ -15,9 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from slime.engines.request_fields import BadRequest
-from slime.models.images import ImageError, ImageReader, PreparedImage
+from slime.models.images import ImageReader, PreparedImage
 from slime.models.tower import see
-from slime.models.vision import ImageSpan, VisionSpec, placeholder_runs, rotary_positions
+from slime.models.vision import (
+    ImageError,
+    ImageSpan,
+    VisionSpec,
+    placeholder_runs,
+    rotary_positions,
+)
 
 _FIELD = "image_data"
 #: Bytes of features that are kept for sequences with the same images.

@@ -33,6 +33,10 @@ class ImageSpan(NamedTuple):
         return self.start + self.length
 
 
+class ImageError(ValueError):
+    """Data that is no image, or one that the model cannot take; says why."""
+
+
 @dataclass(frozen=True)
 class VisionKind:
     """The facts about a family's tower that its config.json does not tell.

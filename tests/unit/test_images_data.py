@@ -19,8 +19,8 @@ from PIL import Image
 
 from slime.config import Config, make_config
 from slime.errors import UserError
-from slime.models.images import ImageError, ImageReader, decoded, upright
-from slime.models.vision import ImageSpan
+from slime.models.images import ImageReader, decoded, upright
+from slime.models.vision import ImageError, ImageSpan
 from slime.prompts.images import image_prompts
 from slime.prompts.source import make_source
 from slime.prompts.tokenizer import load_tokenizer

@@ -42,10 +42,10 @@ BUDGETS = {
     "observe": 3_400,  # profiles, three trackers, ranges of recipes
     "page": 1_650,
     "processes": 1_055,  # the preloaded process
-    "prompts": 4_380,  # rows of preferences
-    "rollout": 9_400,  # preferences, reward models
-    "run": 2_270,  # lengths that longrope is computed for, profiles
-    "samples": 2_290,  # rewards of tokens and turns, sampling masks, whole pairs
+    "prompts": 4_200,  # rows of preferences
+    "rollout": 9_020,  # preferences, reward models
+    "run": 2_210,  # lengths that longrope is computed for, profiles
+    "samples": 2_240,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 930,
     "trainer": 9_010,
     "user_code": 1_000,
