@@ -21,14 +21,23 @@ from typing import Any
 
 import yaml
 
-from slime.cli import ENTRIES
-from slime.cli.arguments import OwnFlags, at_least_one
-from slime.config import parse_args
+from slime.cli.arguments import Arguments, at_least_one, run_flags
+from slime.config import Config, parse_args
+from slime.config.make import flags_given
 from slime.errors import UserError
 from slime.placement import PlacementPlan
 
 _PORT = 6379
 _KINDS = ("slurm", "kuberay", "skypilot")
+#: Options that not every kind of job has → (the kinds that have it, its default).
+_OPTIONS: dict[str, tuple[tuple[str, ...], str | None]] = {
+    "time": (("slurm",), "24:00:00"),
+    "partition": (("slurm",), None),
+    "image": (("kuberay", "skypilot"), "slime:cuda"),
+    "volume_claim": (("kuberay",), None),
+    "gpu": (("skypilot",), "H200"),
+}
+_GPUS_PER_NODE = 8
 #: Seconds that a node waits for Ray on the first one, and the first one for all nodes.
 _WAIT = 300
 _SHARED_MEMORY = "64Gi"
@@ -39,42 +48,83 @@ def main(argv: list[str]) -> int:
     """Print the job; returns the exit status.
 
     Raises:
-        UserError: no kind of cluster was named, or the flags of the run are wrong.
+        UserError: no kind of cluster was named, it has no such option or too few nodes, or the
+            flags of the run are wrong.
     """
-    if any(word in ("--help", "-h") for word in argv):
-        print(__doc__)
-        _parser().print_help()
-        return 0
     own, words = _parser().parse_known_args(argv)
-    entry = ENTRIES.get(words[0].replace("_", "-"), "") if words else ""
-    flags = words[1:] if entry else words
+    entry, flags = run_flags(words)
     kinds = [kind for kind in _KINDS if getattr(own, kind)]
     if len(kinds) != 1 or not flags:
         raise UserError(
             "slime launch needs one of --slurm, --kuberay and --skypilot, and the flags of a run",
             fix="slime launch --slurm --config my.yaml",
         )
-    config = parse_args(flags, entry or "train")
-    if own.nodes is None:
-        own.nodes = -(-PlacementPlan.of(config).total // own.gpus_per_node)
-    command = (entry or "train").replace("_", "-")
+    _complete(own, kinds[0])
+    if "num_gpus_per_node" not in flags_given(flags):
+        flags += ["--num-gpus-per-node", str(own.gpus_per_node or _GPUS_PER_NODE)]
+    _size(own, parse_args(flags, entry))
     writer = {"slurm": slurm, "kuberay": kuberay, "skypilot": skypilot}[kinds[0]]
-    sys.stdout.write(writer(own, command, _on_nodes(flags, own)))
+    sys.stdout.write(writer(own, entry.replace("_", "-"), shlex.join(flags)))
     return 0
 
 
-def _parser() -> OwnFlags:
-    parser = OwnFlags("slime launch")
+def _complete(own: argparse.Namespace, kind: str) -> None:
+    """Set the options that were left out to their defaults.
+
+    Raises:
+        UserError: an option of another kind of job was given.
+    """
+    for name, (kinds, default) in _OPTIONS.items():
+        given = getattr(own, name)
+        if given is not None and kind not in kinds:
+            option = name.replace("_", "-")
+            raise UserError(
+                f"slime launch --{kind} has no --{option}",
+                why=f"it is an option of {' and '.join(f'--{one}' for one in kinds)}",
+                fix=f"remove --{option} {given}",
+            )
+        setattr(own, name, default if given is None else given)
+
+
+def _size(own: argparse.Namespace, config: Config) -> None:
+    """Set the GPUs of a node, and the nodes if none were asked for.
+
+    Raises:
+        UserError: two sizes of a node were given, or too few nodes for the run.
+    """
+    per_node = config.cluster.num_gpus_per_node
+    if own.gpus_per_node not in (None, per_node):
+        raise UserError(
+            f"--gpus-per-node {own.gpus_per_node} contradicts --num-gpus-per-node {per_node}",
+            why="both are the GPUs of a node; the second is a flag of the run",
+            fix="remove one of them",
+        )
+    own.gpus_per_node = per_node
+    gpus = PlacementPlan.of(config).total
+    needed = max(1, -(-gpus // per_node))
+    if own.nodes is not None and own.nodes < needed:
+        raise UserError(
+            f"--nodes {own.nodes} of {per_node} GPUs are {own.nodes * per_node} GPUs, and the run "
+            f"needs {gpus}",
+            fix=f"--nodes {needed}, or leave it out",
+        )
+    own.nodes = own.nodes or needed
+
+
+def _parser() -> Arguments:
+    parser = Arguments("slime launch", __doc__)
     for kind in _KINDS:
         parser.add_argument(f"--{kind}", action="store_true")
     parser.add_argument("--nodes", type=at_least_one, help="default: as many as the flags need")
-    parser.add_argument("--gpus-per-node", type=at_least_one, default=8)
+    parser.add_argument(
+        "--gpus-per-node", type=at_least_one, help=f"{_GPUS_PER_NODE}, or --num-gpus-per-node"
+    )
     parser.add_argument("--job-name", type=_name, default="slime")
-    parser.add_argument("--time", default="24:00:00", help="Slurm's limit (24:00:00)")
+    parser.add_argument("--time", help="Slurm's limit (24:00:00)")
     parser.add_argument("--partition", help="Slurm's")
-    parser.add_argument("--image", default="slime:cuda", help="of KubeRay and SkyPilot")
+    parser.add_argument("--image", help="of KubeRay and SkyPilot (slime:cuda)")
     parser.add_argument("--volume-claim", help=f"of Kubernetes, mounted at {_MODELS}")
-    parser.add_argument("--gpu", default="H200", help="SkyPilot's name of the GPU (H200)")
+    parser.add_argument("--gpu", help="SkyPilot's name of the GPU (H200)")
     return parser
 
 
@@ -83,13 +133,6 @@ def _name(text: str) -> str:
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", text):
         raise argparse.ArgumentTypeError("must be small letters, digits and dashes")
     return text
-
-
-def _on_nodes(flags: list[str], own: argparse.Namespace) -> str:
-    """The flags of the run, quoted for a shell, with the size of a node."""
-    if not any(word.split("=")[0] == "--num-gpus-per-node" for word in flags):
-        flags = [*flags, "--num-gpus-per-node", str(own.gpus_per_node)]
-    return shlex.join(flags)
 
 
 def slurm(own: argparse.Namespace, command: str, flags: str) -> str:
@@ -101,6 +144,7 @@ def slurm(own: argparse.Namespace, command: str, flags: str) -> str:
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={own.gpus_per_node}
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time={own.time}
 #SBATCH --output=%x-%j.log
 {partition}set -euo pipefail

@@ -38,6 +38,7 @@ class Plan:
 
     Attributes:
         facts: who is where, and how.
+        work: what a step generates and trains on, and how far ahead.
         seconds: of a step.
         phases: seconds of a step by phase; they add up to ``seconds``.
         generation: seconds of a rollout, hidden behind training or not.
@@ -46,41 +47,45 @@ class Plan:
     """
 
     facts: Facts
-    ahead: int
+    work: Workload
     seconds: float
     phases: dict[str, float]
     generation: float
     tokens_per_gpu: float
     limit: str
 
-    @property
-    def flags(self) -> str:
+    def flags(self, gpus_per_host: int) -> str:
         """The flags that ask for it."""
         facts = self.facts
         assert facts.trainer is not None
         layout = facts.trainer.layout
-        hosts = -(-layout.world // 8)
+        hosts = _hosts(layout.world, gpus_per_host)
         words = [f"--actor-num-nodes {hosts}", f"--actor-num-gpus-per-node {layout.world // hosts}"]
         for name, size in (
-            ("tensor", layout.tensor),
+            ("tensor-model", layout.tensor),
             ("context", layout.context),
-            ("pipeline", layout.pipeline),
-            ("expert", layout.expert),
+            ("pipeline-model", layout.pipeline),
+            ("expert-model", layout.expert),
         ):
             if size > 1:
-                full = {"context": "context"}.get(name, f"{name}-model")
-                words.append(f"--{full}-parallel-size {size}")
+                words.append(f"--{name}-parallel-size {size}")
         if layout.tensor > 1:
             words.append("--sequence-parallel")
-        if layout.expert > 1:
-            words.append("--expert-tensor-parallel-size 1")
+            if facts.trainer.spec.num_experts:
+                words.append(f"--expert-tensor-parallel-size {layout.expert_tensor}")
         if facts.colocate:
             words.append("--colocate")
         else:
             words.append(f"--rollout-num-gpus {facts.placement.num_rollout}")
-            words.append(f"--async-buffer-size {self.ahead}")
+            words.append(f"--async-buffer-size {self.work.ahead}")
+            if self.work.in_flight:
+                words.append("--update-weights-in-flight")
         words.append(f"--rollout-num-gpus-per-engine {facts.placement.slots_per_engine}")
         return " ".join(words)
+
+
+def _hosts(gpus: int, gpus_per_host: int) -> int:
+    return -(-gpus // gpus_per_host)
 
 
 def plan_of(
@@ -94,7 +99,7 @@ def plan_of(
     gpus = facts.placement.total
     return Plan(
         facts=facts,
-        ahead=work.ahead,
+        work=work,
         seconds=seconds,
         phases=phases,
         generation=sum(step.generation for step in steps) / len(steps),
@@ -151,18 +156,18 @@ def _splits(
     engine = dataclasses.replace(
         facts.engine, tensor=engine_size, attention=engine_size, pipeline=1
     )
-    together = PlacementPlan(gpus, gpus, engine_size, 0, gpus, "")
-    yield (
-        dataclasses.replace(
-            facts,
-            engine=engine,
-            placement=together,
-            colocate=True,
-            trainer_sleeps=True,
-            engine_sleeps=True,
-        ),
-        dataclasses.replace(work, ahead=0, in_flight=False),
-    )
+    if gpus % _hosts(gpus, gpus_per_host) == 0:
+        yield (
+            dataclasses.replace(
+                facts,
+                engine=engine,
+                placement=PlacementPlan(gpus, gpus, engine_size, 0, gpus, ""),
+                colocate=True,
+                trainer_sleeps=True,
+                engine_sleeps=True,
+            ),
+            dataclasses.replace(work, ahead=0, in_flight=False),
+        )
     for share in _TRAINER_SHARES:
         trainer = round(gpus * share)
         rest = gpus - trainer
@@ -239,7 +244,7 @@ def _layouts(
                         pipeline=pipeline,
                         context=context,
                         expert=expert,
-                        expert_tensor=1,
+                        expert_tensor=1 if spec.num_experts else tensor,
                         sequence_parallel=tensor > 1,
                     )
                     yield dataclasses.replace(

@@ -18,8 +18,10 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from slime.config.config import Config
+from slime.errors import UserError
 from slime.memory import engine as engine_side
 from slime.memory import trainer as trainer_side
 from slime.memory.engine import EngineSettings
@@ -165,7 +167,7 @@ class MemoryPlan:
     @property
     def host_limit(self) -> float:
         """Bytes of a node's memory that may be planned with. Ray ends processes beyond it."""
-        return self.device.host * float(os.environ.get(_RAY_THRESHOLD, RAY_SHARE))
+        return self.device.host * _ray_share()
 
     @property
     def host_is_full(self) -> bool:
@@ -203,11 +205,7 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
     ``flash4`` as in `DeviceMemory`."""
     placement = PlacementPlan.of(config)
     cluster = config.cluster
-    path = config.checkpoint.hf_checkpoint
-    assert path is not None, "checked with the flags"
-    hf_config = read_hf_config(path)
-    if config.images.multimodal_keys:
-        hf_config = seeing(hf_config)
+    hf_config = run_hf_config(config)
     spec = family_of(hf_config, config.checkpoint.model_name).model_spec(hf_config)
     quantisation = Quantisation.read(hf_config)
     longest = longest_sequence(config)[0]
@@ -232,6 +230,33 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
         engine_backup=bool(cluster.offload_rollout)
         and bool(config.lora.lora_rank or config.sync.update_weights_interval > 1),
     )
+
+
+def run_hf_config(config: Config) -> dict[str, Any]:
+    """The config.json of ``--hf-checkpoint``, marked as seeing images where the run has some."""
+    assert config.checkpoint.hf_checkpoint is not None, "checked with the flags"
+    hf_config = read_hf_config(config.checkpoint.hf_checkpoint)
+    return seeing(hf_config) if config.images.multimodal_keys else hf_config
+
+
+def _ray_share() -> float:
+    """The share of a host's memory beyond which Ray ends processes.
+
+    Raises:
+        UserError: the variable that sets it is no share.
+    """
+    text = os.environ.get(_RAY_THRESHOLD, str(RAY_SHARE))
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise UserError(
+            f"the environment variable {_RAY_THRESHOLD} is {text!r}",
+            why="Ray ends processes when a host uses this share of its memory",
+            fix=f"unset it, or set it to a number from 0 to 1; Ray's default is {RAY_SHARE:g}",
+        )
+    return share
 
 
 def _bucket(config: Config, spec: ModelSpec) -> float:

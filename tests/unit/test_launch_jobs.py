@@ -167,6 +167,43 @@ def test_kuberay_examines_in_an_init_container_of_every_pod(
             }
 
 
+def test_the_size_of_a_node_may_be_a_flag_of_the_run(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text("num_gpus_per_node: 4\n")
+    for given in (["--num-gpus-per-node", "4"], ["--config", str(tmp_path / "run.yaml")]):
+        nodes = ["--actor-num-nodes", "4", "--actor-num-gpus-per-node", "4"]
+        script = job(["--slurm", *flags[:-4], *nodes, *given], capsys)
+        assert "#SBATCH --gpus-per-node=4\n" in script
+        assert "#SBATCH --nodes=4\n" in script
+        assert "--num-gpus-per-node 8" not in script
+
+
+def test_a_job_has_all_the_memory_of_its_nodes(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--exclusive alone gives as much as the partition's default
+    (https://slurm.schedmd.com/sbatch.html)."""
+    assert "#SBATCH --mem=0\n" in job(["--slurm", *flags], capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--slurm", "--image", "me/slime:1"], "--slurm has no --image"),
+        (["--kuberay", "--gpu", "H100"], "--kuberay has no --gpu"),
+        (["--skypilot", "--volume-claim", "models"], "--skypilot has no --volume-claim"),
+        (["--slurm", "--nodes", "1"], "8 GPUs, and the run needs 16"),
+        (["--slurm", "--gpus-per-node", "8", "--num-gpus-per-node", "16"], "contradicts"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    words: list[str], message: str, flags: list[str]
+) -> None:
+    with pytest.raises(UserError, match=message):
+        launch.main([*words, *flags])
+
+
 def test_one_node_needs_no_workers(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--kuberay", *flags[:-4], "--actor-num-gpus-per-node", "4"]
     spec = yaml.safe_load(job(words, capsys))["spec"]

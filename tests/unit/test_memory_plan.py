@@ -342,6 +342,9 @@ def test_a_host_that_is_too_small_is_refused(
         check_memory_of_cluster(config, 141e9, 120e9, on_gpu=True)
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.5")
     assert MemoryPlan.of(config, dataclasses.replace(gpu(141), host=140e9)).host_limit == 70e9
+    monkeypatch.setenv("RAY_memory_usage_threshold", "95%")
+    with pytest.raises(UserError, match="RAY_memory_usage_threshold is '95%'"):
+        MemoryPlan.of(config, dataclasses.replace(gpu(141), host=140e9)).host_limit  # noqa: B018
     monkeypatch.undo()
     roomy = MemoryPlan.of(config, dataclasses.replace(gpu(141), host=400e9))
     assert roomy.fits and " GB (limit 380.0 GB): trainer" in table(roomy)
