@@ -98,7 +98,10 @@ def _convert(source: Path, out: Path, dtype_name: str) -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     dtype: torch.dtype = getattr(torch, dtype_name)
-    reader = GGUFReader(source)
+    try:
+        reader = GGUFReader(source)
+    except (ValueError, IndexError) as error:
+        raise UserError(f"{source} is not a GGUF file, or it is damaged", why=str(error)) from error
     tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     config = AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
     for mark in _QUANTISATION_MARKS:

@@ -43,7 +43,7 @@ from slime.config import Config, parse_args
 from slime.config.make import judge_args
 from slime.errors import UserError
 from slime.files import json_safe
-from slime.observe.run_folder import RunFolder, config_files
+from slime.observe.run_folder import newest_stage
 from slime.paths import fill
 
 if TYPE_CHECKING:
@@ -214,15 +214,6 @@ def _recorded(asked: _Asked) -> tuple[Config, list[Scored]]:
             "a fresh round",
         )
     return config, dumps.read(there)
-
-
-def newest_stage(folder: Path, stage: str | None = None) -> RunFolder:
-    """The run's stage of that name, else its newest."""
-    stages = RunFolder(folder).read_summary()["stages"]
-    started = dict.fromkeys(config_files(folder), 0.0)
-    started |= {name: entry.get("started") or 0.0 for name, entry in stages.items()}
-    newest = max(reversed(started), key=lambda name: started[name], default="")
-    return RunFolder(folder, (stage if stage is not None else newest) or None)
 
 
 def _model(config: Config, options: dict[str, str]) -> Path | None:

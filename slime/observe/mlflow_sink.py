@@ -24,6 +24,8 @@ logger = get_logger(__name__)
 _METRICS = 1000
 _PARAMETERS = 100
 _LONGEST = 6000
+#: How a run ended, for us → for MLflow.
+_ENDS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
@@ -45,6 +47,7 @@ class MlflowSink:
             raise UserError(
                 "--use-mlflow needs the package mlflow", fix="pip install 'slime-rl[mlflow]'"
             ) from error
+        self._run = run
         self._metric = Metric
         self._error: Any = MlflowException
         observe = config.observe
@@ -96,6 +99,6 @@ class MlflowSink:
 
     def close(self) -> None:
         try:
-            self._client.set_terminated(self._id)
+            self._client.set_terminated(self._id, _ENDS.get(self._run.state() or ""))
         except self._error as error:
             logger.warning("the run is not ended in MLflow: %s", error)

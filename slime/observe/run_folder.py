@@ -406,6 +406,15 @@ def config_files(folder: Path) -> dict[str, Path]:
     return dict(sorted(named.items(), key=lambda item: _written(item[1])))
 
 
+def newest_stage(folder: Path, stage: str | None = None) -> RunFolder:
+    """The run's stage of that name, else its newest."""
+    stages = RunFolder(folder).read_summary()["stages"]
+    started = dict.fromkeys(config_files(folder), 0.0)
+    started |= {name: entry.get("started") or 0.0 for name, entry in stages.items()}
+    newest = max(reversed(started), key=lambda name: started[name], default="")
+    return RunFolder(folder, (stage if stage is not None else newest) or None)
+
+
 def _no_plain_files(folder: Path, levels: int = 2) -> Iterator[Path]:
     """Yield folders, links and pipes that have the name of a run's file."""
     try:
