@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slime.errors import UserError
 from slime.files import json_safe
 from slime.log import get_logger
-from slime.observe.kept_names import kept, shown_name
+from slime.observe.kept_names import kept, shown_name, tracker_package
 from slime.observe.run_folder import RunFolder
 from slime.redact import redacted
 
@@ -39,14 +39,11 @@ class MlflowSink:
     def __init__(self, config: Config, run: RunFolder) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        try:
-            from mlflow import MlflowClient
-            from mlflow.entities import Metric, Param
-            from mlflow.exceptions import MlflowException
-        except ImportError as error:
-            raise UserError(
-                "--use-mlflow needs the package mlflow", fix="pip install 'slime-rl[mlflow]'"
-            ) from error
+        tracker_package("mlflow")
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+        from mlflow.exceptions import MlflowException
+
         self._run = run
         self._metric = Metric
         self._error: Any = MlflowException
