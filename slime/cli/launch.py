@@ -40,6 +40,8 @@ _OPTIONS: dict[str, tuple[tuple[str, ...], str | None]] = {
 _GPUS_PER_NODE = 8
 #: Seconds that a node waits for Ray on the first one, and the first one for all nodes.
 _WAIT = 300
+#: Shell: succeed if Ray on the first node answers.
+_ANSWERS = 'ray status --address "$RAY_ADDRESS"'
 _SHARED_MEMORY = "64Gi"
 _MODELS = "/models"
 
@@ -168,12 +170,13 @@ trap cleanup EXIT
 srun --overlap --nodes=1 --ntasks=1 --nodelist="$first" env -u RAY_ADDRESS \\
     ray start --head --node-ip-address="${{address%% *}}" --port={_PORT} --block &
 ray+=($!)
-{_wait_until('ray status --address "$RAY_ADDRESS" >/dev/null 2>&1')}
+{_wait_until(_ANSWERS)}
 for node in "${{nodes[@]:1}}"; do
     srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \\
         ray start --address="$RAY_ADDRESS" --block &
     ray+=($!)
 done
+{_wait_until(_all_joined(own.nodes))}
 srun --overlap --nodes=1 --ntasks=1 --nodelist="$first" bash -c "slime {command} $flags"
 """
 
@@ -187,14 +190,14 @@ export RAY_ADDRESS="$first:{_PORT}"
 export RAY_USAGE_STATS_ENABLED=0
 slime doctor {command} --node {flags}
 if [ "$SKYPILOT_NODE_RANK" != 0 ]; then
-    {_wait_until('ray status --address "$RAY_ADDRESS" >/dev/null 2>&1', indent=4)}
+    {_wait_until(_ANSWERS, indent=4)}
     ray start --address="$RAY_ADDRESS" --block || true  # it ends with the first node's
     exit 0
 fi
 env -u RAY_ADDRESS ray start --head --node-ip-address="$first" --port={_PORT} --block &
 ray=$!
 trap 'kill $ray' EXIT
-{_wait_until('ray status --address "$RAY_ADDRESS" >/dev/null 2>&1')}
+{_wait_until(_all_joined(own.nodes))}
 slime {command} {flags}
 """
     task: dict[str, Any] = {
@@ -263,11 +266,21 @@ def kuberay(own: argparse.Namespace, command: str, flags: str) -> str:
     return _as_yaml(job)
 
 
+def _all_joined(nodes: int) -> str:
+    """Shell: succeed if so many nodes have joined Ray. The run would be refused before."""
+    program = (
+        'import ray, sys; ray.init(log_to_driver=False, logging_level="ERROR"); '
+        'there = sum(node["Alive"] for node in ray.nodes()); '
+        f'there < {nodes} and sys.exit(f"{{there}} of {nodes} nodes have joined Ray")'
+    )
+    return f"python3 -c {shlex.quote(program)}"
+
+
 def _wait_until(condition: str, indent: int = 0) -> str:
     """Shell: try a condition every two seconds, and fail when it took too long."""
     lines = [
-        f"for _ in $(seq {_WAIT // 2}); do {condition} && break; sleep 2; done",
-        condition.replace(" >/dev/null 2>&1", " >/dev/null"),
+        f"for _ in $(seq {_WAIT // 2}); do {condition} >/dev/null 2>&1 && break; sleep 2; done",
+        f"{condition} >/dev/null",
     ]
     return ("\n" + " " * indent).join(lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,10 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
         "scontrol": "echo one; echo two",
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"',
         "hostname": "echo 10.0.0.1 fe80::1",
-        "ray": said + 'case "$*" in *--block*) exec sleep 30;; esac',
-        "slime": 'if [ "$1" = doctor ]; then ' + said + 'exit "${DOCTOR:-0}"; fi\n'
-        'until [ "$(grep -c "^ray .start" "$CALLS")" -ge "${STARTS:-0}" ]; do sleep 0.05; done\n'
-        + said
-        + 'exit "${TRAIN:-0}"',
+        "ray": said + 'case "$*" in *--block*) exec /bin/sleep 30;; esac',
+        "slime": said + '[ "$1" = doctor ] && exit "${DOCTOR:-0}"; exit "${TRAIN:-0}"',
+        "python3": '[ "$(grep -c "^ray .start" "$CALLS")" -ge "${JOINED:-1}" ]',
+        "sleep": "exec /bin/sleep 0.01",
     }
     for name, body in bodies.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -79,7 +79,7 @@ def test_slurm_examines_every_node_then_starts_ray_then_trains(
     assert "#SBATCH --nodes=2" in head
     assert "#SBATCH --gpus-per-node=8" in head
     assert "#SBATCH --partition=gpu" in head
-    status, calls = run(script, stand_ins | {"STARTS": "2"})
+    status, calls = run(script, stand_ins | {"JOINED": "2"})
     assert status == 0
     assert calls[0].startswith("slime [doctor] [train] [--node] [--hf-checkpoint]")
     assert "[a file.jsonl]" in calls[0]
@@ -100,6 +100,29 @@ def test_a_doctor_that_finds_something_ends_the_job(
     status, calls = run(script, stand_ins | {"DOCTOR": "1"})
     assert status == 1
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("kind", ["slurm", "skypilot"])
+def test_a_node_that_does_not_join_ends_the_job(
+    kind: str, flags: list[str], stand_ins: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = job([f"--{kind}", *flags], capsys)
+    script = text if kind == "slurm" else yaml.safe_load(text)["run"]
+    status, calls = run(script.replace("seq 150", "seq 9"), stand_ins | {"JOINED": "9"})
+    assert status == 1
+    assert not any(call.startswith("slime [train]") for call in calls)
+
+
+def test_the_nodes_that_have_joined_are_counted_by_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = shlex.split(launch._all_joined(2))[2]
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True}, {"Alive": False}])
+    with pytest.raises(SystemExit, match="1 of 2 nodes have joined Ray"):
+        exec(program)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True}] * 2)
+    exec(program)
 
 
 @pytest.mark.parametrize("kind", ["slurm", "skypilot"])
