@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.checkpoints.gguf_export import ROPE_PARAMETERS
+from slime.checkpoints.gguf_export import ROPE_PARAMETERS, require_gguf
 from slime.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,10 +59,7 @@ def gguf_to_hf(
         )
     if not source.is_file():
         raise UserError(f"there is no GGUF file {source}", fix="give the path of a .gguf file")
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError(
-            "reading a GGUF file needs the package gguf", fix="pip install 'slime-rl[gguf]'"
-        )
+    require_gguf("reading")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as partial:
         _convert(source, Path(partial) / "checkpoint", dtype)
