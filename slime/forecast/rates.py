@@ -118,13 +118,12 @@ def load_rates(path: Path) -> Rates:
     try:
         rates = Rates(**json.loads(path.read_text()))
         for name, value in asdict(rates).items():
-            is_text = name in ("gpu", "source")
-            if not isinstance(value, str if is_text else (int, float)):
-                raise ValueError(
-                    f"{name} is {value!r}, which is no {'text' if is_text else 'number'}"
-                )
-            if not is_text and name != "flash4" and value <= 0:
-                raise ValueError(f"{name} is {value}, and must be greater than 0")
+            if name in ("gpu", "source"):
+                is_right = isinstance(value, str)
+            else:
+                is_right = isinstance(value, (int, float)) and (value > 0 or name == "flash4")
+            if not is_right:
+                raise ValueError(f"{name} cannot be {value!r}")
         return rates
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
