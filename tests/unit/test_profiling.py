@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from slime.cluster.trainer_group import TrainerActor
 from slime.config import make_config
 from slime.errors import UserError
 from slime.observe.torch_profile import TRACE_SUFFIX, TorchProfile, merge_traces, read_trace
@@ -155,6 +156,19 @@ def test_a_page_that_cannot_be_written_does_not_end_the_run(
     broken.write_bytes(content)
     profiling.step_begins(1)
     assert "were not put together" in caplog.text
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("Kineto")])
+def test_a_rank_that_cannot_write_its_profile_goes_on(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise error
+
+    rank: Any = SimpleNamespace(rank=3, _profile=SimpleNamespace(stop=fails))
+    TrainerActor.stop_profile(rank)
+    TrainerActor.stop_profile(rank)  # nothing is left to be written
+    assert caplog.text.count("rank 3 has no profile") == 1
 
 
 @pytest.fixture
