@@ -26,6 +26,7 @@ from slime.forecast.layouts import Plan, best_plans, plan_of
 from slime.forecast.lengths import MEAN_SHARE, SIGMA, log_normal, read_lengths
 from slime.forecast.rates import DEFAULTS, Rates, default_rates, load_rates, save_rates
 from slime.forecast.steps import Workload
+from slime.memory.check import refuse
 from slime.memory.hardware import device_memory, gpu_name, seen_gpu_memory
 from slime.memory.micro_batches import with_token_limit
 from slime.memory.plan import MemoryPlan, facts_of, table
@@ -121,7 +122,10 @@ def report(config: Config, rates: Rates, own: argparse.Namespace) -> list[str]:
     device = replace(device, source=f"an {rates.gpu}", flash4=rates.flash4)
     gpu_bytes = device.nbytes
     config = with_token_limit(config, device)
-    lines = [table(MemoryPlan.of(config, device)), ""]
+    memory = MemoryPlan.of(config, device)
+    lines = [table(memory), ""]
+    if not memory.fits:
+        lines += [str(refuse(memory)), ""]
     facts = facts_of(config, on_gpu=True, flash4=rates.flash4)
     if facts.trainer is None or facts.engine is None or not facts.placement.num_engines:
         return [*lines, "time is predicted for runs that generate and train"]
@@ -156,8 +160,9 @@ def report(config: Config, rates: Rates, own: argparse.Namespace) -> list[str]:
     ]
     for gpus in own.gpus or [facts.placement.total]:
         plans = best_plans(facts, work, cost, rates, gpus, gpu_bytes)
-        none = f"no layout divides {gpus} GPUs and fits into their memory"
-        lines += ["", f"worth trying on {gpus} GPUs:" if plans else none]
+        many = f"{gpus} GPU{'s' if gpus > 1 else ''}"
+        none = f"no layout divides {many} and fits into the memory"
+        lines += ["", f"worth trying on {many}:" if plans else none]
         for plan in plans[:_SHOWN]:
             lines += [*_lines(plan), f"    {plan.flags(rates.gpus_per_host)}"]
     return lines

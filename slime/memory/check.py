@@ -187,10 +187,11 @@ def host_changes(facts: Facts) -> Iterator[Change]:
     if trainer.saves_async:
         yield changed("without --async-save", saves_async=False)
     if trainer.moments == _FLOAT32_MOMENTS and trainer.sharded:
-        flags = NARROW_MOMENTS if trainer.master_on_host else f"{OFFLOAD_ALL} {NARROW_MOMENTS}"
-        places = {"moments_on_host": 1.0, "master_on_host": 1.0}
-        if trainer.master_on_host:
-            places = {}
+        flags = NARROW_MOMENTS
+        places = {}
+        if not trainer.master_on_host:
+            flags = f"{OFFLOAD_ALL} {NARROW_MOMENTS}{_instead(trainer)}"
+            places = {"moments_on_host": 1.0, "master_on_host": 1.0}
         yield changed(flags, moments=trainer.moments / 2, **places)
     if trainer.moments_on_host and not sleeps:  # else what stays on the GPU is copied for a sleep
         yield changed(
@@ -203,6 +204,12 @@ def host_changes(facts: Facts) -> Iterator[Change]:
     if trainer.sharded:
         twice = dataclasses.replace(trainer.layout, world=2 * world)
         yield changed(f"twice the trainer nodes ({world} → {2 * world} GPUs)", layout=twice)
+
+
+def _instead(trainer: TrainerSettings) -> str:
+    """What `OFFLOAD_ALL` takes the place of: the two exclude each other."""
+    replaces = trainer.moments_on_host and not trainer.master_on_host
+    return f" instead of {OFFLOAD_MOMENTS}" if replaces else ""
 
 
 def remedies(plan: MemoryPlan, name: str) -> list[tuple[str, float]]:
@@ -240,7 +247,11 @@ def _together(plan: MemoryPlan, name: str) -> tuple[str, float] | None:
             ):
                 facts = change.facts
                 total = lower
-                texts.append(change.text)
+                if change.text.startswith(OFFLOAD_ALL) and OFFLOAD_MOMENTS in texts:
+                    texts.remove(OFFLOAD_MOMENTS)  # the other one has the moments, too
+                    texts.append(OFFLOAD_ALL)
+                else:
+                    texts.append(change.text)
                 break
         else:
             break
@@ -296,7 +307,7 @@ def _trainer_changes(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSet
     if not trainer.moments_on_host:
         yield OFFLOAD_MOMENTS, changed(moments_on_host=1.0)
     if trainer.sharded and not trainer.master_on_host:
-        yield OFFLOAD_ALL, changed(moments_on_host=1.0, master_on_host=1.0)
+        yield f"{OFFLOAD_ALL}{_instead(trainer)}", changed(moments_on_host=1.0, master_on_host=1.0)
     yield from _wider_layouts(trainer)
 
 

@@ -453,6 +453,15 @@ def test_what_would_be_ignored_or_is_impossible_is_refused(
         command.main([*words, *more])
 
 
+def test_a_plan_that_does_not_fit_comes_with_remedies(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([*words, "--gpu-memory-gb", "12", "--gpus", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "the memory plan does not fit: train needs" in said and "fix: " in said
+    assert "no layout divides 1 GPU and fits into the memory" in said
+
+
 def test_the_command_says_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs the flags"):
         command.main([])
