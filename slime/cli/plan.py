@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     if not words:
         raise UserError("slime plan needs the flags of a run", fix="slime plan --config my.yaml")
     rates = _rates(own)
-    if "rollout_engine" not in flags_given(words):
+    if flags_given(words).isdisjoint({"rollout_engine"}):
         words += ["--rollout-engine", "sglang"]  # this host need not be one of the run's
     config = parse_args(words, entry)
     if not (Path(str(config.checkpoint.hf_checkpoint)) / "config.json").is_file():

@@ -156,18 +156,22 @@ def _splits(
     engine = dataclasses.replace(
         facts.engine, tensor=engine_size, attention=engine_size, pipeline=1
     )
-    if gpus % _hosts(gpus, gpus_per_host) == 0:
-        yield (
-            dataclasses.replace(
-                facts,
-                engine=engine,
-                placement=PlacementPlan(gpus, gpus, engine_size, 0, gpus, ""),
-                colocate=True,
-                trainer_sleeps=True,
-                engine_sleeps=True,
-            ),
-            dataclasses.replace(work, ahead=0, in_flight=False),
+
+    def shared(placement: PlacementPlan, *, together: bool) -> Facts:
+        return dataclasses.replace(
+            facts,
+            engine=engine,
+            placement=placement,
+            colocate=together,
+            trainer_sleeps=together,
+            engine_sleeps=together,
         )
+
+    if gpus % _hosts(gpus, gpus_per_host) == 0:
+        placement = PlacementPlan(gpus, gpus, engine_size, 0, gpus, "")
+        lock_step = dataclasses.replace(work, ahead=0, in_flight=False)
+        yield shared(placement, together=True), lock_step
+    ahead = dataclasses.replace(work, ahead=work.ahead or _AHEAD, in_flight=True)
     for share in _TRAINER_SHARES:
         trainer = round(gpus * share)
         rest = gpus - trainer
@@ -175,18 +179,8 @@ def _splits(
             continue
         if trainer > gpus_per_host and trainer % gpus_per_host:
             continue
-        apart = PlacementPlan(trainer, rest, engine_size, trainer, gpus, "")
-        yield (
-            dataclasses.replace(
-                facts,
-                engine=engine,
-                placement=apart,
-                colocate=False,
-                trainer_sleeps=False,
-                engine_sleeps=False,
-            ),
-            dataclasses.replace(work, ahead=work.ahead or _AHEAD, in_flight=True),
-        )
+        placement = PlacementPlan(trainer, rest, engine_size, trainer, gpus, "")
+        yield shared(placement, together=False), ahead
 
 
 def _trainers(

@@ -15,7 +15,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.memory.hardware import DeviceMemory, device_memory
-from slime.memory.plan import Facts, MemoryPlan, Use, gb, gpu_phases, node_memory, summary
+from slime.memory.plan import Facts, MemoryPlan, Phase, Use, gb, gpu_phases, node_memory, summary
 from slime.memory.remedies import (
     NARROW_MOMENTS,
     OFFLOAD_ALL,
@@ -80,8 +80,15 @@ def judge(config: Config, plan: MemoryPlan) -> None:
     Raises:
         UserError: as `check_memory`.
     """
-    _warn_of_host(plan)
-    if plan.fits or not plan.device.on_gpu:
+    if plan.fits:
+        return
+    if not plan.device.on_gpu:
+        logger.warning(
+            "this run may need %s GB, of which %s GB are free on this host; the largest parts: %s",
+            gb(plan.peak.total),
+            gb(plan.device.nbytes),
+            _largest(plan.peak, 3),
+        )
         return
     error = refuse(plan)
     if config.cluster.memory_plan == "refuse":
@@ -89,16 +96,8 @@ def judge(config: Config, plan: MemoryPlan) -> None:
     logger.warning("%s", error)
 
 
-def _warn_of_host(plan: MemoryPlan) -> None:
-    if not plan.fits and not plan.device.on_gpu:
-        logger.warning(
-            "this run may need %s GB, of which %s GB are free on this host; the largest parts: %s",
-            gb(plan.peak.total),
-            gb(plan.device.nbytes),
-            ", ".join(
-                f"{use.owner} {use.what} {gb(use.nbytes)} GB" for use in plan.peak.largest[:3]
-            ),
-        )
+def _largest(phase: Phase, count: int) -> str:
+    return ", ".join(f"{use.owner} {use.what} {gb(use.nbytes)} GB" for use in phase.largest[:count])
 
 
 @dataclass(frozen=True)
@@ -158,9 +157,6 @@ def _starved(plan: MemoryPlan, goes_on: str) -> UserError:
 
 
 def _host_full(plan: MemoryPlan, goes_on: str) -> UserError:
-    largest = ", ".join(
-        f"{use.owner} {use.what} {gb(use.nbytes)} GB" for use in plan.host.largest[:4]
-    )
     tried = [(change.text, node_memory(change.facts).total) for change in host_changes(plan.facts)]
     useful = [(text, total) for text, total in tried if total < plan.host.total]
     enough = [(text, total) for text, total in useful if total <= plan.host_limit]
@@ -168,7 +164,7 @@ def _host_full(plan: MemoryPlan, goes_on: str) -> UserError:
     return UserError(
         f"the memory plan does not fit: a trainer node needs {gb(plan.host.total)} GB of host "
         f"memory, limit {gb(plan.host_limit)} GB (of {gb(plan.device.host)} GB)",
-        why=f"the largest parts: {largest}; beyond the limit Ray ends processes",
+        why=f"the largest parts: {_largest(plan.host, 4)}; beyond the limit Ray ends processes",
         fix="\n       ".join([*lines, goes_on]),
     )
 

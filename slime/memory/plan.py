@@ -16,7 +16,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,17 +148,11 @@ class MemoryPlan:
         """
         device = device or device_memory(config)
         facts = facts_of(config, on_gpu=device.on_gpu, flash4=device.flash4)
+        notes = _notes(facts, device.nbytes)
         if not device.on_gpu:
-            return MemoryPlan(
-                facts, device, (host_phase(facts),), notes=_notes(facts, device.nbytes)
-            )
-        return MemoryPlan(
-            facts,
-            device,
-            tuple(gpu_phases(facts, device.nbytes)),
-            node_memory(facts),
-            _notes(facts, device.nbytes),
-        )
+            return MemoryPlan(facts, device, (host_phase(facts),), notes=notes)
+        phases = tuple(gpu_phases(facts, device.nbytes))
+        return MemoryPlan(facts, device, phases, node_memory(facts), notes)
 
     @property
     def limit(self) -> float:
@@ -246,17 +241,13 @@ def _ray_share() -> float:
         UserError: the variable that sets it is no share.
     """
     text = os.environ.get(_RAY_THRESHOLD, str(RAY_SHARE))
-    try:
-        share = float(text)
-    except ValueError:
-        share = math.nan
-    if not 0 <= share <= 1:
+    if not re.fullmatch(r"0|1|1\.0*|0?\.\d+", text):
         raise UserError(
             f"the environment variable {_RAY_THRESHOLD} is {text!r}",
             why="Ray ends processes when a host uses this share of its memory",
             fix=f"unset it, or set it to a number from 0 to 1; Ray's default is {RAY_SHARE:g}",
         )
-    return share
+    return float(text)
 
 
 def _bucket(config: Config, spec: ModelSpec) -> float:
@@ -309,7 +300,7 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
         if trainer is not None:
             idle = _resting_engine(facts, engine, memory)
             critic = _states_of_critic(trainer)
-            states = [Use("trainer", what, size) for what, size in trainer.states().items()]
+            states = _uses("trainer", trainer.states())
             if not facts.trainer_sleeps:  # else the two take turns
                 states += critic
             states.append(Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES))
@@ -317,16 +308,14 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
             if facts.engine is not None and not facts.colocate:
                 states.append(Use("trainer", "two buckets", 2 * facts.bucket))
             if trainer.settings.reference or trainer.settings.teachers:
-                more = [Use("trainer", what, size) for what, size in trainer.scoring().items()]
+                more = _uses("trainer", trainer.scoring())
                 yield Phase(devices, "log-probs", (*states, *more, *idle))
             if trainer.critic is not None:
                 context = Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES)
                 awake = [*critic, context] if facts.trainer_sleeps else states
-                more = [
-                    Use("critic", what, size) for what, size in trainer.critic.training().items()
-                ]
+                more = _uses("critic", trainer.critic.training())
                 yield Phase(devices, "critic", (*awake, *more, *idle))
-            more = [Use("trainer", what, size) for what, size in trainer.training().items()]
+            more = _uses("trainer", trainer.training())
             yield Phase(devices, "train", (*states, *more, *idle))
         if facts.engine is not None and facts.trainer is not None:
             yield Phase(devices, "push", tuple(_push(facts, trainer, engine, memory, shared)))
@@ -373,10 +362,12 @@ def _adapter_pool(engine: EngineSettings) -> list[Use]:
     return [Use("engine", f"pool of {engine.adapters_at_once} adapters", size)] if size else []
 
 
+def _uses(owner: str, sizes: Mapping[str, float]) -> list[Use]:
+    return [Use(owner, what, nbytes) for what, nbytes in sizes.items()]
+
+
 def _states_of_critic(trainer: trainer_side.StageMemory) -> list[Use]:
-    if trainer.critic is None:
-        return []
-    return [Use("critic", what, size) for what, size in trainer.critic.states().items()]
+    return [] if trainer.critic is None else _uses("critic", trainer.critic.states())
 
 
 def _resting_trainer(facts: Facts, trainer: trainer_side.StageMemory | None) -> list[Use]:
@@ -386,7 +377,7 @@ def _resting_trainer(facts: Facts, trainer: trainer_side.StageMemory | None) -> 
     if facts.trainer_sleeps:
         return [Use("trainer", f"asleep ({trainer_side.CONTEXT})", trainer_side.ASLEEP_BYTES)]
     return [
-        *(Use("trainer", what, size) for what, size in trainer.states().items()),
+        *_uses("trainer", trainer.states()),
         *_states_of_critic(trainer),
         Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES),
     ]
@@ -417,7 +408,7 @@ def _push(
             if shared and facts.trainer_sleeps
             else trainer.states()
         )
-        yield from (Use("trainer", what, size) for what, size in states.items())
+        yield from _uses("trainer", states)
         if not facts.trainer_sleeps:
             yield from _states_of_critic(trainer)
         yield Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES)

@@ -291,9 +291,7 @@ class RunFolder:
         entry = summary["stages"].setdefault(self.stage or "", {})
         before = entry.get("inputs")
         entry["inputs"] = inputs
-        write_atomically(
-            self.path / "run.json", orjson.dumps(json_safe(summary), option=orjson.OPT_INDENT_2)
-        )
+        self._write_summary(summary)
         return before if isinstance(before, dict) else {}
 
     def set_state(self, state: str) -> None:
@@ -320,6 +318,9 @@ class RunFolder:
         else:
             entry["ended"] = time.time()
         entry["state"] = state
+        self._write_summary(summary)
+
+    def _write_summary(self, summary: dict[str, Any]) -> None:
         write_atomically(
             self.path / "run.json", orjson.dumps(json_safe(summary), option=orjson.OPT_INDENT_2)
         )
