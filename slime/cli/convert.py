@@ -76,6 +76,8 @@ def _parser() -> Arguments:
             spellings = dict.fromkeys(
                 (f"--{dest}", f"--{dest.replace('_', '-')}", *_ALIASES.get(dest, ()))
             )
+            if dest.endswith("_path"):
+                options = {"required": True, "type": Path}
             sub.add_argument(*spellings, dest=dest, help=meaning, **options)
 
         return flag
@@ -91,34 +93,24 @@ def _parser() -> Arguments:
         "a Megatron checkpoint (torch_dist) from a Hugging Face directory",
         hf_to_megatron,
     )
-    flag("hf_model_path", "Hugging Face directory", required=True, type=Path)
-    flag("save_path", "where the checkpoint goes", required=True, type=Path)
+    flag("hf_model_path", "Hugging Face directory")
+    flag("save_path", "where the checkpoint goes")
     flag("dtype", "of the saved weights; default: as in config.json", choices=tuple(PRECISIONS))
     layout(flag)
 
     flag = add(
         "megatron-to-hf", "a Hugging Face directory from a Megatron checkpoint", megatron_to_hf
     )
-    flag(
-        "load_path",
-        "directory with latest_checkpointed_iteration.txt, or of one iteration",
-        required=True,
-        type=Path,
-    )
-    flag(
-        "hf_model_path",
-        "Hugging Face directory of the same model: config and tokenizer",
-        required=True,
-        type=Path,
-    )
-    flag("save_path", "where the export goes", required=True, type=Path)
+    flag("load_path", "directory with latest_checkpointed_iteration.txt, or of one iteration")
+    flag("hf_model_path", "Hugging Face directory of the same model: config and tokenizer")
+    flag("save_path", "where the export goes")
     flag("ckpt_step", "iteration; default: the latest", type=int)
     flag("dtype", "of the exported weights; default: as in config.json", choices=tuple(PRECISIONS))
     layout(flag)
 
     flag = add("gguf-to-hf", "a plain Hugging Face directory from a GGUF file", gguf_to_hf)
-    flag("gguf_path", "the file", required=True, type=Path)
-    flag("save_path", "where the model goes", required=True, type=Path)
+    flag("gguf_path", "the file")
+    flag("save_path", "where the model goes")
     flag("dtype", "of the weights", choices=tuple(PRECISIONS), default="bfloat16")
     quantise.add_commands(add)
     return parser

@@ -29,13 +29,13 @@ from slime.placement import PlacementPlan
 
 _PORT = 6379
 _KINDS = ("slurm", "kuberay", "skypilot")
-#: Options that not every kind of job has → (the kinds that have it, its default).
-_OPTIONS: dict[str, tuple[tuple[str, ...], str | None]] = {
-    "time": (("slurm",), "24:00:00"),
-    "partition": (("slurm",), None),
-    "image": (("kuberay", "skypilot"), "slime:cuda"),
-    "volume_claim": (("kuberay",), None),
-    "gpu": (("skypilot",), "H200"),
+#: Options that not every kind of job has → the kinds that have it.
+_OPTIONS = {
+    "time": ("slurm",),
+    "partition": ("slurm",),
+    "image": ("kuberay", "skypilot"),
+    "volume_claim": ("kuberay",),
+    "gpu": ("skypilot",),
 }
 _GPUS_PER_NODE = 8
 #: Seconds that a node waits for Ray on the first one, and the first one for all nodes.
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
             "slime launch needs one of --slurm, --kuberay and --skypilot, and the flags of a run",
             fix="slime launch --slurm --config my.yaml",
         )
-    _complete(own, kinds[0])
+    _refuse_others(own, kinds[0])
     if "num_gpus_per_node" not in flags_given(flags):
         flags += ["--num-gpus-per-node", str(own.gpus_per_node or _GPUS_PER_NODE)]
     _size(own, parse_args(flags, entry))
@@ -70,22 +70,20 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _complete(own: argparse.Namespace, kind: str) -> None:
-    """Set the options that were left out to their defaults.
+def _refuse_others(own: argparse.Namespace, kind: str) -> None:
+    """Refuse options of another kind of job.
 
     Raises:
-        UserError: an option of another kind of job was given.
+        UserError: one was given.
     """
-    for name, (kinds, default) in _OPTIONS.items():
-        given = getattr(own, name)
-        if given is not None and kind not in kinds:
+    for name, kinds in _OPTIONS.items():
+        if kind not in kinds and getattr(own, name) != _parser().get_default(name):
             option = name.replace("_", "-")
             raise UserError(
                 f"slime launch --{kind} has no --{option}",
                 why=f"it is an option of {' and '.join(f'--{one}' for one in kinds)}",
-                fix=f"remove --{option} {given}",
+                fix=f"remove --{option} {getattr(own, name)}",
             )
-        setattr(own, name, default if given is None else given)
 
 
 def _size(own: argparse.Namespace, config: Config) -> None:
@@ -122,11 +120,11 @@ def _parser() -> Arguments:
         "--gpus-per-node", type=at_least_one, help=f"{_GPUS_PER_NODE}, or --num-gpus-per-node"
     )
     parser.add_argument("--job-name", type=_name, default="slime")
-    parser.add_argument("--time", help="Slurm's limit (24:00:00)")
+    parser.add_argument("--time", default="24:00:00", help="Slurm's limit (24:00:00)")
     parser.add_argument("--partition", help="Slurm's")
-    parser.add_argument("--image", help="of KubeRay and SkyPilot (slime:cuda)")
+    parser.add_argument("--image", default="slime:cuda", help="of KubeRay and SkyPilot")
     parser.add_argument("--volume-claim", help=f"of Kubernetes, mounted at {_MODELS}")
-    parser.add_argument("--gpu", help="SkyPilot's name of the GPU (H200)")
+    parser.add_argument("--gpu", default="H200", help="SkyPilot's name of the GPU (H200)")
     return parser
 
 

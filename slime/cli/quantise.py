@@ -55,13 +55,8 @@ def add_commands(
 
 
 def _shared(flag: Callable[..., None], has_rules: bool = True) -> None:
-    flag("hf_model_path", "Hugging Face directory", required=True, type=Path)
-    flag(
-        "save_path",
-        "where the model goes; a conversion that was cut short goes on there",
-        required=True,
-        type=Path,
-    )
+    flag("hf_model_path", "Hugging Face directory")
+    flag("save_path", "where the model goes; a conversion that was cut short goes on there")
     if has_rules:
         rules = (
             "Linear layers that stay as they are: names of modules, or 're:EXPRESSION'; default: "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from slime.forecast.rates import Rates
+from slime.forecast.trainer import experts_per_token
 from slime.memory.engine import EngineSettings
 from slime.models import table_of
 from slime.models.flops import SequenceCost
@@ -68,9 +69,7 @@ class EngineSpeed:
         return EngineSpeed(
             dense=read * (1 - share),
             experts=read * share,
-            routed=int(spec.transformer["moe_router_topk"]) / spec.num_experts
-            if spec.num_experts
-            else 0.0,
+            routed=experts_per_token(spec) / max(1, spec.num_experts),
             compute=cost.linear / gpus / (rates.products * _PRODUCTS_SHARE),
             fixed=_ITERATION + sums,
             cached=settings.kv_per_token * settings.pipeline / rates.memory,

@@ -79,7 +79,7 @@ def train_seconds(
     of_stage = (flops - output) / layout.pipeline + output
     width = layout.tensor * layout.context
     products = 3 * of_stage / width / (rates.products * _PRODUCTS_SHARE)
-    moved = layer_tokens * spec.hidden_size * (_MOVED + _MOVED_PER_EXPERT * _routed(spec))
+    moved = layer_tokens * spec.hidden_size * (_MOVED + _MOVED_PER_EXPERT * experts_per_token(spec))
     passes = 4 / 3 if settings.recompute.granularity == "full" else 1.0
     busy = passes * (products + moved / rates.memory)
     micro_batches = max(1, math.ceil(tokens / layout.context / settings.tokens))
@@ -111,7 +111,7 @@ def _busiest(cost: SequenceCost, lengths: tuple[int, ...], ranks: int) -> tuple[
     return flops, tokens
 
 
-def _routed(spec: ModelSpec) -> int:
+def experts_per_token(spec: ModelSpec) -> int:
     return int(spec.transformer["moe_router_topk"]) if spec.num_experts else 0
 
 
@@ -128,7 +128,7 @@ def _exchange(settings: TrainerSettings, rates: Rates, layer_tokens: float) -> f
     for size, times in (
         (layout.tensor, 8 * layout.tensor),  # each rank gathers the tokens of all
         (layout.context, 8),
-        (layout.expert, 4 * _routed(settings.spec)),
+        (layout.expert, 4 * experts_per_token(settings.spec)),
     ):
         others = times * (size - 1) / size
         seconds += others * layer_tokens * row / _speed(rates, size * layout.tensor)
