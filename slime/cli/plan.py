@@ -151,12 +151,13 @@ def report(config: Config, rates: Rates, own: argparse.Namespace) -> list[str]:
         )
     work = Workload.of(config, lengths, own.prompt_tokens)
     mean = sum(lengths) / len(lengths)
+    now = plan_of(facts, work, cost, rates, gpu_bytes)
     lines += [
         f"rates of an {rates.gpu}: {rates.source}",
         f"responses: {mean:,.0f} tokens on average, {max(lengths):,} at most; {told}",
         "",
         "these flags:",
-        *_lines(plan_of(facts, work, cost, rates, gpu_bytes)),
+        *_lines(now),
     ]
     for gpus in own.gpus or [facts.placement.total]:
         plans = best_plans(facts, work, cost, rates, gpus, gpu_bytes)
@@ -164,7 +165,7 @@ def report(config: Config, rates: Rates, own: argparse.Namespace) -> list[str]:
         none = f"no layout divides {many} and fits into the memory"
         lines += ["", f"worth trying on {many}:" if plans else none]
         for plan in plans[:_SHOWN]:
-            lines += [*_lines(plan), f"    {plan.flags(rates.gpus_per_host)}"]
+            lines += [*_lines(plan), f"    {plan.flags(now, rates.gpus_per_host)}"]
     return lines
 
 

@@ -54,33 +54,39 @@ class Plan:
     tokens_per_gpu: float
     limit: str
 
-    def flags(self, gpus_per_host: int) -> str:
-        """The flags that ask for it."""
+    def flags(self, now: Plan, gpus_per_host: int) -> str:
+        """The flags that, behind those of the plan ``now``, ask for this one."""
         facts = self.facts
-        assert facts.trainer is not None
+        assert facts.trainer is not None and now.facts.trainer is not None
         layout = facts.trainer.layout
+        old = now.facts.trainer.layout
         hosts = _hosts(layout.world, gpus_per_host)
         words = [f"--actor-num-nodes {hosts}", f"--actor-num-gpus-per-node {layout.world // hosts}"]
-        for name, size in (
-            ("tensor-model", layout.tensor),
-            ("context", layout.context),
-            ("pipeline-model", layout.pipeline),
-            ("expert-model", layout.expert),
-        ):
-            if size > 1:
-                words.append(f"--{name}-parallel-size {size}")
+        sizes = {
+            "tensor-model": (layout.tensor, old.tensor),
+            "context": (layout.context, old.context),
+            "pipeline-model": (layout.pipeline, old.pipeline),
+            "expert-model": (layout.expert, old.expert),
+        }
+        # unset it follows the tensor-parallel size
+        if facts.trainer.spec.num_experts and max(layout.tensor, old.tensor, old.expert_tensor) > 1:
+            sizes["expert-tensor"] = (layout.expert_tensor, 2)
+        words += [
+            f"--{name}-parallel-size {size}"
+            for name, (size, before) in sizes.items()
+            if max(size, before) > 1
+        ]
         if layout.tensor > 1:
             words.append("--sequence-parallel")
-            if facts.trainer.spec.num_experts:
-                words.append(f"--expert-tensor-parallel-size {layout.expert_tensor}")
-        if facts.colocate:
-            words.append("--colocate")
-        else:
-            words.append(f"--rollout-num-gpus {facts.placement.num_rollout}")
-            words.append(f"--async-buffer-size {self.work.ahead}")
-            if self.work.in_flight:
-                words.append("--update-weights-in-flight")
+        if facts.colocate != now.facts.colocate:
+            words.append("--colocate" if facts.colocate else "--no-colocate")
+        words.append(f"--rollout-num-gpus {facts.placement.num_rollout}")
         words.append(f"--rollout-num-gpus-per-engine {facts.placement.slots_per_engine}")
+        if self.work.ahead != now.work.ahead:
+            words.append(f"--async-buffer-size {self.work.ahead}")
+        if self.work.in_flight != now.work.in_flight:
+            off = "" if self.work.in_flight else "no-"
+            words.append(f"--{off}update-weights-in-flight")
         return " ".join(words)
 
 

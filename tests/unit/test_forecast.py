@@ -19,7 +19,7 @@ from slime.config.parse import read_argv
 from slime.errors import UserError
 from slime.forecast import calibrate
 from slime.forecast.engine import EngineSpeed, Fleet, Request, SimulatedEngine
-from slime.forecast.layouts import best_plans
+from slime.forecast.layouts import best_plans, plan_of
 from slime.forecast.lengths import log_normal, read_lengths
 from slime.forecast.rates import DEFAULTS, Rates, default_rates, load_rates, save_rates
 from slime.forecast.steps import Step, Workload, mean_phases, simulate
@@ -341,34 +341,49 @@ def test_a_file_of_lengths_that_cannot_be_used(tmp_path: Path, content: str, mes
 # -- layouts, rates, the command -------------------------------------------------------------------
 
 
+LOCK_STEP = {"colocate": True, "actor_num_gpus_per_node": 8}
+AHEAD = {
+    "actor_num_gpus_per_node": 4,
+    "rollout_num_gpus": 8,
+    "async_buffer_size": 3,
+    "update_weights_in_flight": True,
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "pipeline_model_parallel_size": 2,
+}
+
+
 @pytest.mark.parametrize(
-    ("shape", "gpus", "per_host"),
-    [("qwen3-30b-a3b", 16, 8), ("qwen3-0.6b", 12, 8), ("qwen3-0.6b", 9, 8), ("qwen3-0.6b", 6, 4)],
+    ("shape", "gpus", "per_host", "given"),
+    [
+        ("qwen3-30b-a3b", 16, 8, LOCK_STEP | {"expert_model_parallel_size": 8}),
+        ("qwen3-30b-a3b", 16, 8, AHEAD),
+        ("qwen3-0.6b", 12, 8, LOCK_STEP | {"context_parallel_size": 2}),
+        ("qwen3-0.6b", 9, 8, LOCK_STEP),
+        ("qwen3-0.6b", 6, 4, AHEAD),
+    ],
 )
 def test_the_best_plans_are_sorted_and_are_what_their_flags_ask_for(
-    tmp_path: Path, shape: str, gpus: int, per_host: int
+    tmp_path: Path, shape: str, gpus: int, per_host: int, given: dict[str, Any]
 ) -> None:
-    def run(**flags: Any) -> Run:
-        return Run(
-            tmp_path,
-            SHAPES[shape],
-            rollout_batch_size=32,
-            n_samples_per_prompt=8,
-            rollout_max_response_len=2048,
-            rollout_max_context_len=2304,
-            **flags,
-        )
-
+    common = {
+        "rollout_batch_size": 32,
+        "n_samples_per_prompt": 8,
+        "rollout_max_response_len": 2048,
+        "rollout_max_context_len": 2304,
+    }
+    run = Run(tmp_path, SHAPES[shape], **common, **given)
     lengths = log_normal(512, 2048)
-    colocated = run(colocate=True, actor_num_gpus_per_node=8)
-    work = Workload.of(colocated.config, lengths, 128)
+    work = Workload.of(run.config, lengths, 128)
     rates = replace(H200, gpus_per_host=per_host)
-    plans = best_plans(colocated.facts, work, colocated.cost, rates, gpus, 141e9)
+    now = plan_of(run.facts, work, run.cost, rates, 141e9)
+    plans = best_plans(run.facts, work, run.cost, rates, gpus, 141e9)
     assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
     for plan in plans:
         assert plan.facts.placement.total == gpus
         assert plan.seconds == pytest.approx(sum(plan.phases.values()))
-        asked = run(**read_argv(plan.flags(per_host).split()).values)
+        told = read_argv(plan.flags(now, per_host).split()).values
+        asked = Run(tmp_path, SHAPES[shape], **{**common, **given, **told})
         assert Workload.of(asked.config, lengths, 128) == plan.work
         assert layout(asked.facts) == layout(plan.facts)
     assert {plan.facts.colocate for plan in plans} == (set() if gpus == 9 else {True, False})
