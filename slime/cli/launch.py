@@ -26,6 +26,7 @@ from slime.config import Config, parse_args
 from slime.config.make import flags_given
 from slime.errors import UserError
 from slime.placement import PlacementPlan
+from slime.redact import redact_argv
 
 _PORT = 6379
 _KINDS = ("slurm", "kuberay", "skypilot")
@@ -65,6 +66,8 @@ def main(argv: list[str]) -> int:
     if "num_gpus_per_node" not in flags_given(flags):
         flags += ["--num-gpus-per-node", str(own.gpus_per_node or _GPUS_PER_NODE)]
     _size(own, parse_args(flags, entry))
+    if redact_argv(flags) != flags:
+        print("the job has a secret in it: set its variable on the nodes instead", file=sys.stderr)
     writer = {"slurm": slurm, "kuberay": kuberay, "skypilot": skypilot}[kinds[0]]
     sys.stdout.write(writer(own, entry.replace("_", "-"), shlex.join(flags)))
     return 0

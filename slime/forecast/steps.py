@@ -47,6 +47,7 @@ class Workload:
         scorings: passes of the trainer without gradients.
         ahead: rollouts ahead of the trainer (--async-buffer-size).
         in_flight: pushes interrupt responses instead of waiting for them.
+        interval: rollouts from one push to the next (--update-weights-interval).
     """
 
     prompts: int
@@ -57,6 +58,7 @@ class Workload:
     scorings: int = 0
     ahead: int = 0
     in_flight: bool = False
+    interval: int = 1
 
     @staticmethod
     def of(config: Config, lengths: Sequence[int], prompt_tokens: int) -> Workload:
@@ -73,6 +75,7 @@ class Workload:
             scorings=int(algorithm.needs_reference) + int(separate),
             ahead=config.sync.async_buffer_size,
             in_flight=config.sync.update_weights_in_flight,
+            interval=config.sync.update_weights_interval,
         )
 
     def rollout(self, number: int) -> list[Request]:
@@ -150,7 +153,8 @@ def simulate(
     part = _part(work, facts.placement.num_engines)
     fleet = Fleet(speed, facts.placement.num_engines // part)
     first = max(1, work.ahead)
-    count = first + (waves * first if work.ahead else _STEPS)
+    wanted = waves * first if work.ahead else _STEPS
+    count = first + -(-wanted // work.interval) * work.interval  # as many with a push as usual
     trained = (
         train_seconds(
             facts.trainer,
@@ -182,7 +186,7 @@ def _steps(
     part: int,
     trained: Iterator[TrainerSeconds],
 ) -> Iterator[Step]:
-    push = _push_seconds(facts, rates, work.in_flight)
+    push_seconds = _push_seconds(facts, rates, work.in_flight)
     memory = _memory_seconds(facts, rates)
     left = Counter[int]()
     begun = dict[int, float]()
@@ -220,7 +224,8 @@ def _steps(
         handover = _HANDOVER + _HANDOVER_PER_TOKEN * sum(work.tokens(number))
         now += trainer.total + handover + memory
         generate(now)
-        if work.ahead and not work.in_flight:  # the push waits until nothing is generated
+        push = 0.0 if (number + 1) % work.interval else push_seconds
+        if push and work.ahead and not work.in_flight:  # which waits until nothing is generated
             while any(engine.load for engine in fleet.engines):
                 generate(fleet.next_end())
             drained = max(engine.time for engine in fleet.engines)

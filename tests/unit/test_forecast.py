@@ -108,6 +108,22 @@ def test_a_colocated_step_of_8b_on_four_h200(tmp_path: Path) -> None:
     assert seconds(steps) == pytest.approx(109.5, rel=CLOSE)
 
 
+def test_rollouts_between_pushes_take_none(tmp_path: Path) -> None:
+    pushes = []
+    for interval in (1, 2, 4):
+        run = Run(
+            tmp_path,
+            SHAPES["qwen3-0.6b"],
+            entry="train_async",
+            rollout_num_gpus=1,
+            actor_num_gpus_per_node=1,
+            rollout_batch_size=8,
+            update_weights_interval=interval,
+        )
+        pushes.append(mean_phases(run.steps(H200, [256], 128))["push"])
+    assert pushes[1:] == pytest.approx([pushes[0] / 2, pushes[0] / 4])
+
+
 def recorded(scale: float = 4.0) -> list[int]:
     """The lengths of `benchmarks.gpu.long_tail`."""
     path = Path("docs/measurements/lengths-gsm8k-h200.json")

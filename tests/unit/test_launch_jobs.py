@@ -233,6 +233,13 @@ def test_one_node_needs_no_workers(flags: list[str], capsys: pytest.CaptureFixtu
     assert "workerGroupSpecs" not in spec["rayClusterSpec"]
 
 
+def test_a_secret_in_the_job_is_told(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    launch.main(["--slurm", *flags])
+    assert capsys.readouterr().err == ""
+    launch.main(["--slurm", *flags, "--use-wandb", "--wandb-key", "0123456789abcdef"])
+    assert "the job has a secret in it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words",
     [[], ["--slurm"], ["--slurm", "--kuberay", "--lr", "1"], ["--slurm", "--job-name", "A b"]],
