@@ -79,8 +79,9 @@ def _refuse_others(own: argparse.Namespace, kind: str) -> None:
     Raises:
         UserError: one was given.
     """
+    parser = _parser()
     for name, kinds in _OPTIONS.items():
-        if kind not in kinds and getattr(own, name) != _parser().get_default(name):
+        if kind not in kinds and getattr(own, name) != parser.get_default(name):
             option = name.replace("_", "-")
             raise UserError(
                 f"slime launch --{kind} has no --{option}",

@@ -119,7 +119,7 @@ def _parser() -> Arguments:
 def report(config: Config, rates: Rates, own: argparse.Namespace) -> list[str]:
     """The lines of the plan: memory, the time of a step, and what else is worth trying."""
     device = device_memory(config, seen=rates.gpu_gb * 1e9, on_gpu=True)
-    device = replace(device, source=f"an {rates.gpu}", flash4=rates.flash4)
+    device = replace(device, source=rates.gpu, flash4=rates.flash4)
     gpu_bytes = device.nbytes
     config = with_token_limit(config, device)
     memory = MemoryPlan.of(config, device)
@@ -153,7 +153,7 @@ def report(config: Config, rates: Rates, own: argparse.Namespace) -> list[str]:
     mean = sum(lengths) / len(lengths)
     now = plan_of(facts, work, cost, rates, gpu_bytes)
     lines += [
-        f"rates of an {rates.gpu}: {rates.source}",
+        f"rates of one {rates.gpu}: {rates.source}",
         f"responses: {mean:,.0f} tokens on average, {max(lengths):,} at most; {told}",
         "",
         "these flags:",

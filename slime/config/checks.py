@@ -490,7 +490,9 @@ def _profile(draft: Draft) -> None:
             fix=f"pass --profile-steps 0:{min(rollouts, 2)}",
         )
     ranks = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
-    if (beyond := max(draft["profile_ranks"])) >= ranks and not draft["debug_rollout_only"]:
+    if (beyond := max(draft["profile_ranks"], default=0)) >= ranks and not draft[
+        "debug_rollout_only"
+    ]:
         raise UserError(
             f"--profile-ranks {beyond} is no trainer rank", why=f"they are 0 to {ranks - 1}"
         )
