@@ -22,7 +22,7 @@ _OPERATIONS = 200
 
 
 def calibrate(seconds: float) -> Rates:
-    """Measure this host; what it cannot tell is that of the nearest default.
+    """Measure this host's GPU; what one host cannot tell (the network) is that of a default.
 
     Args:
         seconds: at most, for each of the measurements.

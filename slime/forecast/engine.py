@@ -102,7 +102,7 @@ class SimulatedEngine:
     """One simulated engine.
 
     Attributes:
-        time: seconds, how far it has come.
+        time: seconds that have been simulated.
     """
 
     def __init__(self, speed: EngineSpeed) -> None:
@@ -183,12 +183,12 @@ class Fleet:
             load, number = loads[0]
             self.engines[number].add(request, now)
             heapq.heapreplace(loads, (load + 1, number))
-        self._look_again()
+        self._update_ends()
 
     def stall(self, now: float, seconds: float) -> None:
         for engine in self.engines:
             engine.stall(now, seconds)
-        self._look_again()
+        self._update_ends()
 
     def next_end(self) -> float:
         return self._ends[0][0]
@@ -201,6 +201,6 @@ class Fleet:
         heapq.heapreplace(self._ends, (engine.next_end(), number))
         return time, request
 
-    def _look_again(self) -> None:
+    def _update_ends(self) -> None:
         self._ends = [(engine.next_end(), number) for number, engine in enumerate(self.engines)]
         heapq.heapify(self._ends)

@@ -22,7 +22,7 @@ _SIZES = (1, 2, 4, 8)
 _TRAINER_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 #: Rollouts ahead of the trainer that an asynchronous run is planned with, if the flags name none.
 _AHEAD = 2
-#: What a trainer spends its time on → how it is called as the limit of a step.
+#: Field of `TrainerSeconds` → its name as the limit of a step.
 _TRAINING = {
     "compute": "training",
     "exchange": "exchange between layers",

@@ -28,10 +28,11 @@ _ENGINE_MEMORY = 0.3
 #: What is left of a step: rewards, packing, records, and batches on their way to the trainer.
 _HANDOVER = 0.3
 _HANDOVER_PER_TOKEN = 0.5e-6
-#: Steps that are simulated: the first wave of rollouts is left out, and so many steps follow.
+#: Steps that are simulated in lock step, and waves of rollouts (see `simulate`) otherwise, in both
+#: cases behind the first rollouts, which are left out.
 _STEPS = 3
 _WAVES = 2
-#: Of a large fleet a part is simulated that has about so many responses of a rollout.
+#: A large fleet is simulated in part: enough engines for about this many responses of a rollout.
 _RESPONSES = 2048
 
 
@@ -42,7 +43,7 @@ class Workload:
     Attributes:
         prompts, samples: of a rollout, and responses to each prompt.
         prompt_tokens: tokens of a prompt.
-        lengths: tokens of responses, from whose beginning it starts again at their end.
+        lengths: tokens of responses, taken in turn, again and again.
         updates: optimizer steps of a rollout.
         scorings: passes of the trainer without gradients.
         ahead: rollouts ahead of the trainer (--async-buffer-size).
@@ -140,13 +141,14 @@ def simulate(
     gpu_bytes: float,
     waves: int = _WAVES,
 ) -> list[Step]:
-    """The steps of a run behind those that it begins with.
+    """Simulate the steps of a run that is well under way.
 
     Args:
         facts: who is where, and how.
         cost: forward FLOPs of a sequence.
         gpu_bytes: memory of one GPU.
-        waves: of rollouts that are under way at the same time; in lock step it is three steps.
+        waves: times that the rollouts under way at once are replaced by the next; lock step has one
+            rollout under way, and three steps are simulated.
     """
     assert facts.engine is not None and facts.trainer is not None
     speed = EngineSpeed.of(facts.engine, cost, rates, gpu_bytes)
@@ -171,7 +173,7 @@ def simulate(
 
 
 def _part(work: Workload, engines: int) -> int:
-    """Into how many equal parts engines and prompts are divided, of which one is simulated."""
+    """The number of equal parts of engines and prompts, of which one is simulated."""
     most = min(engines, work.prompts, max(1, work.prompts * work.samples // _RESPONSES))
     return max(
         part for part in range(1, most + 1) if not engines % part and not work.prompts % part

@@ -22,7 +22,7 @@ _MOVED = 530.0
 #: The same for each copy of a token that goes to an expert: 39,100 tokens/s of the mixture of
 #: experts with 4B parameters.
 _MOVED_PER_EXPERT = 85.0
-#: Of what a training pass costs, a pass without gradients takes so much.
+#: Cost of a pass without gradients, as a share of a training pass.
 _FORWARD = 1 / 3
 #: Bytes that the optimizer reads and writes for a parameter.
 _OPTIMIZER_BYTES = 30.0
@@ -102,7 +102,8 @@ def train_seconds(
 
 @lru_cache(maxsize=256)
 def _busiest(cost: SequenceCost, lengths: tuple[int, ...], ranks: int) -> tuple[float, int]:
-    """FLOPs and tokens of the replica with most to do, when each sample goes to the idlest."""
+    """FLOPs and tokens of the replica that has most, if each sample goes to the one that has
+    least."""
     loads = [(0.0, number, 0) for number in range(ranks)]
     for length in sorted(lengths, reverse=True):
         flops, number, tokens = loads[0]
