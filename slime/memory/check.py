@@ -83,17 +83,21 @@ def judge(config: Config, plan: MemoryPlan) -> None:
     if plan.fits:
         return
     if not plan.device.on_gpu:
-        logger.warning(
-            "this run may need %s GB, of which %s GB are free on this host; the largest parts: %s",
-            gb(plan.peak.total),
-            gb(plan.device.nbytes),
-            _largest(plan.peak, 3),
-        )
+        _warn_of_host(plan)
         return
     error = refuse(plan)
     if config.cluster.memory_plan == "refuse":
         raise error
     logger.warning("%s", error)
+
+
+def _warn_of_host(plan: MemoryPlan) -> None:
+    logger.warning(
+        "this run may need %s GB, of which %s GB are free on this host; the largest parts: %s",
+        gb(plan.peak.total),
+        gb(plan.device.nbytes),
+        _largest(plan.peak, 3),
+    )
 
 
 def _largest(phase: Phase, count: int) -> str:
