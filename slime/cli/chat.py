@@ -70,7 +70,8 @@ def main(argv: list[str]) -> int:
                 file=sys.stderr,
             )
         example = example_question(Path(flags.path))
-        is_toy = example is not None and _bytes_of_weights(directory) < _TOY_BYTES
+        weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        is_toy = example is not None and weights < _TOY_BYTES
         conversation = Conversation(
             server.url, name, sampling, flags.system, has_turns=has_turns, forgets=is_toy
         )
@@ -135,10 +136,6 @@ def _last_words_of_the_user(prompt: Any) -> str:
         ]
         prompt = questions[-1] if questions else ""
     return prompt.strip() if isinstance(prompt, str) else ""
-
-
-def _bytes_of_weights(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")

@@ -124,6 +124,7 @@ def violations(draft: Draft) -> Iterator[UserError]:
         _sampling,
         _evaluation,
         _debug,
+        _profile,
         _names,
         _layer_spec,
         *checks_train.STEPS,
@@ -467,6 +468,33 @@ def _debug(draft: Draft) -> None:
             f"--save-debug-rollout-data and --save-debug-train-data are both {samples}{both}",
             why="one would write over the other",
             fix="give them different paths",
+        )
+
+
+def _profile(draft: Draft) -> None:
+    if not draft["use_pytorch_profiler"]:
+        return
+    first = draft["profile_step_start"]
+    end = draft["profile_step_end"]
+    rollouts = draft["num_rollout"]
+    if first >= end:
+        raise UserError(
+            f"--profile-step-start {first} is not before --profile-step-end {end}",
+            why="the second is the step behind the last that is profiled",
+            fix="--profile-steps 3:5 profiles the steps 3 and 4",
+        )
+    if rollouts and first >= rollouts:
+        raise UserError(
+            f"no step would be profiled: the first is --profile-step-start {first}, and the steps "
+            f"of --num-rollout {rollouts} are 0 to {rollouts - 1}",
+            fix=f"pass --profile-steps 0:{min(rollouts, 2)}",
+        )
+    ranks = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
+    if (beyond := max(draft["profile_ranks"], default=0)) >= ranks and not draft[
+        "debug_rollout_only"
+    ]:
+        raise UserError(
+            f"--profile-ranks {beyond} is no trainer rank", why=f"they are 0 to {ranks - 1}"
         )
 
 

@@ -327,9 +327,8 @@ class ConsoleSink:
 
     def close(self) -> None:
         self._phase = None
-        self._shows_alarms = (
-            False  # the last picture of the table stays on the terminal, above the closing lines
-        )
+        # the last picture of the table stays on the terminal, above the closing lines
+        self._shows_alarms = False
         if self._live is not None:
             self._live.stop()
 
