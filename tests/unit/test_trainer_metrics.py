@@ -16,8 +16,8 @@ from slime.trainer.rollout_metrics import (
     mean_of_steps,
     quantisation_metrics,
     reference_tokens,
-    rollout_metrics,
     sum_metrics,
+    token_means,
     trained_tokens,
     worst_mismatch,
 )
@@ -90,19 +90,17 @@ def test_means_are_over_trained_tokens_and_each_execution_counts_alike() -> None
         "log_probs": tensors([-1.0, -3.0], [-9.0, -2.0, -4.0]),
         "advantages": tensors([1.0, 3.0], [9.0, 0.0, 2.0]),
     }
-    assert rollout_metrics(trainer_config(), ranks(), batch(), data(**columns)) == pytest.approx(
+    assert token_means(trainer_config(), ranks(), batch(), data(**columns)) == pytest.approx(
         {"rollout/log_probs": (-2.0 - 3.0) / 2, "rollout/advantages": (2.0 + 1.0) / 2}
     )
-    assert (
-        rollout_metrics(trainer_config(), ranks(has_output=False), batch(), data(**columns)) == {}
-    )
-    assert rollout_metrics(trainer_config(), ranks(), batch(), data()) == {}
+    assert token_means(trainer_config(), ranks(has_output=False), batch(), data(**columns)) == {}
+    assert token_means(trainer_config(), ranks(), batch(), data()) == {}
 
 
 def test_the_kl_is_shown_where_there_is_a_reference() -> None:
     kl = tensors([0.5, 0.5], [9.0, 1.0, 2.0])
-    assert rollout_metrics(trainer_config(), ranks(), batch(), data(kl=kl)) == {}
-    found = rollout_metrics(
+    assert token_means(trainer_config(), ranks(), batch(), data(kl=kl)) == {}
+    found = token_means(
         trainer_config(), ranks(), batch(), data(kl=kl, ref_log_probs=tensors([0.0] * 2, [0.0] * 3))
     )
     assert found == pytest.approx({"rollout/kl": 1.0, "rollout/ref_log_probs": 0.0})
