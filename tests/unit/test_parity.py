@@ -69,10 +69,10 @@ LAYOUTS = {
 }
 DENSE = ["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES = [*DENSE, "qwen3_moe", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3"]
-#: Families with parts of their own, at the layouts that cut or move these: a gate of shared experts; wide
-#: norms, and a window and a rotary embedding for each kind of layer; factors on embeddings,
-#: residuals and logits; queries that grow with the position; norms behind the rotation; a softmax
-#: router with a bias.
+#: Families with parts of their own, at the layouts that cut or move these: a gate of shared
+#: experts; wide norms, and a window and a rotary embedding for each kind of layer; factors on
+#: embeddings, residuals and logits; queries that grow with the position; norms behind the rotation;
+#: a softmax router with a bias.
 OF_NEW_PARTS = {
     "qwen2_moe": ("TP2+SP",),
     "olmo3": ("TP2", "TP2+SP", "PP2", "CP2"),
