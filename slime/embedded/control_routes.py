@@ -20,7 +20,7 @@ from slime import deadlines
 from slime.embedded.engine import as_state, describe_adapters
 from slime.embedded.generate_routes import json_body, json_response, state_of
 from slime.embedded.sequence import Sequence
-from slime.embedded.weight_update import ABILITIES, WeightUpdater
+from slime.embedded.weight_update import ABILITIES, UPDATES
 from slime.embedded.weights import WeightError, describe
 from slime.engines.request_fields import (
     FLAG,
@@ -237,24 +237,20 @@ async def resume_memory(request: web.Request) -> web.Response:
 # -- weights ---------------------------------------------------------------------------------------
 
 
-def _update_route(path: str, method: Callable[[WeightUpdater, dict[str, Any]], str]) -> None:
-    @routes.post(path)
-    async def update(request: web.Request) -> web.Response:
-        state = state_of(request)
-        body = await json_body(request)
-        loop = asyncio.get_running_loop()
-        try:
-            message = await loop.run_in_executor(state.updates, method, state.updater, body)
-        except WeightError as error:
-            return json_response({"success": False, "message": str(error)}, status=400)
-        return json_response({"success": True, "message": message})
+async def _update_weights(request: web.Request) -> web.Response:
+    state = state_of(request)
+    body = await json_body(request)
+    method = getattr(state.updater, UPDATES[request.path])
+    loop = asyncio.get_running_loop()
+    try:
+        message = await loop.run_in_executor(state.updates, method, body)
+    except WeightError as error:
+        return json_response({"success": False, "message": str(error)}, status=400)
+    return json_response({"success": True, "message": message})
 
 
-_update_route("/update_weights_from_tensor", WeightUpdater.from_tensor)
-_update_route("/update_weights_from_distributed", WeightUpdater.from_distributed)
-_update_route("/update_weights_from_disk", WeightUpdater.from_disk)
-_update_route("/init_weights_update_group", WeightUpdater.join_group)
-_update_route("/destroy_weights_update_group", WeightUpdater.leave_group)
+for _path in UPDATES:
+    routes.post(_path)(_update_weights)
 
 
 @routes.post("/update_weight_version")

@@ -196,6 +196,16 @@ class WeightUpdater:
             self._engine.call(self._engine.scheduler.flush).result(deadlines.WEIGHT_UPDATE_COPY)
 
 
+#: Routes of the server → the method of `WeightUpdater` that answers each.
+UPDATES = {
+    "/update_weights_from_tensor": "from_tensor",
+    "/update_weights_from_distributed": "from_distributed",
+    "/update_weights_from_disk": "from_disk",
+    "/init_weights_update_group": "join_group",
+    "/destroy_weights_update_group": "leave_group",
+}
+
+
 def _read_segment(segment: Any) -> list[tuple[str, torch.Tensor]]:
     """(name, tensor in the segment) for a segment of shared memory, mapped privately."""
     if not isinstance(segment, Mapping):
