@@ -66,7 +66,7 @@ COMMANDS = {
     "compare": "judge a run by the ranges that its recipe expects",
     "watch": "runs as a live page: curves, timelines, every sample",
     "explain": "why a run ended, or goes wrong: cause and remedies, from its folder",
-    "bundle": "pack what an issue needs of a run, without secrets and weights",
+    "bundle": "pack what a bug report needs of a run, without secrets and weights",
     "convert": "convert checkpoints between Hugging Face and Megatron",
 }
 

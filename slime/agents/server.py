@@ -1,5 +1,5 @@
 """The server of all agents' endpoints of a process: one port, and a key that tells which sample a
-request is of.
+request belongs to.
 
 POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens    GET /v1/models
 key: "Authorization: Bearer …", "x-api-key: …", or in the path: /key/…/v1/…
@@ -33,9 +33,9 @@ from slime.rollout.loop import close_with_rollouts
 logger = get_logger(__name__)
 
 _LARGEST_BODY = 64 << 20
-_NO_RETRY = {"x-should-retry": "false"}  # both clients go by it
+_NO_RETRY = {"x-should-retry": "false"}  # the clients of OpenAI and Anthropic read it
 
-#: Path of a route that generates → its shapes.
+#: Path of a route that generates → the module that reads its requests and writes its answers.
 _APIS: dict[str, ModuleType] = {
     "/chat/completions": chat_api,
     "/responses": responses_api,
@@ -46,7 +46,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class AgentServer:
-    """Use `shared_server`; one of these serves all samples of an event loop."""
+    """The server for all samples of an event loop; `shared_server` returns it."""
 
     def __init__(self) -> None:
         self._sessions: dict[bytes, tuple[str, AgentSession]] = {}
@@ -94,19 +94,19 @@ class AgentServer:
             await self._runner.cleanup()
 
     def open(self, session: AgentSession) -> str:
-        """A new key, with which requests are ``session``'s."""
+        """Return a new key. Requests with it belong to ``session``."""
         key = f"sk-slime-{secrets.token_urlsafe(32)}"
         self._sessions[_digest(key)] = (key, session)
         return key
 
     def shut(self, key: str) -> None:
-        """Forget a key, and end what is under way with it."""
+        """Forget a key, and end its requests."""
         _, session = self._sessions.pop(_digest(key))
         session.end()
 
     def _session_of(self, key: str) -> AgentSession | None:
-        """Looked up by a digest, and compared in constant time: how long it takes tells nothing of
-        other keys."""
+        """Find the session of a key, by its digest and compared in constant time: how long it takes
+        tells nothing of other keys."""
         known, session = self._sessions.get(_digest(key), ("", None))
         return (
             session if hmac.compare_digest(known.encode(), key.encode(errors="replace")) else None
@@ -126,8 +126,8 @@ class AgentServer:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every refusal in the shape of its protocol; what was not foreseen as status 500, with the
-        traceback in the log."""
+        """Answer each error in the shape of its protocol; an unexpected one with status 500, and
+        with the traceback in the log."""
         try:
             return await handler(request)
         except BadRequest as error:
@@ -154,12 +154,12 @@ class AgentServer:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            # the path may have the key
+            # the path may contain the key
             logger.exception("%s failed", request.match_info.route.resource)
             return _refused(request, f"{type(error).__name__}: {error}", 500, "api_error")
 
     def _tell(self, request: web.Request, message: str) -> None:
-        """Warn of what an agent is refused, each once."""
+        """Log a warning for each different refusal once."""
         if message not in self._said and len(self._said) < 100:
             self._said.add(message)
             logger.warning(
@@ -177,7 +177,7 @@ def _digest(key: str) -> bytes:
 
 
 def _answering(api: ModuleType) -> Handler:
-    """The handler of a protocol's generating route."""
+    """Return the handler of a protocol's route that generates."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         session = request[_SESSION]
@@ -199,8 +199,8 @@ def _answering(api: ModuleType) -> Handler:
 async def _stream(
     request: web.Request, working: asyncio.Task[Turn], api: ModuleType
 ) -> web.StreamResponse:
-    """The answer as events, all at its end, with pings until then: what the engine sends again
-    after a push of weights, or after another engine's death, must not be seen twice."""
+    """Send the answer as events, all at its end, with pings until then. After a push of weights or
+    an engine's death tokens may be generated again, and the client must not see them twice."""
     response = web.StreamResponse(headers=EVENT_HEADERS)
     try:
         await response.prepare(request)
@@ -216,7 +216,7 @@ async def _stream(
 
 
 def _events(request: web.Request, working: asyncio.Task[Turn], api: ModuleType) -> list[bytes]:
-    """Events of an answer, or of an error: the status is sent already."""
+    """Return the events of an answer or, since the status is sent already, of an error."""
     try:
         return list(api.events(working.result()))
     except (BadRequest, Refusal) as error:
@@ -285,7 +285,7 @@ async def _models(request: web.Request) -> web.Response:
 
 
 async def _model(request: web.Request) -> web.Response:
-    """Any name is the policy's."""
+    """Every name of a model stands for the policy."""
     return _json(_CARD | {"id": request.match_info["model"]})
 
 
@@ -297,7 +297,7 @@ _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]
 
 
 async def shared_server(host: str, port: int) -> AgentServer:
-    """The server of this event loop, started by whoever needs it first.
+    """Return the server of this event loop; the first call starts it.
 
     Raises:
         UserError: it cannot listen there.

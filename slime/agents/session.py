@@ -29,8 +29,8 @@ class Refusal(Exception):
     """A request that gets no answer, and will get none if it is sent again.
 
     Attributes:
-        status: of HTTP.
-        kind, code: OpenAI's words.
+        status: the HTTP status.
+        kind, code: ``type`` and ``code`` of OpenAI's error object.
     """
 
     def __init__(self, message: str, status: int, kind: str, code: str | None = None) -> None:
@@ -50,9 +50,9 @@ class AgentSession:
         max_turns: more requests are refused. One that the chat template refuses does not count.
 
     Attributes:
-        failure: of an engine, which the agent was told of as status 503.
+        failure: an engine's error, which the agent got as status 503.
         was_cut: a request was refused, or its answer cut short, because the rollout ends.
-        refused: why the last request was refused that was; "" if none was.
+        refused: the reason of the last refusal; "" if there was none.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class AgentSession:
         return self.book.speech.images
 
     def with_kwargs(self, ask: Ask) -> Ask:
-        """The request with the run's arguments of the chat template, where it brings none of its
-        own."""
+        """Return the request with the run's arguments of the chat template beside its own, which
+        take precedence."""
         if not self._template_kwargs:
             return ask
         return dataclasses.replace(
@@ -100,16 +100,16 @@ class AgentSession:
         )
 
     async def answer(self, ask: Ask) -> Turn:
-        """The model's answer to a request.
+        """Return the model's answer to a request.
 
         Raises:
             BadRequest: the chat template refuses it.
             Refusal: the context is full, too many turns, the sample is done or has failed, the
                 rollout ends, or no engine answers.
         """
-        if self._is_over:  # its body came when the key was void already
+        if self._is_over:  # the sample ended while the body arrived
             raise Refusal("this sample is done", 401, "authentication_error", "invalid_api_key")
-        # agents repeat a 503, some thirty times; this they do not, and no engine is asked
+        # agents repeat a 503 some thirty times, but not a 400; no engine is asked again
         if self.failure is not None:
             raise Refusal(
                 f"this sample has failed: {self.failure}",
@@ -150,7 +150,7 @@ class AgentSession:
             self._full = place
             said = f"the prompt is too long: {len(place.prompt)} tokens fill the context"
             raise Refusal(said, 400, "invalid_request_error", "context_length_exceeded")
-        # the agent has gone on with less; one refused meanwhile has not yet
+        # the agent has gone on with a shorter prompt; a refusal that came meanwhile still counts
         if self._full is full_before:
             self._full = None
         output = sample.tokens[sample.prompt_length :]
@@ -186,7 +186,7 @@ class AgentSession:
             return None
         if self._full.parent in self.book.branches():
             return self._full.parent if self._full.parent in ends else None
-        # it was rewritten: most likely of the last one
+        # the branch was rewritten: most likely it is the last one
         return max(ends, key=self.book.turns.index, default=None)
 
     # -- time --------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class AgentSession:
         return self._busy
 
     def end(self) -> None:
-        """Cancel what is under way, and begin nothing: nobody will read the answers."""
+        """Cancel the requests in progress and refuse new ones: nobody will read the answers."""
         self._is_over = True
         for task in self._waiting:
             task.cancel()

@@ -6,7 +6,7 @@ import base64
 import binascii
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence as Some
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ _KEPT_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class ImageRequests:
-    """How requests bring images.
+    """Reads the images of requests.
 
     Attributes:
         limit: most images of one prompt.
@@ -122,7 +122,7 @@ class SequenceImage(NamedTuple):
 class SequenceImages:
     """The images of a prompt of ``length`` tokens."""
 
-    def __init__(self, images: Some[SequenceImage], length: int) -> None:
+    def __init__(self, images: Sequence[SequenceImage], length: int) -> None:
         self.images = images
         self._length = length
         self._turns = rotary_positions(length, [image.span for image in images])
@@ -136,8 +136,8 @@ class SequenceImages:
         return found
 
     def distinct(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the tokens with numbers below 0, made of the image, for its placeholders: what
-        has the same tokens then has the same keys and values."""
+        """Return the tokens with each placeholder replaced by a negative number made from its
+        image, so that equal tokens mean equal keys and values."""
         found = tokens.copy()
         for image in self.images:
             number = int.from_bytes(image.key[:7], "big")
@@ -179,7 +179,7 @@ class FeatureCache:
         self,
         tower: nn.Module,
         epoch: int,
-        places: Some[tuple[SequenceImages | None, int, int]],
+        places: Sequence[tuple[SequenceImages | None, int, int]],
         device: torch.device,
     ) -> SeenImages | None:
         """Return what tokens see of images; None if they see nothing.
