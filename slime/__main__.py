@@ -80,8 +80,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(name: str) -> None:
-    """What `train.py` and the scripts in `tools/` do: one subcommand with this process's arguments,
-    then exit."""
+    """Run one subcommand with this process's arguments, then exit, as `train.py` and the scripts in
+    `tools/` do."""
     sys.exit(main([name, *sys.argv[1:]]))
 
 
@@ -221,8 +221,8 @@ def _status_of(action: Callable[[], int]) -> int:
 
 
 def _not_installed(error: ModuleNotFoundError) -> UserError | None:
-    """What to say of an import of slime's own that this Python has no package for; None: it is
-    something else's."""
+    """Return the error for a package that an import of slime's own lacks in this Python; None: the
+    import is not slime's."""
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     package = Path(__file__).parent
     name = (error.name or "").partition(".")[0]

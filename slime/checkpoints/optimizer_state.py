@@ -420,7 +420,8 @@ def _plain(value: Any) -> Any:
 
 
 def _with_tuples(group: dict[str, Any]) -> dict[str, Any]:
-    """As torch writes pairs of numbers (betas); ranks tell each other lists."""
+    """Turn lists into tuples, as torch writes pairs of numbers (betas): messages between ranks have
+    lists."""
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in group.items()
     }

@@ -132,7 +132,7 @@ def _parser() -> Arguments:
 
 
 def _key(flags: argparse.Namespace) -> str:
-    """What requests must carry; "": nothing.
+    """Return the key that requests must carry; "" for none.
 
     Raises:
         UserError: no key where others reach the server, or one that no header can carry.
@@ -302,9 +302,8 @@ def remove_logs_of_the_dead() -> None:
 
 
 def more_words(record: EngineKind, name: str, directory: Path) -> list[str]:
-    """What a server has on its command line beyond that of an engine of a run: the name that
-    clients use, and what it does not find out itself: how it is to read calls of tools, and that
-    the model sees images."""
+    """Return the words of the command line that a server has beyond those of a run's engine: the
+    name that clients use, how calls of tools are read, and whether the model sees images."""
     words = ["--served-model-name", name]
     found = tool_format(chat_template(directory), family_name(directory))
     if found is not None and found.sglang_parser:

@@ -49,7 +49,7 @@ class AsyncLoopThread:
 
 
 class _RunsLoop:
-    """The same for the event loop of the run."""
+    """Runs coroutines on the event loop of the run."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
@@ -94,8 +94,8 @@ def call_dynamic_filter(fn: Any, *args: Any, **kwargs: Any) -> DynamicFilterOutp
 
 
 def call_rollout_fn(fn: Any, *args: Any, evaluation: bool, **kwargs: Any) -> Any:
-    """What a rollout function returns, sync or async; a bare list (training) or dict (evaluation)
-    is wrapped."""
+    """Call a rollout function, sync or async; wrap its result if it is a bare list (training) or
+    dict (evaluation)."""
     output = fn(*args, **kwargs, evaluation=evaluation)
     return wrapped(run(output) if inspect.iscoroutine(output) else output, evaluation)
 

@@ -36,7 +36,7 @@ def extract_answer(passage: str | None) -> str | None:
 
 
 def extract_boxed_answer(solution: str | None) -> str | None:
-    """The same."""
+    """Return the last boxed expression, or None."""
     return last_boxed(solution or "")
 
 
@@ -84,7 +84,8 @@ def grade_answer_sympy(given_answer: str | None, ground_truth: Any) -> bool:
 
 
 def grade_answer_mathd(given_answer: str | None, ground_truth: Any) -> bool:
-    """The same: answers that are spelt alike are the same expression."""
+    """Tell whether two answers are equal, as `grade_answer_sympy`: answers that are spelt alike are
+    the same expression."""
     return grade_answer_sympy(given_answer, ground_truth)
 
 
@@ -185,7 +186,7 @@ def compute_score(
 
 
 async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
-    """What the reward model at ``args.rm_url`` says.
+    """Return the answer of the reward model at ``args.rm_url``.
 
     Raises:
         UserError: it fails again and again, or answers with no JSON.

@@ -12,7 +12,7 @@ from slime.config.flag import FlagSpec, option_of
 
 @dataclass
 class UserFlags:
-    """What the user set, by dest.
+    """The flags that the user set, by dest.
 
     Attributes:
         values: typed values.
@@ -38,7 +38,7 @@ class UserFlags:
         self.warnings += other.warnings
 
     def without(self, dest: str) -> UserFlags:
-        """The same had the user left ``dest`` out."""
+        """Return the flags as if the user had left ``dest`` out."""
         return UserFlags(
             {name: value for name, value in self.values.items() if name != dest},
             {name: origin for name, origin in self.origins.items() if name != dest},

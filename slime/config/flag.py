@@ -102,7 +102,7 @@ def at_least(low: float, what: str = "") -> Interval:
 
 
 def finite(low: float, what: str = "", *, above: bool = False) -> Interval:
-    """From ``low`` on, without infinity."""
+    """Return the interval of all finite numbers from ``low`` on."""
     return Interval(low, below=True, above=above, what=what)
 
 
@@ -138,7 +138,7 @@ class Condition:
         return " ".join([option_of(self.dest), " or ".join(map(str, self.values))]).rstrip()
 
     def found(self, values: Mapping[str, Any]) -> str:
-        """The same with the value that there is."""
+        """Name the flag with the value that it has, for messages."""
         return (
             f"{option_of(self.dest)} {values[self.dest]}" if self.values else option_of(self.dest)
         )
@@ -170,7 +170,7 @@ class Requirement:
         return any(condition.holds(values) for condition in self.conditions)
 
     def words(self, values: Mapping[str, Any] | None = None) -> str:
-        """What is missing.
+        """Describe what is missing.
 
         Example:
             >>> (on("use_tis") | on("get_mismatch_metrics")).words()
@@ -229,7 +229,7 @@ POLICY_LOSS = unless("loss_type", *DATA_LOSSES, "custom_loss", why="it belongs t
 
 @dataclass(frozen=True)
 class FlagMeta:
-    """What the annotation cannot say of a flag.
+    """Facts about a flag beside its annotation.
 
     Attributes:
         name: the flag without dashes, where it differs from the field's name.
@@ -434,7 +434,8 @@ def docs_of(cls: type) -> dict[str, str]:
 
 
 def docs_of_class(node: ast.AST) -> dict[str, str]:
-    """The same from a class definition that was only parsed."""
+    """Return the docstrings of a class's fields, by name, from its definition that was only
+    parsed."""
     assert isinstance(node, ast.ClassDef)
     docs = {}
     for statement, following in zip(node.body, node.body[1:], strict=False):

@@ -92,7 +92,7 @@ def _check_given(given: UserFlags, hidden: dict[str, list[_Path]], keys: list[_P
 
 
 def _hidden(value: Any, path: _Path = ()) -> Iterator[_Path]:
-    """Where in a setting something is hidden."""
+    """Yield the places in a setting at which something is hidden."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _hidden(inner, (*path, key))

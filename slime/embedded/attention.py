@@ -404,7 +404,8 @@ def _sdpa(
 def _explicit_with_sinks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """As `_sdpa`; its kernel does not tell the log-sum-exp that sinks need."""
+    """Attend with sinks, without a kernel: that of `_sdpa` does not return the log-sum-exp that
+    sinks need."""
     count, heads, head_dim = q.shape
     kv_heads = k.shape[0]
     grouped = q.view(count, kv_heads, -1, head_dim).transpose(0, 1).flatten(1, 2)

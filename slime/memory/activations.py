@@ -112,7 +112,7 @@ def saved_by_layer(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Which inputs of Linear layers are kept, for the gradient of a weight or of A."""
+    """Decides which inputs of Linear layers are kept, for the gradient of a weight or of A."""
 
     adapters: AdapterConfig | None
 

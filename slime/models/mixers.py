@@ -277,7 +277,7 @@ def _is_delta_net(spec: ModelSpec, layer: int) -> bool:
 
 
 def _of_attention(rule: Rule) -> Rule:
-    """The same rule, for the layers of a hybrid that have attention."""
+    """Return the rule for those layers of a hybrid that have attention."""
 
     def applies(spec: ModelSpec, layer: int) -> bool:
         return rule.applies(spec, layer) and not _is_delta_net(spec, layer)

@@ -56,7 +56,7 @@ class SampleBuffer:
         self.groups.extend(group for group in groups if group)
 
     def take(self, count: int, rollout_id: int | None = None) -> list[list[Sample]]:
-        """At most ``count`` groups.
+        """Take at most ``count`` groups out of the buffer.
 
         Raises:
             FunctionFailed: the filter returned no list of groups, more than asked, or left what it

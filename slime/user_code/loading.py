@@ -367,9 +367,9 @@ _MOST_FRAMES = 12
 
 
 def user_frames(error: BaseException) -> str:
-    """Where in the user's code ``error`` was raised: the frames of its traceback that are not ours
-    nor Python's own, as Python prints them, with what led to a failure inside a library; "" where
-    there are none."""
+    """Return where in the user's code ``error`` was raised: the frames of its traceback that are
+    not ours nor Python's own, as Python prints them, with what led to a failure inside a library;
+    "" where there are none."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

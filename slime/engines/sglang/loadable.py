@@ -80,7 +80,7 @@ class _Layer:
         self._drop_surplus()
 
     def shut(self) -> None:
-        """As if it had not been opened; nothing was loaded meanwhile."""
+        """Undo the opening of a layer into which nothing was loaded."""
         _let_go(self.method)
         for owner, tensors in self.kept:
             for name, old in tensors.items():
@@ -211,7 +211,7 @@ def _let_go(method: Any) -> None:
 
 
 def _create(method: Any, module: Any) -> None:
-    """As the layer's own constructor does it (SGLang 0.5.16, ``linear.py`` and
+    """Create a layer's parameters as its own constructor does (SGLang 0.5.16, ``linear.py`` and
     ``moe/fused_moe_triton/layer.py``)."""
     if type(method).__name__ in EXPERTS:
         method.create_weights(

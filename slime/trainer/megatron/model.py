@@ -245,8 +245,8 @@ class PolicyModel(GPTModel):
     def _low_rank_head(
         self, hidden: Tensor, batch: PackedMicroBatch
     ) -> tuple[Tensor, LowRankLogits | None]:
-        """What the output layer's adapter, if there is one, adds to the logits of the rows that
-        predict response tokens, and the hidden states for the frozen layer."""
+        """Return the hidden states for the frozen output layer, and what its adapter, if there is
+        one, adds to the logits of the rows that predict response tokens."""
         adapter = getattr(self.output_layer, "adapter", None)
         if adapter is None or not adapter.is_on:
             return hidden, None
