@@ -39,8 +39,8 @@ from slime.user_code.loading import FunctionFailed, named, shown
 
 logger = get_logger(__name__)
 
-#: So many groups, and ten batches, may be dropped in a row: a filter that drops all would never
-#: end.
+#: Groups that may be dropped in a row, or ten batches if that is more: with a filter that drops
+#: everything a rollout would never end.
 _MOST_DROPS = 1000
 
 #: --stale-samples → the metric that counts what became of groups.
@@ -57,7 +57,7 @@ class Decision(StrEnum):
     FAILED = "failed"
     STALE = "stale"
     AGAIN = "again"
-    """In another rollout."""
+    """Generated again in another rollout."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Collected:
 
 
 class DynamicSampler:
-    """One use per rollout: `collect`, then read `Collected`.
+    """Collects the batch of one rollout, in one call of `collect`.
 
     Args:
         target: groups in the batch.
@@ -91,10 +91,10 @@ class DynamicSampler:
         group_size: samples per group, checked on what the source gives.
         max_failed_fraction: of ``target``; at least one group may fail.
         abort_timeout: seconds for engines and generate functions to stop at the end.
-        journal: what it has of a drawn group takes its place, and what becomes of each is written
-            there.
-        versions: of weights; a group with tokens of others is stale. For the newest see
-            `Journal.restore`.
+        journal: what it has of a drawn group is used in its place; the outcome of each group is
+            written to it.
+        versions: the current versions of the weights; a group with tokens of others is stale. For
+            the newest see `Journal.restore`.
         stale_samples: what becomes of such a group, see the flag.
     """
 
@@ -198,8 +198,8 @@ class DynamicSampler:
             self._next_certain += 1
 
     def _draw_some(self) -> None:
-        """Draw; a source of the user's own that fails is asked again, and a group that cannot be
-        used left out, as far as groups may fail."""
+        """Draw groups and start them. A user's source that fails is asked again and an unusable
+        group is left out, until more groups have failed than may."""
         try:
             started = time.monotonic()
             groups = self.source.get_samples(self.draw_size)
@@ -243,7 +243,7 @@ class DynamicSampler:
         logger.warning("drawn anew: %s", error)
 
     def _taken_up(self, drawn: list[Sample]) -> GroupRun:
-        """A drawn group, as far as it has come before."""
+        """Return a drawn group with what the journal has of it."""
         run = GroupRun.of(drawn, order=len(self.drawn))
         if self._journal is not None and drawn:
             key = drawn[0].drawn_as or drawn_as(drawn)
@@ -255,7 +255,7 @@ class DynamicSampler:
             run.is_noted = is_noted
         return run
 
-    # -- too old -----------------------------------------------------------------------------------
+    # -- stale groups ------------------------------------------------------------------------------
 
     def _is_stale(self, run: GroupRun) -> bool:
         return run.order not in self._corrected and (
@@ -263,7 +263,7 @@ class DynamicSampler:
         )
 
     def _takes_stale(self, run: GroupRun) -> bool:
-        """Whether a drawn group that is stale is taken up all the same: as it is, or from its
+        """Decide whether a drawn group that is stale is used all the same: as it is, or from its
         prompt."""
         self.result.stale[_BECAME[self._stale_samples]] += 1
         if self._stale_samples == "drop":
@@ -277,9 +277,9 @@ class DynamicSampler:
         return True
 
     def _turns_away(self, run: GroupRun) -> bool:
-        """Whether a group is not taken since it was generated with tokens that are too old, as no
-        engine of the run does: a generate function of the user's own has brought them. Another draw
-        takes its place."""
+        """Decide whether a finished group is rejected because its tokens are too old. No engine of
+        the run makes such tokens: a generate function of the user's own has brought them. Another
+        group is drawn."""
         if not self._is_stale(run):
             return False
         self.result.stale[_BECAME[self._stale_samples]] += 1
@@ -309,7 +309,7 @@ class DynamicSampler:
         return self.runner.rollout_id or 0
 
     async def _wait_for_some(self) -> list[GroupRun]:
-        """The groups that have finished since the last call, at least one."""
+        """Wait until a group has finished; return all that have since the last call."""
         while self._finished.empty():
             try:
                 async with asyncio.timeout(self.watchdog.interval):
@@ -427,7 +427,7 @@ class DynamicSampler:
             await asyncio.wait(tasks, timeout=deadlines.DYNAMIC_SAMPLING_CANCEL)
         for task in tasks:
             if task.done() and not task.cancelled():
-                task.exception()  # seen: whatever was first has been raised already
+                task.exception()  # marks it as retrieved: the first error has been raised
 
     def _put_back(self, chosen: list[GroupRun]) -> None:
         taken = {run.order for run in chosen}
