@@ -81,7 +81,7 @@ class SampleBuffer:
 
     @property
     def group_indices(self) -> set[int]:
-        """Draws that wait here."""
+        """Return the group indices that wait here."""
         return {group[0].group_index for group in self.groups if group[0].group_index is not None}
 
     def state_dict(self) -> list[list[dict[str, Any]]]:
