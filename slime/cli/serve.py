@@ -266,7 +266,7 @@ def serving(
             fix="; ".join(record.remedies(cause)),
         ) from error
     finally:
-        if server.is_alive():  # of one that died the log is wanted
+        if server.is_alive():  # the log of a server that died is kept
             shutil.rmtree(folder, ignore_errors=True)
         server.stop()
         os.close(lock)
@@ -284,7 +284,7 @@ def _loadable(adapter: Path, base: Path, folder: Path) -> Path:
 
 
 def _log_folder() -> tuple[Path, int]:
-    """A folder for the log, and the lock that says that its server lives."""
+    """Make a folder for the log, with a lock that is held while its server lives."""
     folder = Path(tempfile.mkdtemp(prefix=_LOGS))
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     with contextlib.suppress(OSError):  # file systems without locks: nobody gets one there

@@ -24,7 +24,7 @@ from slime.rollout.rewards.text import (
 from slime.samples.types import Sample
 
 _WORKERS = 2
-#: Of a response, for a strict comparison of boxes.
+#: Characters at the end of a response that a strict comparison of boxes reads.
 _TAIL = 100
 
 # -- boxes -----------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def _graders() -> GradingPool:
 
 
 def _is_right(grader: str, response: str, label: Any) -> bool:
-    """Whether a worker finds so, within `deadlines.POOL_MATH`."""
+    """Tell whether a worker finds a response right, within `deadlines.POOL_MATH`."""
     return bool(
         shared_loop().run(_graders().grade(grader, response, label, deadlines.POOL_MATH)).score
     )
