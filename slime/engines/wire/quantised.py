@@ -188,7 +188,7 @@ def config_of(quantisation: Quantisation) -> dict[str, Any]:
 
 
 def _in_rows(weight: torch.Tensor, unit: int, compute: Callable[[torch.Tensor], Stored]) -> Stored:
-    """``compute`` of pieces of so many rows, below each other."""
+    """Apply ``compute`` to pieces of so many rows, and put the results below each other."""
     rows = max(1, _PIECE // (weight.shape[1] * unit)) * unit
     pieces = [compute(weight[first : first + rows]) for first in range(0, weight.shape[0], rows)]
     return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
