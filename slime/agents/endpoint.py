@@ -132,7 +132,7 @@ class AgentEndpoint:
         return self._session.book.branches()
 
     def samples(self, branches: Sequence[Turn] | None = None, reward: Any = None) -> list[Sample]:
-        """Return the trajectory as samples, one for each branch.
+        """The trajectory as samples, one for each branch.
 
         Args:
             branches: those to train on; None: all. What several share is trained in the first of
@@ -186,8 +186,8 @@ class AgentEndpoint:
         return self
 
     async def _end_with_rollout(self, task: asyncio.Task[Any]) -> None:
-        """Cancel the agent's task when the rollout ends, which does not wait for a long call of a
-        tool."""
+        """An agent may be in the midst of a long tool: the end of the rollout does not wait for
+        it."""
         await self._session.state.client.wait_for_abort()
         self._ended_by_rollout = True
         task.cancel()

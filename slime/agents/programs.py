@@ -109,7 +109,7 @@ async def _run_under_reaper(request: dict[str, Any], timeout: float | None) -> d
             await reaper.wait()
             report.cancel()
         came = _read_report(report)
-        _log_left_behind(request["command"][0], came.get("left", []))
+        _name(request["command"][0], came.get("left", []))
     if not came and (reaper.returncode or 0) > 0:
         raise RuntimeError(
             f"the reaper of {request['command'][0]} ended with status {reaper.returncode}"
@@ -122,9 +122,9 @@ def _read_report(report: asyncio.Future[tuple[bytes, bytes]]) -> dict[str, Any]:
     return dict(json.loads(text)) if text else {}
 
 
-def _log_left_behind(program: str, left: list[str]) -> None:
-    """Log the processes that a program left behind; as a warning the first time, since all samples
-    of a run start the same program."""
+def _name(program: str, left: list[str]) -> None:
+    """Tell of what a program had left behind; a warning once, for all samples of a run start the
+    same."""
     if left:
         level = logging.INFO if program in _leaves_behind else logging.WARNING
         _leaves_behind.add(program)

@@ -94,7 +94,7 @@ class AgentServer:
             await self._runner.cleanup()
 
     def open(self, session: AgentSession) -> str:
-        """Return a new key. Requests with it belong to ``session``."""
+        """A new key, with which requests are ``session``'s."""
         key = f"sk-slime-{secrets.token_urlsafe(32)}"
         self._sessions[_digest(key)] = (key, session)
         return key
@@ -105,8 +105,8 @@ class AgentServer:
         session.end()
 
     def _session_of(self, key: str) -> AgentSession | None:
-        """Find the session of a key, by its digest and compared in constant time: how long it takes
-        tells nothing of other keys."""
+        """Looked up by a digest, and compared in constant time: how long it takes tells nothing of
+        other keys."""
         known, session = self._sessions.get(_digest(key), ("", None))
         return (
             session if hmac.compare_digest(known.encode(), key.encode(errors="replace")) else None
@@ -126,8 +126,8 @@ class AgentServer:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer each error in the shape of its protocol; an unexpected one with status 500, and
-        with the traceback in the log."""
+        """Every refusal in the shape of its protocol; what was not foreseen as status 500, with the
+        traceback in the log."""
         try:
             return await handler(request)
         except BadRequest as error:
@@ -159,7 +159,7 @@ class AgentServer:
             return _refused(request, f"{type(error).__name__}: {error}", 500, "api_error")
 
     def _tell(self, request: web.Request, message: str) -> None:
-        """Log a warning for each different refusal once."""
+        """Warn of what an agent is refused, each once."""
         if message not in self._said and len(self._said) < 100:
             self._said.add(message)
             logger.warning(
@@ -177,7 +177,7 @@ def _digest(key: str) -> bytes:
 
 
 def _answering(api: ModuleType) -> Handler:
-    """Return the handler of a protocol's route that generates."""
+    """The handler of a protocol's generating route."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         session = request[_SESSION]
@@ -199,8 +199,8 @@ def _answering(api: ModuleType) -> Handler:
 async def _stream(
     request: web.Request, working: asyncio.Task[Turn], api: ModuleType
 ) -> web.StreamResponse:
-    """Send the answer as events, all at its end, with pings until then. After a push of weights or
-    an engine's death tokens may be generated again, and the client must not see them twice."""
+    """The answer as events, all at its end, with pings until then: what the engine sends again
+    after a push of weights, or after another engine's death, must not be seen twice."""
     response = web.StreamResponse(headers=EVENT_HEADERS)
     try:
         await response.prepare(request)
@@ -216,7 +216,7 @@ async def _stream(
 
 
 def _events(request: web.Request, working: asyncio.Task[Turn], api: ModuleType) -> list[bytes]:
-    """Return the events of an answer or, since the status is sent already, of an error."""
+    """Events of an answer, or of an error: the status is sent already."""
     try:
         return list(api.events(working.result()))
     except (BadRequest, Refusal) as error:
@@ -285,7 +285,7 @@ async def _models(request: web.Request) -> web.Response:
 
 
 async def _model(request: web.Request) -> web.Response:
-    """Every name of a model stands for the policy."""
+    """Any name is the policy's."""
     return _json(_CARD | {"id": request.match_info["model"]})
 
 
@@ -297,7 +297,7 @@ _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]
 
 
 async def shared_server(host: str, port: int) -> AgentServer:
-    """Return the server of this event loop; the first call starts it.
+    """The server of this event loop, started by whoever needs it first.
 
     Raises:
         UserError: it cannot listen there.

@@ -52,7 +52,7 @@ class AgentSession:
     Attributes:
         failure: an engine's error, which the agent got as status 503.
         was_cut: a request was refused, or its answer cut short, because the rollout ends.
-        refused: the reason of the last refusal; "" if there was none.
+        refused: why the last request was refused that was; "" if none was.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class AgentSession:
         return self.book.speech.images
 
     def with_kwargs(self, ask: Ask) -> Ask:
-        """Return the request with the run's arguments of the chat template beside its own, which
-        take precedence."""
+        """The request with the run's arguments of the chat template, where it brings none of its
+        own."""
         if not self._template_kwargs:
             return ask
         return dataclasses.replace(
@@ -100,7 +100,7 @@ class AgentSession:
         )
 
     async def answer(self, ask: Ask) -> Turn:
-        """Return the model's answer to a request.
+        """The model's answer to a request.
 
         Raises:
             BadRequest: the chat template refuses it.
@@ -186,7 +186,7 @@ class AgentSession:
             return None
         if self._full.parent in self.book.branches():
             return self._full.parent if self._full.parent in ends else None
-        # the branch was rewritten: most likely it is the last one
+        # it was rewritten: most likely of the last one
         return max(ends, key=self.book.turns.index, default=None)
 
     # -- time --------------------------------------------------------------------------------------

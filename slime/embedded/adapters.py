@@ -234,7 +234,7 @@ class Adapter:
         self._views.setdefault(piece.name, {}).setdefault(_index(piece, tensors), view)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor that the engine multiplies with, put together from its pieces."""
+        """What the engine multiplies with, put together as it came."""
         if self._kept is not None:
             return self._kept[name]
         views = self._views[name]

@@ -404,8 +404,7 @@ def _sdpa(
 def _explicit_with_sinks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """Attend with sinks, without a kernel: that of `_sdpa` does not return the log-sum-exp that
-    sinks need."""
+    """Do as `_sdpa`, whose kernel does not return the log-sum-exp that sinks need."""
     count, heads, head_dim = q.shape
     kv_heads = k.shape[0]
     grouped = q.view(count, kv_heads, -1, head_dim).transpose(0, 1).flatten(1, 2)

@@ -20,7 +20,7 @@ from slime import deadlines
 from slime.embedded.engine import as_state, describe_adapters
 from slime.embedded.generate_routes import json_body, json_response, state_of
 from slime.embedded.sequence import Sequence
-from slime.embedded.weight_update import ABILITIES, UPDATES
+from slime.embedded.weight_update import ABILITIES, WeightUpdater
 from slime.embedded.weights import WeightError, describe
 from slime.engines.request_fields import (
     FLAG,
@@ -237,20 +237,21 @@ async def resume_memory(request: web.Request) -> web.Response:
 # -- weights ---------------------------------------------------------------------------------------
 
 
-async def _update_weights(request: web.Request) -> web.Response:
-    state = state_of(request)
-    body = await json_body(request)
-    method = getattr(state.updater, UPDATES[request.path])
-    loop = asyncio.get_running_loop()
-    try:
-        message = await loop.run_in_executor(state.updates, method, body)
-    except WeightError as error:
-        return json_response({"success": False, "message": str(error)}, status=400)
-    return json_response({"success": True, "message": message})
+def _update_route(path: str, method: Callable[[WeightUpdater, dict[str, Any]], str]) -> None:
+    @routes.post(path)
+    async def update(request: web.Request) -> web.Response:
+        state = state_of(request)
+        body = await json_body(request)
+        loop = asyncio.get_running_loop()
+        try:
+            message = await loop.run_in_executor(state.updates, method, state.updater, body)
+        except WeightError as error:
+            return json_response({"success": False, "message": str(error)}, status=400)
+        return json_response({"success": True, "message": message})
 
 
-for _path in UPDATES:
-    routes.post(_path)(_update_weights)
+for _path, _method in WeightUpdater.ROUTES.items():
+    _update_route(_path, getattr(WeightUpdater, _method))
 
 
 @routes.post("/update_weight_version")

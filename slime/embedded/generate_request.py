@@ -32,8 +32,8 @@ _FIELDS = (
     "top_logprobs_num", "return_text_in_logprobs", "return_routed_experts",
     "routed_experts_start_len", "return_sampling_mask", "stream", "lora_path", "image_data",
 )  # fmt: skip
-#: Fields of SGLang's requests of every kind that do not change what is generated.
-#: `_WITHOUT_EFFECT` adds those of ``/generate``.
+#: Known to SGLang for every kind of request, without effect on what is generated; and for
+#: ``/generate`` alone.
 WITHOUT_EFFECT = (
     "session_id", "priority", "extra_key", "custom_labels", "data_parallel_rank", "routed_dp_rank",
     "disagg_prefill_dp_rank", "use_audio_in_video",
@@ -42,8 +42,8 @@ _WITHOUT_EFFECT = (
     *WITHOUT_EFFECT, "model", "log_metrics", "routing_key", "conversation_id", "no_logs",
     "received_time", "external_trace_header", "background", "modalities",
 )  # fmt: skip
-#: Fields of SGLang's requests of every kind that this engine takes only if they ask for nothing.
-#: `_UNSUPPORTED` adds those of ``/generate``.
+#: Known to SGLang and not to this engine, allowed when they ask for nothing; and for ``/generate``
+#: alone.
 UNSUPPORTED = (
     "images_config", "max_dynamic_patch", "min_dynamic_patch", "return_hidden_states",
     "return_prompt_token_ids", "session_params", "custom_logit_processor",

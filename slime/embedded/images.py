@@ -136,8 +136,8 @@ class SequenceImages:
         return found
 
     def distinct(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the tokens with each placeholder replaced by a negative number made from its
-        image, so that equal tokens mean equal keys and values."""
+        """Return the tokens with numbers below 0, made of the image, for its placeholders: what
+        has the same tokens then has the same keys and values."""
         found = tokens.copy()
         for image in self.images:
             number = int.from_bytes(image.key[:7], "big")

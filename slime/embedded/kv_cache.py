@@ -33,8 +33,8 @@ from slime.models.mixers import mixer_of
 
 #: Size of the first blocks; every block is a multiple of it.
 BLOCK = 64
-#: Positions that a ring keeps beside its window, at least: a sequence may be so far ahead of a
-#: prefix that others still take from it.
+#: Positions that a ring keeps beside a window, at least: so far may a sequence be ahead of a prefix
+#: that others still take from it.
 SPARE = 256
 _FIRST_SLOTS = 8
 #: Storage may grow to this many bytes to retain prefixes; beyond it the oldest retained prefix

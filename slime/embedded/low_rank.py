@@ -138,8 +138,7 @@ class AdaptedRows:
                 y.index_add_(0, rows, added, alpha=product.scale)
 
     def chosen(self, rows: torch.Tensor) -> AdaptedRows | None:
-        """Return the products for a batch of these rows, int64 [rows]; None if all are the
-        base's."""
+        """Return the same for a batch of these rows, int64 [rows]; None if all are the base's."""
         if self._owners is None:
             return self
         owners = self._owners[rows]

@@ -27,7 +27,7 @@ def text_left_in(file: Path) -> str:
     blocks whoever opens it (a pipe).
 
     Raises:
-        OSError: it is such a file, or it does not exist.
+        OSError: it is, or it is not there.
     """
     if file.resolve() != file:
         raise OSError(f"{file.name} is a link")

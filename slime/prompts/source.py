@@ -144,9 +144,9 @@ def load_source(
 
 
 def source_again(source: DataSource, config: Config, tokenizer: Any) -> DataSource:
-    """Return a source that `load_source` can set to any place after ``source`` was drawn from. A
-    source of the user's own is built anew: nothing else brings it back to its start, and its
-    ``load`` uses the arguments that it was built with.
+    """One that `load_source` can set to any place, after ``source`` was drawn from: built anew
+    where it is the user's own, whose ``load`` goes by the arguments that it was built with, and
+    which nothing else brings back to its start.
 
     Args:
         config: says what is loaded now.

@@ -198,8 +198,8 @@ class DynamicSampler:
             self._next_certain += 1
 
     def _draw_some(self) -> None:
-        """Draw groups and start them. A user's source that fails is asked again and an unusable
-        group is left out, until more groups have failed than may."""
+        """Draw; a source of the user's own that fails is asked again, and a group that cannot be
+        used left out, as far as groups may fail."""
         try:
             started = time.monotonic()
             groups = self.source.get_samples(self.draw_size)
@@ -243,7 +243,7 @@ class DynamicSampler:
         logger.warning("drawn anew: %s", error)
 
     def _taken_up(self, drawn: list[Sample]) -> GroupRun:
-        """Return a drawn group with what the journal has of it."""
+        """A drawn group, as far as it has come before."""
         run = GroupRun.of(drawn, order=len(self.drawn))
         if self._journal is not None and drawn:
             key = drawn[0].drawn_as or drawn_as(drawn)
@@ -263,7 +263,7 @@ class DynamicSampler:
         )
 
     def _takes_stale(self, run: GroupRun) -> bool:
-        """Decide whether a drawn group that is stale is used all the same: as it is, or from its
+        """Whether a drawn group that is stale is taken up all the same: as it is, or from its
         prompt."""
         self.result.stale[_BECAME[self._stale_samples]] += 1
         if self._stale_samples == "drop":
@@ -277,9 +277,9 @@ class DynamicSampler:
         return True
 
     def _turns_away(self, run: GroupRun) -> bool:
-        """Decide whether a finished group is rejected because its tokens are too old. No engine of
-        the run makes such tokens: a generate function of the user's own has brought them. Another
-        group is drawn."""
+        """Whether a group is not taken since it was generated with tokens that are too old, as no
+        engine of the run does: a generate function of the user's own has brought them. Another draw
+        takes its place."""
         if not self._is_stale(run):
             return False
         self.result.stale[_BECAME[self._stale_samples]] += 1

@@ -167,8 +167,7 @@ def _opened(
     make_judge: Callable[[], RowJudge | None],
     errors: list[UserError],
 ) -> Iterator[DataSet]:
-    """Yield the data set if it can be opened; else report a missing file and missing flags
-    together."""
+    """The data set; a file that is not there is told besides flags that are missing."""
     rows = checker = None
     try:
         rows = open_path(path)

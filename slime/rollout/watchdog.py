@@ -67,8 +67,8 @@ class Watchdog:
         now = time.monotonic()
         last = self._looked
         self._looked = now
-        # something blocked the event loop, and answers have not been read yet; or there was so
-        # much progress that nobody called
+        # something blocked the event loop, and answers have not been read yet; or others have
+        # moved so often that nobody looked
         if now - last > 2 * self.interval + deadlines.WATCHDOG_BLOCKED:
             self._started = now
         moved = max(
@@ -92,10 +92,10 @@ class Watchdog:
         self.words = "; ".join(line.strip() for line in stalled.why.splitlines())
 
     def give_up_hung(self, groups: Iterable[GroupRun], seconds: float) -> int:
-        """End the trajectories that hang in users' code, after nothing has moved for ``seconds``,
-        and return their number.
+        """End the trajectories that hang in users' code, when nothing has moved for ``seconds``;
+        how many there are.
 
-        A trajectory with a request at an engine does not hang.
+        Whoever waits for an engine, by a request that is on its way, does not.
         """
         asked = [request.name for request in self._client.in_flight.values()]
         hung = [

@@ -167,7 +167,7 @@ class AdapterSync:
         return receipt
 
     def close(self) -> None:
-        """Close the connections; engines keep their adapters."""
+        """Give up connections; engines keep their adapters."""
         for check in (self._base_check, self._check):
             if check is not None:
                 check.close()

@@ -39,8 +39,8 @@ from slime.processes.host import python_module
 if TYPE_CHECKING:
     from slime.config.config import Config
 
-#: Path of health checks of an engine that is awake. The router's, which come at any time, are
-#: governed by `HEALTH_GENERATES`.
+#: Asked of an engine that is awake; what the router asks at any time is `HEALTH_GENERATES`'s
+#: business.
 HEALTH_PATH = "/health_generate"
 
 #: Whether SGLang's /health generates a token, as /health_generate always does, or only answers.
@@ -48,8 +48,8 @@ HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
 #: What SGLang reads as false there; everything else, typing errors included, is true.
 _FALSE = ("false", "0", "no", "n")
 
-#: About what SGLang chooses when ``--sglang-mem-fraction-static`` is not set: this fraction, and on
-#: a small GPU no more than leaves these bytes.
+#: What it about chooses when ``--sglang-mem-fraction-static`` is not set: on a small GPU it leaves
+#: at least these bytes, beside a part of all.
 _AUTOMATIC_FRACTION = 0.88
 _AUTOMATIC_PART = 0.95
 _AUTOMATIC_REST = 5.9e9

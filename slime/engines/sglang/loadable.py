@@ -263,8 +263,8 @@ def _tensors(owner: Any) -> dict[str, torch.Tensor]:
 def _realised(
     parameter: nn.Parameter, old: torch.Tensor | None, device: torch.device
 ) -> nn.Parameter:
-    """Turn a parameter of the meta device into a real one of its class with its attributes, in the
-    old one's memory if sizes allow."""
+    """A parameter of the meta device as one of its class with its attributes, where the old one is
+    if sizes allow."""
     shape = parameter.shape
     dtype = parameter.dtype
     nbytes = parameter.numel() * dtype.itemsize

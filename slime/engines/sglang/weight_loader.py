@@ -83,8 +83,7 @@ class StackedExperts:
         return self._is_plain[kind]
 
     def _lies_plainly(self, run: ExpertRun, held: HeldExperts, sent: torch.Tensor) -> bool:
-        """Load one expert by SGLang's own loader, and tell whether it then lies where the copy
-        would have put it."""
+        """One expert goes the long way: is it then where the short one would have put it?"""
         model = self._model()
         wanted = held.of(sent)
         # sizes of quantised weights, which some layers hold as floats

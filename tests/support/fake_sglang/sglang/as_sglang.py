@@ -230,7 +230,7 @@ def install(args: argparse.Namespace) -> None:
     for name in ("from_tensor", "from_distributed", "from_disk", "join_group", "leave_group"):
         method = getattr(updater, name)
         setattr(WeightUpdater, name, lambda own, body, method=method: method(own, body))
-    from slime.embedded import server as embedded
+    from slime.embedded import server as embedded  # its routes take the methods as they are now
 
     plain, calls, released = embedded._errors, Calls(args), set[str]()
     is_paused = False
