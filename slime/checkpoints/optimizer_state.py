@@ -415,7 +415,7 @@ def _settings(part: Any) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Some optimizers hold a number as a tensor."""
+    """Return a number that some optimizers hold as a tensor."""
     return value.item() if isinstance(value, torch.Tensor) else value
 
 

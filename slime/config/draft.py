@@ -31,7 +31,7 @@ class UserFlags:
         self.origins[dest] = origin
 
     def update(self, other: UserFlags) -> None:
-        """``other`` wins."""
+        """Take over the flags of ``other``, which take precedence."""
         self.values.update(other.values)
         self.origins.update(other.origins)
         self.extra.update(other.extra)
@@ -103,5 +103,5 @@ class Draft:
             self.origins[dest] = f"derived: {formula}"
 
     def copy(self, dest: str, source: str) -> None:
-        """``dest`` is ``source`` unless given."""
+        """Set ``dest`` to the value of ``source``, unless it is given."""
         self.derive(dest, self.values[source], source)

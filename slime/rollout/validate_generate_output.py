@@ -140,10 +140,9 @@ def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:
 
 
 def tell_of_text_alone(samples: Sequence[Sample], origin: str, state: GenerateState) -> None:
-    """Say it once where answers that came as text, and have ended, are trained on without their
-    end.
+    """Log once that finished answers that came as text are trained on without an end token.
 
-    No token is added: which one the model has sampled there, or whether it has, text does not tell.
+    No token is added: text does not tell which one the model has sampled there, if any.
     """
     params = state.sampling_params
     stop = params.get("stop") or ()

@@ -230,7 +230,7 @@ class PolicyModel(GPTModel):
         """[N, H]: the hidden states from which response tokens are predicted, ready for a
         vocabulary-parallel product.
 
-        Going back, the gradient of the rows is summed over the tensor-parallel ranks, each of which
+        In the backward pass the gradient of the rows is summed over the tensor-parallel ranks, each of which
         has the part of its vocabulary shard.
         """
         group = self.pg_collection.tp
@@ -404,7 +404,7 @@ def _prepare_recompute(chunk: PolicyModel) -> None:
 
 
 def _let_gradients_pass(module: torch.nn.Module, inputs: Any, embedded: Tensor) -> None:
-    """A frozen embedding's output takes part in the backward pass all the same."""
+    """Let the output of a frozen embedding take part in the backward pass."""
     if torch.is_grad_enabled() and module.training and not embedded.requires_grad:
         embedded.requires_grad_()
 
