@@ -140,9 +140,10 @@ def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:
 
 
 def tell_of_text_alone(samples: Sequence[Sample], origin: str, state: GenerateState) -> None:
-    """Log once that finished answers that came as text are trained on without an end token.
+    """Say it once where answers that came as text, and have ended, are trained on without their
+    end.
 
-    No token is added: text does not tell which one the model has sampled there, if any.
+    No token is added: which one the model has sampled there, or whether it has, text does not tell.
     """
     params = state.sampling_params
     stop = params.get("stop") or ()

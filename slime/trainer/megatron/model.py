@@ -230,8 +230,8 @@ class PolicyModel(GPTModel):
         """[N, H]: the hidden states from which response tokens are predicted, ready for a
         vocabulary-parallel product.
 
-        In the backward pass the gradient of the rows is summed over the tensor-parallel ranks, each of which
-        has the part of its vocabulary shard.
+        In the backward pass the gradient of the rows is summed over the tensor-parallel ranks, each
+        of which has the part of its vocabulary shard.
         """
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
