@@ -34,7 +34,7 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Δ log-prob", ("train/train_rollout_logprob_abs_diff",), ".4f"),
     ("tok/s", ("perf/tokens_per_gpu_per_sec", "perf/actor_train_tok_per_s"), ",.0f"),
 )
-#: The same where nothing is generated and nothing rewarded.
+#: Columns of a stage that generates and rewards nothing, as supervised training.
 SUPERVISED_COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("loss", ("train/loss",), ".4f"),
     ("grad norm", ("train/grad_norm",), ".3f"),

@@ -138,8 +138,8 @@ class MappedOrder:
         )
 
     def fingerprint(self) -> str:
-        """Return a text that changes with the rows that can be drawn: with their number, and the
-        content of the first, middle and last."""
+        """Changes with the rows that can be drawn: their number, and content of the first, middle
+        and last."""
         digest = xxhash.xxh3_64(self._kept.tobytes())
         for position in (0, len(self._kept) // 2, len(self._kept) - 1):
             try:
@@ -245,7 +245,7 @@ class StreamedOrder:
                     )
 
     def fingerprint(self) -> str:
-        """Return a text that changes with the first row; a stream is not read to its end."""
+        """Changes with the first row: a stream is not read to its end for this."""
         first = repr(next(iter_rows(self._path), None))
         return f"stream {xxhash.xxh3_64_hexdigest(first.encode())}"
 
