@@ -93,8 +93,8 @@ def load_hf(
         hf_dir: directory with safetensors.
         hf_config: its config; read from ``hf_dir`` when None.
         model_name: conversion table, when config.json does not tell.
-        reader: reads ``hf_dir``; None: an `HfReader`, which takes plain weights.
-        part: the part of the model that is filled.
+        reader: of ``hf_dir``; default: one of plain weights.
+        part: of the model that is filled.
     Raises:
         UserError: files missing or damaged, a tensor of the wrong shape, a parameter that got
             nothing, or a tensor that no parameter took; by name.

@@ -40,7 +40,7 @@ class TrainerState:
         part: the part of the model that is saved, or loaded.
         adapters: of the model, if it has any.
         prefix: in front of the names of all tensors: "critic." for the critic's.
-        critic: the critic's part of the checkpoint, in a run that trains one.
+        critic: of a run that trains one.
     """
 
     model_chunks: Sequence[nn.Module]

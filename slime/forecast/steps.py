@@ -31,7 +31,7 @@ _HANDOVER_PER_TOKEN = 0.5e-6
 #: Steps that are simulated: the first wave of rollouts is left out, and so many steps follow.
 _STEPS = 3
 _WAVES = 2
-#: About so many responses of a rollout are simulated: a part of a large fleet.
+#: Of a large fleet a part is simulated that has about so many responses of a rollout.
 _RESPONSES = 2048
 
 
@@ -42,7 +42,7 @@ class Workload:
     Attributes:
         prompts, samples: of a rollout, and responses to each prompt.
         prompt_tokens: tokens of a prompt.
-        lengths: tokens of responses; when they run out they are used again from the first.
+        lengths: tokens of responses, from whose beginning it starts again at their end.
         updates: optimizer steps of a rollout.
         scorings: passes of the trainer without gradients.
         ahead: rollouts ahead of the trainer (--async-buffer-size).
@@ -137,7 +137,7 @@ def simulate(
     gpu_bytes: float,
     waves: int = _WAVES,
 ) -> list[Step]:
-    """Return the steps of a run after those with which it begins.
+    """The steps of a run behind those that it begins with.
 
     Args:
         facts: who is where, and how.
@@ -167,7 +167,7 @@ def simulate(
 
 
 def _part(work: Workload, engines: int) -> int:
-    """Return the number of equal parts of engines and prompts, of which one is simulated."""
+    """Into how many equal parts engines and prompts are divided, of which one is simulated."""
     most = min(engines, work.prompts, max(1, work.prompts * work.samples // _RESPONSES))
     return max(
         part for part in range(1, most + 1) if not engines % part and not work.prompts % part
@@ -197,7 +197,7 @@ def _steps(
         fleet.add(requests, now)
 
     def generate(until: float) -> None:
-        """Advance to ``until``, and end the responses that are due by then."""
+        """Let all responses end that end by then."""
         while fleet.next_end() <= until:
             time, request = fleet.finish()
             left[request.rollout] -= 1

@@ -29,7 +29,7 @@ def check_ignore_list(config: Config) -> None:
         family = family_of(flags.hf_checkpoint, flags.model_name)
         spec = family.describe(flags.hf_checkpoint)
         if config.lora.lora_rank:
-            # the frozen base is served as its files are: the list decides nothing, rules can only be idle
+            # the frozen base is served as it is: this list decides nothing, but may have idle rules
             found = ignore_list.examine(ignore_list.matrices(family, spec), quantisation)
             tensors = (name for name, _ in family.hf_tensors(spec))
             idle = ignore_list.idle_among(found, tensors)
@@ -63,7 +63,7 @@ def check_quantised_flags(config: Config) -> None:
     """Refuse flags for quantised weights that would have no effect or contradict others.
 
     Raises:
-        UserError: engines hold plain weights, no tensor of the model would be rounded, or Transformer
+        UserError: engines hold plain weights, no tensor would be rounded, or Transformer
             Engine rounds the weights, too.
     """
     flags = config.quantised
