@@ -176,7 +176,7 @@ def _add_facts(writer: GGUFWriter, spec: ModelSpec, name: str, tensors: list[Ggu
 
     facts = spec.transformer
     writer.add_type("model")
-    # of that very name transformers expects another layout
+    # transformers expects another layout of a file whose model has this very name
     writer.add_name("Mistral" if name == "mistral" else name)
     largest = max(tensors, key=lambda tensor: tensor.num_elements)
     writer.add_file_type(LlamaFileType[_FILE_TYPES[largest.dtype]])

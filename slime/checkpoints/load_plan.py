@@ -291,7 +291,8 @@ def _of_either_kind(
 def _refuse_step(
     root: Path, step: int | None, flag: str, kind: str = "a Hugging Face directory"
 ) -> None:
-    """Such a directory holds one state of the weights; another one may be wanted."""
+    """Refuse a flag that names a step of a directory with one state of the weights: another one may
+    be wanted."""
     if step is not None:
         raise UserError(
             f"{flag} {step} cannot be found: {root} is {kind}",

@@ -29,7 +29,7 @@ def at_least_one(text: str) -> int:
 
 
 class Arguments(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` whose complaints look like all others, and whose help keeps the
+    """An `argparse.ArgumentParser` whose errors look like all others, and whose help keeps the
     lines it is given.
 
     Args:

@@ -89,8 +89,8 @@ def main(argv: list[str]) -> int:
 
 
 def _models(chosen: ChosenModel, name: str, given: list[str]) -> tuple[NamedModels, str]:
-    """What the server has, and what the chat asks it for: the adapter that is given, or that of the
-    run.
+    """Return the models of the server, and the name of the one that the chat asks for: the adapter
+    that is given, or the run's.
 
     Raises:
         UserError: several adapters are given.
@@ -182,7 +182,7 @@ def _talk(conversation: Conversation, is_terminal: bool) -> None:
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:
-    """What is typed, or the lines of standard input; ends with them."""
+    """Yield the lines that are typed, or those of standard input, to their end."""
     if not is_terminal:
         if isinstance(sys.stdin, io.TextIOWrapper):
             # some locales pass on what they cannot read

@@ -62,8 +62,8 @@ def main(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def answer_alone() -> Iterator[None]:
-    """Within the block, what functions of the user's print, also in C or by programs that they
-    start, goes to stderr: it is no part of the answer."""
+    """Keep the answer of the command alone on stdout: what functions of the user's print in the
+    block, also in C or by programs that they start, goes to stderr."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:

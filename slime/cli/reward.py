@@ -194,8 +194,8 @@ async def _score(config: Config, samples: list[Sample]) -> tuple[list[Any], dict
 
 
 async def _score_each(pool: RewardPool, samples: list[Sample]) -> list[Any]:
-    """The first failure ends the others before the pool's workers go, whose end they would take for
-    a crash."""
+    """Score all samples. The first failure cancels the others before the pool's workers end, which
+    they would take for a crash."""
     tasks = [asyncio.ensure_future(pool.score(sample)) for sample in samples]
     try:
         return list(await asyncio.gather(*tasks))

@@ -242,8 +242,8 @@ def _entry(draft: Draft) -> None:
 
 
 def _host(draft: Draft) -> None:
-    """What depends on whether the trainer has GPUs, judged by this host (SLIME_NUM_GPUS speaks for
-    the others)."""
+    """Check what depends on whether the trainer has GPUs, judged by this host (SLIME_NUM_GPUS
+    speaks for the others)."""
     on_gpu = num_gpus() > 0
     where = (
         "on GPUs"
@@ -560,7 +560,7 @@ def _check_signal(draft: Draft) -> None:
 
 
 def incomplete(draft: Draft) -> Iterator[UserError]:
-    """What a run lacks, and a part of it does not need: each error names the flag."""
+    """Yield an error for each flag that a whole run needs, and a part of a run does not."""
     for step in (
         _length,
         _model,

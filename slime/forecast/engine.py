@@ -123,7 +123,7 @@ class SimulatedEngine:
         self._admit()
 
     def next_end(self) -> float:
-        """When the next response ends; infinity if none runs."""
+        """Return when the next response ends; infinity if none runs."""
         if not self._running:
             return math.inf
         steps = self._running[0][0] - self._iteration

@@ -213,7 +213,8 @@ def _instead(trainer: TrainerSettings) -> str:
 
 
 def remedies(plan: MemoryPlan, name: str) -> list[tuple[str, float]]:
-    """For the phase ``name`` that does not fit: (change of the flags, the phase's bytes with it).
+    """Return changes of the flags for the phase ``name``, which does not fit, each with the bytes
+    of the phase after it.
 
     The changes that suffice alone; where none does, as many together as it takes, and then each
     that helps.

@@ -31,8 +31,8 @@ def missing_tracker(name: str) -> UserError:
 
 
 def kept(run: RunFolder, name: str, fresh: str, asked: str | None = None) -> str:
-    """A value that stays the same over resumes of this stage, unless another one is ``asked``
-    for."""
+    """Return a value that stays the same over resumes of this stage, unless ``asked`` is another
+    one."""
     path = run.path / f".{name}{'-' + run.stage if run.stage else ''}"
     found = path.read_bytes().decode("ascii", "replace").strip() if path.is_file() else ""
     if asked or not re.fullmatch(r"[\w.-]+", found):
@@ -42,5 +42,5 @@ def kept(run: RunFolder, name: str, fresh: str, asked: str | None = None) -> str
 
 
 def shown_name(run: RunFolder) -> str:
-    """What a tracker calls the run."""
+    """Return the name that the run has in trackers."""
     return f"{run.path.name}-{run.stage}" if run.stage else run.path.name

@@ -39,7 +39,8 @@ def check_reward_nonzero_std(
 def check_reward_nonzero_std_with_fallback(
     args: Any, samples: list[Sample], **kwargs: Any
 ) -> DynamicFilterOutput:
-    """The same, but keeps the group after all when dropping it would mean drawing more prompts."""
+    """Drop groups as `check_reward_nonzero_std` does, unless more prompts would have to be
+    drawn."""
     verdict = check_reward_nonzero_std(args, samples)
     verdict.keep_when_insufficient = True
     return verdict

@@ -1,4 +1,4 @@
-"""`RewardPool`: the one way from a sample to its reward, whichever function gives it."""
+"""Score samples: `RewardPool` calls the reward function that a sample or the flags name."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def check_rm_type(rm_type: str) -> None:
 
 
 class RewardPool:
-    """Scores samples. Which function: ``sample.custom_rm_path``, ``--custom-rm-path``,
-    ``metadata["rm_type"]``, ``--rm-type``, in this order. Every call ends within ``--rm-timeout``
+    """Scores samples by the first of ``sample.custom_rm_path``, ``--custom-rm-path``,
+    ``metadata["rm_type"]`` and ``--rm-type`` that is set. Every call ends within ``--rm-timeout``
     seconds (math: at most 5; ``remote_rm``: each of its 10 tries; ``reward_model`` has no limit); a
     sample whose reward does not come in time scores 0 and is counted.
 
@@ -159,7 +159,7 @@ class RewardPool:
     # -- scoring -----------------------------------------------------------------------------------
 
     async def score(self, sample: Sample) -> Reward:
-        """`score_by_flags`, or what a plugin has put in place of ``async_rm`` says.
+        """Score one sample: by `score_by_flags`, or by a plugin's replacement of ``async_rm``.
 
         Raises:
             UserError: as `score_by_flags`.
@@ -200,7 +200,8 @@ class RewardPool:
             raise UserError(error.what, error.why, error.fix) from None
 
     async def score_group(self, samples: list[Sample]) -> list[Reward]:
-        """`score_group_by_flags`, or what a plugin has put in place of ``batched_async_rm`` says.
+        """Score a group: by `score_group_by_flags`, or by a plugin's replacement of
+        ``batched_async_rm``.
 
         Raises:
             UserError: as `score_group_by_flags`.
@@ -323,7 +324,7 @@ class RewardPool:
         what = f"{path} on sample {samples[0].index}"
         lists = [argument for argument in arguments if argument is samples]
         try:
-            # the clock starts when it does
+            # the deadline counts from the moment at which a thread is free
             async with contextlib.nullcontext() if is_async(fn) else self._threads:
                 with frozen(samples, self._named(path), lists, keeps_reward=False):
                     return await call_hook(fn, *arguments, what=what, limit=self._timeout, **more)
