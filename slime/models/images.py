@@ -3,6 +3,7 @@ transformers are imported when an image is read."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import threading
@@ -48,6 +49,8 @@ class ImageReader:
         model_path: Hugging Face directory with preprocessor_config.json.
         max_pixels: larger images are scaled down to this many; None: the model's own limit.
         kept_bytes: of prepared images, for those that are read again.
+    Attributes:
+        processor: transformers' image processor.
     Raises:
         UserError: the directory describes no image processor, or Pillow is missing.
     """
@@ -64,7 +67,7 @@ class ImageReader:
             # of its module: the package offers it with torchvision alone in older versions
             from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-            self._processor: Any = AutoImageProcessor.from_pretrained(str(model_path))
+            self.processor: Any = AutoImageProcessor.from_pretrained(str(model_path))
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise UserError(
                 f"{model_path} has no image processor that can be loaded",
@@ -73,20 +76,32 @@ class ImageReader:
                 "pip install pillow, if it is missing",
             ) from error
         if max_pixels is not None:
-            size = dict(self._processor.size)
+            size = dict(self.processor.size)
             size["longest_edge"] = min(max_pixels, size["longest_edge"])
             size["shortest_edge"] = min(size["shortest_edge"], size["longest_edge"])
-            self._processor.size = size
+            self.processor.size = size
+        self._most_bytes = kept_bytes
+        self._forget()
+
+    def _forget(self) -> None:
         self._kept: OrderedDict[bytes, PreparedImage] = OrderedDict()
         self._bytes = 0
-        self._most_bytes = kept_bytes
         self._grids: dict[bytes, tuple[int, int, int]] = {}
         self._lock = threading.Lock()
+
+    def with_settings(self, **settings: Any) -> ImageReader:
+        """Return a reader whose image processor has other values of these attributes."""
+        other = copy.copy(self)
+        other.processor = copy.copy(self.processor)
+        for name, value in settings.items():
+            setattr(other.processor, name, value)
+        other._forget()
+        return other
 
     @property
     def merge_size(self) -> int:
         """Patches that a token stands for, in each direction."""
-        return int(self._processor.merge_size)
+        return int(self.processor.merge_size)
 
     def read(self, data: bytes) -> PreparedImage:
         """Decode and prepare an encoded image (PNG, JPEG, …). Any thread may call it.
@@ -121,7 +136,7 @@ class ImageReader:
     def _prepared(self, data: bytes) -> PreparedImage:
         image = decoded(data)
         try:
-            found = self._processor(images=[image], return_tensors="pt")
+            found = self.processor(images=[image], return_tensors="pt")
         except (ValueError, TypeError, ZeroDivisionError) as error:
             raise ImageError(f"the image processor refuses it: {error}") from error
         pixels = torch.as_tensor(found["pixel_values"], dtype=torch.float32)
