@@ -170,7 +170,7 @@ def decoded(data: bytes) -> Any:
         raise ImageError("it is not in a format that Pillow knows") from error
     except Image.DecompressionBombError as error:
         raise ImageError("it has too many pixels") from error
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, OverflowError) as error:
+    except Exception as error:  # each format of Pillow has errors of its own
         raise ImageError(f"it cannot be decoded: {error}") from error
 
 

@@ -6,6 +6,7 @@ import base64
 import functools
 import http.server
 import io
+import itertools
 import json
 import random
 import threading
@@ -248,6 +249,38 @@ def test_a_hundred_malformed_files_are_refused_by_name(model: Path, tmp_path: Pa
     for number in range(100):
         assert f"rows.jsonl:{2 * number + 1}: image 1 (broken{number:03d}.png): it " in told
     assert "sound" not in told
+
+
+def encoded(kind: str) -> bytes:
+    stream = io.BytesIO()
+    mode = "P" if kind == "BLP" else "RGB"
+    Image.open(io.BytesIO(picture(40, 30))).convert(mode).save(stream, kind)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(("kind", "places"), [("DDS", (80,)), ("BLP", (4,)), ("TIFF", (4, 8))])
+def test_damaged_files_of_any_format_are_images_that_cannot_be_read(
+    kind: str, places: tuple[int, ...]
+) -> None:
+    """Readers of rare formats raise errors of their own."""
+    whole = encoded(kind)
+    refused = 0
+    for place, value in itertools.product(places, range(256)):
+        data = bytearray(whole)
+        data[place] = value
+        try:
+            decoded(bytes(data))
+        except ImageError:
+            refused += 1
+    assert refused
+
+
+@pytest.mark.parametrize("url", ["http://[x/a.png", "http://127.0.0.1:port/a.png"])
+def test_addresses_that_are_none_are_refused_by_row(url: str, model: Path, tmp_path: Path) -> None:
+    data = write(tmp_path, {"input": "<image>", "images": [url]})
+    assert f"rows.jsonl:1: image 1 ({url})" in refusal(
+        config_of(model, data, allow_image_urls=True)
+    )
 
 
 def test_pictures_are_upright_and_of_one_frame() -> None:
