@@ -7,6 +7,7 @@ import copy
 import hashlib
 import io
 import threading
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,6 +88,7 @@ class ImageReader:
         self._kept: OrderedDict[bytes, PreparedImage] = OrderedDict()
         self._bytes = 0
         self._grids: dict[bytes, tuple[int, int, int]] = {}
+        self._seconds = 0.0
         self._lock = threading.Lock()
 
     def with_settings(self, **settings: Any) -> ImageReader:
@@ -114,7 +116,9 @@ class ImageReader:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
+            started = time.perf_counter()
             prepared = self._prepared(data)
+            self._seconds += time.perf_counter() - started
             self._kept[key] = prepared
             self._bytes += prepared.pixels.nbytes
             while self._bytes > self._most_bytes and len(self._kept) > 1:
@@ -132,6 +136,13 @@ class ImageReader:
         """
         known = self._grids.get(hashlib.sha256(data).digest())
         return self.read(data).grid if known is None else known
+
+    def take_seconds(self) -> float:
+        """Return the seconds in which images were decoded and prepared since the last call."""
+        with self._lock:
+            found = self._seconds
+            self._seconds = 0.0
+            return found
 
     def _prepared(self, data: bytes) -> PreparedImage:
         image = decoded(data)

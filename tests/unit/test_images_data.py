@@ -300,6 +300,15 @@ def test_pictures_are_upright_and_of_one_frame() -> None:
         decoded(stream.getvalue())
 
 
+def test_a_reader_counts_the_seconds_of_what_it_prepares(model: Path) -> None:
+    reader = ImageReader(model)
+    reader.read(picture(256, 128))
+    taken = reader.take_seconds()
+    assert taken > 0 and reader.take_seconds() == 0
+    reader.read(picture(256, 128))  # kept
+    assert reader.take_seconds() == 0
+
+
 def test_large_images_are_scaled_down_by_flag(model: Path) -> None:
     large = picture(256, 128)
     assert ImageReader(model).read(large).grid == (1, 10, 22)
