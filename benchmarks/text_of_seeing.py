@@ -133,7 +133,11 @@ def trainer_of(model: Path, flags: dict[str, Any]) -> Callable[[], None]:
         truncated=[False] * SAMPLES,
         steps=[StepPlan([list(range(SAMPLES))], SAMPLES, SAMPLES * RESPONSE)],
     )
-    return lambda: backend.train(batch) and None
+
+    def step() -> None:
+        backend.train(batch)
+
+    return step
 
 
 def engine_of(model: Path, sees_images: bool) -> Callable[[], None]:

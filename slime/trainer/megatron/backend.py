@@ -863,6 +863,7 @@ class MegatronBackend:
             pair_cost=self._pair_cost(),
             context=context,
             read_image=None if self.images is None else self.images.read,
+            has_tower=parallel_state.is_pipeline_first_stage(),
         )
         same_length = virtual_stages(self.spec, self.config) is not None
         if same_length and len(batch.steps) > 1:  # one length in all passes of the rollout
