@@ -315,6 +315,28 @@ def test_large_images_are_scaled_down_by_flag(model: Path) -> None:
     assert ImageReader(model, max_pixels=1024).read(large).grid == (1, 4, 10)
 
 
+@pytest.mark.parametrize("written", [1, 9])
+def test_a_tokenised_row_counts_all_placeholders(written: int, model: Path, tmp_path: Path) -> None:
+    """It has one or all of them; the limit of prompts knows the tokens of the image."""
+    (tmp_path / "a.png").write_bytes(PICTURES["square"])
+    vision = image_prompts(str(model), None).vision
+    ids = [5, vision.start_token, *[vision.image_token] * written, vision.end_token]
+    data = write(tmp_path, {"input": ids, "images": ["a.png"]})
+    flags: dict[str, Any] = {"rollout_max_prompt_len": 12}
+    ((sample, _),) = drawn(config_of(model, data, **flags))
+    assert sample.tokens == ids
+    told = refusal(config_of(model, data, rollout_max_prompt_len=11))
+    assert "12" in told
+
+
+def test_a_tokenised_row_with_other_placeholders_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PICTURES["square"])
+    vision = image_prompts(str(model), None).vision
+    ids = [5, vision.start_token, *[vision.image_token] * 2, vision.end_token]
+    told = refusal(config_of(model, write(tmp_path, {"input": ids, "images": ["a.png"]})))
+    assert "2 for image 1, which is 3 x 3 tokens" in told
+
+
 def test_supervised_conversations_have_images(model: Path, tmp_path: Path) -> None:
     """Images of several turns; their placeholders are not trained."""
     messages = [
