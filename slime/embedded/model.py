@@ -203,11 +203,12 @@ class Decoder:
                 else layer.mlp
             )
             hidden = self._added(partial(mlp, normed), hidden, layer.post_mlp_norm, adapted)
-            if seen is not None:
-                hidden = seen.added(hidden, number)
             if observer is not None:
                 observer.saw(f"{number}.mlp norm", normed)
                 observer.saw(f"{number}.mlp", hidden - before)
+            if seen is not None:
+                hidden = seen.added(hidden, number)
+            if observer is not None:
                 observer.saw(str(number), hidden)
         normed = self._normalised(hidden, self.norm)
         if observer is not None:

@@ -25,11 +25,11 @@ def with_pictures(record: dict[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def _picture(reference: str) -> str:
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(Path(reference)) as image:
-            small = image.convert("RGB")
+            small = ImageOps.exif_transpose(image).convert("RGB")
             small.thumbnail((_SIDE, _SIDE))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return ""

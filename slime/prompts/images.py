@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
+import http.client
 import re
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 #: Text that is no path and may be base64: shorter ones are taken for the name of a file.
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 _FIX = "mend or remove the files"
-#: Bytes that are read of a URL.
+#: Bytes of a file that is downloaded.
 _LARGEST_FILE = 1 << 26
 
 #: Bytes of an image, or the path of its file.
@@ -189,8 +190,15 @@ def from_data_uri(value: str) -> bytes:
 
 @functools.lru_cache(maxsize=64)
 def _download(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=deadlines.IMAGE_DOWNLOAD) as answer:
-        found: bytes = answer.read(_LARGEST_FILE)
+    from slime.models.images import ImageError
+
+    try:
+        with urllib.request.urlopen(url, timeout=deadlines.IMAGE_DOWNLOAD) as answer:
+            found: bytes = answer.read(_LARGEST_FILE + 1)
+    except (ValueError, http.client.HTTPException) as error:
+        raise ImageError(f"it cannot be downloaded: {error}") from error
+    if len(found) > _LARGEST_FILE:
+        raise ImageError(f"it has more than {_LARGEST_FILE:,} bytes")
     return found
 
 

@@ -131,6 +131,8 @@ class RolloutLoop:
             config.checkpoint.hf_checkpoint, config.checkpoint.model_name
         )
         self._images = images_of(config)
+        if self._images is not None:
+            self._images.reader.take_seconds()  # of rows that were checked here
         self._watched: WatchedLoop | None = None
         self.record_failure: RecordFailure = lambda rollout_id, samples, while_, error: None
         """Called with each failure: rollout (None: an evaluation), samples, stage, error."""
@@ -498,6 +500,8 @@ def _counters(collected: Collected, runner: GroupRunner) -> dict[str, float]:
     }
     for reason, count in collected.drops.items():
         metrics[f"rollout/dynamic_filter/drop_{reason}"] = count
+    if state.images is not None:
+        metrics["perf/images/rollout_time"] = state.images.reader.take_seconds()
     return metrics | collected.stale
 
 

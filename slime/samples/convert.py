@@ -317,6 +317,8 @@ def _global_stats(
         "rollout/num_oversize": float(len(schedule.oversize)),
         "rollout/num_steps": float(len(schedule.steps[0])),
     }
+    if columns.media:
+        stats["rollout/num_images"] = float(sum(map(len, columns.media)))
     for reason, dropped in trainable.dropped.items():
         stats[f"rollout/dropped_{reason}"] = float(dropped)
     return stats

@@ -810,6 +810,10 @@ class _Timers:
         tokens = batch.global_stats.get("rollout/num_tokens", float(sum(batch.total_lengths)))
         metrics = {f"perf/{name}_time": seconds for name, seconds in self.seconds.items()}
         if "actor_train" in self.seconds:
-            metrics["perf/actor_train_tok_per_s"] = tokens / max(self.seconds["actor_train"], 1e-9)
+            seconds = max(self.seconds["actor_train"], 1e-9)
+            metrics["perf/actor_train_tok_per_s"] = tokens / seconds
+            if "rollout/num_images" in batch.global_stats:
+                images = batch.global_stats["rollout/num_images"]
+                metrics["perf/actor_train_images_per_s"] = images / seconds
         metrics["perf/train_time"] = time.perf_counter() - self.started
         return metrics

@@ -86,6 +86,20 @@ def test_float32_is_as_exact_as_float32_can_be() -> None:
     torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=0)
 
 
+def test_gradients_of_decays_are_as_exact_as_float32_can_be() -> None:
+    """Where a state fades fast they are small differences of large sums."""
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        q, k, v, g, b = inputs(128, 2, 2, dtype)
+        leaf = torch.full_like(g, -8.0).requires_grad_()
+        output, _ = chunked(q, k, v, leaf, b, TokenRuns.of([128]))
+        output.square().sum().backward()
+        assert leaf.grad is not None
+        found.append(leaf.grad.double())
+    exact, ours = found
+    assert (ours - exact).abs().max() <= 2e-6 * exact.abs().max()
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     st.lists(

@@ -25,6 +25,7 @@ from slime.observe.recorder import sample_record
 from slime.observe.run_data import read_stages
 from slime.page import report_contents
 from slime.page.index import SampleIndex
+from slime.page.pictures import with_pictures
 from slime.page.rows import Query
 from slime.prompts.images import image_prompts
 from slime.prompts.tokenizer import load_tokenizer
@@ -73,6 +74,16 @@ def test_the_page_shows_the_images_of_a_sample(tmp_path: Path) -> None:
     assert sample is not None
     [picture] = sample["record"]["pictures"]
     assert size_of(picture) == (48, 16)
+
+
+def test_the_page_shows_photos_upright(tmp_path: Path) -> None:
+    """As the model sees them."""
+    photo = Image.new("RGB", (40, 20))
+    exif = photo.getexif()
+    exif[0x0112] = 6
+    photo.save(tmp_path / "a.jpg", exif=exif)
+    [picture] = with_pictures({"images": [str(tmp_path / "a.jpg")]})["pictures"]
+    assert size_of(picture) == (20, 40)
 
 
 def test_the_report_shows_them_too(tmp_path: Path) -> None:

@@ -20,13 +20,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from slime.diagnosis.align.evidence import Scored
+from slime.diagnosis.align.sight import Sight, behind, read_images
 from slime.embedded.architecture import Architecture
 from slime.embedded.attention import sees, softmax_with_sinks
 from slime.embedded.model import Heads
 from slime.embedded.states import PrefillChunk, StateCache, StateRows
 from slime.embedded.weights import WeightStore, make_store
+from slime.models.images import ImageReader
 from slime.models.mixers import mixers_of
 from slime.models.spec import ModelSpec, RotaryKind
+from slime.samples.media import Media
 
 Part = Literal[
     "norms",
@@ -102,6 +105,7 @@ class ReferenceSettings:
         rotary: fields of the `ModelSpec` to take in place of the model's own.
         experts: replays what the samples' engines chose.
         cache_dtype: keys and values are rounded to it.
+        sight: how images are looked at.
     """
 
     rounded: frozenset[Part] = frozenset()
@@ -111,6 +115,7 @@ class ReferenceSettings:
     rotary: Mapping[str, Any] | None = None
     experts: bool = False
     cache_dtype: torch.dtype | None = None
+    sight: Sight = field(default_factory=Sight)
 
 
 class Reference:
@@ -120,6 +125,7 @@ class Reference:
         dtype: of the run, to which the weights are rounded. What is computed with them is not: each
             kernel rounds a little otherwise, so exact numbers are nearest to all of them.
         replays: the run's trainer takes the experts that the engine chose, and so does this model.
+        images: prepares the samples' images; None: the run reads text alone.
     """
 
     def __init__(
@@ -130,10 +136,12 @@ class Reference:
         device: str = "cpu",
         *,
         replays: bool = False,
+        images: ImageReader | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.dtype = dtype
-        self.arch = Architecture.from_dir(directory)
+        self.images = images
+        self.arch = Architecture.from_dir(directory, sees_images=images is not None)
         longest = self.arch.spec.max_position_embeddings
         self.store: WeightStore = make_store(
             directory,
@@ -221,7 +229,11 @@ class Reference:
         response = sample.tokens[sample.prompt_length :]
         if context is None:
             context = sample.tokens[: sample.prompt_length]
-        hidden = self.hidden(torch.cat([context, response]), len(context), setting, sample.experts)
+        media = self.media_behind(sample, context)
+        assert media is not None, "a context without the places of its images"
+        hidden = self.hidden(
+            torch.cat([context, response]), len(context), setting, sample.experts, media=media
+        )
         rows = hidden[len(context) - 1 :]
         found: list[list[Tensor]] = [[] for _ in samplings]
         for begin in range(0, len(rows), _ROWS):
@@ -234,6 +246,14 @@ class Reference:
                 changed = _penalised(logits, tokens, len(context) + begin, sampling)
                 parts.append(sampling.log_probs(changed, targets))
         return [torch.cat(parts).double().cpu() for parts in found]
+
+    def media_behind(self, sample: Scored, context: Tensor) -> list[Media] | None:
+        """Return the images of a sample whose prompt is ``context``; None if they have no places
+        there."""
+        vision = self.arch.spec.vision
+        if vision is None or torch.equal(context, sample.tokens[: sample.prompt_length]):
+            return sample.media
+        return behind(sample.media, sample.prompt_length, context, vision)
 
     def _states(self, count: int) -> StateRows | None:
         """Storage for one sequence of ``count`` tokens; None for a model without gated delta
@@ -253,6 +273,7 @@ class Reference:
         setting: ReferenceSettings,
         experts: Tensor | None = None,
         watcher: Watcher | None = None,
+        media: Sequence[Media] = (),
     ) -> Tensor:
         """Return [L - 1, hidden] after the last norm; the last token predicts nothing."""
         model = self.store.model
@@ -265,7 +286,14 @@ class Reference:
         rope = self.arch.rope
         if setting.rotary:
             rope = replace(rope, spec=replace(self.arch.spec, **setting.rotary))
-        needed = int(positions.max()) + 1
+        turns = None
+        images = None
+        if self.images is not None:
+            images = read_images(media, len(tokens), setting.sight.read or self.images.read)
+        if images is not None:
+            moved = setting.sight.positions_of(images, count) + positions - torch.arange(count)
+            turns = moved.clamp(min=0)
+        needed = int((positions if turns is None else turns).max()) + 1
         angles: dict[RotaryKind, tuple[Tensor, Tensor]] = {}
         for kind in self.arch.spec.rotary_kinds:
             cos, sin = replace(rope, kind=kind).tables(max(needed, 1), torch.float32)
@@ -281,9 +309,20 @@ class Reference:
         try:
             with _Rounding(setting, self.arch.spec.num_experts):
                 attend = _Attention(setting, self.arch.spec, self._states(count))
-                chosen = watcher.chosen
+                seen = None
+                if images is not None:
+                    tower = self.store.tower
+                    assert tower is not None
+                    width = self.arch.hidden_size
+                    seen = setting.sight.see(tower, images, count, width)
                 return model.forward(
-                    tokens[:-1].to(device), positions.to(device), attend, chosen, watcher
+                    tokens[:-1].to(device),
+                    positions.to(device),
+                    attend,
+                    watcher.chosen,
+                    watcher,
+                    turns=None if turns is None else turns.to(device),
+                    seen=seen,
                 )
         finally:
             model.angles = before
@@ -345,7 +384,9 @@ class _Rounding(TorchFunctionMode):
     def __init__(self, setting: ReferenceSettings, num_experts: int) -> None:
         super().__init__()
         parts: dict[Any, Part] = {F.rms_norm: "norms", F.linear: "products", F.silu: "activation"}
-        parts |= {
+        parts |= {  # the first two: a vision tower's
+            F.layer_norm: "norms",
+            F.gelu: "activation",
             torch.addcmul: "rotary embedding",
             Tensor.add: "products",
             Tensor.__add__: "products",

@@ -389,6 +389,9 @@ class MegatronBackend:
         if self.config.checkpoint.reset_optimizer_states:
             optimizer.reset_moments(self.optimizer)
         metrics, self.step_metrics = update(self, batch)
+        if self.images is not None:
+            seconds = torch.tensor([self.images.take_seconds()], device=self.ranks.device)
+            metrics["perf/images/trainer_time"] = float(self.ranks.max_over_all(seconds))
         if self.ranks.has_output:
             check_rollout(self.config, batch.rollout_id, metrics, self.step_metrics)
             check_grad_norms(
@@ -860,6 +863,7 @@ class MegatronBackend:
             pair_cost=self._pair_cost(),
             context=context,
             read_image=None if self.images is None else self.images.read,
+            has_tower=parallel_state.is_pipeline_first_stage(),
         )
         same_length = virtual_stages(self.spec, self.config) is not None
         if same_length and len(batch.steps) > 1:  # one length in all passes of the rollout
