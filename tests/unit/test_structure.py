@@ -35,7 +35,7 @@ BUDGETS = {
     "embedded": 6_180,  # sinks, stacks of experts, queries that grow, profiles
     "engines": 4_380,  # log-probs behind the filters, channels of gpt-oss
     "environments": 450,
-    "forecast": 840,
+    "forecast": 845,  # plans that follow their flags
     ".": 1_450,
     "memory": 1_860,  # host memory part by part, towers
     "models": 5_620,  # gpt-oss, stacks of experts, models around text models
