@@ -35,7 +35,7 @@ BUDGETS = {
     "embedded": 5_850,  # sinks, stacks of experts, queries that grow, profiles
     "engines": 4_290,  # log-probs behind the filters, channels of gpt-oss
     "environments": 420,
-    "forecast": 840,
+    "forecast": 850,
     ".": 1_450,
     "memory": 1_860,  # host memory part by part, towers
     "models": 5_620,  # gpt-oss, stacks of experts, models around text models
