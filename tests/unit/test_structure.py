@@ -42,8 +42,8 @@ BUDGETS = {
     "observe": 3_405,  # profiles, three trackers, ranges of recipes
     "page": 1_640,
     "processes": 1_055,  # the preloaded process
-    "prompts": 4_200,  # rows of preferences
-    "rollout": 9_020,  # preferences, reward models
+    "prompts": 4_170,  # rows of preferences
+    "rollout": 8_990,  # preferences, reward models
     "run": 2_210,  # lengths that longrope is computed for, profiles
     "samples": 2_240,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 930,

@@ -122,16 +122,11 @@ def _stated(text: str, label: str) -> Iterator[str]:
         statement = (rest[: end.start()] if end else rest).strip()
         yield from _answers_in(statement, is_words)
         return
-    if (
-        len(text.split()) <= _SHORT
-        and not re.search(r"(?<![A-Za-z])[A-Za-z]{3,} ?[:,]", text)
-        and _is_whole(text)
-    ):
+    has_head = re.search(r"(?<![A-Za-z])[A-Za-z]{3,} ?[:,]", text)
+    if len(text.split()) <= _SHORT and not has_head and _is_whole(text):
         yield text
-        return
-    if is_words:
-        return
-    yield from _last_in(tail)
+    elif not is_words:
+        yield from _last_in(tail)
 
 
 def _answers_in(statement: str, is_words: bool) -> Iterator[str]:
@@ -143,13 +138,9 @@ def _answers_in(statement: str, is_words: bool) -> Iterator[str]:
     if is_words:
         yield _REASON.split(statement, maxsplit=1)[0]
         yield statement
-        return
-    formulas = list(_FORMULA.finditer(statement))
-    if formulas:
+    elif formulas := list(_FORMULA.finditer(statement)):
         yield _joined(statement, formulas)
-        return
-    number = _NUMBER.search(statement)
-    if number:
+    elif number := _NUMBER.search(statement):
         yield number[0].strip()
 
 

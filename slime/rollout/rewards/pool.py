@@ -357,9 +357,8 @@ class RewardPool:
         """The function's name in messages; functions without a flag are those of plugins."""
         if path.startswith("the plugin's "):
             return path
-        return named(
-            path, "--custom-rm-path" if path == self._path else "custom_rm_path of the sample"
-        )
+        is_by_flag = path == self._path
+        return named(path, "--custom-rm-path" if is_by_flag else "custom_rm_path of the sample")
 
     def _load(self, path: str) -> Any:
         fn = load_function(path)
@@ -375,21 +374,18 @@ class RewardPool:
         if value is _TIMED_OUT:
             return self._zero()
         role = f"the reward of sample {sample.index}"
-        why = f"response: {shown(sample.response[:80])}"
-        why += f", label: {shown(sample.label, 80)}"
+        why = f"response: {shown(sample.response[:80])}, label: {shown(sample.label, 80)}"
         if is_reward_list(value):
             return note_token_rewards(sample, value, origin, why)
         if not isinstance(value, dict):
             return reward_number(value, origin, role, why)
         keys = [key for key in self._keys if key in value]
         if not keys:
+            lacking = ", and --reward-key is not set"
+            if self._keys:
+                lacking = f" without the key '{self._keys[0]}'"
             raise FunctionFailed(
-                f"{origin} returned a dict for sample {sample.index}"
-                + (
-                    f" without the key '{self._keys[0]}'"
-                    if self._keys
-                    else ", and --reward-key is not set"
-                ),
+                f"{origin} returned a dict for sample {sample.index}{lacking}",
                 why=f"its keys are: {', '.join(map(str, value))}",
                 fix="pass --reward-key with one of them",
             )
@@ -405,10 +401,10 @@ class RewardPool:
                     sample.index,
                     once=f"reward part {origin} {key}",
                 )
-        return {
-            **value,
-            **{key: reward_number(value[key], origin, f"{key!r} in {role}", why) for key in keys},
+        numbers = {
+            key: reward_number(value[key], origin, f"{key!r} in {role}", why) for key in keys
         }
+        return {**value, **numbers}
 
     def _zero(self) -> Reward:
         return dict.fromkeys(self._keys, 0.0) if self._keys else 0.0
