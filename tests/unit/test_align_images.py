@@ -115,7 +115,7 @@ def test_an_engine_that_reads_one_row_of_positions(
     case: Discrepancy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As SGLang up to 0.5.16 does in hybrids; here in the engine's own code."""
-    whole = sight.SequenceImages.turns
+    whole = sight.SequenceImages.axis_positions
 
     def in_time(self: Any, start: int, count: int) -> Any:
         found = whole(self, start, count)
@@ -125,7 +125,7 @@ def test_an_engine_that_reads_one_row_of_positions(
     assert isinstance(case.engine, EngineHere)
     case.engine.scheduler.flush()
     with monkeypatch.context() as patched:
-        patched.setattr(sight.SequenceImages, "turns", in_time)
+        patched.setattr(sight.SequenceImages, "axis_positions", in_time)
         answers = case.engine.score(case.samples, together=False)
     said = {sample.name: answer for sample, answer in zip(case.samples, answers)}
     wrong = with_engine(
