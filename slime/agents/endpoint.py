@@ -123,15 +123,16 @@ class AgentEndpoint:
 
     @property
     def turns(self) -> list[Turn]:
-        """Every answer so far, in order."""
-        return list(self._session.book.turns)
+        """Return every answer so far, in order."""
+        return list(self._session.tree.turns)
 
     def branches(self) -> list[Turn]:
-        """The last turn of every branch: a conversation that the client went on with, or left."""
-        return self._session.book.branches()
+        """Return the last turn of every branch: a conversation that the client went on with, or
+        left."""
+        return self._session.tree.branches()
 
     def samples(self, branches: Sequence[Turn] | None = None, reward: Any = None) -> list[Sample]:
-        """The trajectory as samples, one for each branch.
+        """Return the trajectory as samples, one for each branch.
 
         Args:
             branches: those to train on; None: all. What several share is trained in the first of
@@ -185,8 +186,7 @@ class AgentEndpoint:
         return self
 
     async def _end_with_rollout(self, task: asyncio.Task[Any]) -> None:
-        """An agent may be in the midst of a long tool: the end of the rollout does not wait for
-        it."""
+        """Cancel the agent when the rollout ends, as it may be in the middle of a long tool."""
         await self._session.state.client.wait_for_abort()
         self._ended_by_rollout = True
         task.cancel()
@@ -252,7 +252,7 @@ def _speech_of(
     end_tokens: frozenset[int],
     images: AgentImages | None,
 ) -> Speech:
-    """Chat template and marks of a model, read once."""
+    """Read the chat template and the marks of a model, once."""
     return Speech.of(tokenizer, family_name(model) if model else "", end_tokens, images)
 
 
@@ -269,7 +269,7 @@ _agent_images = lru_cache(maxsize=4)(AgentImages)
 
 
 def _address(state: GenerateState) -> str:
-    """The address to listen on: loopback, unless the user says otherwise."""
+    """Return the address to listen on: loopback, unless the user says otherwise."""
     if state.args.agent_host:
         return str(state.args.agent_host)
     router = urlsplit(state.client.base_url).hostname
@@ -277,7 +277,7 @@ def _address(state: GenerateState) -> str:
 
 
 def _reachable(listen: str, state: GenerateState) -> str:
-    """The address to tell agents of: of a server on all addresses, the one on which the router
+    """Return the address to tell agents; for a server on all addresses, the one on which the router
     listens."""
     if listen not in _EVERYWHERE:
         return listen

@@ -123,8 +123,8 @@ def _read_report(report: asyncio.Future[tuple[bytes, bytes]]) -> dict[str, Any]:
 
 
 def _name(program: str, left: list[str]) -> None:
-    """Tell of what a program had left behind; a warning once, for all samples of a run start the
-    same."""
+    """Log what a program had left behind. It is a warning once for each program, because all
+    samples of a run start the same one."""
     if left:
         level = logging.INFO if program in _leaves_behind else logging.WARNING
         _leaves_behind.add(program)

@@ -6,16 +6,17 @@ import asyncio
 import contextvars
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from slime.agents.conversation import Ask, Speech
 from slime.agents.images import AgentImages
-from slime.agents.turns import Book, DroppedReasoning, Turn, TurnPosition
+from slime.agents.turns import DroppedReasoning, Turn, TurnPosition, TurnTree
 from slime.engines.api import EngineError
 from slime.engines.client import RequestRefused
 from slime.log import get_logger
+from slime.prompts.conversation import ImageParts, Messages
 from slime.rollout.generate import GenerateState, generate
 from slime.samples.media import IMAGES
 from slime.samples.types import Sample, SampleStatus
@@ -52,6 +53,7 @@ class AgentSession:
     Attributes:
         failure: of an engine, which the agent was told of as status 503.
         was_cut: a request was refused, or its answer cut short, because the rollout ends.
+        generation_seconds: in which a request was under way.
         refused: why the last request was refused that was; "" if none was.
     """
 
@@ -68,7 +70,7 @@ class AgentSession:
         self.state = state
         self.sample = sample
         self.params = sampling_params
-        self.book = Book(speech, dropped_reasoning)
+        self.tree = TurnTree(speech, dropped_reasoning)
         self.max_turns = max_turns
         self.failure: EngineError | None = None
         self.was_cut = False
@@ -80,7 +82,7 @@ class AgentSession:
         # the generate function's: its state, and its span of the trace
         self._context = contextvars.copy_context()
         self._waiting: set[asyncio.Task[Any]] = set()
-        self._busy = 0.0
+        self.generation_seconds = 0.0
         self._since = 0.0
         own = sample.apply_chat_template_kwargs or state.args.apply_chat_template_kwargs
         self._template_kwargs: dict[str, Any] = dict(own or {})
@@ -88,10 +90,17 @@ class AgentSession:
     @property
     def images(self) -> AgentImages | None:
         """Images in messages; None: the model reads text alone."""
-        return self.book.speech.images
+        return self.tree.speech.images
+
+    def read_messages(
+        self, read: Callable[[ImageParts | None], Messages], field: str = "messages"
+    ) -> Messages:
+        """Read the messages of a request, with their images where the model sees some; see
+        `AgentImages.read`."""
+        return read(None) if self.images is None else self.images.read(read, field)
 
     def with_kwargs(self, ask: Ask) -> Ask:
-        """The request with the run's arguments of the chat template, where it brings none of its
+        """Add the run's arguments of the chat template to a request, where it brings none of its
         own."""
         if not self._template_kwargs:
             return ask
@@ -100,7 +109,7 @@ class AgentSession:
         )
 
     async def answer(self, ask: Ask) -> Turn:
-        """The model's answer to a request.
+        """Generate the model's answer to a request.
 
         Raises:
             BadRequest: the chat template refuses it.
@@ -126,7 +135,7 @@ class AgentSession:
             )
         ask = self.with_kwargs(ask)
         full_before = self._full
-        place = self.book.place(ask)
+        place = self.tree.place(ask)
         self._started += 1  # a request that the template refuses is no turn
         sample = Sample(
             index=self.sample.index,
@@ -154,9 +163,9 @@ class AgentSession:
         if self._full is full_before:
             self._full = None
         output = sample.tokens[sample.prompt_length :]
-        opened = self.book.speech.opens_reasoning(place.prompt)
-        reading = self.book.speech.read(output, ask, opened=opened, stop=params.get("stop") or ())
-        return self.book.record(place, ask, sample, reading)
+        opened = self.tree.speech.opens_reasoning(place.prompt)
+        reading = self.tree.speech.read(output, ask, opened=opened, stop=params.get("stop") or ())
+        return self.tree.record(place, ask, sample, reading)
 
     async def _generate(self, sample: Sample, params: dict[str, Any]) -> None:
         work = generate(self.state.args, sample, params)
@@ -184,10 +193,10 @@ class AgentSession:
         been too long."""
         if self._full is None:
             return None
-        if self._full.parent in self.book.branches():
+        if self._full.parent in self.tree.branches():
             return self._full.parent if self._full.parent in ends else None
         # it was rewritten: most likely of the last one
-        return max(ends, key=self.book.turns.index, default=None)
+        return max(ends, key=self.tree.turns.index, default=None)
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -203,12 +212,7 @@ class AgentSession:
         finally:
             self._waiting.discard(task)
             if not self._waiting:
-                self._busy += time.monotonic() - self._since
-
-    @property
-    def generation_seconds(self) -> float:
-        """Seconds in which a request was under way."""
-        return self._busy
+                self.generation_seconds += time.monotonic() - self._since
 
     def end(self) -> None:
         """Cancel what is under way, and begin nothing: nobody will read the answers."""

@@ -265,7 +265,8 @@ class Conversation:
         Raises:
             UserError: the model takes none, or the file is none.
         """
-        from slime.models.images import ImageError, decoded, upright
+        from slime.models.images import decoded, upright
+        from slime.models.vision import ImageError
 
         if not self.sees:
             raise UserError("this model takes no images, or has no image processor")

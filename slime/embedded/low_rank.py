@@ -88,7 +88,7 @@ class AdaptedRows:
     def of(
         products: Sequence[Products | None], counts: Sequence[int], device: torch.device
     ) -> AdaptedRows | None:
-        """Rows of a batch in which each sequence has ``counts`` neighbouring rows.
+        """Return the rows of a batch in which each sequence has ``counts`` neighbouring rows.
 
         Args:
             products: of each sequence's adapter, None for the base.
@@ -138,7 +138,7 @@ class AdaptedRows:
                 y.index_add_(0, rows, added, alpha=product.scale)
 
     def chosen(self, rows: torch.Tensor) -> AdaptedRows | None:
-        """The same for a batch of these rows, int64 [rows]; None if all are the base's."""
+        """Return the same for a batch of these rows, int64 [rows]; None if all are the base's."""
         if self._owners is None:
             return self
         owners = self._owners[rows]

@@ -72,8 +72,8 @@ class ToolFormat:
     special_marks: bool = False
 
     def read(self, text: str, tools: Tools, *, ended: bool) -> Reply:
-        """Text and complete calls of an answer, or of its beginning. What follows the first call is
-        calls.
+        """Return text and complete calls of an answer, or of its beginning. What follows the first
+        call is calls.
 
         Args:
             tools: that may be called. Without marks only an answer that begins with one of their
@@ -92,7 +92,7 @@ class ToolFormat:
         return Reply(text if ended and not calls else text[:start].rstrip(), calls)
 
     def _start(self, text: str, marks: tuple[str, ...]) -> int | None:
-        """The index of the first call; None if there is none."""
+        """Return the index of the first call; None if there is none."""
         if self.at_start:
             lead = len(text) - len(text.lstrip())
             return lead if any(text.startswith(mark, lead) for mark in marks) else None
@@ -161,7 +161,7 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def _object(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at a place, blanks before it skipped, and where it ends.
+    """Return the JSON value at a place, blanks before it skipped, and where it ends.
 
     Raises:
         ValueError: there is none, or only its beginning.
@@ -191,8 +191,8 @@ def _arguments(value: Any) -> str:
 
 
 def _between(text: str, begin: str, end: str) -> Iterator[str]:
-    """The text between each pair of marks. A model that repeats the first one to its limit costs no
-    more than any other."""
+    """Yield the text between each pair of marks. A model that repeats the first one to its limit
+    costs no more than any other."""
     at = 0
     while (start := text.find(begin, at)) >= 0 and (
         stop := text.find(end, start + len(begin))
@@ -244,8 +244,8 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def _value(written: str, schema: Mapping[str, Any], key: str) -> Any:
-    """An argument that is written without quotes: text where the tool wants text alone, even if it
-    is JSON, too; else JSON, or text where it is none.
+    """Return an argument that is written without quotes: text where the tool wants text alone, even
+    if it is JSON, too; else JSON, or text where it is none.
 
     >>> [_value("42", {"properties": {"x": {"type": kind}}}, "x") for kind in ("string", "integer")]
     ['42', 42]
@@ -265,7 +265,7 @@ def _value(written: str, schema: Mapping[str, Any], key: str) -> Any:
 
 
 def _types(wanted: Any, schema: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Types that a part of a schema allows, as far as it says so.
+    """Return the types that a part of a schema allows, as far as it says so.
 
     Args:
         schema: all of it, for "$ref": "#/$defs/…".
@@ -428,7 +428,7 @@ def tool_format(template: str | None, family: str) -> ToolFormat | None:
 
 
 def chat_template(directory: Path) -> str | None:
-    """The text of a model's chat template (all of them, where it has several), read without
+    """Return the text of a model's chat template (all of them, where it has several), read without
     transformers."""
     for file in (directory / "chat_template.jinja", directory / "chat_template.json"):
         if file.is_file():
@@ -445,7 +445,7 @@ def chat_template(directory: Path) -> str | None:
 
 
 def tool_schemas(tools: list[Any]) -> dict[str, Mapping[str, Any]]:
-    """``tools`` of a request, of OpenAI's form or bare, as `ToolFormat.read` wants them."""
+    """Return ``tools`` of a request, of OpenAI's form or bare, as `ToolFormat.read` wants them."""
     functions = (tool.get("function", tool) for tool in tools if isinstance(tool, Mapping))
     found = (
         (one.get("name"), one.get("parameters")) for one in functions if isinstance(one, Mapping)

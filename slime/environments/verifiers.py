@@ -70,7 +70,7 @@ class VerifiersTaskset:
         return self._tasks
 
     def write_prompts(self, path: str | os.PathLike[str]) -> int:
-        """A row for each task, with its number; returns how many there are."""
+        """Write a row for each task, with its number; return how many there are."""
         return write_rows(
             os.fspath(path), ((task.data.prompt_text, i) for i, task in enumerate(self._read()))
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slime.errors import UserError
+from slime.models.vision import ImageError
 
 #: Bytes of prepared images that a reader keeps, for those that are read again and again; and how
 #: many images it knows the sizes of.
@@ -25,10 +26,6 @@ _KEPT_SIZES = 1 << 16
 _MOST_PIXELS = 1 << 28
 #: The tag of EXIF data that says how a picture is turned.
 _ORIENTATION = 0x0112
-
-
-class ImageError(ValueError):
-    """Data that is no image, or one that the model cannot take; says why."""
 
 
 class PreparedImage(NamedTuple):

@@ -437,7 +437,7 @@ def reasoning_of(message: dict[str, Any]) -> ReasonedAnswer:
 
     Example:
         >>> reasoning_of({"content": "<think>\\nhm\\n</think>\\n\\n4"})
-        Thought(text='\\nhm\\n', answer='4', marks=('<think>', '</think>'), gap='\\n\\n')
+        ReasonedAnswer(text='\\nhm\\n', answer='4', marks=('<think>', '</think>'), gap='\\n\\n')
     """
     content = message.get("content") or ""
     given = message.get("reasoning_content")

@@ -116,14 +116,15 @@ class Scan:
 
     def warnings(self, path: str, checker: Checker, *, has_more: bool = False) -> list[str]:
         """Warnings about rows that can be used, and about prompts that are left out."""
-        found = self.problems.tolerated(self.looked_at).warnings(
-            path, self.looked_at, has_more=has_more
-        )
+        tolerated = self.problems.tolerated(self.looked_at)
+        found = tolerated.warnings(path, self.looked_at, has_more=has_more)
         if self.too_long:
+            rows = f"{self.looked_at} prompts"
+            if has_more:
+                rows = f"the {rows} checked"
             found.append(
-                f"{path}: {self.too_long} of {self._rows(has_more)} are longer than "
-                f"{checker.max_tokens} tokens and "
-                f"left out (the longest: {self.longest}; {checker.limit_flags}; first: "
+                f"{path}: {self.too_long} of {rows} are longer than {checker.max_tokens} tokens "
+                f"and left out (the longest: {self.longest}; {checker.limit_flags}; first: "
                 f"{self.first_too_long})"
             )
         if self.unread.keys:
@@ -132,20 +133,14 @@ class Scan:
 
     def notes(self, path: str) -> list[str]:
         """Notes on columns that nothing reads, which is usual and may still explain something."""
-        return (
-            [self.unread.warning(path, self.looked_at)]
-            if self.unread.columns and not self.unread.keys
-            else []
-        )
+        is_noted = self.unread.columns and not self.unread.keys
+        return [self.unread.warning(path, self.looked_at)] if is_noted else []
 
     def templated_warning(self, path: str, checker: Checker) -> str:
         """Prompts that carry the chat template already; "" if there are none."""
         if not self.templated:
             return ""
         return templated_warning(path, self.templated, self.first_templated, checker.markers)
-
-    def _rows(self, has_more: bool) -> str:
-        return f"the {self.looked_at} prompts checked" if has_more else f"{self.looked_at} prompts"
 
 
 @dataclass
@@ -384,9 +379,8 @@ def _digest(rows: Rows, checker: Checker) -> str:
 def templated_warning(path: str, count: int, where: str, markers: list[str]) -> str:
     return (
         f"{path}: {count} prompts already carry the chat template (first: {where}; markers: "
-        f"{', '.join(markers)}), and "
-        "--apply-chat-template puts them into it a second time; leave the flag out, or strip the "
-        "markers from the data"
+        f"{', '.join(markers)}), and --apply-chat-template puts them into it a second time; leave "
+        "the flag out, or strip the markers from the data"
     )
 
 

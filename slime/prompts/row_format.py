@@ -76,16 +76,15 @@ class RowFormat:
         """
         data = config.data
         reward = config.reward
-        compares = compares_labels(reward.rm_type) and not reward.custom_rm_path
         rollout = config.rollout
-        user_code = rollout.rollout_function_path or rollout.custom_generate_function_path
-        if (
-            compares
-            and data.label_key is None
-            and not user_code
-            and not rollout.rollout_sample_hook_path
-            and not rewards_may_be_missing(config)
-        ):
+        own = (
+            reward.custom_rm_path,
+            rollout.rollout_function_path,
+            rollout.custom_generate_function_path,
+            rollout.rollout_sample_hook_path,
+        )
+        needs_labels = compares_labels(reward.rm_type) and not any(own)
+        if needs_labels and data.label_key is None and not rewards_may_be_missing(config):
             raise UserError(
                 f"--rm-type {reward.rm_type} compares responses with labels, and there are none",
                 fix="pass --label-key with the column of the right answers",
@@ -298,11 +297,10 @@ def _read_preference(
             conversation = conversation_in(value, key)
             own = replace(form, input_key=key, input_flag=f"--{name}-key")
             what = "prompt" if name == "prompt" else "answer"
-            read[name] = (
-                _messages(conversation[0], tools, own, what)
-                if conversation
-                else _text(value, own, what)
-            )
+            if conversation:
+                read[name] = _messages(conversation[0], tools, own, what)
+            else:
+                read[name] = _text(value, own, what)
     except ConversationError as error:
         raise RowProblem(
             f"have {error.kind}", f"{error.where}: {error.detail}".rstrip(": "), error.fix
@@ -386,9 +384,8 @@ def _tools(row: dict[str, Any], form: RowFormat, beside: Any) -> list[dict[str, 
     if form.tool_key not in row and form.tools_required:
         raise missing_key(form.tool_key, "--tool-key", row)
     value = row.get(form.tool_key)
-    return read_tools(
-        beside if value in (None, "", []) else value, where=form.tool_key, drops_nulls=True
-    )
+    given = beside if value in (None, "", []) else value
+    return read_tools(given, where=form.tool_key, drops_nulls=True)
 
 
 def decoded(value: Any) -> Any:

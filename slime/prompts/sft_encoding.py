@@ -140,11 +140,9 @@ class SftEncoding:
         self._source = template_source(tokenizer)
         self._form = template_form(tokenizer, **self._kwargs)
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        of_template = [
-            number
-            for number, text in self._special.items()
-            if text and self._form.end.endswith(text)
-        ]
+        special = self._special.items()
+        end = self._form.end
+        of_template = [number for number, text in special if text and end.endswith(text)]
         self.ends = frozenset([*ends, *eos, *of_template])
         self._known: dict[str, list[int]] = {}
         self._control = re.compile(
@@ -281,14 +279,10 @@ class SftEncoding:
     ) -> _Turn:
         """The prompt of message ``number``, and what the model generates after it."""
         form = self._form
-        if (
-            thought.marks is None
-            and thought.text
-            and reasoning_of({"content": thought.answer}).text.strip()
-        ):
-            raise _undetermined(
-                number, "it has reasoning of its own, and other reasoning in its content"
-            )
+        has_own = thought.marks is None and thought.text
+        if has_own and reasoning_of({"content": thought.answer}).text.strip():
+            why = "it has reasoning of its own, and other reasoning in its content"
+            raise _undetermined(number, why)
         answered = renderer.answered(number)
         prompt = renderer.prompt(number)
         if prompt is None or not answered.startswith(prompt):
@@ -334,17 +328,12 @@ class SftEncoding:
         missing = tail_of_head[common:]  # before an answer alone
         rest = missing + said
         marks = next((pair for pair in REASONING_MARKS if pair[0] in opened), None)
-        if before and before in prompt and before not in shared:
-            raise _undetermined(
-                number,
-                "the template writes what comes before it in another way once it is answered",
-            )
+        is_rewritten = before in prompt and before not in shared
+        is_added = marks is None and opened.strip() and before in missing and not is_in_both
+        if before and (is_rewritten or is_added):
+            why = "the template writes what comes before it in another way once it is answered"
+            raise _undetermined(number, why)
         if marks is None and opened.strip():
-            if before and before in missing and not is_in_both:
-                raise _undetermined(
-                    number,
-                    "the template writes what comes before it in another way once it is answered",
-                )
             return _Turn(shared, rest)
         if marks is None:
             return _Turn(prompt, rest.lstrip() if opened else rest)
@@ -387,13 +376,9 @@ class SftEncoding:
         calls = [call["function"] for call in message.get("tool_calls", ())]
         # some templates write an empty answer behind them, or always the head of the next turn
         if calls:
-            values = [
-                value
-                for call in calls
-                for value in call["arguments"].values()
-                if isinstance(value, str)
-            ]
-            words = [calls[-1]["name"], *(value for value in values if self._control.search(value))]
+            values = [value for call in calls for value in call["arguments"].values()]
+            texts = (value for value in values if isinstance(value, str))
+            words = [calls[-1]["name"], *filter(self._control.search, texts)]
             spoken = max(said.rfind(word) + len(word) for word in words)
             ends = [said.find(end, spoken) + len(end) for end in self._ends if end in said[spoken:]]
             if ends:
@@ -401,11 +386,8 @@ class SftEncoding:
         if form.tail and said.endswith(form.tail):
             return said[: len(said) - len(form.tail)] + form.end
         stripped = said.rstrip()
-        return (
-            stripped
-            if any(text and stripped.endswith(text) for text in self._special.values())
-            else said
-        )
+        is_ended = any(text and stripped.endswith(text) for text in self._special.values())
+        return stripped if is_ended else said
 
     def _tokens(self, sequence: _Sequence, renderer: _Renderer, found: Encoded) -> TrainedSequence:
         tokens: list[int] = []
@@ -443,8 +425,7 @@ class SftEncoding:
             f"the chat template writes none of {', '.join(map(repr, names))} after the "
             "assistant's words",
             "write {{ eos_token }} there (chat_template.jinja), or give rows of prompt and label "
-            "without"
-            " --apply-chat-template, which end with it",
+            "without --apply-chat-template, which end with it",
             last,
         )
 
@@ -537,36 +518,29 @@ def _in_opened_reasoning(turn: _Turn, thought: ReasonedAnswer, found: Encoded) -
 
 def _reasoning_fix(template: str, kwargs: dict[str, Any]) -> str:
     for name in ("enable_thinking", "thinking"):
-        if name not in kwargs and re.search(
-            rf"\b{name} is (not )?defined|\b(if|not) {name}\b", template
-        ):
-            return (
-                f"try --apply-chat-template-kwargs '{{\"{name}\": true}}', or take another template"
-            )
+        is_read = re.search(rf"\b{name} is (not )?defined|\b(if|not) {name}\b", template)
+        if is_read and name not in kwargs:
+            kwarg = f'{{"{name}": true}}'
+            return f"try --apply-chat-template-kwargs '{kwarg}', or take another template"
     return "write it into the content between <think> marks, or take another template"
 
 
+@dataclass(eq=False)
 class _Renderer:
     """Renders the beginnings of one conversation."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        form: TemplateForm,
-        messages: Messages,
-        tools: Any,
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._form = form
-        self._messages = messages
-        self._shown = [form.shown(message) for message in messages]
-        self._tools = tools
-        self._kwargs = kwargs
+    tokenizer: Any
+    form: TemplateForm
+    messages: Messages
+    tools: Any
+    kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self._shown = [self.form.shown(message) for message in self.messages]
 
     def _render(self, messages: Messages, *, ask: bool = False) -> str:
         return render_shown(
-            self._tokenizer, messages, tools=self._tools, add_generation_prompt=ask, **self._kwargs
+            self.tokenizer, messages, tools=self.tools, add_generation_prompt=ask, **self.kwargs
         )
 
     def prompt(self, number: int) -> str | None:
@@ -589,7 +563,7 @@ class _Renderer:
     def head(self, number: int, answered: str) -> str:
         """The beginning of ``answered`` up to where message ``number`` begins to speak."""
         variants = [
-            self._form.shown({"role": "assistant", "content": text}) for text in (_ONE, _OTHER)
+            self.form.shown({"role": "assistant", "content": text}) for text in (_ONE, _OTHER)
         ]
         try:
             one, other = (self._render([*self._shown[:number], variant]) for variant in variants)
@@ -599,16 +573,13 @@ class _Renderer:
 
     def text_before(self, number: int) -> str:
         """The text of the message before message ``number``."""
-        return str(self._messages[number - 1]["content"]).strip() if number else ""
+        return str(self.messages[number - 1]["content"]).strip() if number else ""
 
     def without_reasoning(self, number: int, thought: ReasonedAnswer) -> str:
         """Render message ``number`` without its reasoning; the text behind its head."""
-        message = {
-            key: value
-            for key, value in self._messages[number].items()
-            if key != "reasoning_content"
-        }
-        shown = self._form.shown(message | {"content": thought.answer})
+        message = self.messages[number] | {"content": thought.answer}
+        message.pop("reasoning_content", None)
+        shown = self.form.shown(message)
         answered = self._render([*self._shown[:number], shown])
         return answered[len(self.head(number, answered)) :]
 
@@ -621,7 +592,7 @@ class _Renderer:
             after = {"role": "tool", "content": "hello", "name": calls[0]["function"]["name"]}
             after |= {"tool_call_id": calls[0]["id"]} if "id" in calls[0] else {}
         try:
-            whole = self._render([*self._shown[: number + 1], self._form.shown(after)])
+            whole = self._render([*self._shown[: number + 1], self.form.shown(after)])
         except TemplateRefuses:
             return ""
         return whole[len(text) :] if whole.startswith(text) else ""
@@ -630,19 +601,19 @@ class _Renderer:
         """The reasoning of each message."""
         return [
             reasoning_of(message).text.strip()
-            for message in self._messages
+            for message in self.messages
             if message["role"] == "assistant"
         ]
 
     def marked(self) -> tuple[list[int], list[int]]:
         """Tokens of the whole conversation and the mask of what the template marks."""
-        encoded = self._tokenizer.apply_chat_template(
+        encoded = self.tokenizer.apply_chat_template(
             self._shown,
-            tools=self._tools or None,
+            tools=self.tools or None,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
-            **self._kwargs,
+            **self.kwargs,
         )
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 

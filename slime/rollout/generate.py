@@ -34,17 +34,11 @@ from slime.engines.client import RequestRefused, RolloutClient
 from slime.engines.request_fields import BadRequest, parse_params
 from slime.errors import UserError
 from slime.log import get_logger, tell
-from slime.models.vision import placeholder_runs
+from slime.models.vision import one_placeholder_each, placeholder_runs
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns, render_messages, without_repeated_end
 from slime.prompts.conversation import ImageParts, read_messages
-from slime.prompts.images import (
-    ImagePrompts,
-    add_images,
-    bytes_of,
-    kept,
-    read_inline,
-)
+from slime.prompts.images import ImagePrompts, add_images, bytes_of, kept, read_inline
 from slime.prompts.tokenizer import with_opening
 from slime.rollout.resumed_requests import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
 from slime.samples.media import IMAGES, SPANS, references_of
@@ -123,10 +117,7 @@ class GenerateState:
     def params_for(self, sample: Sample) -> dict[str, Any]:
         """This sample's own copy of the sampling parameters, with its seed in deterministic
         mode."""
-        params = {
-            name: copy.deepcopy(value) if isinstance(value, (list, dict)) else value
-            for name, value in self.sampling_params.items()
-        }
+        params = copy.deepcopy(self.sampling_params)
         if self.deterministic:
             assert sample.index is not None, "samples get their index when they are drawn"
             params["sampling_seed"] = sample_seed(self.rollout_seed, sample.index)
@@ -266,7 +257,6 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.tokens = _with_images(sample, sample.tokens)
     sample.session_id = sample.session_id or uuid.uuid4().hex
     idle = 0
-    ends = state.end_tokens
     while idle < MOST_IDLE_CUTS:
         params = _remaining_params(state, sample, sampling_params)
         if params is None or _wrote_an_image(state, sample):
@@ -280,9 +270,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         whole_piece = asked < params["max_new_tokens"] and new == asked
         if whole_piece and sample.status is SampleStatus.TRUNCATED:
             sample.status = SampleStatus.ABORTED  # the request is over, the answer is not
-        if sample.status is SampleStatus.ABORTED and has_ended(
-            sample.tokens[len(sample.tokens) - new :], params, ends
-        ):
+        added = sample.tokens[len(sample.tokens) - new :]
+        if sample.status is SampleStatus.ABORTED and has_ended(added, params, state.end_tokens):
             sample.status = SampleStatus.COMPLETED
         if sample.status is not SampleStatus.ABORTED or state.aborted:
             return sample
@@ -311,10 +300,8 @@ def _remaining_params(
     if room <= 0:
         return None
     params = {**sampling_params, "max_new_tokens": room}
-    if params.get("min_new_tokens"):
-        params["min_new_tokens"] = min(
-            room, max(0, params["min_new_tokens"] - sample.response_length)
-        )
+    if least := params.get("min_new_tokens"):
+        params["min_new_tokens"] = min(room, max(0, least - sample.response_length))
     return params
 
 
@@ -405,19 +392,18 @@ async def _ask(state: GenerateState, sample: Sample, params: dict[str, Any]) -> 
     wanted: dict[str, Any] = {"return_routed_experts": True} if state.routed_experts else {}
     if state.sampling_mask:
         wanted["return_sampling_mask"] = True
+    tokens = sample.tokens
     if references := references_of(sample):
+        assert state.images is not None
+        tokens = one_placeholder_each(tokens, state.images.vision)
         wanted["image_data"] = await asyncio.to_thread(encoded_images, references)
     if (post := override_of("post")) is not None:
-        body = {
-            "input_ids": sample.tokens,
-            "sampling_params": params,
-            "return_logprob": True,
-            **wanted,
-        }
-        return GenerateResult.from_json(await post(f"{state.client.base_url}/generate", body))
+        asked = {"input_ids": tokens, "sampling_params": params, "return_logprob": True}
+        url = f"{state.client.base_url}/generate"
+        return GenerateResult.from_json(await post(url, asked | wanted))
     rid = f"{sample.session_id}-{uuid.uuid4().hex[:8]}"
     return await state.client.generate(
-        sample.tokens, params, rid=rid, routing_key=sample.session_id or "", **wanted
+        tokens, params, rid=rid, routing_key=sample.session_id or "", **wanted
     )
 
 
@@ -458,11 +444,9 @@ def note_too_long(state: GenerateState, sample: Sample, limit: str) -> None:
     """Count a sample that has no room to generate (``rollout/prompt_too_long``); the first of the
     run is told."""
     state.counts["prompt_too_long"] += 1
-    unmeasured = (
-        "; of messages they are measured with --apply-chat-template"
-        if isinstance(sample.prompt, list)
-        else ""
-    )
+    unmeasured = ""
+    if isinstance(sample.prompt, list):
+        unmeasured = "; of messages they are measured with --apply-chat-template"
     tell(
         logger,
         "sample %s has %d tokens and no room to generate: %s; it counts as truncated, and leaves "

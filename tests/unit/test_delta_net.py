@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slime.embedded.architecture import Architecture
-from slime.embedded.command import STATE_COPIES
+from slime.embedded.kind import STATE_COPIES
 from slime.errors import UserError
 from slime.memory.engine import EngineSettings
 from slime.models import family_of
@@ -36,7 +36,7 @@ from slime.models.layouts import DeltaNetSizes, Shard
 from slime.models.mixers import GATED_DELTA_NET
 from slime.trainer.megatron.delta_net import _with_torch
 from slime.trainer.megatron.packed import DeltaRuns
-from tests.support.embedded_models import make_scheduler, make_sequence, run
+from tests.support.embedded_models import bytes_per_token, make_scheduler, make_sequence, run
 from tests.support.hf_configs import config_of
 from tests.support.tiny_models import DELTA, SHAPE, save_tiny
 from tests.support.trainer_ranks import make_batch
@@ -364,5 +364,5 @@ def test_the_memory_plan_counts_what_the_engine_keeps(tmp_path: Path) -> None:
     states = scheduler.cache.states
     assert states is not None
     assert planned.state_per_sequence == (1 + STATE_COPIES) * states.slot_bytes
-    assert planned.kv_per_token == scheduler.cache.bytes_per_token
+    assert planned.kv_per_token == bytes_per_token(scheduler.cache)
     assert planned.kv_cache(0.0) == 8 * (64 * planned.kv_per_token + planned.state_per_sequence)

@@ -20,13 +20,14 @@ from PIL import Image
 
 from slime.config import Config, make_config
 from slime.errors import UserError
-from slime.models.images import ImageError, ImageReader, decoded, upright
+from slime.models.images import ImageReader, decoded, upright
+from slime.models.vision import ImageError, ImageSpan
 from slime.prompts.images import image_prompts
 from slime.prompts.source import make_source
 from slime.prompts.tokenizer import load_tokenizer
 from slime.rollout.sft import SftEncoder
 from slime.rollout.validate_rows import validate_data
-from slime.samples.media import media_of, media_problem
+from slime.samples.media import Media, media_of, media_problem
 from tests.support.images import IMAGES, PICTURES, picture, save_seeing_with_tokenizer
 
 NAMES = ("portrait", "landscape", "square")
@@ -175,6 +176,13 @@ def test_parts_of_messages_bring_images_at_any_turn(
     assert sizes == [(5, 2), (2, 6), (3, 3)]
     media = media_of(sample.multimodal_inputs, {"spans": spans})
     assert media_problem(media, tokens, prompts.vision.image_token) == ""
+
+
+def test_the_place_of_an_image_has_tokens_on_both_sides() -> None:
+    for start, tokens in ((0, [9, 9, 5]), (1, [5, 9, 9])):
+        media = [Media(ImageSpan(start, 1, 2), "a.png")]
+        assert media_problem(media, tokens, 9) == "image 1 without tokens around it"
+    assert media_problem([Media(ImageSpan(1, 1, 2), "a.png")], [5, 9, 9, 5], 9) == ""
 
 
 @pytest.mark.parametrize(

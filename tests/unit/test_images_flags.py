@@ -90,7 +90,7 @@ def test_a_config_without_what_images_need_is_refused(missing: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "is_refused"), [("0.5.12", True), ("0.5.16.post1", True), ("0.5.17", False)]
+    ("version", "is_refused"), [("0.5.13", True), ("0.5.16.post1", True), ("0.5.17", False)]
 )
 def test_versions_of_sglang_that_compute_images_wrongly_are_refused(
     version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
@@ -127,6 +127,18 @@ def test_external_engines_that_compute_images_wrongly_are_refused(
             expected = pytest.raises(UserError, match=words)
         with expected:
             check_fit(config, "http://engine", engine, None, lambda text: None)
+
+
+def test_a_version_of_sglang_that_tokenises_prompts_anew_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = seeing(QWEN3_VL_8B)
+    spec = family_of(config).describe(config)
+    monkeypatch.setattr(model_faults, "installed_version", lambda: "0.5.13")
+    check_model(spec, config)
+    monkeypatch.setattr(model_faults, "installed_version", lambda: "0.5.12")
+    with pytest.raises(UserError, match=r"SGLang 0\.5\.12 tokenises prompts with images anew"):
+        check_model(spec, config)
 
 
 def test_limits_that_sglang_would_not_know_are_refused() -> None:

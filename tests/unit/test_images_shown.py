@@ -30,6 +30,7 @@ from slime.page.rows import Query
 from slime.prompts.images import image_prompts
 from slime.prompts.tokenizer import load_tokenizer
 from slime.samples.types import Sample
+from tests.support.embedded_models import no_adapters
 from tests.support.images import PICTURES, save_seeing_with_tokenizer
 
 
@@ -108,7 +109,9 @@ def parsed(model: Path, content: Any, *, sees: bool = True) -> Any:
     tokenizer: Any = load_tokenizer(str(model))
     vision = image_prompts(str(model), None).vision
     images = ImageRequests(ImageReader(model), vision, 2) if sees else None
-    limits = RequestLimits(272, 256, frozenset(), tokenizer, random.Random(0), images=images)
+    limits = RequestLimits(
+        272, 256, frozenset(), tokenizer, random.Random(0), no_adapters(), images=images
+    )
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 3}
     return parse_chat(body, limits, tokenizer, "m").generate.jobs[0].sequence
 

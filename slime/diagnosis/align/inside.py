@@ -190,7 +190,7 @@ def routing(case: Discrepancy) -> Iterator[Tried]:
         )
         mine = torch.stack(watcher.chosen, dim=1).cpu().sort(-1).values
         layers = [layer for layer, has in enumerate(model.arch.experts.in_layer) if has]
-        theirs = sample.experts.reshape(-1, model.arch.num_layers, model.arch.experts.chosen)[
+        theirs = sample.experts.reshape(-1, model.arch.spec.num_layers, model.arch.experts.chosen)[
             : len(mine), layers
         ]
         known = (theirs >= 0).all(-1)

@@ -22,7 +22,7 @@ from slime.diagnosis.align.reference import Reference, Sampling, Watcher
 from slime.diagnosis.align.trainer_here import TrainerHere
 from slime.diagnosis.check import LeftOut
 from slime.diagnosis.one_round import goes_round, how_it_failed, launch
-from slime.embedded.command import dtype_of
+from slime.embedded.kind import dtype_of
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.models import read_hf_config

@@ -23,6 +23,7 @@ from slime.diagnosis.align.evidence import Scored
 from slime.diagnosis.align.sight import Sight, behind, read_images
 from slime.embedded.architecture import Architecture
 from slime.embedded.attention import sees, softmax_with_sinks
+from slime.embedded.model import Heads
 from slime.embedded.states import PrefillChunk, StateCache, StateRows
 from slime.embedded.weights import WeightStore, make_store
 from slime.models.images import ImageReader
@@ -141,8 +142,14 @@ class Reference:
         self.dtype = dtype
         self.images = images
         self.arch = Architecture.from_dir(directory, sees_images=images is not None)
+        longest = self.arch.spec.max_position_embeddings
         self.store: WeightStore = make_store(
-            directory, self.arch, "float32", torch.device(device), self.arch.max_positions, False
+            directory,
+            self.arch,
+            "float32",
+            torch.device(device),
+            longest,
+            False,
         )
         for linear in self.store.linears:
             linear.packs = False  # products go through F.linear, where they can be rounded
@@ -306,7 +313,7 @@ class Reference:
                 if images is not None:
                     tower = self.store.tower
                     assert tower is not None
-                    width = self.arch.hidden_size
+                    width = int(self.arch.spec.transformer["hidden_size"])
                     seen = setting.sight.see(tower, images, count, width)
                 return model.forward(
                     tokens[:-1].to(device),
@@ -314,7 +321,7 @@ class Reference:
                     attend,
                     watcher.chosen,
                     watcher,
-                    turns=None if turns is None else turns.to(device),
+                    axis_positions=None if turns is None else turns.to(device),
                     seen=seen,
                 )
         finally:
@@ -349,8 +356,8 @@ def _rows_of(
 ) -> dict[int, Tensor]:
     """Layer → int64 [count, k], -1 where it is not known."""
     assert arch.experts is not None
-    whole = torch.full((count, arch.num_layers, arch.experts.chosen), -1, dtype=torch.int64)
-    known = experts.reshape(-1, arch.num_layers, arch.experts.chosen)[:count].to(torch.int64)
+    whole = torch.full((count, arch.spec.num_layers, arch.experts.chosen), -1, dtype=torch.int64)
+    known = experts.reshape(-1, arch.spec.num_layers, arch.experts.chosen)[:count].to(torch.int64)
     whole[: len(known)] = known
     whole = whole.to(device)
     return {layer: whole[:, layer] for layer, has in enumerate(arch.experts.in_layer) if has}
@@ -415,19 +422,13 @@ class _Attention:
         self._spec = spec
         self.states = states
 
-    def __call__(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
+        queries, keys, values, sinks = heads
         setting = self._setting
-        (count, heads, _) = queries.shape
+        count, num_heads, _ = queries.shape
         if setting.cache_dtype is not None:
             keys, values = (x.to(setting.cache_dtype).float() for x in (keys, values))
-        group = heads // keys.shape[1]
+        group = num_heads // keys.shape[1]
         keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
         window = self._spec.window(layer)
         blocks = [

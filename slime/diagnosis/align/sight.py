@@ -38,7 +38,7 @@ class Sight:
 
     def positions_of(self, images: SequenceImages, count: int) -> Tensor:
         """Return the rotary positions of the first ``count`` tokens, int64 [3, count]."""
-        own = torch.from_numpy(images.turns(0, count))
+        own = torch.from_numpy(images.axis_positions(0, count))
         return own if self.positions is None else self.positions(own)
 
     def see(

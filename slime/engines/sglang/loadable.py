@@ -68,7 +68,8 @@ class _Layer:
             setattr(module, mark, False)
 
     def close(self) -> None:
-        """
+        """Have what was loaded processed, and move the result to where the old parameters are.
+
         Raises:
             ValueError: what came out does not fit where the old parameters are.
         """
@@ -262,8 +263,8 @@ def _tensors(owner: Any) -> dict[str, torch.Tensor]:
 def _realised(
     parameter: nn.Parameter, old: torch.Tensor | None, device: torch.device
 ) -> nn.Parameter:
-    """A parameter of the meta device as one of its class with its attributes, where the old one is
-    if sizes allow."""
+    """Make a real parameter of one on the meta device, with its class and attributes; it lies where
+    the old one is if sizes allow."""
     shape = parameter.shape
     dtype = parameter.dtype
     nbytes = parameter.numel() * dtype.itemsize

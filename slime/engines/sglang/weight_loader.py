@@ -83,7 +83,8 @@ class StackedExperts:
         return self._is_plain[kind]
 
     def _lies_plainly(self, run: ExpertRun, held: HeldExperts, sent: torch.Tensor) -> bool:
-        """One expert goes the long way: is it then where the short one would have put it?"""
+        """Load one expert through ``load_weights``; tell whether it then lies where a copy would
+        have put it."""
         model = self._model()
         wanted = held.of(sent)
         # which some layers hold as floats

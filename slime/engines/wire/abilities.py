@@ -78,7 +78,7 @@ class Abilities:
         return Abilities(**stated | lists)
 
     def to_json(self) -> dict[str, Any]:
-        """The value of "abilities" in ``/server_info``."""
+        """Return the value of "abilities" in ``/server_info``."""
         return asdict(self)
 
 

@@ -126,7 +126,7 @@ class RewardPool:
         num_workers = reward.rm_num_workers or min(8, os.cpu_count() or 1)
         self._grading = GradingPool(num_workers)
         self._instructions = GradingPool(num_workers, instructions.__name__, instructions.PACKAGE)
-        self._remote = RemoteReward(self._url, self._timeout) if self._url else None
+        self._remotes: dict[str, RemoteReward] = {}  # by URL, shared with `reading`
         self._model: reward_model.RewardModelScorer | None = None
         if reward.rm_path:
             self._model = reward_model.RewardModelScorer(reward.rm_path, config)
@@ -151,9 +151,7 @@ class RewardPool:
         twin._args = args
         twin._rm_type = getattr(args, "rm_type", self._rm_type)
         twin._path = getattr(args, "custom_rm_path", self._path)
-        if getattr(args, "rm_url", self._url) != self._url:
-            twin._url = args.rm_url
-            twin._remote = RemoteReward(args.rm_url, self._timeout)
+        twin._url = getattr(args, "rm_url", self._url)
         if key := getattr(args, "reward_key", None):
             twin._keys = [key, *(other for other in self._keys if other != key)]
         return twin
@@ -258,8 +256,8 @@ class RewardPool:
         """End worker processes and connections."""
         await self._grading.close()
         await self._instructions.close()
-        if self._remote is not None:
-            await self._remote.close()
+        for remote in self._remotes.values():
+            await remote.close()
         if self._model is not None:
             self._model.close()
 
@@ -291,14 +289,16 @@ class RewardPool:
             return await self._model.score(sample)
         if (own := override_of("remote_reward")) is not None:
             return await self._call("the plugin's remote_rm", own, [sample], self._args, sample)
-        if self._remote is None:
+        if not self._url:
             raise UserError(
                 "--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path"
             )
+        if self._url not in self._remotes:
+            self._remotes[self._url] = RemoteReward(self._url, self._timeout)
         try:
-            return await self._remote.score(sample)
+            return await self._remotes[self._url].score(sample)
         except TimeoutError:
-            self._count("timeout", self._url or "", 1)
+            self._count("timeout", self._url, 1)
             return self._zero()
 
     async def _graded(
