@@ -1,5 +1,5 @@
 """The server of all agents' endpoints of a process: one port, and a key that tells which sample a
-request is of.
+request belongs to.
 
 POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens    GET /v1/models
 key: "Authorization: Bearer …", "x-api-key: …", or in the path: /key/…/v1/…
@@ -33,9 +33,9 @@ from slime.rollout.loop import close_with_rollouts
 logger = get_logger(__name__)
 
 _LARGEST_BODY = 64 << 20
-_NO_RETRY = {"x-should-retry": "false"}  # both clients go by it
+_NO_RETRY = {"x-should-retry": "false"}  # the clients of OpenAI and Anthropic read it
 
-#: Path of a route that generates → its shapes.
+#: Path of a route that generates → the module that reads its requests and writes its answers.
 _APIS: dict[str, ModuleType] = {
     "/chat/completions": chat_api,
     "/responses": responses_api,
@@ -46,7 +46,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class AgentServer:
-    """Use `shared_server`; one of these serves all samples of an event loop."""
+    """The server for all samples of an event loop; `shared_server` returns it."""
 
     def __init__(self) -> None:
         self._sessions: dict[bytes, tuple[str, AgentSession]] = {}
@@ -101,7 +101,7 @@ class AgentServer:
         return key
 
     def shut(self, key: str) -> None:
-        """Forget a key, and end what is under way with it."""
+        """Forget a key, and end its requests."""
         _, session = self._sessions.pop(_digest(key))
         session.end()
 
@@ -155,7 +155,7 @@ class AgentServer:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            # the path may have the key
+            # the path may contain the key
             logger.exception("%s failed", request.match_info.route.resource)
             return _refused(request, f"{type(error).__name__}: {error}", 500, "api_error")
 

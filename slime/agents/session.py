@@ -30,8 +30,8 @@ class Refusal(Exception):
     """A request that gets no answer, and will get none if it is sent again.
 
     Attributes:
-        status: of HTTP.
-        kind, code: OpenAI's words.
+        status: the HTTP status.
+        kind, code: ``type`` and ``code`` of OpenAI's error object.
     """
 
     def __init__(self, message: str, status: int, kind: str, code: str | None = None) -> None:
@@ -51,7 +51,7 @@ class AgentSession:
         max_turns: more requests are refused. One that the chat template refuses does not count.
 
     Attributes:
-        failure: of an engine, which the agent was told of as status 503.
+        failure: an engine's error, which the agent got as status 503.
         was_cut: a request was refused, or its answer cut short, because the rollout ends.
         generation_seconds: in which a request was under way.
         refused: why the last request was refused that was; "" if none was.
@@ -116,9 +116,9 @@ class AgentSession:
             Refusal: the context is full, too many turns, the sample is done or has failed, the
                 rollout ends, or no engine answers.
         """
-        if self._is_over:  # its body came when the key was void already
+        if self._is_over:  # the sample ended while the body arrived
             raise Refusal("this sample is done", 401, "authentication_error", "invalid_api_key")
-        # agents repeat a 503, some thirty times; this they do not, and no engine is asked
+        # agents repeat a 503 some thirty times, but not a 400; no engine is asked again
         if self.failure is not None:
             raise Refusal(
                 f"this sample has failed: {self.failure}",
@@ -159,7 +159,7 @@ class AgentSession:
             self._full = place
             said = f"the prompt is too long: {len(place.prompt)} tokens fill the context"
             raise Refusal(said, 400, "invalid_request_error", "context_length_exceeded")
-        # the agent has gone on with less; one refused meanwhile has not yet
+        # the agent has gone on with a shorter prompt; a refusal that came meanwhile still counts
         if self._full is full_before:
             self._full = None
         output = sample.tokens[sample.prompt_length :]
@@ -215,7 +215,7 @@ class AgentSession:
                 self.generation_seconds += time.monotonic() - self._since
 
     def end(self) -> None:
-        """Cancel what is under way, and begin nothing: nobody will read the answers."""
+        """Cancel the requests in progress and refuse new ones: nobody will read the answers."""
         self._is_over = True
         for task in self._waiting:
             task.cancel()

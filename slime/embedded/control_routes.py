@@ -266,11 +266,8 @@ def _update_route(path: str, method: Callable[[WeightUpdater, dict[str, Any]], s
         return json_response({"success": True, "message": message})
 
 
-_update_route("/update_weights_from_tensor", WeightUpdater.from_tensor)
-_update_route("/update_weights_from_distributed", WeightUpdater.from_distributed)
-_update_route("/update_weights_from_disk", WeightUpdater.from_disk)
-_update_route("/init_weights_update_group", WeightUpdater.join_group)
-_update_route("/destroy_weights_update_group", WeightUpdater.leave_group)
+for _path, _method in WeightUpdater.ROUTES.items():
+    _update_route(_path, getattr(WeightUpdater, _method))
 
 
 @_post("/update_weight_version")

@@ -118,7 +118,7 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
     """Check a ``/generate`` body.
 
     Raises:
-        BadRequest: anything that cannot be served, said so that the caller can mend it.
+        BadRequest: the body cannot be served; says how to correct it.
     """
     body = OBJECT.read("the body", raw)
     refuse_unknown(body, _FIELDS, _WITHOUT_EFFECT, _UNSUPPORTED)

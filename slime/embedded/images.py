@@ -6,7 +6,7 @@ import base64
 import binascii
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence as Some
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ _KEPT_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class ImageRequests:
-    """How requests bring images.
+    """Reads the images of requests.
 
     Attributes:
         limit: most images of one prompt.
@@ -118,7 +118,7 @@ class SequenceImage(NamedTuple):
 class SequenceImages:
     """The images of a prompt of ``length`` tokens."""
 
-    def __init__(self, images: Some[SequenceImage], length: int) -> None:
+    def __init__(self, images: Sequence[SequenceImage], length: int) -> None:
         self.images = images
         self._length = length
         self._known = rotary_positions(length, [image.span for image in images])
@@ -175,7 +175,7 @@ class FeatureCache:
         self,
         tower: nn.Module,
         epoch: int,
-        places: Some[tuple[SequenceImages | None, int, int]],
+        places: Sequence[tuple[SequenceImages | None, int, int]],
         device: torch.device,
     ) -> SeenImages | None:
         """Return what tokens see of images; None if they see nothing.

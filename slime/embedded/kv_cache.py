@@ -309,8 +309,8 @@ class KVCache:
 
     @torch.inference_mode()
     def _grow_ring(self) -> None:
-        """Give the ring the size that the capacity asks for. One that is too small has not come
-        round yet: each position lies where it will lie."""
+        """Give the ring the size that the capacity asks for. A smaller ring has not wrapped around
+        yet, so that each position keeps its place."""
         size = self._ring_for(self.capacity)
         if not self._num_windowed or (self.ring is not None and self.ring.size >= size):
             return

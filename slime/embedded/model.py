@@ -38,7 +38,7 @@ class Heads(NamedTuple):
 
 
 class Attend(Protocol):
-    """What the tokens of a forward pass see of those before them.
+    """The attention of a forward pass: what its tokens see of those before them.
 
     Attributes:
         states: of gated delta nets; None for a model without them.
@@ -51,7 +51,8 @@ class Attend(Protocol):
 
 
 class _GrowingQueries:
-    """An `Attend` that multiplies each token's queries by a factor, [tokens], before another."""
+    """An `Attend` that multiplies each token's queries by a factor, [tokens], and calls another
+    one."""
 
     def __init__(self, attend: Attend, factors: torch.Tensor) -> None:
         self._attend = attend

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -60,6 +60,15 @@ class WeightUpdater:
 
     All of them raise `WeightError` with the reason when nothing could be applied.
     """
+
+    #: Route of the server → the method that answers it.
+    ROUTES: ClassVar[dict[str, str]] = {
+        "/update_weights_from_tensor": "from_tensor",
+        "/update_weights_from_distributed": "from_distributed",
+        "/update_weights_from_disk": "from_disk",
+        "/init_weights_update_group": "join_group",
+        "/destroy_weights_update_group": "leave_group",
+    }
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -57,8 +57,8 @@ class ToolFormat:
         begins: what the first call begins with; (): the tool's name and a line break.
         at_start: calls are the whole answer, or there are none.
         parse: reads them.
-        in_template: a chat template that has all of these teaches this way.
-        families: of models that know it whatever their template says.
+        in_template: a chat template that has all of these texts uses this format.
+        families: model families that use it whatever their template says.
         sglang_parser: SGLang's name for it; "": it cannot read this way.
         special_marks: its marks are special tokens, so that they must not be left out of the text.
     """
@@ -146,7 +146,7 @@ def _until_broken(calls: Iterator[Call]) -> Iterator[Call]:
         return
 
 
-# -- the ways --------------------------------------------------------------------------------------
+# -- formats ---------------------------------------------------------------------------------------
 
 
 def _finite(number: str) -> float:
@@ -156,7 +156,7 @@ def _finite(number: str) -> float:
     return value
 
 
-#: As strict as those who will read the arguments: by itself it takes NaN and Infinity.
+#: Refuses NaN and Infinity, which json takes by default and readers of the arguments do not.
 _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
@@ -336,7 +336,7 @@ def _harmony(text: str, tools: Tools) -> Iterator[Call]:
 
 
 _DEEPSEEK_BEGINS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
-#: Where the marks of several are in a template, the first of them is meant.
+#: The first format counts whose marks are in a template.
 FORMATS: dict[str, ToolFormat] = {
     "glm45": ToolFormat(
         ("<tool_call>",),
@@ -411,7 +411,8 @@ FORMATS: dict[str, ToolFormat] = {
 
 
 def tool_format(template: str | None, family: str) -> ToolFormat | None:
-    """How a model writes calls, by its chat template, else by its family; None where neither tells.
+    """Return the format in which a model writes calls, by its chat template, else by its family;
+    None where neither tells.
 
     Args:
         template: None for a model that has none, and so no turns and no tools.

@@ -35,7 +35,7 @@ from slime.sandbox.sandbox import Ran, Sandbox
 
 
 class RunningTask:
-    """A task at work: `run` is for the agent's commands.
+    """A task in progress; `run` runs the agent's commands.
 
     Attributes:
         task: its folder.
@@ -53,7 +53,7 @@ class RunningTask:
         lines = dockerfile_lines(task)
         self._refuse_what_needs_more(lines)
         workdirs = [words for word, words in lines if word == "WORKDIR"]
-        # one that is relative is below the last
+        # a relative one is below the one before it
         workdir = posixpath.join("/", *workdirs) if workdirs else "/app"
         self.workdir = posixpath.normpath(
             str(self._section("environment").get("workdir") or workdir)

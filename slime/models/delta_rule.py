@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Tokens per chunk, and what runs no longer than that get along with.
+#: Tokens per chunk; runs that are no longer than one of `_SMALL_CHUNKS` have such chunks.
 CHUNK = 64
 _SMALL_CHUNKS = (16, 32)
 _L2_EPS = 1e-6
@@ -36,7 +36,7 @@ Keep = Callable[[int, int, Tensor], None]
 
 @dataclass(frozen=True)
 class ChunkStage:
-    """TokenRuns that can be computed side by side, the longest first.
+    """Runs that can be computed side by side, the longest first.
 
     Attributes:
         runs: their numbers.

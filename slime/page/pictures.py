@@ -15,7 +15,7 @@ _MOST = 8
 
 def with_pictures(record: dict[str, Any]) -> dict[str, Any]:
     """Add ``pictures`` to the line of a sample that refers to images: data URIs of small copies.
-    An image whose file is gone or no image is left out."""
+    A file that is gone, or is no image, is left out."""
     references = record.get("images")
     if not isinstance(references, list):
         return record

@@ -25,7 +25,7 @@ REASONING_MARKS = (
 
 
 class TemplateRefuses(UserError):
-    """The template is fine, and does not take these messages."""
+    """The template is valid, but refuses these messages."""
 
 
 def template_source(tokenizer: Any) -> str:
@@ -136,7 +136,7 @@ class TemplateForm:
             (Mistral's).
         writes_inline: reasoning between <think> marks in the content of the last answer is written
             as it stands.
-        thinks_inline: so it is, and the template knows these marks.
+        thinks_inline: it is written so, and the template knows these marks.
         knows_developer: there is a role "developer"; otherwise its messages are the system's.
         writes_names: the ``name`` of a user's message is written.
         varies: two renderings of the same messages differ.
@@ -210,25 +210,20 @@ class TemplateForm:
         elif not self.writes_inline or thought.marks is None:
             content = thought.answer
         if "tool_calls" in message:
-            answer["tool_calls"] = [
-                self._call(call, at) for at, call in enumerate(message["tool_calls"])
-            ]
+            calls = enumerate(message["tool_calls"])
+            answer["tool_calls"] = [self._call(call, at) for at, call in calls]
             if self.null_content and not content:
                 content = None
         return answer | {"content": content}
 
     def _call(self, call: dict[str, Any], at: int) -> dict[str, Any]:
-        function = call["function"]
+        function = dict(call["function"])
+        shown = call | {"function": function}
         if self.text_arguments:
-            function = function | {
-                "arguments": json.dumps(function["arguments"], ensure_ascii=False)
-            }
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         if self.short_ids:
-            return call | {
-                "function": function,
-                "id": short_id(call.get("id") or f"{function['name']} {at}"),
-            }
-        return call | {"function": function}
+            shown["id"] = short_id(call.get("id") or f"{function['name']} {at}")
+        return shown
 
 
 def short_id(given: Any) -> str:
@@ -240,8 +235,8 @@ def short_id(given: Any) -> str:
 
 
 def template_form(tokenizer: Any, **template_kwargs: Any) -> TemplateForm:
-    """How the tokenizer's chat template takes messages; rendered once for a template and its
-    keyword arguments."""
+    """Return how the tokenizer's chat template takes messages; it is rendered once for a template
+    and its keyword arguments."""
     source = template_source(tokenizer)
     if not source:
         return TemplateForm()
@@ -255,25 +250,15 @@ _KEY = "probe_key"
 _VALUE = "probe value"
 _THOUGHT = "probe of the thought"
 _ANSWER = "probe of the answer"
-_PROBE_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": _NAME,
-            "description": "probe",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    }
-]
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+_PROBE_FUNCTION = {"name": _NAME, "description": "probe", "parameters": _NO_PARAMETERS}
+_PROBE_TOOLS = [{"type": "function", "function": _PROBE_FUNCTION}]
 
 
 @functools.lru_cache(maxsize=16)
 def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateForm:
-    kwargs = {
-        key: value
-        for key, value in json.loads(kwargs_json).items()
-        if key not in ("tools", "messages")
-    }
+    given = json.loads(kwargs_json).items()
+    kwargs = {key: value for key, value in given if key not in ("tools", "messages")}
 
     def render(messages: Messages, *, ask: bool = False, tools: Any = None) -> str | None:
         for some in (tools, _PROBE_TOOLS):  # templates for tools alone refuse to go without
@@ -285,17 +270,17 @@ def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateFor
                 continue
         return None
 
-    user = {"role": "user", "content": "hello"}
-    form = TemplateForm()
-    plain = render([user, {"role": "assistant", "content": _ANSWER}])
-    if plain is None or _ANSWER not in plain or "hello" not in plain:
-        form = dataclasses.replace(form, parts=True)
-        user = form.shown(user)
-        plain = render([user, form.shown({"role": "assistant", "content": _ANSWER})])
-        if plain is None or _ANSWER not in plain:
-            form = TemplateForm()
-            user = {"role": "user", "content": "hello"}
-            plain = None
+    asked = {"role": "user", "content": "hello"}
+    answer = {"role": "assistant", "content": _ANSWER}
+    for form in (TemplateForm(), TemplateForm(parts=True)):
+        user = form.shown(asked)
+        plain = render([user, form.shown(answer)])
+        if plain is not None and _ANSWER in plain and (form.parts or "hello" in plain):
+            break
+    else:
+        form = TemplateForm()
+        user = asked
+        plain = None
 
     def probe(form: TemplateForm, *messages: dict[str, Any], tools: Any = None) -> str:
         return render([user, *map(form.shown, messages)], tools=tools) or ""
@@ -316,13 +301,7 @@ def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateFor
         ),
         thinking_parts=_writes_thought(dataclasses.replace(form, thinking_parts=True), None, probe),
         writes_names=_NAME in (render([user | {"name": _NAME}]) or ""),
-        varies=len(
-            {
-                render([user, form.shown({"role": "assistant", "content": _ANSWER})] * 4)
-                for _ in range(4)
-            }
-        )
-        > 1,
+        varies=len({render([user, form.shown(answer)] * 4) for _ in range(4)}) > 1,
         writes_inline=writes_inline,
         thinks_inline=writes_inline and "</think>" in source,
         asks=render([user]) != render([user], ask=True),
@@ -332,7 +311,7 @@ def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateFor
         form = dataclasses.replace(form, knows_developer=_THOUGHT in told)
     if plain is not None:
         tail = plain[plain.rfind(_ANSWER) + len(_ANSWER) :]
-        followed = probe(form, {"role": "assistant", "content": _ANSWER}, user)
+        followed = probe(form, answer, user)
         behind = followed[followed.find(_ANSWER) + len(_ANSWER) :] if _ANSWER in followed else ""
         form = dataclasses.replace(form, tail=tail, end=_end_of(tail, behind, tokenizer))
     return form
@@ -346,8 +325,8 @@ _PROBE_CALL = {
 
 
 def _form_of_calls(form: TemplateForm, probe: Callable[..., str]) -> TemplateForm:
-    """Forms of calls are tried from the most usual on; the first that the template writes as they
-    are counts."""
+    """Try forms of calls from the most usual on; the first that the template writes unchanged
+    counts."""
     messages = (
         {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
         {"role": "tool", "content": "probe", "name": _NAME, "tool_call_id": "call_1"},
@@ -580,9 +559,8 @@ def template_markers(tokenizer: Any) -> list[str]:
     if not tokenizer.chat_template:
         return []
     text = render_prompt(tokenizer, "hello")
-    return sorted(
-        {token for token in special_tokens(tokenizer).values() if token and token in text}
-    )
+    special = special_tokens(tokenizer).values()
+    return sorted({token for token in special if token and token in text})
 
 
 def carries_template(prompt: str | Messages, markers: list[str]) -> bool:

@@ -98,7 +98,7 @@ class Scan:
         self.unread.merge(other.unread)
 
     def error(self, path: str, checker: Checker, *, has_more: bool = False) -> UserError | None:
-        """Why a run cannot work with the rows; None where it can.
+        """Return why a run cannot use the rows, or None.
 
         Args:
             has_more: the data has rows that were not checked.
@@ -149,8 +149,8 @@ class Checker:
 
     Args:
         max_tokens: prompts of more tokens are left out; None for no limit.
-        limit_flags: what sets it, for messages.
-        judge: what else is checked of a row, where `scan` looks at it.
+        limit_flags: the flags that set the limit, for messages.
+        judge: further checks, which `scan` makes and `stream` does not.
     """
 
     form: RowFormat
@@ -222,7 +222,8 @@ class Checker:
         return lengths
 
     def _may_exceed(self, text: str | Messages, image_tokens: int) -> TypeGuard[str]:
-        """Tokens hold at least a byte each, but for what a tokenizer's normaliser adds."""
+        """Tell whether a text may exceed the limit: a token holds at least a byte, apart from what
+        the tokenizer's normaliser adds."""
         room = (self.max_tokens or 0) - image_tokens
         return isinstance(text, str) and 2 * len(text.encode("utf-8", "replace")) + _ADDED > room
 
@@ -242,8 +243,8 @@ class Checker:
 
 
 def prepare(rows: Rows, path: str, checker: Checker, num_workers: int = 0) -> np.ndarray:
-    """Positions of the rows that can be drawn, in order; int64 [number kept]. What was found before
-    the launch (`remember`) is not looked for again.
+    """Return the positions of the rows that can be drawn, in order; int64 [number kept]. Rows that
+    were checked before the launch (`remember`) are not checked again.
 
     Args:
         num_workers: processes that render and tokenise; 0: as many as the work needs.
@@ -331,7 +332,7 @@ _checked: list[CheckedRows] = []
 
 
 def checked_rows(rows: Rows, path: str, checker: Checker, found: Scan) -> CheckedRows:
-    """The record of ``found``, a check of all rows."""
+    """Return the record of ``found``, a check of all rows."""
     kept = np.asarray(found.kept, dtype=np.int64)
     return CheckedRows(
         path, _stamp(path), checker.form, checker.max_tokens, _digest(rows, checker), kept
@@ -339,7 +340,7 @@ def checked_rows(rows: Rows, path: str, checker: Checker, found: Scan) -> Checke
 
 
 def remember(checked: Sequence[CheckedRows]) -> None:
-    """Let `prepare` in this process go by what was checked before, instead of earlier records."""
+    """Let `prepare` in this process use these records; earlier ones are forgotten."""
     _checked[:] = checked
 
 

@@ -40,7 +40,7 @@ from slime.prompts.tokenizer import with_opening
 logger = get_logger(__name__)
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-#: Templates may write the time: so often a conversation is encoded until it stands still meanwhile.
+#: Templates may write the time. A conversation is encoded so many times until two renderings agree.
 _CLOCK_TRIES = 5
 #: Two texts that share no beginning: what is rendered before both of them is the head of a turn.
 _ONE = "Aprobe of the head"
@@ -120,7 +120,7 @@ class SftEncoding:
         ends: ids of tokens that end an answer.
         template_kwargs: for the chat template.
         apply_chat_template: a prompt that is plain text is a user's message.
-        placeholder: text that stands for an image, whose special tokens are meant.
+        placeholder: text that stands for an image; special tokens in it are no mistake.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class SftEncoding:
         self._reasoning_fix = _reasoning_fix(self._source, self._kwargs)
 
     def read_ahead(self, texts: Iterable[str]) -> None:
-        """Tokenise texts that will be encoded next, in one call: one at a time, what surrounds the
-        tokeniser takes several times as long as itself."""
+        """Tokenise texts that will be encoded next, in one call: calls for one text each take
+        several times as long."""
         unique = list(dict.fromkeys(texts))
         ids = self.tokenizer(unique, add_special_tokens=False)["input_ids"] if unique else []
         self._known = dict(zip(unique, ids, strict=True))
@@ -308,8 +308,8 @@ class SftEncoding:
         prompt: str | None,
         found: Encoded,
     ) -> _Turn:
-        """The turn where the generation prompt is not the beginning of the answered turn: it opens
-        reasoning, say."""
+        """Return the turn where the rendered answer does not begin with the generation prompt,
+        which opens reasoning, say."""
         head = renderer.head(number, answered)
         said = answered[len(head) :]
         if prompt is None or not self._form.asks:
@@ -371,7 +371,7 @@ class SftEncoding:
         )
 
     def _up_to_end(self, said: str, message: dict[str, Any]) -> str:
-        """Without what the template writes behind the end-of-turn token."""
+        """Cut off what the template writes behind the end-of-turn token."""
         form = self._form
         calls = [call["function"] for call in message.get("tool_calls", ())]
         # some templates write an empty answer behind them, or always the head of the next turn
@@ -439,7 +439,7 @@ class SftEncoding:
         tokens, mask = renderer.marked()
         size = len(ours.tokens)
         marked = self._without_blanks_after_ends(tokens, mask)
-        # marks may leave something out, and add nothing that is never generated
+        # the marks may leave tokens out, but not add any that the model never generates
         if tokens[:size] == ours.tokens:
             marked = [bit & both for bit, both in zip(marked, ours.mask)]
         if 1 not in marked:
@@ -479,7 +479,7 @@ class SftEncoding:
         return theirs
 
     def _without_blanks_after_ends(self, tokens: list[int], mask: list[int]) -> list[int]:
-        """The mask without the line break that some templates mark behind the end token."""
+        """Take out of the mask the line break that some templates mark behind the end token."""
         found = list(mask)
         ended = False
         for at, (token, bit) in enumerate(zip(tokens, mask)):
@@ -497,8 +497,8 @@ class SftEncoding:
 
 
 def _in_opened_reasoning(turn: _Turn, thought: ReasonedAnswer, found: Encoded) -> _Turn:
-    """The turn with reasoning where its prompt ends with the opening mark and the template leaves
-    it out."""
+    """Put the reasoning into a turn whose prompt ends with its opening mark, where the template
+    leaves it out."""
     opened = turn.prompt.rstrip()
     marks = next((pair for pair in REASONING_MARKS if opened.endswith(pair[0])), None)
     reasoning = thought.text.strip("\n")
@@ -551,7 +551,7 @@ class _Renderer:
             return None
 
     def whole(self) -> str | None:
-        """All messages; None where the template refuses them."""
+        """Render all messages; None where the template refuses them."""
         try:
             return self._render(self._shown)
         except TemplateRefuses:
@@ -618,12 +618,12 @@ class _Renderer:
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
 
-#: What may not be cut: tokens of control and tags.
+#: Control tokens and tags, which are not cut.
 _UNITS = re.compile(r"(<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\])")
 
 
 def _common_prefix(a: str, b: str) -> str:
-    """The longest common beginning that ends within no tag.
+    """Return the longest common beginning that does not end within a tag.
 
     Example:
         >>> _common_prefix("hi<A></think>yes", "hi<A><think>"), _common_prefix("<A>yes", "<A>yet")
@@ -674,7 +674,7 @@ def _undetermined(number: int, why: str) -> UserError:
     )
 
 
-# -- what is told of many rows ---------------------------------------------------------------------
+# -- totals over many rows -------------------------------------------------------------------------
 
 
 @dataclass

@@ -169,7 +169,7 @@ def _call_source(source: DataSource, method: str, *args: Any) -> Any:
 
 
 def warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
-    """Say so when the model is to answer in turns and none of the tokens that stop generation ends
+    """Warn when the model is to answer in turns and none of the tokens that stop generation ends
     one."""
     model = config.checkpoint.hf_checkpoint
     rollout = config.rollout
@@ -300,8 +300,8 @@ class PromptSource(DataSource):
 
     @property
     def passes_over(self) -> bool:
-        """Whether rows were not all checked before the first draw, so that those of no use are left
-        out now."""
+        """Tell whether unusable rows are left out as they are drawn, since not all rows were
+        checked before the first draw."""
         return isinstance(self._order, MappedOrder) and self._order.unchecked
 
     def where(self, group_index: int) -> str:
@@ -455,9 +455,9 @@ def prompt_checker(config: Config, tokenizer: Any) -> Checker:
 
 
 def model_context(config: Config) -> int | None:
-    """Tokens of prompt and response that engines of this run hold, where no flag says so: None if
-    nobody can tell, because engines are not of this run, or functions of the user's make requests
-    of prompts.
+    """Return how many tokens of prompt and response engines of this run hold if no flag says so;
+    None if that is not known, because engines are not of this run, or functions of the user's make
+    requests of prompts.
 
     SGLang takes ``--sglang-context-length``, else the model's positions times the factor of its
     rotary scaling (unless the positions are scaled ones).

@@ -39,8 +39,8 @@ from slime.user_code.loading import FunctionFailed, named, shown
 
 logger = get_logger(__name__)
 
-#: So many groups, and ten batches, may be dropped in a row: a filter that drops all would never
-#: end.
+#: Groups that may be dropped in a row, or ten batches if that is more: with a filter that drops
+#: everything a rollout would never end.
 _MOST_DROPS = 1000
 
 #: --stale-samples → the metric that counts what became of groups.
@@ -57,7 +57,7 @@ class Decision(StrEnum):
     FAILED = "failed"
     STALE = "stale"
     AGAIN = "again"
-    """In another rollout."""
+    """Generated again in another rollout."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Collected:
 
 @dataclass(eq=False)
 class DynamicSampler:
-    """One use per rollout: `collect`, then read `Collected`.
+    """Collects the batch of one rollout, in one call of `collect`.
 
     Args:
         target: groups in the batch.
@@ -92,10 +92,10 @@ class DynamicSampler:
         group_size: samples per group, checked on what the source gives.
         max_failed_fraction: of ``target``; at least one group may fail.
         abort_timeout: seconds for engines and generate functions to stop at the end.
-        journal: what it has of a drawn group takes its place, and what becomes of each is written
-            there.
-        versions: of weights; a group with tokens of others is stale. For the newest see
-            `Journal.restore`.
+        journal: what it has of a drawn group is used in its place; the outcome of each group is
+            written to it.
+        versions: the current versions of the weights; a group with tokens of others is stale. For
+            the newest see `Journal.restore`.
         stale_samples: what becomes of such a group, see the flag.
     """
 
@@ -243,7 +243,7 @@ class DynamicSampler:
             run.is_noted = is_noted
         return run
 
-    # -- too old -----------------------------------------------------------------------------------
+    # -- stale groups ------------------------------------------------------------------------------
 
     def _is_stale(self, run: GroupRun) -> bool:
         return run.order not in self._corrected and (
@@ -296,7 +296,7 @@ class DynamicSampler:
         return self.runner.rollout_id or 0
 
     async def _wait_for_some(self) -> list[GroupRun]:
-        """The groups that have finished since the last call, at least one."""
+        """Wait until a group has finished; return all that have since the last call."""
         while self._finished.empty():
             try:
                 async with asyncio.timeout(self.watchdog.interval):
@@ -404,7 +404,7 @@ class DynamicSampler:
             await asyncio.wait(tasks, timeout=deadlines.DYNAMIC_SAMPLING_CANCEL)
         for task in tasks:
             if task.done() and not task.cancelled():
-                task.exception()  # seen: whatever was first has been raised already
+                task.exception()  # marks it as retrieved: the first error has been raised
 
     def _put_back(self, chosen: list[GroupRun]) -> None:
         taken = {run.order for run in chosen}

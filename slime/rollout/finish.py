@@ -105,8 +105,8 @@ async def finish_evaluation(
     *,
     before_training: bool = False,
 ) -> RolloutFnEvalOutput:
-    """The same for an evaluation; ``eval/<name>`` is the mean reward where the evaluation function
-    gave none.
+    """Dump the samples of an evaluation, and return it with all its metrics; ``eval/<name>`` is the
+    mean reward where the evaluation function gave none.
 
     Args:
         before_training: no rollout came before it, so that its dump has a name of its own, and the

@@ -48,9 +48,9 @@ from slime.user_code.overrides import follows_old_plugin, override_of
 logger = get_logger(__name__)
 
 _MASK64 = (1 << 64) - 1
-#: What a tokenizer makes of a part of a character.
+#: A tokenizer decodes a part of a character to this.
 _HALF = "\ufffd"
-#: What SGLang and the embedded engine say to a prompt that fills the context.
+#: In the errors of SGLang and of the embedded engine for a prompt that fills the context.
 _NO_ROOM = ("context length", "the context holds")
 
 
@@ -63,8 +63,9 @@ class GenerateState:
         sampling_params: defaults of this rollout; each request gets a copy of its own.
         max_context_len: most tokens of prompt plus response, None for no limit but the engine's.
         deterministic: requests carry a seed made from ``rollout_seed`` and the sample's index.
-        versions: of weights; what others have begun is stale (--stale-samples).
-        end_tokens: that end an answer unless ``ignore_eos`` is set.
+        versions: the current versions of the weights; a sample begun with others is stale
+            (--stale-samples).
+        end_tokens: tokens that end an answer unless ``ignore_eos`` is set.
         request_tokens: most new tokens to ask for in one request; a longer answer takes several.
         routed_experts: ask the engine which experts it used, for the trainer to use them again.
         sampling_mask: ask it which tokens each one was drawn from, too.
@@ -79,7 +80,7 @@ class GenerateState:
         logged: metrics that users' functions have added to those of this rollout.
         from_journal: by sample index, response tokens that nobody generated in this rollout.
         progress, waits: see `slime.rollout.loop.RolloutLoop`; a rollout function of the user's own
-            tells nothing.
+            reports nothing.
     """
 
     args: Any
@@ -137,13 +138,14 @@ def bind_state(state: GenerateState) -> None:
 
 
 def begin_state(state: GenerateState) -> None:
-    """`bind_state`; until the next rollout begins it is found in threads of the user's own, too."""
+    """Make ``state`` the one that `current_state` finds, until the next rollout begins also in
+    threads of the user's own."""
     bind_state(state)
     _newest[:] = [state]
 
 
 def forget_states(args: Any) -> None:
-    """No thread finds the rollout of ``args`` any more: its run has ended."""
+    """Forget the rollout of ``args``, whose run has ended: no thread finds it any more."""
     if _newest and _newest[0].args is args:
         _newest.clear()
 
@@ -324,7 +326,7 @@ def _wrote_an_image(state: GenerateState, sample: Sample) -> bool:
 
 
 async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, Any]) -> None:
-    """One ``/generate``; the answer goes into the sample."""
+    """Send one ``/generate`` request, and append the answer to the sample."""
     assert sample.session_id is not None
     before = _sampled_tail(sample)
     text = sample.response
@@ -421,15 +423,15 @@ def _sampled_tail(sample: Sample) -> list[int]:
 def _read_anew(
     state: GenerateState, sample: Sample, params: dict[str, Any], before: list[int], text: str
 ) -> None:
-    """Give an answer of several requests the text of all its tokens: a cut may have been within a
-    character.
+    """Decode an answer of several requests anew, from all its tokens: one request may have ended
+    within a character.
 
     Args:
         before: its tokens until the last request; text: of the response until then.
     """
     known = text_of(state.tokenizer, before, params).rstrip(_HALF)
     text = text.rstrip(_HALF)
-    # else users' code has changed the text, and the answer's own parts must do
+    # else users' code has changed the text, which stays as it is
     if text.endswith(known):
         whole = text_of(state.tokenizer, _sampled_tail(sample), params)
         sample.response = text[: len(text) - len(known)] + whole
@@ -441,8 +443,8 @@ def is_too_long(refused: RequestRefused) -> bool:
 
 
 def note_too_long(state: GenerateState, sample: Sample, limit: str) -> None:
-    """Count a sample that has no room to generate (``rollout/prompt_too_long``); the first of the
-    run is told."""
+    """Count a sample that has no room to generate (``rollout/prompt_too_long``), and log the first
+    of the run."""
     state.counts["prompt_too_long"] += 1
     unmeasured = ""
     if isinstance(sample.prompt, list):
@@ -462,8 +464,8 @@ def note_too_long(state: GenerateState, sample: Sample, limit: str) -> None:
 
 
 def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
-    """Token ids of the prompt: chat messages through the chat template, plain text with what the
-    tokenizer puts before one (`with_opening`).
+    """Return the token ids of the prompt: chat messages through the chat template, plain text with
+    the tokens that the tokenizer puts before it (`with_opening`).
 
     The places of images are noted in the sample.
 
@@ -487,7 +489,7 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
 
 
 def _with_images(sample: Sample, ids: list[int]) -> list[int]:
-    """The prompt's tokens with all placeholders of its images, whose places are noted."""
+    """Return the prompt's tokens with all placeholders of its images, and note their places."""
     images = current_state().images if is_in_run() else None
     if sample.multimodal_inputs and (images is None or sample.multimodal_inputs.keys() != {IMAGES}):
         raise UserError(
@@ -532,9 +534,9 @@ def _template_kwargs(sample: Sample) -> dict[str, Any]:
 
 
 def append_message(sample: Sample, message: dict[str, Any]) -> None:
-    """Append what is no word of the model to its response, between two turns: a tool's answer, say.
-    In the chat template, with the end of the turn before and the head of the next one; never
-    trained on. ``sample.response`` gets the message's text on lines of its own.
+    """Append a message that the model did not write to its response, between two turns: a tool's
+    answer, say. The chat template renders it, with the end of the turn before and the head of the
+    next one. It is never trained on. ``sample.response`` gets its text on lines of its own.
 
     Images are parts of its content: ``{"type": "image", "image": data}`` with bytes, a data URI or
     base64.

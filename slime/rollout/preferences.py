@@ -108,7 +108,8 @@ class PreferenceEncoder:
         self.read_ahead_rows([(one.prompt, one.label) for one in samples])
 
     def read_ahead_rows(self, rows: Sequence[tuple[str | Messages, dict[str, Any]]]) -> None:
-        """The same for prompts with their answers."""
+        """Tokenise in one call the texts of prompts with their answers, which will be encoded
+        next."""
         if not self._templates_text:
             texts = (text for prompt, label in rows for text in (prompt, *label.values()))
             self._encoding.read_ahead(text for text in texts if isinstance(text, str))

@@ -61,7 +61,7 @@ from slime.rollout.sft import compared_rule, sft_encoding, sft_limits
 
 logger = get_logger(__name__)
 
-#: Share of rows from which on a remark refuses a run: there is none.
+#: `RowProblem.refuse_at` of a remark that never refuses a run.
 _NEVER = 2.0
 #: Conversations that are compared with what another rule for loss masks would train.
 _MOST_COMPARED = 100

@@ -56,11 +56,11 @@ class Watchdog:
 
     @property
     def interval(self) -> float:
-        """Seconds between two calls of `check` that make sense."""
+        """Seconds to wait between two calls of `check`."""
         return min(10.0, self.limit / 2)
 
     async def check(self, groups: Iterable[GroupRun]) -> None:
-        """Call now and then while waiting.
+        """Check for progress; to be called every `interval` seconds while waiting.
 
         Raises:
             RolloutStalled: see the class.

@@ -41,7 +41,6 @@ from slime.models.layout_rules import check_layout
 from slime.models.model_flags import check_model_flags, merge_transformer
 from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec
-from slime.models.vision import seeing
 from slime.observe.run_folder import RunFolder, check_no_run_writes
 from slime.paths import FIELDS, fill, fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
@@ -171,13 +170,11 @@ def warn_of_old_plugins(config: Config) -> None:
 def check_architecture(config: Config) -> None:
     """Check that the model's family is known, that no flag contradicts the model or has no effect,
     and that the parallel layout fits. Reads only config.json."""
-    from slime.models import family_of, read_hf_config
+    from slime.memory.plan import run_hf_config
+    from slime.models import family_of
 
     flags = config.checkpoint
-    assert flags.hf_checkpoint is not None
-    hf_config = read_hf_config(flags.hf_checkpoint)
-    if config.images.multimodal_keys:
-        hf_config = seeing(hf_config)
+    hf_config = run_hf_config(config)
     spec = family_of(hf_config, flags.model_name).model_spec(hf_config)
     check_model_flags(config.megatron, spec)
     _check_longest_sequence(config, spec)

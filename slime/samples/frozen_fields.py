@@ -143,7 +143,7 @@ def _copy(value: Any) -> Any:
 
 
 def _set_back(sample: Any, copies: Sequence[Any]) -> str:
-    """Give the frozen fields their values back; the first change, in words."""
+    """Give the frozen fields their values back, and return the first change, in words."""
     told = ""
     fields = vars(sample)
     for name, before in zip(FROZEN, copies):

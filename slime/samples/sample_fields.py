@@ -87,8 +87,8 @@ def _anything(value: Any) -> bool:
 
 
 def _unread(why: str) -> SampleField:
-    """A field of the contract that this version cannot train with: what needs it would be trained
-    without it."""
+    """Describe a field of the contract that this version does not train with. It must be None:
+    training would ignore its content."""
     return SampleField(f"None, since nothing reads it: {why}", lambda value: value is None)
 
 
@@ -275,8 +275,8 @@ def _packed(values: Any, code: str, kind: type) -> np.ndarray | None:
 
 
 def _are_plain(name: str, values: Any) -> bool:
-    """Whether nothing is wrong with a list, by tests that are several times faster than NumPy's
-    array of it."""
+    """Tell whether a list is certainly valid, by tests that are several times faster than making a
+    NumPy array of it."""
     if type(values) is not list:
         return False
     if name == "loss_mask":

@@ -51,8 +51,8 @@ from slime.trainer.rollout_metrics import (
     mean_of_steps,
     quantisation_metrics,
     reference_tokens,
-    rollout_metrics,
     sum_metrics,
+    token_means,
     trained_tokens,
     worst_mismatch,
 )
@@ -189,7 +189,7 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
     _dump(trainer, batch, data)
     trainer.trained_tokens = trained_tokens(ranks, batch, data)
     trainer.trained_tokens += reference_tokens(config, ranks, batch, data)
-    metrics = {**batch.global_stats, **rollout_metrics(config, ranks, batch, data)}
+    metrics = {**batch.global_stats, **token_means(config, ranks, batch, data)}
     metrics |= mean_of_steps(steps, first_only=config.algorithm.use_rollout_logprobs)
     metrics |= mean_of_steps(critic_steps)
     metrics |= worst_mismatch(ranks, data)

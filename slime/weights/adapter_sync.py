@@ -8,9 +8,9 @@
     push():  gather ─► check ─► load as policy-<version> ─► compare ─► update_weight_version
 
 Engines go on with the adapters that they have, and no request is aborted; SGLang is paused while it
-is asked what it holds, in `connect` and in pushes, with its requests in place. Who asks for which
-version is the rollout client's business (`slime.engines.client`), and who unloads old ones is
-`slime.cluster.adapter_versions`.
+is asked what it holds, in `connect` and in pushes, with its requests in place. Which version a
+request names is decided by `slime.engines.client`; `slime.cluster.adapter_versions` unloads old
+ones.
 
 All calls are collective over the trainer ranks: each takes part in gathering, rank 0 sends to all
 engines, and every rank gets the same receipt or raises the same error.
@@ -332,7 +332,7 @@ class AdapterSync(EngineSync):
         }
         limit = deadline_for(len(buffer.buffer))
         answers = self._fleet.post_to(LOAD_ADAPTER, dict.fromkeys(self._fleet.urls, body), limit)
-        # of a push that was repeated, because another engine died
+        # engines that have it from a push that was repeated because another engine died
         again = [url for url, one in answers.items() if _is_loaded_already(one)]
         if again:
             unload: dict[str, dict[str, Any]] = {url: {"lora_name": name} for url in again}

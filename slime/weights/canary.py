@@ -84,7 +84,7 @@ _SHARE_OF_EFFECT = 0.1  # of the effect in the trainer, which an adapter must ha
 
 
 class Canary:
-    """The tokens, what the trainer said of them, and the question to the engines.
+    """The canary's tokens, the trainer's log-probs of them, and the comparison with the engines'.
 
     Attributes:
         tokens: input ids.
@@ -120,7 +120,7 @@ class Canary:
         is_fp8 = quantisation is not None and isinstance(quantisation.scheme, Fp8)
         abilities = [Abilities.read(info) for info in infos]
         self._rounds_activations = is_fp8 and any(one.rounds_activations for one in abilities)
-        self._rounding_error: float | None = None  # mean difference in nats, which that makes
+        self._rounding_error: float | None = None  # mean difference in nats
         whole = not self._rounds_activations and all(
             info.get("dtype") in ("float32", "float") for info in infos
         )

@@ -371,7 +371,7 @@ class SliceCheck:
         return all(any(rank.get(name) is not None for rank in ranks) for ranks in self._slices)
 
     def _is_whole(self, name: str) -> bool:
-        """On every engine the ranks' slices make up the whole tensor."""
+        """Tell whether on every engine the ranks' slices make up the whole tensor."""
         return all(
             _covers([rank.get(name) for rank in ranks], self._shapes[name])
             for ranks in self._slices

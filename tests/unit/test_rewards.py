@@ -547,6 +547,10 @@ def test_the_command_scores_rows(
         reward_cli([*common, "--rm-type", "f1", "--response-key", "respons"])
     with pytest.raises(UserError, match="no reward function to run"):
         reward_cli(common)
+    with pytest.raises(UserError, match="not allowed with"):
+        reward_cli([*common, "--rm-type", "f1", "--response", "5", "--response-key", "response"])
+    with pytest.raises(UserError, match="--max-rows: must be a whole number, at least 1"):
+        reward_cli([*common, "--rm-type", "f1", "--max-rows", "-1"])
 
 
 def test_a_row_that_cannot_be_judged_ends_the_command_and_not_the_graders_of_others(

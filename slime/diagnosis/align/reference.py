@@ -286,14 +286,14 @@ class Reference:
         rope = self.arch.rope
         if setting.rotary:
             rope = replace(rope, spec=replace(self.arch.spec, **setting.rotary))
-        turns = None
+        axis_positions = None
         images = None
         if self.images is not None:
             images = read_images(media, len(tokens), setting.sight.read or self.images.read)
         if images is not None:
             moved = setting.sight.positions_of(images, count) + positions - torch.arange(count)
-            turns = moved.clamp(min=0)
-        needed = int((positions if turns is None else turns).max()) + 1
+            axis_positions = moved.clamp(min=0)
+        needed = int((positions if axis_positions is None else axis_positions).max()) + 1
         angles: dict[RotaryKind, tuple[Tensor, Tensor]] = {}
         for kind in self.arch.spec.rotary_kinds:
             cos, sin = replace(rope, kind=kind).tables(max(needed, 1), torch.float32)
@@ -313,7 +313,7 @@ class Reference:
                 if images is not None:
                     tower = self.store.tower
                     assert tower is not None
-                    width = int(self.arch.spec.transformer["hidden_size"])
+                    width = self.arch.spec.hidden_size
                     seen = setting.sight.see(tower, images, count, width)
                 return model.forward(
                     tokens[:-1].to(device),
@@ -321,7 +321,7 @@ class Reference:
                     attend,
                     watcher.chosen,
                     watcher,
-                    axis_positions=None if turns is None else turns.to(device),
+                    axis_positions=None if axis_positions is None else axis_positions.to(device),
                     seen=seen,
                 )
         finally:

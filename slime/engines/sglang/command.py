@@ -324,8 +324,8 @@ GROUP_RULES = GroupRules(
 
 
 def _check_questions(config: Config) -> None:
-    """The router asks for a sign of life at any time: also while memory is released, when a token
-    ends the engine."""
+    """Refuse health checks of the router that generate a token: they also come while memory is
+    released, when a token would end the engine."""
     said = os.environ.get(HEALTH_GENERATES)
     path = str(config.engine.router.get("health_check_endpoint") or "")
     if said is not None and said.lower() not in _FALSE:

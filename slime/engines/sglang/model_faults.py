@@ -31,8 +31,8 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             afterwards. Queries that grow from another position on than SGLang lets them
             (``models/ministral3.py``). Text models of Qwen3.5 on their own, and hybrids whose kinds
             of layers it would not find (0.5.16, ``models/qwen3_5.py``, ``configs/qwen3_next.py``).
-            Images in hybrids, up to 0.5.16 (`sglang_sees_in_hybrids`), and in versions
-            that tokenise their prompts anew.
+            Images in hybrids, up to 0.5.16 (`sglang_sees_in_hybrids`), and in versions that
+            tokenise their prompts anew.
             A gpt-oss without a field that it reads.
     """
     if is_mxfp4(config):
@@ -42,7 +42,8 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             fix="slime convert quantised-to-hf makes plain weights, which --hf-checkpoint then "
             "names; or pass --rollout-engine embedded, which holds plain weights",
         )
-    version = installed_version()
+    version = installed_version() or ""
+    is_hybrid = "linear_attention_freq" in spec.transformer
     if spec.vision is not None and version and version_of(version)[:3] < KEEPS_TOKENS_OF_IMAGES:
         raise UserError(
             f"SGLang {version} tokenises prompts with images anew",
@@ -51,8 +52,7 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             fix=f"install SGLang {'.'.join(map(str, KEEPS_TOKENS_OF_IMAGES))} or newer, or pass "
             "--rollout-engine embedded",
         )
-    is_hybrid = "linear_attention_freq" in spec.transformer
-    if spec.vision is not None and is_hybrid and not sglang_sees_in_hybrids(version or ""):
+    if spec.vision is not None and is_hybrid and not sglang_sees_in_hybrids(version):
         raise UserError(
             "SGLang up to 0.5.16 computes images of this model with wrong positions",
             why="a fused kernel of its hybrid models (Qwen3.5) reads one of the three rows of "

@@ -87,7 +87,7 @@ class StackedExperts:
         have put it."""
         model = self._model()
         wanted = held.of(sent)
-        # which some layers hold as floats
+        # sizes of quantised weights, which some layers hold as floats
         fits = wanted.dtype == held.target.dtype or run.leaf == SIZE
         if model is None or wanted.shape != held.target.shape or not fits:
             return False

@@ -1,10 +1,10 @@
 """A process group of one trainer rank and the engines, outside ``torch.distributed``'s default
 group.
 
-Neither side's WORLD may notice it: the trainer's has its own ranks, a stock engine's too. So the
-backend object is built directly on a store of its own. The chain of key prefixes is the one that
-engines get who build their side with ``torch.distributed``'s ``_new_process_group_helper``, as
-SGLang does, so that the two sides find each other.
+It must not change either side's default group, which has ranks of its own. So the backend object
+is built directly on a store of its own. The chain of key prefixes is the one of
+``torch.distributed``'s ``_new_process_group_helper``, by which SGLang builds its side, so that the
+two sides find each other.
 
     trainer: store = ExternalGroup.open_store(…); ExternalGroup(store, …, rank=0)
     engine:  ExternalGroup.join(address, port, …, rank=1)
@@ -160,7 +160,7 @@ class ExternalGroup:
             ) from error
 
     def abort(self) -> None:
-        """Give up what is under way; the group is of no use afterwards, but for `close`."""
+        """Abort the transfers in progress; afterwards the group can only be closed."""
         self._group.abort()
 
     def close(self, timeout: float = deadlines.PROCESS_GROUP_LEAVE) -> None:

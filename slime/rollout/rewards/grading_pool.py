@@ -1,6 +1,6 @@
-"""The pool of grading processes. One that hangs or dies is replaced. Its sample gets no score only
-when it is what the process hung or died of: where the process was killed, or stopped, from outside,
-another one grades it."""
+"""The pool of grading processes. One that hangs or dies is replaced. A sample gets no score only if
+it made the process hang or die; if the process was killed or stopped from outside, another one
+grades the sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slime.log import get_logger
 
 logger = get_logger(__name__)
 
-#: How much later than the worker's own alarm the pool loses patience.
+#: Seconds after a worker's own alarm at which the pool gives it up.
 _GRACE = 5.0
 #: Longest answer line; requests have no limit.
 _LINE_LIMIT = 1 << 20

@@ -1255,7 +1255,7 @@ _NAME = re.compile(
 
 
 def _expanded(items: Iterable[Any]) -> list[Any]:
-    r"""Without "x =" before the first or each item; ``\pm 2`` as two items."""
+    r"""Take out "x =" before the first or each item, and make two items of ``\pm 2``."""
     out = []
     for item in items:
         is_named = isinstance(item, Relation) and item.signs in (("=",), (r"\in",))

@@ -19,7 +19,7 @@ from slime.rollout.rewards.text import after_thinking, boxed_spans, final_text, 
 
 #: Answers stand at the end; searching more text for expressions only costs time.
 _TAIL = 2000
-#: Words of a response that is all answer.
+#: A response of at most so many words is all answer.
 _SHORT = 6
 _MOST_BOXES = 20
 #: Where the last sentence may state its answer.
@@ -122,16 +122,11 @@ def _stated(text: str, label: str) -> Iterator[str]:
         statement = (rest[: end.start()] if end else rest).strip()
         yield from _answers_in(statement, is_words)
         return
-    if (
-        len(text.split()) <= _SHORT
-        and not re.search(r"(?<![A-Za-z])[A-Za-z]{3,} ?[:,]", text)
-        and _is_whole(text)
-    ):
+    has_head = re.search(r"(?<![A-Za-z])[A-Za-z]{3,} ?[:,]", text)
+    if len(text.split()) <= _SHORT and not has_head and _is_whole(text):
         yield text
-        return
-    if is_words:
-        return
-    yield from _last_in(tail)
+    elif not is_words:
+        yield from _last_in(tail)
 
 
 def _answers_in(statement: str, is_words: bool) -> Iterator[str]:
@@ -143,13 +138,9 @@ def _answers_in(statement: str, is_words: bool) -> Iterator[str]:
     if is_words:
         yield _REASON.split(statement, maxsplit=1)[0]
         yield statement
-        return
-    formulas = list(_FORMULA.finditer(statement))
-    if formulas:
+    elif formulas := list(_FORMULA.finditer(statement)):
         yield _joined(statement, formulas)
-        return
-    number = _NUMBER.search(statement)
-    if number:
+    elif number := _NUMBER.search(statement):
         yield number[0].strip()
 
 
@@ -249,7 +240,7 @@ def _quiet() -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-#: By the name in the request.
+#: Name of a grader, as requests give it → the function.
 GRADERS: dict[str, Callable[[str, Any], float]] = {
     "math": grade_math,
     "boxed_math": functools.partial(grade_math, boxed_only=True),
@@ -259,7 +250,7 @@ GRADERS: dict[str, Callable[[str, Any], float]] = {
 
 
 def _import_math_verify() -> None:
-    """Takes 0.4 s."""
+    """Import math-verify ahead of the first request; it takes 0.4 s."""
     import math_verify  # noqa: F401
 
 

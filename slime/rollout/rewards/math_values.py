@@ -585,7 +585,7 @@ def _evaluate(node: Node, scope: _Scope) -> Number:
         a = _float(a, scope)
         b = _float(b, scope)
     if kind == "+":
-        return _finite_sum(a, b, scope)
+        return _bounded(a + b, scope)
     if kind == "*":
         return _bounded(a * b, scope)
     if b == 0:
@@ -635,19 +635,12 @@ def _value(node: Node, scope: _Scope) -> Number:
         raise Undefined(str(error)) from error
 
 
-def _finite_sum(a: Number, b: Number, scope: _Scope) -> Number:
-    value = a + b
-    if not isinstance(value, Fraction) and scope.mp.isnan(value):
-        raise Undefined("oo - oo")
-    return _bounded(value, scope)
-
-
 def _bounded(value: Number, scope: _Scope) -> Number:
     if isinstance(value, Fraction):
         bits = max(value.numerator.bit_length(), value.denominator.bit_length())
         return value if bits <= _MAX_BITS else _float(value, scope)
     if scope.mp.isnan(value):
-        raise Undefined("no number")
+        raise Undefined("no number, as of oo - oo")
     return value
 
 
@@ -775,15 +768,13 @@ def _apply(name: str, values: list[Number], scope: _Scope) -> Number:
         degree = values[1] if len(values) > 1 else Fraction(2)
         if degree == 0:
             raise Undefined("a root of degree zero")
-        inverse = 1 / degree
-        return _power(values[0], inverse, scope)
+        return _power(values[0], 1 / degree, scope)
     if name.startswith("unknown:"):
         seed = zlib.crc32(name.encode()) % 97
         return mp.cos(_guard(values[0], scope, 512) * mp.sqrt(2) + seed) + mp.mpf(seed) / 7
     if name in ("max", "min"):
-        return (max if name == "max" else min)(
-            values, key=lambda value: mp.re(_float(value, scope))
-        )
+        chosen = max if name == "max" else min
+        return chosen(values, key=lambda value: mp.re(_float(value, scope)))
     if name in ("gcd", "lcm"):
         if not all(isinstance(value, Fraction) and value.denominator == 1 for value in values):
             raise Undefined("no whole numbers")
@@ -822,10 +813,8 @@ def _rounded(name: str, value: Number, scope: _Scope) -> Number:
 
 
 def _binomial(n: Number, k: Number, scope: _Scope) -> Number:
-    whole = (
-        isinstance(n, Fraction) and isinstance(k, Fraction) and n.denominator == k.denominator == 1
-    )
-    if whole and 0 <= n <= _MAX_EXACT_FACTORIAL and k >= 0:
+    are_whole = all(isinstance(one, Fraction) and one.denominator == 1 for one in (n, k))
+    if are_whole and 0 <= n <= _MAX_EXACT_FACTORIAL and k >= 0:
         return Fraction(math.comb(int(n), int(k)))
     return scope.mp.binomial(_guard(n, scope, 1000), _guard(k, scope, 1000))
 
@@ -991,9 +980,9 @@ def _is_roundoff(a: Node, b: Node, x: Number, y: Number, scope: _Scope) -> bool:
 
 
 def _is_real(value: Number) -> bool:
-    return isinstance(value, Fraction) or bool(
-        abs(_MP.im(value)) <= abs(value) * _MP.mpf(10) ** -40
-    )
+    if isinstance(value, Fraction):
+        return True
+    return bool(abs(_MP.im(value)) <= abs(value) * _MP.mpf(10) ** -40)
 
 
 def as_float(value: Number) -> Any:

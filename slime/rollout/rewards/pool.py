@@ -1,4 +1,4 @@
-"""`RewardPool`: the one way from a sample to its reward, whichever function gives it."""
+"""Score samples: `RewardPool` calls the reward function that a sample or the flags name."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def check_rm_type(rm_type: str) -> None:
 
 
 class RewardPool:
-    """Scores samples. Which function: ``sample.custom_rm_path``, ``--custom-rm-path``,
-    ``metadata["rm_type"]``, ``--rm-type``, in this order. Every call ends within ``--rm-timeout``
+    """Scores samples by the first of ``sample.custom_rm_path``, ``--custom-rm-path``,
+    ``metadata["rm_type"]`` and ``--rm-type`` that is set. Every call ends within ``--rm-timeout``
     seconds (math: at most 5; ``remote_rm``: each of its 10 tries; ``reward_model`` has no limit); a
     sample whose reward does not come in time scores 0 and is counted.
 
@@ -159,7 +159,7 @@ class RewardPool:
     # -- scoring -----------------------------------------------------------------------------------
 
     async def score(self, sample: Sample) -> Reward:
-        """`score_by_flags`, or what a plugin has put in place of ``async_rm`` says.
+        """Score one sample: by `score_by_flags`, or by a plugin's replacement of ``async_rm``.
 
         Raises:
             UserError: as `score_by_flags`.
@@ -200,7 +200,8 @@ class RewardPool:
             raise UserError(error.what, error.why, error.fix) from None
 
     async def score_group(self, samples: list[Sample]) -> list[Reward]:
-        """`score_group_by_flags`, or what a plugin has put in place of ``batched_async_rm`` says.
+        """Score a group: by `score_group_by_flags`, or by a plugin's replacement of
+        ``batched_async_rm``.
 
         Raises:
             UserError: as `score_group_by_flags`.
@@ -323,7 +324,7 @@ class RewardPool:
         what = f"{path} on sample {samples[0].index}"
         lists = [argument for argument in arguments if argument is samples]
         try:
-            # the clock starts when it does
+            # the deadline counts from the moment at which a thread is free
             async with contextlib.nullcontext() if is_async(fn) else self._threads:
                 with frozen(samples, self._named(path), lists, keeps_reward=False):
                     return await call_hook(fn, *arguments, what=what, limit=self._timeout, **more)
@@ -356,9 +357,8 @@ class RewardPool:
         """The function's name in messages; functions without a flag are those of plugins."""
         if path.startswith("the plugin's "):
             return path
-        return named(
-            path, "--custom-rm-path" if path == self._path else "custom_rm_path of the sample"
-        )
+        is_by_flag = path == self._path
+        return named(path, "--custom-rm-path" if is_by_flag else "custom_rm_path of the sample")
 
     def _load(self, path: str) -> Any:
         fn = load_function(path)
@@ -374,21 +374,18 @@ class RewardPool:
         if value is _TIMED_OUT:
             return self._zero()
         role = f"the reward of sample {sample.index}"
-        why = f"response: {shown(sample.response[:80])}"
-        why += f", label: {shown(sample.label, 80)}"
+        why = f"response: {shown(sample.response[:80])}, label: {shown(sample.label, 80)}"
         if is_reward_list(value):
             return note_token_rewards(sample, value, origin, why)
         if not isinstance(value, dict):
             return reward_number(value, origin, role, why)
         keys = [key for key in self._keys if key in value]
         if not keys:
+            lacking = ", and --reward-key is not set"
+            if self._keys:
+                lacking = f" without the key '{self._keys[0]}'"
             raise FunctionFailed(
-                f"{origin} returned a dict for sample {sample.index}"
-                + (
-                    f" without the key '{self._keys[0]}'"
-                    if self._keys
-                    else ", and --reward-key is not set"
-                ),
+                f"{origin} returned a dict for sample {sample.index}{lacking}",
                 why=f"its keys are: {', '.join(map(str, value))}",
                 fix="pass --reward-key with one of them",
             )
@@ -404,10 +401,10 @@ class RewardPool:
                     sample.index,
                     once=f"reward part {origin} {key}",
                 )
-        return {
-            **value,
-            **{key: reward_number(value[key], origin, f"{key!r} in {role}", why) for key in keys},
+        numbers = {
+            key: reward_number(value[key], origin, f"{key!r} in {role}", why) for key in keys
         }
+        return {**value, **numbers}
 
     def _zero(self) -> Reward:
         return dict.fromkeys(self._keys, 0.0) if self._keys else 0.0
