@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from slime.config import make_config
 from slime.diagnosis.align import dumps, sight
 from slime.diagnosis.align.case import Discrepancy
-from slime.diagnosis.align.engines import EngineHere
+from slime.diagnosis.align.engines import EngineHere, EngineThere
 from slime.diagnosis.align.evidence import Scored
 from slime.diagnosis.align.examine import CAUSES, Result, examine, text
 from slime.diagnosis.align.prepare import Options, examined
@@ -275,6 +276,27 @@ def test_transformers_is_asked_about_images(case: Discrepancy) -> None:
     (note,) = [note for note in result.notes if note.startswith("transformers and the reference")]
     assert "wrong" not in note, note
     assert result.parts is not None and result.parts.first is None, text(result)
+
+
+def test_an_engine_behind_a_url_gets_images_and_one_placeholder_of_each(
+    case: Discrepancy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def answer(self: EngineThere, path: str, body: Any) -> Any:
+        asked.append(body)
+        return {"meta_info": {"input_token_logprobs": [[None, 1, None], [-0.5, 2, None]]}}
+
+    monkeypatch.setattr(EngineThere, "_ask", answer)
+    engine = EngineThere("http://127.0.0.1:1")
+    sample = case.samples[1]
+    assert engine.score([sample], together=False) == [[-0.5]]
+    span = sample.media[0].span
+    tokens = sample.tokens.tolist()
+    assert asked[-1]["input_ids"] == [*tokens[: span.start + 1], *tokens[span.end :]]
+    assert asked[-1]["image_data"] == [base64.b64encode(PICTURES["portrait"]).decode()]
+    engine.score(case.samples[:1], together=False)
+    assert "image_data" not in asked[-1]
 
 
 def test_an_image_that_is_gone_is_told(case: Discrepancy) -> None:

@@ -151,7 +151,7 @@ class EngineThere:
 
     def _score(self, sample: Scored) -> list[float]:
         body: dict[str, Any] = {
-            "input_ids": sample.tokens.tolist(),
+            "input_ids": _one_placeholder_each(sample),
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
             "return_logprob": True,
             "logprob_start_len": 0,
@@ -196,3 +196,14 @@ class EngineThere:
             ) from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise Untested(f"{path}: {error}") from error
+
+
+def _one_placeholder_each(sample: Scored) -> list[int]:
+    """Return a sample's tokens with a single placeholder for each image, as engines take them."""
+    ids = sample.tokens.tolist()
+    found: list[int] = []
+    end = 0
+    for one in sample.media:
+        found += ids[end : one.span.start + 1]
+        end = one.span.end
+    return found + ids[end:]
