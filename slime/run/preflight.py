@@ -37,7 +37,7 @@ from slime.errors import UserError
 from slime.hub import fetch_model, is_hub_name, local_data
 from slime.log import get_logger
 from slime.memory.hardware import gpu_majors
-from slime.models.layout_rules import check_layout
+from slime.models.layout_rules import check_critic_layout, check_layout
 from slime.models.model_flags import check_model_flags, merge_transformer
 from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec
@@ -191,6 +191,8 @@ def check_architecture(config: Config) -> None:
         engine_of(config).check_model(spec, hf_config)
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
+    if config.critic.has_own_gpus:
+        check_critic_layout(spec, config)
     stop_ids = {
         *config.rollout.rollout_stop_token_ids,
         *(token for dataset in eval_datasets(config) for token in dataset.stop_token_ids),

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime.cluster.rank_group import threads_per_process
 from slime.cluster.server_process import ServerDied, ServerProcess
-from slime.cluster.trainer_group import Trainers, TrainerStart, threads_per_process
+from slime.cluster.trainer_group import Trainers, TrainerStart
 from slime.config import make_config
 from slime.engines.launch import LaunchSpec
 from slime.errors import UserError
