@@ -51,14 +51,14 @@ class CriticConfig:
         "actor_num_nodes with critic_num_gpus_per_node, else 0",
         range=NONE_OR_SOME,
         needs=_CRITIC,
-        read_by="trainer",
+        read_by=("trainer", "training"),
     )
     """Nodes of a critic on GPUs of its own."""
     critic_num_gpus_per_node: int = derived(
         "actor_num_gpus_per_node with critic_num_nodes, else 0",
         range=NONE_OR_SOME,
         needs=_CRITIC,
-        read_by="trainer",
+        read_by=("trainer", "training"),
     )
     """GPUs of the critic on each of its nodes, beside those of trainer and engines; policy and
     critic then train at the same time. 0: it takes turns on the policy's GPUs."""

@@ -128,6 +128,7 @@ def best_plans(
     an engine, the trainer in the layout that is fastest among those that fit."""
     assert facts.trainer is not None
     found = []
+    gpus -= facts.placement.num_critic  # a critic keeps its own
     trainers = dict[int, list[TrainerSettings]]()
     for engine_size in _SIZES:
         for changed, own in _splits(facts, work, gpus, engine_size, rates.gpus_per_host):
@@ -146,12 +147,13 @@ def _splits(
     """Ways to share the GPUs between trainer and engines of ``engine_size`` GPUs each; a trainer on
     several hosts has whole ones."""
     assert facts.engine is not None
-    if gpus % engine_size or facts.engine.spec.num_heads % engine_size:
+    if gpus < 1 or gpus % engine_size or facts.engine.spec.num_heads % engine_size:
         return
     engine = dataclasses.replace(
         facts.engine, tensor=engine_size, attention=engine_size, pipeline=1
     )
-    together = PlacementPlan(gpus, gpus, engine_size, 0, gpus, "")
+    critics = facts.placement.num_critic
+    together = PlacementPlan(gpus, gpus, engine_size, 0, gpus + critics, "", num_critic=critics)
     yield (
         dataclasses.replace(
             facts,
@@ -170,7 +172,9 @@ def _splits(
             continue
         if trainer > gpus_per_host and trainer % gpus_per_host:
             continue
-        apart = PlacementPlan(trainer, rest, engine_size, trainer, gpus, "")
+        apart = PlacementPlan(
+            trainer, rest, engine_size, trainer, gpus + critics, "", num_critic=critics
+        )
         yield (
             dataclasses.replace(
                 facts,

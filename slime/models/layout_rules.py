@@ -123,6 +123,16 @@ _SIZES = re.compile(
 )
 
 
+def critic_flags(text: str) -> str:
+    """Return a text about flags of the policy's layout with the critic's in their place.
+
+    Example:
+        >>> critic_flags("--tensor-model-parallel-size 2 --max-tokens-per-gpu 8")
+        '--critic-tensor-model-parallel-size 2 --max-tokens-per-gpu 8'
+    """
+    return _SIZES.sub("--critic-", text)
+
+
 def check_critic_layout(spec: ModelSpec, config: Config) -> None:
     """Refuse a layout of a critic on GPUs of its own that does not divide the model.
 
@@ -135,7 +145,7 @@ def check_critic_layout(spec: ModelSpec, config: Config) -> None:
     try:
         check_layout(spec.padded(placed.megatron.tensor_model_parallel_size), placed)
     except UserError as error:
-        what, why, fix = (_SIZES.sub("--critic-", text) for text in error.args)
+        what, why, fix = map(critic_flags, error.args)
         raise UserError(what, why=why, fix=fix) from error
 
 
