@@ -13,12 +13,16 @@ import torch.distributed as dist
 from slime.checkpoints.directory import check_contents, read_manifest
 from slime.checkpoints.load_plan import resolve_load
 from slime.errors import UserError
+from slime.models.layout_rules import check_critic_layout, check_layout, layout_of
+from slime.models.layouts import Layout
+from slime.placement import PlacementPlan, critic_placed
 from slime.processes.host import free_port
 from slime.samples.batch import TrainBatch
 from slime.trainer.megatron.parallel import RankInfo
+from slime.trainer.role import roles_of
 from tests.support import parity
 from tests.support.tiny_models import save_tiny
-from tests.support.trainer_ranks import Pools, make_batch, shard, trainer_config
+from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 
 TRAINING: dict[str, Any] = {
     "advantage_estimator": "ppo",
@@ -279,3 +283,75 @@ def test_a_damaged_critic_is_a_damaged_checkpoint(
     data.unlink()
     with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
         resolve_load(trainer_config(**TRAINING, **folder))
+
+
+# -- flags -----------------------------------------------------------------------------------------
+
+PPO = {"advantage_estimator": "ppo"}
+
+
+def test_a_critic_has_the_policys_layout_unless_it_has_its_own() -> None:
+    policy = {
+        "actor_num_gpus_per_node": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True,
+        "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2,
+        "decoder_first_pipeline_num_layers": 1, "colocate": True,
+    }  # fmt: skip
+    shared = trainer_config(**PPO, **policy)
+    assert not shared.critic.has_own_gpus
+    assert PlacementPlan.of(shared).total == 4 and list(roles_of(shared))[-1] == "critic"
+    apart = trainer_config(**PPO, **policy, critic_num_nodes=2)
+    plan = PlacementPlan.of(apart)
+    assert (plan.num_critic, plan.critic_offset, plan.total) == (8, 4, 12)
+    assert plan.formula.endswith("critic_num_nodes 2 x critic_num_gpus_per_node 4 = 12")
+    assert list(roles_of(apart)) == ["policy"]
+    assert critic_placed(apart).megatron == apart.megatron
+    other = trainer_config(
+        **PPO, **policy, critic_num_gpus_per_node=2, critic_tensor_model_parallel_size=1,
+        critic_pipeline_model_parallel_size=1, critic_context_parallel_size=2,
+    )  # fmt: skip
+    placed = critic_placed(other)
+    assert layout_of(placed, tiny_spec()) == Layout(world=2, context=2)
+    assert not placed.megatron.transformer.keys() & {"num_layers_in_first_pipeline_stage"}
+    check_layout(tiny_spec(), placed)
+    # where nothing is trained, nothing is placed
+    rollouts = trainer_config(**PPO, critic_num_gpus_per_node=1, debug_rollout_only=True)
+    assert PlacementPlan.of(rollouts).num_critic == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            {**PPO, "critic_num_gpus_per_node": 3, "critic_tensor_model_parallel_size": 2},
+            "3 critic GPUs cannot be divided by 2",
+        ),
+        (
+            {**PPO, "critic_num_gpus_per_node": 1, "tensor_model_parallel_size": 2,
+             "actor_num_gpus_per_node": 2},
+            "without --critic-…-parallel-size they are the policy's",
+        ),
+        (
+            {**PPO, "critic_num_gpus_per_node": 2, "critic_expert_model_parallel_size": 2,
+             "critic_expert_tensor_parallel_size": 2},
+            "--critic-expert-tensor-parallel-size 1 is usual",
+        ),
+        ({**PPO, "critic_num_gpus_per_node": 9, "num_gpus_per_node": 8}, "--critic-num-nodes"),
+        (
+            {**PPO, "critic_num_gpus_per_node": 4, "micro_batch_size": 1, "global_batch_size": 6},
+            "data-parallel size of the critic = 1 × 4 = 4",
+        ),
+        ({**PPO, "critic_tensor_model_parallel_size": 2}, "without --critic-num-gpus-per-node"),
+        ({"critic_num_gpus_per_node": 2}, "--advantage-estimator ppo"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_the_launch(flags: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        trainer_config(**flags)
+    assert told in str(caught.value)
+
+
+def test_a_layout_that_does_not_divide_the_model_names_the_critics_flag() -> None:
+    config = trainer_config(**PPO, critic_num_gpus_per_node=3, critic_tensor_model_parallel_size=3)
+    check_layout(tiny_spec(), config)
+    with pytest.raises(UserError, match="--critic-tensor-model-parallel-size 3 does not fit"):
+        check_critic_layout(tiny_spec(), config)
