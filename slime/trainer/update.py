@@ -614,7 +614,7 @@ class CriticUpdate:
         self.batch = batch
         self.timers = _Timers()
         largest = LargestMicroBatch.of(batch.steps, batch.total_lengths, batch.sample_indices)
-        self.memory = PhaseMemory(rank.config, rank.ranks.device, largest)
+        self.memory = PhaseMemory(rank.config, rank.ranks.device, largest, of_critic=True)
         self.data = _initial_tensors(rank, batch)
 
     def values(self) -> ByPosition:

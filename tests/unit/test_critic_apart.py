@@ -4,9 +4,11 @@ checkpoints; what is refused."""
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -18,7 +20,10 @@ from slime.models.layouts import Layout
 from slime.placement import PlacementPlan, critic_placed
 from slime.processes.host import free_port
 from slime.samples.batch import TrainBatch
+from slime.trainer.megatron.critic_process import CriticProcess
 from slime.trainer.megatron.parallel import RankInfo
+from slime.trainer.memory import OutOfMemory
+from slime.trainer.non_finite import NonFiniteTraining
 from slime.trainer.role import roles_of
 from tests.support import parity
 from tests.support.tiny_models import save_tiny
@@ -80,7 +85,6 @@ def two_groups_job(
 ) -> dict[str, Any]:
     """Some rollouts on the ranks of both groups; metrics of each."""
     from slime.trainer.megatron.backend import MegatronBackend
-    from slime.trainer.megatron.critic_process import CriticProcess
 
     num_policy, policy_batches = policy
     num_critic, critic_batches = critic
@@ -355,3 +359,45 @@ def test_a_layout_that_does_not_divide_the_model_names_the_critics_flag() -> Non
     check_layout(tiny_spec(), config)
     with pytest.raises(UserError, match="--critic-tensor-model-parallel-size 3 does not fit"):
         check_critic_layout(tiny_spec(), config)
+
+
+# -- what goes wrong in a rank ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def process() -> Iterator[CriticProcess]:
+    """One rank, with random weights."""
+    config = trainer_config(**PPO, critic_num_gpus_per_node=1, critic_lr=0.05)
+    found = CriticProcess(config, RankInfo(0, 1, 0, "127.0.0.1", free_port()))
+    try:
+        found.setup(spec=tiny_spec(), initialise=True)
+        yield found
+    finally:
+        found.close()
+
+
+def test_a_rank_without_memory_names_the_critics_flags(
+    process: CriticProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(batch: TrainBatch) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(process.critic, "outputs", full)
+    with pytest.raises(OutOfMemory, match="--critic-tensor-model-parallel-size 1 → 2") as caught:
+        process.values(make_batch())
+    assert " --tensor-model-parallel-size" not in str(caught.value)
+
+
+def test_a_step_with_nan_is_kept_with_the_values(process: CriticProcess) -> None:
+    batch = make_batch()
+    values = process.values(batch)
+    returns = {place: np.ones_like(one) for place, one in values.items()}
+    masks = {place: mask.numpy() for place, mask in enumerate(batch.loss_masks)}
+    returns[2][:] = np.nan
+    with pytest.raises(NonFiniteTraining):
+        process.learn(returns, masks)
+    failed = process.failed_step
+    assert failed is not None and failed.shard is not None
+    assert "training_values" in failed.shard.samples[0]
+    bad = [row["sample_indices"] for row in failed.micro_batches if np.isnan(row["loss"])]
+    assert bad == [[batch.sample_indices[2], batch.sample_indices[3]]]

@@ -50,7 +50,7 @@ class CriticProcess(TrainerProcess):
             UserError: a layout that fits neither the ranks nor the model.
         """
         self.join(spec)
-        with PhaseMemory(self.config, self.ranks.device).phase("setup"):
+        with PhaseMemory(self.config, self.ranks.device, of_critic=True).phase("setup"):
             self.critic = Critic(
                 self.spec,
                 self.config,
@@ -67,7 +67,7 @@ class CriticProcess(TrainerProcess):
         Args:
             plan: what the policy has loaded.
         """
-        with PhaseMemory(self.config, self.ranks.device).phase("setup"):
+        with PhaseMemory(self.config, self.ranks.device, of_critic=True).phase("setup"):
             self.critic.load(plan)
 
     def set_run_length(self, num_rollout: int) -> None:
