@@ -18,7 +18,7 @@ from slime.cluster.placement import GpuSlots
 from slime.cluster.rank_group import RankActor, RankGroup
 from slime.cluster.waiting import NamedActor, Watch, all_answered, raise_failed
 from slime.config.config import Config
-from slime.errors import UserError
+from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 from slime.placement import PlacementPlan
 from slime.processes.garbage import freeze_gc, paused
@@ -530,7 +530,7 @@ class Trainers(RankGroup):
             pending = [ref for group in waiting for ref in group.values()]
             if pending:
                 ray.wait(pending, num_returns=len(pending), timeout=deadlines.WAITING_POLL)
-        return []
+        raise RunFailed("no rank tells what it has computed", "none has answered in time")
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -888,7 +888,15 @@ def _not_applied(
         ]
     rank.failed_step = failed
     names = ranks.union([name for name, _, _ in failed.parameters])
-    raise NonFiniteTraining(batch.rollout_id, step_id, outcome.grad_norm, indices, names, functions)
+    raise NonFiniteTraining(
+        batch.rollout_id,
+        step_id,
+        outcome.grad_norm,
+        indices,
+        names,
+        functions,
+        of_critic=policy is None,
+    )
 
 
 # -- before and after ------------------------------------------------------------------------------

@@ -394,8 +394,9 @@ def test_a_step_with_nan_is_kept_with_the_values(process: CriticProcess) -> None
     returns = {place: np.ones_like(one) for place, one in values.items()}
     masks = {place: mask.numpy() for place, mask in enumerate(batch.loss_masks)}
     returns[2][:] = np.nan
-    with pytest.raises(NonFiniteTraining):
+    with pytest.raises(NonFiniteTraining, match="of the critic: NaN or Inf") as caught:
         process.learn(returns, masks)
+    assert "--critic-lr" in caught.value.fix and "--eps-clip" not in caught.value.fix
     failed = process.failed_step
     assert failed is not None and failed.shard is not None
     assert "training_values" in failed.shard.samples[0]
