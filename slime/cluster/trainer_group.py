@@ -424,7 +424,9 @@ class Trainers(RankGroup):
             answers = self._ask(lambda actor: actor.train.remote(shards), "training")
         else:
             answers, metrics = self._train_both(self._critic, shards, critic_shards)
-        metrics |= answers[self._reporting_rank][0]
+        of_policy = answers[self._reporting_rank][0]
+        longest = max(one.get("perf/train_time", 0.0) for one in (metrics, of_policy))
+        metrics |= of_policy | {"perf/train_time": longest}
         return metrics, [one for _, trained in answers for one in trained]
 
     def _train_both(

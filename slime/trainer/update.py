@@ -637,7 +637,8 @@ class CriticUpdate:
         return {
             **mean_of_steps(steps),
             **self.memory.metrics(ranks),
-            **{f"perf/{name}_time": seconds for name, seconds in self.timers.seconds.items()},
+            **self.timers.seconds_of_phases(),
+            "perf/train_time": time.perf_counter() - self.timers.started,
         }
 
 
@@ -952,9 +953,12 @@ class _Timers:
         device.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def seconds_of_phases(self) -> dict[str, float]:
+        return {f"perf/{name}_time": seconds for name, seconds in self.seconds.items()}
+
     def metrics(self, batch: TrainBatch) -> dict[str, float]:
         tokens = batch.global_stats.get("rollout/num_tokens", float(sum(batch.total_lengths)))
-        metrics = {f"perf/{name}_time": seconds for name, seconds in self.seconds.items()}
+        metrics = self.seconds_of_phases()
         if "actor_train" in self.seconds:
             metrics["perf/actor_train_tok_per_s"] = tokens / max(self.seconds["actor_train"], 1e-9)
         metrics["perf/train_time"] = time.perf_counter() - self.started
