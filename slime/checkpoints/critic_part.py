@@ -33,6 +33,11 @@ def discard_critic(root: Path, iteration: int) -> None:
     shutil.rmtree(critic_root(root) / iteration_name(iteration), ignore_errors=True)
 
 
+def discard_critics(root: Path) -> None:
+    """Remove what no checkpoint has taken, once nobody writes any more."""
+    shutil.rmtree(critic_root(root), ignore_errors=True)
+
+
 def take_critic(root: Path, iteration: int, checkpoint: Path) -> None:
     """Move the critic's part into a checkpoint that is being written; wait for it with
     --async-save.

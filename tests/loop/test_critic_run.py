@@ -32,7 +32,7 @@ def test_a_critic_of_its_own_that_dies_changes_no_number(
     name = "critic-apart"
     flags = [*deterministic(name), *PPO, *APART, "--save", outputs / "critic-ckpt"]
     apart = run(name, *flags, *_DIES, "--max-restarts", 1)
-    assert not sign.exists()
+    assert not sign.exists() and not (outputs / "critic-ckpt" / ".critic").exists()
     for rollout_id in range(4):
         assert apart.tokens(rollout_id) == shared.tokens(rollout_id)
     for ours, theirs in zip(apart.steps().values(), shared.steps().values(), strict=True):
