@@ -40,8 +40,8 @@ class CriticConfig:
 
     critic_load: str | None = flag(None, needs=_CRITIC, read_by="trainer")
     """Weights that the critic starts from, in place of those that the policy starts from: a Hugging
-    Face directory, or a checkpoint directory, whose critic is taken if it has one. A run that goes
-    on takes the critic of its own checkpoint."""
+    Face directory, of a reward model too, or a checkpoint directory, whose critic is taken if it
+    has one. A run that goes on takes the critic of its own checkpoint."""
     critic_lr: float = derived("lr", range=finite(0), needs=_CRITIC)
     """Learning rate of the critic; about ten times that of the policy is usual. The value loss has
     no factor of ½."""

@@ -265,6 +265,7 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
         one.path for one in plans if one.kind == "hf" and not config.debug.debug_rollout_only
     }
     spec = family.model_spec(flags.hf_checkpoint)
+    trunks = critics - served - {one.path for one in plans[:-1]}
     for folder in sorted(served | trained):
         own = family_of(folder, flags.model_name).model_spec(folder)
         check_same_model(spec, own, folder)
@@ -278,7 +279,7 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
 
             verify_quantised(folder, family, own, quantisation)
         else:
-            reader = HfReader(folder, names_only=True)
+            reader = HfReader(folder, names_only=True, as_trunk=folder in trunks)
             reader.verify(family, own)
             if folder in served and reader.has_transposed_stacks:
                 engine_of(config).check_transposed_experts(folder)
