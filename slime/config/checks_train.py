@@ -53,20 +53,27 @@ def _divides(draft: Draft, role: str) -> None:
     world = nodes * per_node
     model = tensor * pipeline * context
     gpus = f"{role}_num_nodes × {role}_num_gpus_per_node = {nodes} × {per_node} = {world}"
+    own = [
+        option_of(f"critic_{size}_parallel_size")
+        for size in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+        if draft.is_given(f"critic_{size}_parallel_size")
+    ]
+    whose = ""
+    if of_role:
+        whose = f" ({'; '.join([*own, 'other sizes are those of the policy'])})"
     if world % model:
         raise UserError(
             f"{world} {who} GPUs cannot be divided by {model}",
             why=f"{gpus}; tensor × pipeline × context parallel size = {tensor} × {pipeline} × "
-            f"{context} = {model}",
-            fix="let the product of the parallel sizes divide the number of GPUs"
-            + ("; without --critic-…-parallel-size they are the policy's" if of_role else ""),
+            f"{context} = {model}{whose}",
+            fix="let the product of the parallel sizes divide the number of GPUs",
         )
     expert_tensor = draft[f"{of_role}expert_tensor_parallel_size"] or tensor
     if expert > 1 and world % (expert_tensor * expert * pipeline):
         raise UserError(
             f"{world} {who} GPUs cannot be divided by {expert_tensor * expert * pipeline}",
             why=f"{gpus}; expert tensor × expert × pipeline parallel size = {expert_tensor} × "
-            f"{expert} × {pipeline}",
+            f"{expert} × {pipeline}{whose}",
             fix="let that product divide the number of GPUs; "
             f"{option_of(of_role + 'expert_tensor_parallel_size')} 1 is usual",
         )

@@ -332,7 +332,7 @@ def test_a_critic_has_the_policys_layout_unless_it_has_its_own() -> None:
         (
             {**PPO, "critic_num_gpus_per_node": 1, "tensor_model_parallel_size": 2,
              "actor_num_gpus_per_node": 2},
-            "without --critic-…-parallel-size they are the policy's",
+            "2 × 1 × 1 = 2 (other sizes are those of the policy)",
         ),
         (
             {**PPO, "critic_num_gpus_per_node": 2, "critic_expert_model_parallel_size": 2,
