@@ -50,9 +50,9 @@ ALONE: tuple[int, int, dict[str, Any]] = (1, 1, {})
 
 def of_critic(size: int, layout: dict[str, Any]) -> dict[str, Any]:
     """The flags of a critic on so many ranks; sizes that are not named are 1."""
-    sizes = ("tensor_model", "pipeline_model", "context")
-    names = [f"{one}_parallel_size" for one in sizes] + ["sequence_parallel"]
-    own = {f"critic_{name}": layout.get(name, 1) for name in names[:3]}
+    sizes = ("tensor_model", "pipeline_model", "context", "expert_model")
+    names = [f"{one}_parallel_size" for one in sizes]
+    own = {f"critic_{name}": layout.get(name, 1) for name in names}
     own["critic_sequence_parallel"] = bool(layout.get("sequence_parallel"))
     return {"critic_num_gpus_per_node": size, **own}
 
@@ -231,6 +231,15 @@ def test_any_two_layouts_give_the_numbers_of_a_critic_on_the_policys_ranks(
     last = found[-1]
     assert values[-1][0].any()
     assert last["train/critic-explained_variance"] > 0.05 and last["rollout/kl"] != 0.0
+
+
+def test_its_experts_are_spread_as_its_flags_say(ranks: Pools, tmp_path: Path) -> None:
+    save_tiny("qwen3_moe", tmp_path)
+    flags = {"hf_checkpoint": str(tmp_path), "critic_lr": 0.01}
+    [alone] = ranks.run(1, shared_job, flags, batches_for(1), 3)
+    spread = {"critic_expert_tensor_parallel_size": 1}
+    found, _ = together(ranks, ALONE, (2, 2, parity.EP2), 3, **flags, **spread)
+    assert_same(found, alone["metrics"])
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
