@@ -282,6 +282,19 @@ def test_a_checkpoint_has_both_and_any_run_goes_on_from_it(
     assert_same(back["metrics"], unbroken["metrics"][1:])
 
 
+def test_a_checkpoint_of_adapters_has_the_critic_too(
+    ranks: Pools, model: Path, tmp_path: Path
+) -> None:
+    flags = {**RESUMING, "hf_checkpoint": str(model), "lora_rank": 2}
+    own = {"load": str(tmp_path / "run"), "save": str(tmp_path / "run")}
+    [unbroken] = ranks.run(1, shared_job, flags, batches_for(1), 2)
+    first, _ = together(ranks, ALONE, (2, 1, TP2 | SP), 1, **flags, **own, saves=True)
+    assert (tmp_path / "run" / "iter_0000000" / "adapter").is_dir()
+    second, values = together(ranks, ALONE, ALONE, 1, **flags, **own)
+    assert_same(first + second, unbroken["metrics"])
+    assert values[0][0].any()
+
+
 def test_a_damaged_critic_is_a_damaged_checkpoint(
     ranks: Pools, model: Path, tmp_path: Path
 ) -> None:
