@@ -31,7 +31,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime.checkpoints.gguf import find_smollm2, gguf_to_hf
-from slime.engines.api import EngineClient
+from slime.engines.api import EngineClient, GenerateResult, is_ready
 from slime.processes.host import reserve_port
 
 NUM_REQUESTS = 64
@@ -93,7 +93,8 @@ async def over_http(url: str, prompts: list[list[int]], lengths: list[int]) -> f
 
         async def one(prompt: list[int], length: int) -> None:
             params = {"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True}
-            result = await engine.generate(prompt, params)
+            body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+            result = GenerateResult.from_json(await engine.post("/generate", body))
             assert len(result.token_ids) == len(result.log_probs) == length
 
         begin = time.perf_counter()
@@ -109,13 +110,12 @@ def server(model_path: Path, dtype: str, threads: int, flags: list[str]) -> Iter
     argv += ["--parent-pid", str(os.getpid())]
     process = subprocess.Popen([*argv, "--log-level", "WARNING", *flags])
     url = f"http://127.0.0.1:{reservation.port}"
-
-    async def wait() -> None:
-        async with EngineClient(url) as engine:
-            await engine.wait_healthy(120.0)
-
+    end = time.monotonic() + 120.0
     try:
-        asyncio.run(wait())
+        while not is_ready(f"{url}/health", 5.0):
+            if time.monotonic() > end or process.poll() is not None:
+                raise SystemExit(f"the engine at {url} does not answer")
+            time.sleep(0.05)
         yield url
     finally:
         process.terminate()

@@ -49,24 +49,24 @@ _OF_THE_DISK = {
 COMMANDS = {
     "init": "copy the recipes and examples into a folder",
     "train": "generate, train, push the weights, in lock step",
-    "train-async": "the same with rollouts generated ahead of training",
-    "doctor": "look at a run's flags, machine, model and data before it starts",
-    "plan": "memory of a run and time of its steps, predicted, and layouts worth trying",
-    "align": "where trainer and engine part, when log-probs differ, and why: ranked",
+    "train-async": "the same, with rollouts generated ahead of training",
+    "doctor": "check a run's flags, machine, model and data before it starts",
+    "plan": "predict memory and step time of a run, and which layouts are worth trying",
+    "align": "find why log-probs of trainer and engine differ, and rank the causes",
     "launch": "write the job of a run for Slurm, KubeRay or SkyPilot",
-    "resume": "go on with a run that was stopped, failed or lost its host",
+    "resume": "continue a run that was stopped, failed or lost its host",
     "chat": "talk to a model in the terminal: a run's newest, or any directory",
-    "serve": "a model behind OpenAI's API",
-    "engines": "the engines of a running run; let one join or leave",
-    "export": "a model as a GGUF file, for llama.cpp and Ollama",
+    "serve": "serve a model behind OpenAI's API",
+    "engines": "list the engines of a running run; let one join or leave",
+    "export": "write a model as a GGUF file, for llama.cpp and Ollama",
     "push": "upload a model to the hub, with a card that says how it was trained",
-    "flags": "look a flag up: what it is, needs and serves, and its value in a run",
+    "flags": "explain a flag: what it does and needs, who reads it, its value in a run",
     "reward": "run a reward function on data, without training",
     "report": "write report.html of a run folder, or compare several",
     "compare": "judge a run by the ranges that its recipe expects",
-    "watch": "runs as a live page: curves, timelines, every sample",
-    "explain": "why a run ended, or goes wrong: cause and remedies, from its folder",
-    "bundle": "pack what an issue needs of a run, without secrets and weights",
+    "watch": "show runs as a live page: curves, timelines, every sample",
+    "explain": "say why a run ended or goes wrong, with causes and remedies",
+    "bundle": "pack what a bug report needs of a run, without secrets and weights",
     "convert": "convert checkpoints between Hugging Face and Megatron",
 }
 
@@ -80,8 +80,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(name: str) -> None:
-    """What `train.py` and the scripts in `tools/` do: one subcommand with this process's arguments,
-    then exit."""
+    """Run one subcommand with this process's arguments, then exit, as `train.py` and the scripts in
+    `tools/` do."""
     sys.exit(main([name, *sys.argv[1:]]))
 
 
@@ -147,7 +147,7 @@ def _usage() -> str:
     width = max(map(len, COMMANDS))
     lines = ["usage: slime COMMAND [arguments]      (slime COMMAND --help tells more)", ""]
     lines += [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
-    lines += [f"  {_VERSION:<{width}}  the versions of slime, Python and what slime stands on"]
+    lines += [f"  {_VERSION:<{width}}  print the versions of slime, Python and the main packages"]
     return "\n".join(lines)
 
 
@@ -221,8 +221,8 @@ def _status_of(action: Callable[[], int]) -> int:
 
 
 def _not_installed(error: ModuleNotFoundError) -> UserError | None:
-    """What to say of an import of slime's own that this Python has no package for; None: it is
-    something else's."""
+    """Return the error for a package that an import of slime's own lacks in this Python; None: the
+    import is not slime's."""
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     package = Path(__file__).parent
     name = (error.name or "").partition(".")[0]

@@ -162,7 +162,7 @@ ONE_ROUND_RUN = 1800.0
 #: From SIGTERM to SIGKILL.
 ONE_ROUND_EXIT = 30.0
 
-# -- embedded/command.py
+# -- embedded/kind.py
 EMBEDDED_STARTUP = 300.0
 
 # -- embedded/control_routes.py

@@ -146,7 +146,7 @@ def is_inference(path: str) -> bool:
 
 @dataclass(frozen=True)
 class EngineAccess:
-    """Which requests an engine answers, beside the question of its key.
+    """Decides which requests an engine answers, apart from the check of its key.
 
     Attributes:
         on_loopback: it listens there alone.

@@ -115,7 +115,7 @@ def names_rollout(pattern: str) -> bool:
 
 
 def with_rollout(pattern: str) -> str:
-    """The same with the rollout in the file's name.
+    """Return the pattern with the rollout in the file's name.
 
     >>> with_rollout("dumps/data.pt"), with_rollout("d.d/data")
     ('dumps/data_{rollout_id}.pt', 'd.d/data_{rollout_id}')
@@ -185,8 +185,8 @@ def found(pattern: str) -> list[tuple[Path, int | None]]:
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """What a text may mean as a number: in decimal with signs, fill characters or separators, or in
-    another base."""
+    """Yield the numbers that a text may stand for: in decimal with signs, fill characters or
+    separators, or in another base."""
     if digits := re.sub(r"\D", "", text):
         yield int(digits)
     for base in (16, 8, 2):

@@ -182,7 +182,7 @@ def push(
     backend: Any, url: str, flags: dict[str, Any], size: int, version: int, together: bool
 ) -> tuple[Any, list[set[str]], list[tuple[str, ...]]]:
     """The receipt, the names in each bucket, and the groups that must not be split."""
-    from slime.weights import distributed, ipc, shared_memory_transport
+    from slime.engines.wire import buckets as wire
     from slime.weights.sync import WeightSync
     from slime.weights.transport import EngineSlots
 
@@ -195,16 +195,14 @@ def push(
     )
     sync = WeightSync(config, backend.model_chunks, backend.hf_config, start_version=version)
     buckets: list[set[str]] = []
-    modules = (ipc, shared_memory_transport, distributed)
-    pack: Callable[..., Any] = ipc.pack
+    pack: Callable[..., Any] = wire.pack
 
     def noted(tensors: Any, limit: int, dtype: Any, allocate: Any, groups: Any) -> Any:
         for bucket in pack(tensors, limit, dtype, allocate, groups if together else None):
             buckets.append({entry.name for entry in bucket.entries})
             yield bucket
 
-    for module in modules:
-        module.pack = noted  # type: ignore[attr-defined]
+    wire.pack = noted  # type: ignore[assignment]
     try:
         sync.connect([EngineSlots(url, (0,))])
         receipt = sync.push()
@@ -214,8 +212,7 @@ def push(
             sync._groups.among(name for names in buckets for name in sorted(names)),
         )
     finally:
-        for module in modules:
-            module.pack = pack  # type: ignore[attr-defined]
+        wire.pack = pack
         sync.close()
 
 

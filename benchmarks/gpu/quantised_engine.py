@@ -144,6 +144,7 @@ class Engine:
     def _send(
         self, way: str, tensors: Iterator[tuple[str, torch.Tensor]], directory: Path | None
     ) -> None:
+        from slime.engines.wire.buckets import Packing
         from slime.weights.distributed import DistributedTransport
         from slime.weights.ipc import IpcTransport
         from slime.weights.transport import Transport
@@ -157,14 +158,11 @@ class Engine:
             self.fleet.post("/update_weights_from_disk", body, SECONDS)
             return
         transport: Transport
+        packing = Packing(_BUFFER, torch.bfloat16)
         if "gloo" in way:
-            transport = DistributedTransport(
-                self.fleet, _BUFFER, torch.bfloat16, "gloo", None, SECONDS
-            )
+            transport = DistributedTransport(self.fleet, packing, "gloo", None, SECONDS)
         else:
-            transport = IpcTransport(
-                self.fleet, self._slots, None, _BUFFER, torch.bfloat16, "runs" in way
-            )
+            transport = IpcTransport(self.fleet, self._slots, None, packing, "runs" in way)
         try:
             synchronise()
             transport.send(tensors, self._version, lambda name, tensor: None)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -245,7 +245,13 @@ def reward(args: Any, sample: Sample) -> float:
 
 
 def run_training(
-    script: str, args: argparse.Namespace, model: Path, folder: Path, more: Sequence[str]
+    script: str,
+    args: argparse.Namespace,
+    model: Path,
+    folder: Path,
+    more: Sequence[str],
+    rows: Iterable[Mapping[str, Any]] | None = None,
+    prompt_tokens: int = 256,
 ) -> Stage:
     """``script`` (train.py, train_async.py) as users run it, on made-up prompts; the rows of its
     metrics.
@@ -258,14 +264,18 @@ def run_training(
     Args:
         args: of `new_run_parser`.
         folder: for data and outputs; a fresh one.
+        rows: of the data, instead of made-up text.
+        prompt_tokens: no prompt has more.
     Raises:
         RuntimeError: the run failed; its last lines are on stderr.
     """
     data = folder / "prompts.jsonl"
-    rows = (
-        {"prompt": f"Tell me about the number {i:06d}. " * 4, "label": ""}
-        for i in range(4 * args.prompts)
-    )
+    if rows is None:
+        rows = (
+            {"prompt": f"Tell me about the number {i:06d}. " * 4, "label": ""}
+            for i in range(4 * args.prompts)
+        )
+    length = args.new_tokens + prompt_tokens
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {
         "--hf-checkpoint": model,
@@ -277,8 +287,8 @@ def run_training(
         "--n-samples-per-prompt": args.samples,
         "--num-rollout": args.steps,
         "--rollout-max-response-len": args.new_tokens,
-        "--rollout-max-context-len": args.new_tokens + 256,
-        "--max-tokens-per-gpu": 8 * (args.new_tokens + 256),
+        "--rollout-max-context-len": length,
+        "--max-tokens-per-gpu": 8 * length,
         "--custom-rm-path": "benchmarks.gpu.setting.reward",
         "--lr": "1e-6",
         "--output-dir": folder,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from slime.agents.conversation import Ask, clean
@@ -55,13 +56,8 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
         raise BadRequest(
             f"chat_template_kwargs must be without {', '.join(ours)}", "chat_template_kwargs"
         )
-    images = session.images
-    parts = None if images is None else images.parts()
-    messages = read_messages(body, parts)
-    if images is not None and parts is not None:
-        messages = images.attached(messages, parts, "messages")
     return Ask(
-        messages=clean(messages),
+        messages=clean(session.read_messages(partial(read_messages, body))),
         tools=read_tools(body),
         max_tokens=optional(body, "max_completion_tokens", integer(1), limit),
         stop=optional(body, "stop", strings(), ()),
@@ -74,7 +70,7 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
 
 
 def whole(turn: Turn) -> dict[str, Any]:
-    """The answer as one object."""
+    """Return the answer as one object."""
     reading = turn.reading
     said = chat_answers.message(reading.text, reading.calls, reading.reasoning)
     return _head(turn, "chat.completion") | {
@@ -84,7 +80,7 @@ def whole(turn: Turn) -> dict[str, Any]:
 
 
 def events(turn: Turn) -> Iterator[bytes]:
-    """The answer as a stream."""
+    """Yield the answer as a stream."""
     head = _head(turn, "chat.completion.chunk")
     reading = turn.reading
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
@@ -102,7 +98,7 @@ def events(turn: Turn) -> Iterator[bytes]:
 
 
 def ping() -> bytes:
-    """A comment, which clients skip."""
+    """Return a comment, which clients skip."""
     return b": ping\n\n"
 
 
@@ -111,7 +107,7 @@ def error(message: str, kind: str, code: str | None, param: str | None) -> dict[
 
 
 def error_event(message: str) -> bytes:
-    """A failure behind the status."""
+    """Return the event of a failure after the status was sent."""
     return event(error(message, "unavailable", None, None))
 
 

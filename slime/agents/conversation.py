@@ -6,7 +6,7 @@ A message has the one form of `slime.prompts.conversation`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,10 @@ from slime.agents.images import AgentImages
 from slime.engines.chat_answers import tool_call
 from slime.engines.chat_messages import refused, shows_tools
 from slime.engines.reasoning import ReasoningFormat, reasoning_format
-from slime.engines.request_fields import BadRequest
+from slime.engines.request_fields import LIST, BadRequest, optional
 from slime.engines.tool_calls import Reply, ToolFormat, tool_format, tool_schemas
 from slime.errors import UserError
+from slime.log import get_logger
 from slime.prompts.chat_template import (
     TemplateRefuses,
     before_past_turn,
@@ -30,6 +31,8 @@ from slime.prompts.chat_template import (
     without_repeated_end,
 )
 from slime.prompts.conversation import Messages, read_messages
+
+logger = get_logger(__name__)
 
 #: Tokens at the end of a prompt in which an opening mark of reasoning is looked for.
 _TAIL = 8
@@ -79,7 +82,7 @@ class Reading:
     stop: str = ""
 
     def message(self) -> dict[str, Any]:
-        """The message that the client is to send back."""
+        """Return the message that the client is to send back."""
         said: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.calls:
             said["tool_calls"] = list(self.calls)
@@ -87,8 +90,7 @@ class Reading:
 
 
 def clean(messages: Iterable[dict[str, Any]]) -> Messages:
-    """Messages in the one form of `slime.prompts.conversation`, with the fields that mean something
-    alone.
+    """Read messages in the one form of `slime.prompts.conversation`; drop fields without a meaning.
 
     Raises:
         BadRequest: one that cannot be understood.
@@ -98,12 +100,26 @@ def clean(messages: Iterable[dict[str, Any]]) -> Messages:
     return [{name: message[name] for name in _FIELDS if name in message} for message in read]
 
 
+def only_functions(body: Mapping[str, Any], kinds: Collection[str | None]) -> list[dict[str, Any]]:
+    """Return the tools of a body that are functions; the model could not call any other.
+
+    Args:
+        kinds: values of ``type`` that the protocol gives functions.
+    """
+    tools = optional(body, "tools", LIST, [])
+    own = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") in kinds]
+    if len(own) < len(tools):
+        left_out = len(tools) - len(own)
+        logger.debug("an agent's tools that are no functions are left out: %d", left_out)
+    return own
+
+
 # -- what is the same ------------------------------------------------------------------------------
 
 
 def key_of(message: dict[str, Any], *, with_reasoning: bool = True) -> bytes:
-    """Equal for messages that say the same: of the assistant's, blanks at the ends, the way in
-    which arguments are written, and ids do not count.
+    """Return a key that is equal for messages that say the same. In the assistant's messages,
+    blanks at the ends, the way in which arguments are written, and ids do not count.
 
     Example:
         >>> key_of({"role": "assistant", "content": "4\\n"}) == key_of(
@@ -134,7 +150,7 @@ def _call_key(call: Any) -> list[Any]:
 
 
 def _whole_numbers(value: Any) -> Any:
-    """5.0 as 5: clients in JavaScript know one kind of number, and send it back so."""
+    """Turn 5.0 into 5, as clients in JavaScript, which know one kind of number, send it back."""
     if isinstance(value, dict):
         return {name: _whole_numbers(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -151,7 +167,7 @@ def call_ids(message: dict[str, Any]) -> list[Any]:
 
 
 def digest(before: bytes, key: bytes) -> bytes:
-    """Digest of a conversation, from the digest of everything before its last message."""
+    """Return the digest of a conversation, from that of everything before its last message."""
     return hashlib.blake2b(before + key, digest_size=16).digest()
 
 
@@ -201,9 +217,11 @@ class Speech:
         end_tokens: Collection[int],
         images: AgentImages | None = None,
     ) -> Speech:
-        """Args:
-        family: `slime.models.family_name`, which tells how it writes calls of tools where the
-        template does not.
+        """Read how a model speaks from its tokenizer.
+
+        Args:
+            family: `slime.models.family_name`, which tells how it writes calls of tools where the
+                template does not.
         """
         found = getattr(tokenizer, "chat_template", None)
         template = "\n".join(found.values()) if isinstance(found, dict) else found
@@ -213,8 +231,10 @@ class Speech:
     # -- messages to tokens ------------------------------------------------------------------------
 
     def check_tools(self, tools: list[dict[str, Any]] | None) -> None:
-        """Raises:
-        BadRequest: the model would not see them.
+        """Check that the chat template shows tools.
+
+        Raises:
+            BadRequest: the model would not see them.
         """
         if tools and not self._shows_tools:
             raise BadRequest(
@@ -222,7 +242,7 @@ class Speech:
             )
 
     def opening(self, ask: Ask, messages: Messages, *, to_past: bool = False) -> list[int]:
-        """Tokens of a conversation's beginning, up to where the assistant is to speak.
+        """Return the tokens of a conversation's beginning, up to where the assistant is to speak.
 
         Raises:
             BadRequest: the chat template refuses the messages.
@@ -233,7 +253,7 @@ class Speech:
     def between(
         self, ask: Ask, before: list[int], messages: Messages, *, to_past: bool = False
     ) -> list[int]:
-        """Tokens from the end of an answer to where the assistant is to speak again.
+        """Return the tokens from the end of an answer to where the assistant is to speak again.
 
         Args:
             before: the answer's tokens.
@@ -290,7 +310,12 @@ class Speech:
         keep = self._thinks_in_special or bool(
             tools and self.calls is not None and self.calls.special_marks
         )
-        text = self._text(tokens, keep_special=keep)
+        ids = list(tokens[:-1] if tokens and tokens[-1] in self._ends else tokens)
+        text = str(
+            self.tokenizer.decode(
+                ids, skip_special_tokens=not keep, spaces_between_special_tokens=False
+            )
+        )
         reasoning = None
         rest = text
         if self.reasoning is not None:
@@ -307,15 +332,8 @@ class Speech:
             reply.text, reasoning, tuple(tool_call(call) for call in reply.calls), matched
         )
 
-    def _text(self, tokens: Sequence[int], *, keep_special: bool) -> str:
-        ids = list(tokens[:-1] if tokens and tokens[-1] in self._ends else tokens)
-        text = self.tokenizer.decode(
-            ids, skip_special_tokens=not keep_special, spaces_between_special_tokens=False
-        )
-        return str(text)
-
     def visible_part(self, tokens: list[int]) -> list[int]:
-        """The tokens of an answer behind its reasoning, without blanks before it."""
+        """Return the tokens of an answer behind its reasoning, without blanks before it."""
         if self.reasoning is None:
             return tokens
         low = 0  # fewest tokens in which the reasoning has ended

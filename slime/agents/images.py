@@ -6,7 +6,7 @@ of its images, whose references are under ``images``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.engines.chat_messages import refused
@@ -30,18 +30,17 @@ class AgentImages:
         self._folder = folder
         self._limit = limit
 
-    def parts(self) -> ImageParts:
-        return ImageParts(self._placeholder)
-
-    def attached(self, messages: Messages, parts: ImageParts, field: str) -> Messages:
+    def read(self, read: Callable[[ImageParts], Messages], field: str) -> Messages:
         """Return the messages with the references of their images.
 
         Args:
-            parts: what reading the messages has collected.
+            read: reads the messages of the request, and collects images.
             field: of the request, for errors.
         Raises:
             BadRequest: an image that cannot be read, or text that is a placeholder itself.
         """
+        parts = ImageParts(self._placeholder)
+        messages = read(parts)
         with refused(field):
             sources = read_inline(parts, field)
         for number, source in enumerate(sources, start=1):
@@ -74,8 +73,10 @@ class AgentImages:
             raise BadRequest(str(error), "messages") from error
 
     def check(self, references: Sequence[str]) -> None:
-        """Raises:
-        BadRequest: a conversation has too many images.
+        """Check the number of images of a conversation.
+
+        Raises:
+            BadRequest: there are too many.
         """
         if len(references) > self._limit:
             raise BadRequest(

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from slime.agents.conversation import Ask, clean
+from slime.agents.conversation import Ask, clean, only_functions
 from slime.agents.session import AgentSession
 from slime.agents.turns import Turn
 from slime.engines.chat_answers import event
@@ -23,12 +23,8 @@ from slime.engines.request_fields import (
     required,
     strings,
 )
-from slime.log import get_logger
 from slime.prompts.conversation import Messages, read_messages, read_text, read_tools
 from slime.samples.types import SampleStatus
-
-logger = get_logger(__name__)
-
 
 # -- requests --------------------------------------------------------------------------------------
 
@@ -54,13 +50,8 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
             raise BadRequest(
                 f"messages[{index}] must be an object with the role user or assistant", "messages"
             )
-    images = session.images
-    parts = None if images is None else images.parts()
     with refused("messages"):
-        own = read_messages(messages, images=parts)
-    if images is not None and parts is not None:
-        own = images.attached(own, parts, "messages")
-    found += own
+        found += session.read_messages(lambda parts: read_messages(messages, images=parts))
     if found[-1]["role"] == "assistant":
         raise BadRequest(
             "the last message must not be the assistant's: its beginning cannot be given here",
@@ -90,15 +81,8 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools in the form of chat completions."""
-    tools = optional(body, "tools", LIST, [])
-    own = [
-        tool for tool in tools if isinstance(tool, dict) and tool.get("type") in (None, "custom")
-    ]
-    if len(own) < len(tools):
-        logger.debug(
-            "an agent's tools that are no functions are left out: %d", len(tools) - len(own)
-        )
+    """Return the tools in the form of chat completions."""
+    own = only_functions(body, (None, "custom"))
     bare = [
         {name: tool[name] for name in ("name", "description") if tool.get(name)} for tool in own
     ]
@@ -111,7 +95,7 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def whole(turn: Turn) -> dict[str, Any]:
-    """The answer as one object."""
+    """Return the answer as one object."""
     return _message(turn) | {
         "content": _blocks(turn),
         **_ending(turn),
@@ -120,7 +104,7 @@ def whole(turn: Turn) -> dict[str, Any]:
 
 
 def events(turn: Turn) -> Iterator[bytes]:
-    """The answer as a stream."""
+    """Yield the answer as a stream."""
 
     def say(kind: str, **fields: Any) -> bytes:
         return event({"type": kind, **fields}, kind)
@@ -162,7 +146,7 @@ def error(message: str, kind: str, code: str | None, param: str | None) -> dict[
 
 
 def error_event(message: str) -> bytes:
-    """A failure behind the status."""
+    """Return the event of a failure after the status was sent."""
     return event(error(message, "unavailable", None, None), "error")
 
 

@@ -22,25 +22,25 @@ from slime.log import get_logger
 
 logger = get_logger(__name__)
 
-#: Of the run and of Ray: no agent needs them, and it may run code that a model wrote.
+#: Secrets of the run and of Ray: no agent needs them, and an agent may run code of a model.
 _WITHHELD = (VARIABLE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 #: Bytes of output: a program that writes without end must not fill the memory of the rollout.
 _MOST_OUTPUT = 16 << 20
 _REAPER = Path(__file__).parents[1] / "sandbox" / "reaper.py"
 #: Variables of this process that the reaper gets: enough to start Python.
 _FOR_PYTHON = ("PATH", "LD_LIBRARY_PATH")
-#: Programs of which it was said that they leave something behind.
+#: Programs whose processes that were left behind were warned of.
 _leaves_behind: set[str] = set()
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What came of a program.
+    """The outcome of a program.
 
     Attributes:
         status: its exit status, the negative number of the signal that ended it, or None after its
             deadline.
-        output: what it wrote, errors included; of more than 16 MiB the end.
+        output: what it wrote, errors included; the last 16 MiB of it.
     """
 
     status: int | None
@@ -62,7 +62,7 @@ async def run_program(
     the program's process group is named in the log.
 
     Args:
-        environ: added to this process's own, less the keys of the run.
+        environ: variables beside this process's own, without the keys of the run.
         timeout: seconds; None: until the caller is cancelled, as at the end of a rollout.
     Raises:
         OSError: it cannot be started.
@@ -123,8 +123,8 @@ def _read_report(report: asyncio.Future[tuple[bytes, bytes]]) -> dict[str, Any]:
 
 
 def _name(program: str, left: list[str]) -> None:
-    """Tell of what a program had left behind; a warning once, for all samples of a run start the
-    same."""
+    """Log what a program had left behind. It is a warning once for each program, because all
+    samples of a run start the same one."""
     if left:
         level = logging.INFO if program in _leaves_behind else logging.WARNING
         _leaves_behind.add(program)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slime.agents.chat_api import error, error_event, ping
-from slime.agents.conversation import Ask, clean
+from slime.agents.conversation import Ask, clean, only_functions
 from slime.agents.session import AgentSession
 from slime.agents.turns import Turn
 from slime.engines.chat_answers import event
@@ -22,12 +22,10 @@ from slime.engines.request_fields import (
     integer,
     optional,
 )
-from slime.log import get_logger
 from slime.prompts.conversation import Messages, read_messages
 from slime.samples.types import SampleStatus
 
 __all__ = ["error", "error_event", "events", "ping", "read", "whole"]
-logger = get_logger(__name__)
 
 _UNSUPPORTED = ("background", "conversation", "prompt")
 _ROLES = ("system", "developer", "user", "assistant")
@@ -77,10 +75,11 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
 
 
 def _history(previous: str, session: AgentSession) -> Messages:
-    """Messages up to the end of an earlier response; its instructions are not carried over."""
+    """Return the messages up to the end of an earlier response; its instructions are not carried
+    over."""
     if not previous:
         return []
-    for turn in session.book.turns:
+    for turn in session.tree.turns:
         if _PREFIX + turn.id == previous:
             return [
                 *turn.ask.messages[bool(turn.ask.options.get("instructions")) :],
@@ -90,15 +89,8 @@ def _history(previous: str, session: AgentSession) -> Messages:
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools in the form of chat completions."""
-    tools = optional(body, "tools", LIST, [])
-    functions = [
-        tool for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"
-    ]
-    if len(functions) < len(tools):
-        logger.debug(
-            "an agent's tools that are no functions are left out: %d", len(tools) - len(functions)
-        )
+    """Return the tools in the form of chat completions."""
+    functions = only_functions(body, ("function",))
     fields = ("name", "description", "parameters")
     shapes = [
         {name: tool[name] for name in fields if tool.get(name) is not None} for tool in functions
@@ -107,7 +99,8 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _messages(items: list[Any], session: AgentSession) -> Messages:
-    """Items as messages: reasoning, text and calls in a row are one message of the assistant."""
+    """Read items as messages: reasoning, text and calls in a row are one message of the
+    assistant."""
     given = []
     for index, item in enumerate(items):
         if isinstance(item, dict) and (item.get("type") or "message") == "message":
@@ -117,23 +110,22 @@ def _messages(items: list[Any], session: AgentSession) -> Messages:
                     f"the role of input[{index}] must be one of {', '.join(_ROLES)}", "input"
                 )
         given.append(item)
-    images = session.images
-    parts = None if images is None else images.parts()
     with refused("input"):
-        found = read_messages(given, where="input", images=parts)
-    return found if images is None or parts is None else images.attached(found, parts, "input")
+        return session.read_messages(
+            lambda parts: read_messages(given, where="input", images=parts), "input"
+        )
 
 
 # -- answers ---------------------------------------------------------------------------------------
 
 
 def whole(turn: Turn) -> dict[str, Any]:
-    """The answer as one object."""
+    """Return the answer as one object."""
     return _response(turn, _items(turn), _status(turn))
 
 
 def events(turn: Turn) -> Iterator[bytes]:
-    """The answer as a stream."""
+    """Yield the answer as a stream."""
     number = -1
 
     def say(kind: str, **fields: Any) -> bytes:

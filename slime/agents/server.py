@@ -1,5 +1,5 @@
 """The server of all agents' endpoints of a process: one port, and a key that tells which sample a
-request is of.
+request belongs to.
 
 POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens    GET /v1/models
 key: "Authorization: Bearer …", "x-api-key: …", or in the path: /key/…/v1/…
@@ -33,9 +33,9 @@ from slime.rollout.loop import close_with_rollouts
 logger = get_logger(__name__)
 
 _LARGEST_BODY = 64 << 20
-_NO_RETRY = {"x-should-retry": "false"}  # both clients go by it
+_NO_RETRY = {"x-should-retry": "false"}  # the clients of OpenAI and Anthropic read it
 
-#: Path of a route that generates → its shapes.
+#: Path of a route that generates → the module that reads its requests and writes its answers.
 _APIS: dict[str, ModuleType] = {
     "/chat/completions": chat_api,
     "/responses": responses_api,
@@ -46,7 +46,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class AgentServer:
-    """Use `shared_server`; one of these serves all samples of an event loop."""
+    """The server for all samples of an event loop; `shared_server` returns it."""
 
     def __init__(self) -> None:
         self._sessions: dict[bytes, tuple[str, AgentSession]] = {}
@@ -55,8 +55,8 @@ class AgentServer:
         self.host = ""
         self.port = 0
 
-    async def start(self, host: str, port: int) -> None:
-        """Listen.
+    async def start(self, host: str, port: int) -> AgentServer:
+        """Listen; return the server itself.
 
         Raises:
             UserError: the port is taken, or the address is not one of this host.
@@ -88,25 +88,26 @@ class AgentServer:
         self.host = host
         self.port = int(listener.getsockname()[1])
         logger.info("agents are answered at http://%s:%d", host, self.port)
+        return self
 
     async def close(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
 
     def open(self, session: AgentSession) -> str:
-        """A new key, with which requests are ``session``'s."""
+        """Return a new key, with which requests belong to ``session``."""
         key = f"sk-slime-{secrets.token_urlsafe(32)}"
         self._sessions[_digest(key)] = (key, session)
         return key
 
     def shut(self, key: str) -> None:
-        """Forget a key, and end what is under way with it."""
+        """Forget a key, and end its requests."""
         _, session = self._sessions.pop(_digest(key))
         session.end()
 
     def _session_of(self, key: str) -> AgentSession | None:
-        """Looked up by a digest, and compared in constant time: how long it takes tells nothing of
-        other keys."""
+        """Find the session of a key by its digest. The comparison takes constant time, which tells
+        nothing about other keys."""
         known, session = self._sessions.get(_digest(key), ("", None))
         return (
             session if hmac.compare_digest(known.encode(), key.encode(errors="replace")) else None
@@ -126,8 +127,8 @@ class AgentServer:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every refusal in the shape of its protocol; what was not foreseen as status 500, with the
-        traceback in the log."""
+        """Answer every refusal in the shape of its protocol; an unforeseen exception becomes status
+        500, with the traceback in the log."""
         try:
             return await handler(request)
         except BadRequest as error:
@@ -154,12 +155,12 @@ class AgentServer:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            # the path may have the key
+            # the path may contain the key
             logger.exception("%s failed", request.match_info.route.resource)
             return _refused(request, f"{type(error).__name__}: {error}", 500, "api_error")
 
     def _tell(self, request: web.Request, message: str) -> None:
-        """Warn of what an agent is refused, each once."""
+        """Warn once of each refusal."""
         if message not in self._said and len(self._said) < 100:
             self._said.add(message)
             logger.warning(
@@ -177,7 +178,7 @@ def _digest(key: str) -> bytes:
 
 
 def _answering(api: ModuleType) -> Handler:
-    """The handler of a protocol's generating route."""
+    """Make the handler of a protocol's generating route."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         session = request[_SESSION]
@@ -199,8 +200,8 @@ def _answering(api: ModuleType) -> Handler:
 async def _stream(
     request: web.Request, working: asyncio.Task[Turn], api: ModuleType
 ) -> web.StreamResponse:
-    """The answer as events, all at its end, with pings until then: what the engine sends again
-    after a push of weights, or after another engine's death, must not be seen twice."""
+    """Send pings until the answer is complete, then all of its events. A client must not see twice
+    what an engine generates again after a push of weights or another engine's death."""
     response = web.StreamResponse(headers=EVENT_HEADERS)
     try:
         await response.prepare(request)
@@ -216,7 +217,7 @@ async def _stream(
 
 
 def _events(request: web.Request, working: asyncio.Task[Turn], api: ModuleType) -> list[bytes]:
-    """Events of an answer, or of an error: the status is sent already."""
+    """Return the events of an answer, or of an error, as the status is sent already."""
     try:
         return list(api.events(working.result()))
     except (BadRequest, Refusal) as error:
@@ -270,7 +271,7 @@ async def _count_tokens(request: web.Request) -> web.Response:
     generated."""
     session = request[_SESSION]
     ask = messages_api.read(await _body(request), session)
-    return _json({"input_tokens": len(session.book.look(session.with_kwargs(ask)).prompt)})
+    return _json({"input_tokens": len(session.tree.find_place(session.with_kwargs(ask)).prompt)})
 
 
 async def _models(request: web.Request) -> web.Response:
@@ -285,7 +286,7 @@ async def _models(request: web.Request) -> web.Response:
 
 
 async def _model(request: web.Request) -> web.Response:
-    """Any name is the policy's."""
+    """Describe the policy under any name."""
     return _json(_CARD | {"id": request.match_info["model"]})
 
 
@@ -297,25 +298,19 @@ _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]
 
 
 async def shared_server(host: str, port: int) -> AgentServer:
-    """The server of this event loop, started by whoever needs it first.
+    """Return the server of this event loop, started by whoever needs it first.
 
     Raises:
         UserError: it cannot listen there.
     """
     loop = asyncio.get_running_loop()
     if loop not in _SERVERS:
-        _SERVERS[loop] = loop.create_task(_started(host, port))
+        _SERVERS[loop] = loop.create_task(AgentServer().start(host, port))
     try:
         return await asyncio.shield(_SERVERS[loop])
     except UserError:
         _SERVERS.pop(loop, None)
         raise
-
-
-async def _started(host: str, port: int) -> AgentServer:
-    server = AgentServer()
-    await server.start(host, port)
-    return server
 
 
 async def close_server() -> None:

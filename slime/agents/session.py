@@ -6,16 +6,17 @@ import asyncio
 import contextvars
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from slime.agents.conversation import Ask, Speech
 from slime.agents.images import AgentImages
-from slime.agents.turns import Book, DroppedReasoning, Turn, TurnPosition
+from slime.agents.turns import DroppedReasoning, Turn, TurnPosition, TurnTree
 from slime.engines.api import EngineError
 from slime.engines.client import RequestRefused
 from slime.log import get_logger
+from slime.prompts.conversation import ImageParts, Messages
 from slime.rollout.generate import GenerateState, generate
 from slime.samples.media import IMAGES
 from slime.samples.types import Sample, SampleStatus
@@ -29,8 +30,8 @@ class Refusal(Exception):
     """A request that gets no answer, and will get none if it is sent again.
 
     Attributes:
-        status: of HTTP.
-        kind, code: OpenAI's words.
+        status: the HTTP status.
+        kind, code: ``type`` and ``code`` of OpenAI's error object.
     """
 
     def __init__(self, message: str, status: int, kind: str, code: str | None = None) -> None:
@@ -50,8 +51,9 @@ class AgentSession:
         max_turns: more requests are refused. One that the chat template refuses does not count.
 
     Attributes:
-        failure: of an engine, which the agent was told of as status 503.
+        failure: an engine's error, which the agent got as status 503.
         was_cut: a request was refused, or its answer cut short, because the rollout ends.
+        generation_seconds: in which a request was under way.
         refused: why the last request was refused that was; "" if none was.
     """
 
@@ -68,7 +70,7 @@ class AgentSession:
         self.state = state
         self.sample = sample
         self.params = sampling_params
-        self.book = Book(speech, dropped_reasoning)
+        self.tree = TurnTree(speech, dropped_reasoning)
         self.max_turns = max_turns
         self.failure: EngineError | None = None
         self.was_cut = False
@@ -80,7 +82,7 @@ class AgentSession:
         # the generate function's: its state, and its span of the trace
         self._context = contextvars.copy_context()
         self._waiting: set[asyncio.Task[Any]] = set()
-        self._busy = 0.0
+        self.generation_seconds = 0.0
         self._since = 0.0
         own = sample.apply_chat_template_kwargs or state.args.apply_chat_template_kwargs
         self._template_kwargs: dict[str, Any] = dict(own or {})
@@ -88,10 +90,17 @@ class AgentSession:
     @property
     def images(self) -> AgentImages | None:
         """Images in messages; None: the model reads text alone."""
-        return self.book.speech.images
+        return self.tree.speech.images
+
+    def read_messages(
+        self, read: Callable[[ImageParts | None], Messages], field: str = "messages"
+    ) -> Messages:
+        """Read the messages of a request, with their images where the model sees some; see
+        `AgentImages.read`."""
+        return read(None) if self.images is None else self.images.read(read, field)
 
     def with_kwargs(self, ask: Ask) -> Ask:
-        """The request with the run's arguments of the chat template, where it brings none of its
+        """Add the run's arguments of the chat template to a request, where it brings none of its
         own."""
         if not self._template_kwargs:
             return ask
@@ -100,16 +109,16 @@ class AgentSession:
         )
 
     async def answer(self, ask: Ask) -> Turn:
-        """The model's answer to a request.
+        """Generate the model's answer to a request.
 
         Raises:
             BadRequest: the chat template refuses it.
             Refusal: the context is full, too many turns, the sample is done or has failed, the
                 rollout ends, or no engine answers.
         """
-        if self._is_over:  # its body came when the key was void already
+        if self._is_over:  # the sample ended while the body arrived
             raise Refusal("this sample is done", 401, "authentication_error", "invalid_api_key")
-        # agents repeat a 503, some thirty times; this they do not, and no engine is asked
+        # agents repeat a 503 some thirty times, but not a 400; no engine is asked again
         if self.failure is not None:
             raise Refusal(
                 f"this sample has failed: {self.failure}",
@@ -126,7 +135,7 @@ class AgentSession:
             )
         ask = self.with_kwargs(ask)
         full_before = self._full
-        place = self.book.place(ask)
+        place = self.tree.place(ask)
         self._started += 1  # a request that the template refuses is no turn
         sample = Sample(
             index=self.sample.index,
@@ -150,13 +159,13 @@ class AgentSession:
             self._full = place
             said = f"the prompt is too long: {len(place.prompt)} tokens fill the context"
             raise Refusal(said, 400, "invalid_request_error", "context_length_exceeded")
-        # the agent has gone on with less; one refused meanwhile has not yet
+        # the agent has gone on with a shorter prompt; a refusal that came meanwhile still counts
         if self._full is full_before:
             self._full = None
         output = sample.tokens[sample.prompt_length :]
-        opened = self.book.speech.opens_reasoning(place.prompt)
-        reading = self.book.speech.read(output, ask, opened=opened, stop=params.get("stop") or ())
-        return self.book.record(place, ask, sample, reading)
+        opened = self.tree.speech.opens_reasoning(place.prompt)
+        reading = self.tree.speech.read(output, ask, opened=opened, stop=params.get("stop") or ())
+        return self.tree.record(place, ask, sample, reading)
 
     async def _generate(self, sample: Sample, params: dict[str, Any]) -> None:
         work = generate(self.state.args, sample, params)
@@ -184,10 +193,10 @@ class AgentSession:
         been too long."""
         if self._full is None:
             return None
-        if self._full.parent in self.book.branches():
+        if self._full.parent in self.tree.branches():
             return self._full.parent if self._full.parent in ends else None
         # it was rewritten: most likely of the last one
-        return max(ends, key=self.book.turns.index, default=None)
+        return max(ends, key=self.tree.turns.index, default=None)
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -203,15 +212,10 @@ class AgentSession:
         finally:
             self._waiting.discard(task)
             if not self._waiting:
-                self._busy += time.monotonic() - self._since
-
-    @property
-    def generation_seconds(self) -> float:
-        """Seconds in which a request was under way."""
-        return self._busy
+                self.generation_seconds += time.monotonic() - self._since
 
     def end(self) -> None:
-        """Cancel what is under way, and begin nothing: nobody will read the answers."""
+        """Cancel the requests in progress and refuse new ones: nobody will read the answers."""
         self._is_over = True
         for task in self._waiting:
             task.cancel()

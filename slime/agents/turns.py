@@ -77,7 +77,7 @@ class Turn:
         self.length = (self.parent.length if self.parent else 0) + len(self.lead) + len(self.output)
 
     def path(self) -> list[Turn]:
-        """Turns from the first one of the conversation to this one."""
+        """Return the turns from the first one of the conversation to this one."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -86,7 +86,7 @@ class Turn:
         return turns[::-1]
 
     def tokens(self) -> list[int]:
-        """All that the model has seen and said up to the end of this turn."""
+        """Return all tokens that the model has seen and said up to the end of this turn."""
         found: list[int] = []
         for turn in self.path():
             found += turn.lead
@@ -118,8 +118,8 @@ class TurnPosition:
     images: list[str] = field(default_factory=list)
 
 
-class Book:
-    """The turns of one trajectory.
+class TurnTree:
+    """The turns of one trajectory, each behind the one that it follows.
 
     Args:
         dropped_reasoning: "branch": what a client leaves out of its history is gone, as it would be
@@ -147,12 +147,12 @@ class Book:
         Raises:
             BadRequest: the chat template refuses the messages.
         """
-        place = self.look(ask)
+        place = self.find_place(ask)
         self._asked[place.history] += 1
         return place
 
-    def look(self, ask: Ask) -> TurnPosition:
-        """`place`, for who does not ask yet."""
+    def find_place(self, ask: Ask) -> TurnPosition:
+        """Do as `place`, for a request that is only counted, and not answered."""
         self.speech.check_tools(ask.tools)
         history, parent, count = self._longest_known(ask)
         rest = ask.messages[count:]
@@ -202,7 +202,7 @@ class Book:
         return history, parent, count
 
     def _behind(self, turn: Turn, messages: Messages) -> Messages:
-        """Messages after the turn's answer."""
+        """Return the messages after the turn's answer."""
         key = self._key(turn.reading.message())
         return messages[
             max(
@@ -214,8 +214,8 @@ class Book:
         return key_of(message, with_reasoning=self._with_reasoning)
 
     def _tokens(self, ask: Ask, messages: Messages, parent: Turn | None) -> list[int]:
-        """Tokens of messages up to where the assistant is to speak; those of known answers as they
-        were sampled."""
+        """Return the tokens of messages up to where the assistant is to speak; those of known
+        answers as they were sampled."""
         ids: list[int] = []
         last = parent.output if parent is not None else None
         waiting: Messages = []
@@ -237,8 +237,8 @@ class Book:
         return self.speech.between(ask, last, messages, to_past=to_past)
 
     def _known_answer(self, message: dict[str, Any]) -> tuple[list[int], bool]:
-        """Tokens of a message that the model wrote, and whether they are the whole answer; [] for
-        any other."""
+        """Return the tokens of a message that the model wrote, and whether they are the whole
+        answer; [] for any other message."""
         thought = self._with_reasoning and message.get("reasoning_content")
         if message["role"] != "assistant" or not (
             message["content"] or message.get("tool_calls") or thought
@@ -300,13 +300,13 @@ class Book:
     # -- branches ----------------------------------------------------------------------------------
 
     def branches(self) -> list[Turn]:
-        """The last turn of every branch, in the order in which they were answered."""
+        """Return the last turn of every branch, in the order in which they were answered."""
         followed = {id(turn.parent) for turn in self.turns}
         return [turn for turn in self.turns if id(turn) not in followed]
 
 
 def _beginning(turn: Turn, tokens: list[int]) -> list[int]:
-    """All tokens of a turn, where ``tokens`` begin with them; else []."""
+    """Return all tokens of a turn if ``tokens`` begin with them; else []."""
     end = turn.length
     if end >= len(tokens) or tokens[end - len(turn.output) : end] != turn.output:
         return []
@@ -330,8 +330,8 @@ def _meant(turns: list[Turn], message: dict[str, Any]) -> Turn:
 
 
 def samples_of(drawn: Sample, ends: Sequence[Turn], cut_short: Turn | None = None) -> list[Sample]:
-    """A sample for each branch, named by its last turn; turns that several share are trained in the
-    first of them.
+    """Make a sample for each branch, named by its last turn; turns that several share are trained
+    in the first of them.
 
     The first is ``drawn`` itself; the others are copies without its trace. All have its reward, if
     it has one.
@@ -405,7 +405,7 @@ def _fill(sample: Sample, path: list[Turn], trained: set[int]) -> None:
 
 
 def _sum(one: Any, other: Any) -> Any:
-    """Counters of two records of a kind, added."""
+    """Add the counters of two records of a kind."""
     return type(one)(
         **{f.name: getattr(one, f.name) + getattr(other, f.name) for f in dataclasses.fields(one)}
     )

@@ -235,7 +235,8 @@ class _Sinks:
             add_product(self._hidden[rows], slopes, self._student.weight[columns])
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        """What autograd gets: of ``hidden``, and of ``weight`` unless that was added elsewhere."""
+        """Return the gradients for autograd: of ``hidden``, and of ``weight`` unless that was added
+        elsewhere."""
         hidden = None if self._hidden is None else self._hidden.to(self._student.hidden.dtype)
         return hidden, None if self._is_given else self._weight
 
@@ -416,7 +417,7 @@ class _LogProbsAt(torch.autograd.Function):
 
 
 def _within(local: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Which tokens a block has, and their columns there; 0 for those that it does not have."""
+    """Return which tokens lie in a block, and their columns there; 0 for those that do not."""
     here = (local >= part.start) & (local < part.stop)
     return here, torch.where(here, local - part.start, 0)
 

@@ -269,7 +269,7 @@ def log_sums(
 def _statistics(
     inputs: _LogitInputs, targets: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `_combine` does of all rows."""
+    """Return the results of `_combine` for all rows."""
     hidden = inputs.hidden
     n = hidden.size(0)
     # rows: max, Σ exp, target logit, Σ exp · x; x relative to the max

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.checkpoints.gguf_export import ROPE_PARAMETERS
+from slime.checkpoints.gguf_export import ROPE_PARAMETERS, require_gguf
 from slime.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,10 +59,7 @@ def gguf_to_hf(
         )
     if not source.is_file():
         raise UserError(f"there is no GGUF file {source}", fix="give the path of a .gguf file")
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError(
-            "reading a GGUF file needs the package gguf", fix="pip install 'slime-rl[gguf]'"
-        )
+    require_gguf("reading")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as partial:
         _convert(source, Path(partial) / "checkpoint", dtype)
@@ -98,7 +95,10 @@ def _convert(source: Path, out: Path, dtype_name: str) -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     dtype: torch.dtype = getattr(torch, dtype_name)
-    reader = GGUFReader(source)
+    try:
+        reader = GGUFReader(source)
+    except (ValueError, IndexError) as error:
+        raise UserError(f"{source} is not a GGUF file, or it is damaged", why=str(error)) from error
     tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     config = AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
     for mark in _QUANTISATION_MARKS:

@@ -8,7 +8,6 @@ them; experts of a layer are one tensor. llama.cpp scales by alpha / rank.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,12 +17,13 @@ from slime.checkpoints.gguf_export import (
     ARCHITECTURES,
     GgufTensor,
     gguf_names,
+    gguf_writer,
     in_gguf_order,
+    require_gguf,
     write_tensors,
 )
 from slime.checkpoints.peft_files import PeftAdapter, module_of
 from slime.errors import UserError
-from slime.files import replacing
 from slime.models import ModelSpec, family_of
 from slime.models.adapters import Side, is_embedding, peft_name
 
@@ -49,10 +49,7 @@ def adapter_to_gguf(
             has modules that the base does not have; the package gguf is missing.
     """
     target = Path(path)
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError(
-            "writing a GGUF file needs the package gguf", fix="pip install 'slime-rl[gguf]'"
-        )
+    require_gguf("writing")
     family = family_of(base)
     spec = family.model_spec(base)
     if spec.family not in ARCHITECTURES:
@@ -72,19 +69,13 @@ def adapter_to_gguf(
             why=f"{base} has no such Linear layer",
             fix="use the adapter's own base, and no adapters of embeddings",
         )
-    from gguf import GGUFWriter
-
     tensors = list(_tensors(adapter, modules, spec, dtype))
-    try:
-        with replacing(target) as unfinished:
-            writer = GGUFWriter(unfinished, ARCHITECTURES[spec.family])
-            writer.add_type("adapter")
-            writer.add_string("adapter.type", "lora")
-            writer.add_float32("adapter.lora.alpha", float(adapter.alpha))
-            writer.add_name(name or adapter.directory.resolve().name)
-            write_tensors(writer, tensors)
-    except OSError as error:
-        raise UserError(f"cannot write {target}", why=error.strerror or str(error)) from error
+    with gguf_writer(target, spec) as writer:
+        writer.add_type("adapter")
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", float(adapter.alpha))
+        writer.add_name(name or adapter.directory.resolve().name)
+        write_tensors(writer, tensors)
     return target
 
 

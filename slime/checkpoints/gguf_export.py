@@ -15,6 +15,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,10 +90,7 @@ def hf_to_gguf(
     """
     source = Path(directory)
     target = Path(path)
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError(
-            "writing a GGUF file needs the package gguf", fix="pip install 'slime-rl[gguf]'"
-        )
+    require_gguf("writing")
     config = read_hf_config(source)
     family = family_of(source)
     spec = family.model_spec(config)
@@ -102,17 +100,39 @@ def hf_to_gguf(
     ignored = set(reader.verify(family, spec))
     names = [name for name in ModelParameters(family, spec).stored if name not in ignored]
     tensors = list(_tensors(reader, names, spec, dtype))
+    with gguf_writer(target, spec) as writer:
+        _add_facts(writer, spec, name or source.resolve().name, tensors)
+        vocabulary.add_to(writer, source)
+        write_tensors(writer, tensors)
+    return target
+
+
+def require_gguf(doing: str) -> None:
+    """Check that the package gguf is installed; ``doing`` is "reading" or "writing".
+
+    Raises:
+        UserError: it is not.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError(
+            f"{doing} a GGUF file needs the package gguf", fix="pip install 'slime-rl[gguf]'"
+        )
+
+
+@contextmanager
+def gguf_writer(target: Path, spec: ModelSpec) -> Iterator[GGUFWriter]:
+    """Yield the writer of a file, which appears as the block ends.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     from gguf import GGUFWriter
 
     try:
         with replacing(target) as unfinished:
-            writer = GGUFWriter(unfinished, ARCHITECTURES[spec.family])
-            _add_facts(writer, spec, name or source.resolve().name, tensors)
-            vocabulary.add_to(writer, source)
-            write_tensors(writer, tensors)
+            yield GGUFWriter(unfinished, ARCHITECTURES[spec.family])
     except OSError as error:
         raise UserError(f"cannot write {target}", why=error.strerror or str(error)) from error
-    return target
 
 
 def _check(source: Path, spec: ModelSpec) -> None:
@@ -156,7 +176,7 @@ def _add_facts(writer: GGUFWriter, spec: ModelSpec, name: str, tensors: list[Ggu
 
     facts = spec.transformer
     writer.add_type("model")
-    # of that very name transformers expects another layout
+    # transformers expects another layout of a file whose model has this very name
     writer.add_name("Mistral" if name == "mistral" else name)
     largest = max(tensors, key=lambda tensor: tensor.num_elements)
     writer.add_file_type(LlamaFileType[_FILE_TYPES[largest.dtype]])

@@ -45,10 +45,10 @@ class HfLoadReport:
     """The result of `load_hf` on this rank.
 
     Attributes:
-        directory: where from.
+        directory: the Hugging Face directory.
         num_loaded: parameters (Megatron tensors) of this rank, all of them loaded.
         num_elements: numbers in them.
-        nbytes: bytes read, in the file's dtype; of quantised weights those that were computed.
+        nbytes: bytes read, in the file's dtype; of quantised weights, bytes after decoding.
         files: weight files read from, and how many parameters took something from each.
         ignored: tensors in the files that the family is known not to use.
         seconds: wall time.
@@ -194,7 +194,7 @@ def match_of(family: ModelFamily, name: str, spec: ModelSpec) -> Match | None:
 
 
 def shard_of(match: Match, placement: Placement) -> Shard:
-    """The piece of a parameter that this rank holds."""
+    """Return which piece of a parameter this rank holds."""
     if match.rule.layout.tp_axis is None:
         return Shard()
     if match.rule.is_expert:
@@ -203,7 +203,7 @@ def shard_of(match: Match, placement: Placement) -> Shard:
 
 
 def with_padding_of(match: Match, tensor: torch.Tensor, spec: ModelSpec, shard: Shard) -> ModelSpec:
-    """The model itself tells how far its vocabulary was padded."""
+    """Return the spec with the padded vocabulary that the model was built with."""
     if not isinstance(match.rule.layout, VocabParallel):
         return spec
     return dataclasses.replace(spec, padded_vocab_size=tensor.shape[0] * shard.size)
@@ -243,7 +243,7 @@ def _read_piece(
 
 
 def _check_all_taken(expected: list[str], taken: set[str], directory: Path) -> None:
-    """Every expected tensor was taken by a parameter on some rank."""
+    """Refuse a directory that has tensors which no parameter of any rank took. Collective."""
     flags = torch.tensor([name in taken for name in expected], dtype=torch.uint8)
     if dist.is_initialized() and dist.get_world_size() > 1:
         flags = flags.to(collective_device())

@@ -211,14 +211,7 @@ def resolve_critic(config: Config, plan: LoadPlan) -> LoadPlan:
         if config.lora.lora_rank:  # the policy's checkpoint may hold its adapters alone
             return _reference_weights(config, "starts from")
         return _weights_only(plan.kind, plan.path, f"starts from {plan.path}", None)
-    root = Path(given)
-    tracked = read_tracker(root)
-    if tracked is not None:
-        path, _ = _pick(root, tracked, None, "--critic-load")
-        return _weights_only("megatron", path, f"starts from {path}", None)
-    if is_hf_dir(root):
-        return _weights_only("hf", root, f"starts from {root}", None)
-    raise _nothing_there(root, "--critic-load")
+    return _of_either_kind("--critic-load", Path(given), "--critic-load", None, "starts from")
 
 
 def resolve_teacher(config: Config, teacher: Teacher) -> LoadPlan:
@@ -227,18 +220,13 @@ def resolve_teacher(config: Config, teacher: Teacher) -> LoadPlan:
     Raises:
         UserError: as `resolve_load`.
     """
-    flag = "--opd-teacher-load"
-    root = Path(teacher.source)
-    step = config.distillation.opd_teacher_ckpt_step
-    note = f"teacher {teacher.name} from"
-    tracked = read_tracker(root)
-    if tracked is not None or (step is not None and saved_iterations(root)):
-        path, _ = _pick(root, tracked, step, "--opd-teacher-ckpt-step")
-        return _weights_only("megatron", path, f"{note} {path}", None)
-    if is_hf_dir(root):
-        _refuse_step(root, step, "--opd-teacher-ckpt-step")
-        return _weights_only("hf", root, f"{note} {root}", None)
-    raise _nothing_there(root, flag)
+    return _of_either_kind(
+        "--opd-teacher-load",
+        Path(teacher.source),
+        "--opd-teacher-ckpt-step",
+        config.distillation.opd_teacher_ckpt_step,
+        f"teacher {teacher.name} from",
+    )
 
 
 def is_hf_dir(path: Path) -> bool:
@@ -280,16 +268,22 @@ def _own_reference(config: Config) -> str | None:
 def _reference_weights(config: Config, note: str, start: int | None = None) -> LoadPlan:
     """Weights without a past, of either kind; ``note`` is followed by the path."""
     named = _without_a_past(config)
-    step = config.checkpoint.ref_ckpt_step
     assert named is not None
-    flag = named[0]
-    root = Path(named[1])
+    flag, root = named
+    step = config.checkpoint.ref_ckpt_step
+    return _of_either_kind(flag, Path(root), "--ref-ckpt-step", step, note, start)
+
+
+def _of_either_kind(
+    flag: str, root: Path, step_flag: str, step: int | None, note: str, start: int | None = None
+) -> LoadPlan:
+    """The weights in the directory that ``flag`` names, at the iteration of ``step_flag``."""
     tracked = read_tracker(root)
     if tracked is not None or (step is not None and saved_iterations(root)):
-        path, _ = _pick(root, tracked, step, "--ref-ckpt-step")
+        path, _ = _pick(root, tracked, step, step_flag)
         return _weights_only("megatron", path, f"{note} {path}", start)
     if is_hf_dir(root):
-        _refuse_step(root, step, "--ref-ckpt-step")
+        _refuse_step(root, step, step_flag)
         return _weights_only("hf", root, f"{note} {root}", start)
     raise _nothing_there(root, flag)
 
@@ -297,7 +291,8 @@ def _reference_weights(config: Config, note: str, start: int | None = None) -> L
 def _refuse_step(
     root: Path, step: int | None, flag: str, kind: str = "a Hugging Face directory"
 ) -> None:
-    """Such a directory holds one state of the weights; another one may be wanted."""
+    """Refuse a flag that names a step of a directory with one state of the weights: another one may
+    be wanted."""
     if step is not None:
         raise UserError(
             f"{flag} {step} cannot be found: {root} is {kind}",

@@ -105,7 +105,7 @@ def load(
             to the policy's.
         seed: --seed. A run that goes on without the saved random states is seeded by it and the
             iteration.
-        is_compared: the files' contents are, with the manifest (`agreed_plan`).
+        is_compared: the files' contents were compared with the manifest (`agreed_plan`).
     Raises:
         UserError: a file is corrupt, a tensor is missing, left over or does not fit.
     """
@@ -224,8 +224,8 @@ def saved_reference(plan: LoadPlan) -> int | None:
 
 
 def _read_model(plan: LoadPlan, state: TrainerState) -> None:
-    """Layers of Transformer Engine also have an extra state (the history of scaling factors with
-    FP8), which a checkpoint of other layers lacks; they then start with a new one."""
+    """Read the model. Layers of Transformer Engine also have an extra state (the history of scaling
+    factors with FP8), which a checkpoint of other layers lacks; they then start with a new one."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     saved = read_contents(plan.path).state_dict_metadata
@@ -246,8 +246,8 @@ def _read_model(plan: LoadPlan, state: TrainerState) -> None:
 
 
 def _read_optimizer(plan: LoadPlan, state: TrainerState, saved: StateDict) -> float:
-    """After the model: master weights may share memory with float32 parameters, and are the finer
-    ones."""
+    """Read the optimizer, after the model: master weights may share memory with float32 parameters,
+    and are the more precise ones."""
     ensure_state(state.optimizer)
     tensors = optimizer_tensors(state.optimizer, state.model())
     contents = read_contents(plan.path)
@@ -263,7 +263,7 @@ def _read_optimizer(plan: LoadPlan, state: TrainerState, saved: StateDict) -> fl
     return restore(state.optimizer, saved, settings_of_checkpoint)
 
 
-# -- is it all there -------------------------------------------------------------------------------
+# -- completeness ----------------------------------------------------------------------------------
 
 
 def _account_for(state: TrainerState, contents: Any, directory: Path) -> LoadReport:
@@ -311,7 +311,7 @@ def _is_of(name: str, state: TrainerState) -> bool:
 
 
 def _account_for_optimizer(entries: list[Any], contents: Any, directory: Path) -> None:
-    """Is there a state for all that is trained? Collective.
+    """Check that the checkpoint has a state for everything that is trained. Collective.
 
     Args:
         entries: this rank's sharded tensors of the optimizer.

@@ -51,7 +51,8 @@ class Placement:
 
     @staticmethod
     def current() -> Placement:
-        """From megatron's parallel state; one rank alone when it is not initialised."""
+        """Return the placement in Megatron's parallel state; that of one rank alone when it is not
+        initialised."""
         if not torch.distributed.is_initialized():
             return Placement()
         from megatron.core import parallel_state as ps

@@ -415,12 +415,13 @@ def _settings(part: Any) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Some optimizers hold a number as a tensor."""
+    """Return a number that some optimizers hold as a tensor."""
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def _with_tuples(group: dict[str, Any]) -> dict[str, Any]:
-    """As torch writes pairs of numbers (betas); ranks tell each other lists."""
+    """Turn lists into tuples, as torch writes pairs of numbers (betas): messages between ranks have
+    lists."""
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in group.items()
     }

@@ -328,8 +328,8 @@ def _read_module(
     stacked = _STACKED.fullmatch(module)
     if stacked is not None:
         leaf = _stacked_leaf(stacked, all_modules, config, path)
-        factors = _Factors(down, up, _scaling(config, f"{stacked['experts']}.{leaf}")[1])
-        rank = _scaling(config, f"{stacked['experts']}.{leaf}")[0]
+        rank, scaling = _scaling(config, f"{stacked['experts']}.{leaf}")
+        factors = _Factors(down, up, scaling)
         return _read_stacked(stacked["experts"], leaf, factors, rank, config, path)
     _check_is_target(module, config, path)
     rank, scaling = _scaling(config, module)
@@ -490,12 +490,10 @@ def _folded(factors: _Factors, rank: int, scaling: float) -> tuple[TensorSource,
     if missing or factors.scaling != scaling:
         ratio = factors.scaling / scaling
 
-        def folded() -> torch.Tensor:
-            whole = factors.up[:]
-            whole = whole if ratio == 1 else (whole.double() * ratio).to(whole.dtype)
-            return torch.nn.functional.pad(whole, (0, missing))
-
-        up = _Computed((factors.up.shape[0], rank), folded)
+        up = _Computed(
+            (factors.up.shape[0], rank),
+            lambda: torch.nn.functional.pad(_scaled(factors.up[:], ratio), (0, missing)),
+        )
     return down, up
 
 
@@ -659,7 +657,7 @@ def write_adapter(
         config |= _stacked_config(map(module_of, whole), adapters.expert_rank, adapters.alpha, rank)
         makers = _stacked(whole)
     else:
-        makers = _padded(whole, rank, adapters)
+        makers = _padded(whole, rank)
     return _write(target, config, makers, card)
 
 
@@ -676,15 +674,8 @@ def write_plain(directory: str | Path, adapter: PeftAdapter, spec: ModelSpec | N
     """
     tensors = {**adapter.tensors, **(_zeros(adapter.tensors, spec) if spec is not None else {})}
     config = _config(tensors, adapter.rank, adapter.alpha, adapter.dropout, adapter.base)
-    makers = {
-        name: _Output(tuple(source.shape), source[:1].dtype, partial(_whole, source))
-        for name, source in tensors.items()
-    }
+    makers = {name: _output_of(source, source[:1].dtype) for name, source in tensors.items()}
     return _write(Path(directory), config, makers, None)
-
-
-def _whole(source: TensorSource) -> torch.Tensor:
-    return source[:]
 
 
 def rewrite_adapter(
@@ -799,9 +790,12 @@ class _Output:
     make: Callable[[], torch.Tensor]
 
 
-def _padded(
-    tensors: Mapping[str, torch.Tensor], rank: int, adapters: AdapterConfig
-) -> dict[str, _Output]:
+def _output_of(source: TensorSource, dtype: torch.dtype) -> _Output:
+    """A tensor as it is."""
+    return _Output(tuple(source.shape), dtype, lambda: source[:])
+
+
+def _padded(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, _Output]:
     """Every factor with the same rank, so that alpha / rank scales all of them."""
     import torch
 
@@ -873,10 +867,6 @@ def _number(value: float) -> float:
     return int(value) if float(value).is_integer() else value
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:
     """The experts of each layer as PEFT lays out its parameters; the rest as it is."""
     outputs: dict[str, _Output] = {}
@@ -885,7 +875,7 @@ def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Output]:
         module = module_of(name)
         found = _EXPERT.fullmatch(module)
         if found is None:
-            outputs[name] = _Output(tuple(tensor.shape), tensor.dtype, partial(_same, tensor))
+            outputs[name] = _output_of(tensor, tensor.dtype)
         else:
             experts.setdefault(found["experts"], {})[int(found["expert"]), found["leaf"]] = module
     for module, parts in experts.items():

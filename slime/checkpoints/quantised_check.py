@@ -108,10 +108,10 @@ def _misshapen(
         if name not in present:
             continue
         there, found = present[name]
-        # are padded and cut
+        # these are padded and cut
         rows_of_vocabulary = shape and shape[0] == spec.vocab_size and found[1:] == shape[1:]
         one_number = found == () and shape == (1,)
-        # in bfloat16 in some published models
+        # scales are bfloat16 in some published models
         is_scale = name.endswith(SCALE_NAMES) and "float" in there
         if (dtype and there != dtype and not is_scale) or (
             found != shape and not rows_of_vocabulary and not one_number

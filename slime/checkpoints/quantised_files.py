@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,28 +148,12 @@ def quantise_directory(
         return _Work((name,), {f"{module}.{part}": facts for part, facts in parts.items()}, module)
 
     def compute(work: _Work, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        weight = stored[work.sources[0]]
-        if not torch.isfinite(weight).all():
-            raise UserError(
-                f"{work.sources[0]} of {source} has NaN or infinite numbers",
-                why="quantised they would be a scale that makes others NaN, too, and no reader "
-                "would notice",
-                fix="take a checkpoint from before the training that made it went wrong",
-            )
+        (weight,) = stored.values()
+        _check_finite(work, weight, source)
         return quantise(work.module, weight, quantisation.scheme)
 
-    plan = {
-        file: [convert(name, *table[name]) for name in sorted(table)]
-        for file, table in tables.items()
-    }
-    job = _QuantiseJob(
-        source,
-        _files_of(tables),
-        target,
-        plan,
-        compute,
-        {"quantised": str(quantisation), "ignore": quantisation.ignore},
-    )
+    settings = {"quantised": str(quantisation), "ignore": quantisation.ignore}
+    job = _QuantiseJob(source, target, tables, _each(tables, convert), compute, settings)
     return job.run({"quantization_config": config_of(quantisation)}, None, model_name)
 
 
@@ -205,9 +189,7 @@ def dequantise_directory(
             f"{work.module}.weight": dequantise(work.module, stored, quantisation.scheme, dtype)
         }
 
-    job = _QuantiseJob(
-        source, _files_of(tables), target, plan, compute, {"dequantised": dtype_name(dtype)}
-    )
+    job = _QuantiseJob(source, target, tables, plan, compute, {"dequantised": dtype_name(dtype)})
     return job.run({"quantization_config": None}, dtype_name(dtype), model_name)
 
 
@@ -253,24 +235,16 @@ def store_in_mxfp4(source: Path, target: Path, model_name: str | None = None) ->
         return _Work((name,), parts, name)
 
     def compute(work: _Work, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        weight = stored[work.module]
-        if not torch.isfinite(weight).all():
-            raise UserError(
-                f"{work.module} of {source} has NaN or infinite numbers",
-                why="MXFP4 has no such numbers",
-                fix="take a checkpoint from before the training that made it went wrong",
-            )
+        (weight,) = stored.values()
+        _check_finite(work, weight, source)
         parts = [encode(expert.t()) for expert in weight]
         return {
             name: torch.stack(tensors)
             for name, tensors in zip(work.results, zip(*parts, strict=True), strict=True)
         }
 
-    plan = {
-        file: [convert(name, *table[name]) for name in sorted(table)]
-        for file, table in tables.items()
-    }
-    job = _QuantiseJob(source, _files_of(tables), target, plan, compute, {"quantised": MXFP4})
+    plan = _each(tables, convert)
+    job = _QuantiseJob(source, target, tables, plan, compute, {"quantised": MXFP4})
     spared = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
     config = {
         "quant_method": MXFP4,
@@ -302,13 +276,8 @@ def _decode_mxfp4(
         blocks, own = (stored[name] for name in work.sources)
         return {work.module: decode(blocks, own, dtype).transpose(1, 2).contiguous()}
 
-    plan = {
-        file: [convert(name, *table[name]) for name in sorted(table) if name not in scales]
-        for file, table in tables.items()
-    }
-    job = _QuantiseJob(
-        source, _files_of(tables), target, plan, compute, {"dequantised": dtype_name(dtype)}
-    )
+    plan = _each(tables, convert, without=scales)
+    job = _QuantiseJob(source, target, tables, plan, compute, {"dequantised": dtype_name(dtype)})
     return job.run({"quantization_config": None}, dtype_name(dtype), model_name)
 
 
@@ -355,8 +324,26 @@ def _refuse_quantised(source: Path) -> None:
         )
 
 
-def _files_of(tables: Mapping[str, Table]) -> dict[str, str]:
-    return {name: file for file, table in tables.items() for name in table}
+def _check_finite(work: _Work, weight: torch.Tensor, source: Path) -> None:
+    if not torch.isfinite(weight).all():
+        raise UserError(
+            f"{work.sources[0]} of {source} has NaN or infinite numbers",
+            why="quantised they would become scales that make others NaN, or other numbers, and no "
+            "reader would notice",
+            fix="take a checkpoint from before the training that made it went wrong",
+        )
+
+
+def _each(
+    tables: Mapping[str, Table],
+    convert: Callable[[str, str, tuple[int, ...]], _Work],
+    without: Container[str] = (),
+) -> dict[str, list[_Work]]:
+    """What ``convert`` makes of each tensor (name, dtype, shape), by file and name."""
+    return {
+        file: [convert(name, *table[name]) for name in sorted(table) if name not in without]
+        for file, table in tables.items()
+    }
 
 
 # -- one conversion --------------------------------------------------------------------------------
@@ -380,15 +367,15 @@ class _Work:
 class _QuantiseJob:
     """
     Attributes:
-        file_of: name in the source → its file.
+        tables: of the source's files.
         plan: weight file → what is written to it, in order.
         compute: what becomes of a module's stored tensors.
         settings: by which an earlier attempt is known to be the same conversion.
     """
 
     source: Path
-    file_of: Mapping[str, str]
     target: Path
+    tables: Mapping[str, Table]
     plan: Mapping[str, list[_Work]]
     compute: Callable[[_Work, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
     settings: Mapping[str, Any]
@@ -451,11 +438,12 @@ class _QuantiseJob:
         }
 
     def _tensors(self, works: Iterable[_Work]) -> Iterator[tuple[str, torch.Tensor]]:
+        file_of = {name: file for file, table in self.tables.items() for name in table}
         with ExitStack() as stack:
             opened: dict[str, Any] = {}
 
             def read(name: str) -> torch.Tensor:
-                file = self.file_of[name]
+                file = file_of[name]
                 if file not in opened:
                     opened[file] = stack.enter_context(
                         safe_open(self.source / file, framework="pt")

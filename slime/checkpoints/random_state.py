@@ -1,8 +1,8 @@
 """Random number generators of a trainer rank: seeded, and in and out of a checkpoint.
 
 Nothing of the trainer's own draws numbers while it trains: dropout is 0, and router jitter and
-random routing are refused. Hooks may draw (a loss that samples, a model with dropout), and they
-must be able to rely on it.
+random routing are refused. Hooks may draw (a loss that samples, a model with dropout), and must get
+the same numbers in a run that is resumed.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_after(iteration: int, seed: int, because: str) -> None:
-    """Go on after ``iteration`` where no saved state can: with numbers of its own, the same ones at
-    each attempt."""
+    """Seed the generators of a run that continues after ``iteration`` where no saved state can:
+    with numbers of its own, the same ones at each attempt."""
     seed_generators(seed_of(seed, iteration))
     if dist.get_rank() == 0:
         logger.info(

@@ -20,7 +20,7 @@ _HEAD = "output_layer.weight"
 
 
 def classifier_of(hf_config: dict[str, Any]) -> str:
-    """The name of transformers' sequence classifier of a model.
+    """Return the class name of transformers' sequence classifier for a model.
 
     Raises:
         UserError: transformers has none, so that nobody could load the reward model.
@@ -44,7 +44,7 @@ def classifier_of(hf_config: dict[str, Any]) -> str:
 
 
 def reward_config(hf_config: dict[str, Any], tokenizer_from: str) -> dict[str, Any]:
-    """What config.json of the reward model has otherwise than the policy's.
+    """Return the fields in which the reward model's config.json differs from the policy's.
 
     transformers reads the reward at the last token that is not padding. Where padding and the end
     of an answer are one token, it would read it before the end: no padding is named then, and
@@ -75,7 +75,7 @@ def fill_head(chunks: Sequence[nn.Module], score: torch.Tensor) -> None:
 
 
 def held_head(chunks: Sequence[nn.Module]) -> torch.Tensor | None:
-    """The head [1, H] in host memory, where this rank's stage has one."""
+    """Return the head [1, H] in host memory; None if this rank's stage has none."""
     for chunk in unwrapped(chunks):
         head = dict(chunk.named_parameters()).get(_HEAD)
         if head is not None:

@@ -31,22 +31,22 @@ def is_run_folder(path: Path) -> bool:
 
 
 def stage_configs(run_folder: Path) -> dict[str, dict[str, Any]]:
-    """Stage ("": the only one) → what its config.json says; {} where the folder is none of a
-    run."""
+    """Return stage ("": the only one) → contents of its config.json; {} if this is not a run
+    folder."""
     found = {stage: read_object(file) for stage, file in config_files(run_folder).items()}
     return {stage: config for stage, config in found.items() if _is_of_stage(stage, config)}
 
 
 def _setting(config: dict[str, Any], group: str, name: str) -> str:
-    """A flag whose value is a text; "" where it is not set, or the file is damaged."""
+    """Return the value of a flag that takes text; "" where it is not set or the file is damaged."""
     flags = config.get(group)
     value = flags.get(name) if isinstance(flags, dict) else None
     return value if isinstance(value, str) and "\0" not in value else ""
 
 
 def _is_of_stage(stage: str, config: dict[str, Any]) -> bool:
-    """Whether a run has written it for this stage: ``config.old.json`` is a copy that somebody has
-    made."""
+    """Tell whether a run has written the file for this stage: ``config.old.json`` is somebody's
+    copy."""
     observe = config.get("observe")
     says_so = (
         not (isinstance(observe, dict) and "stage" in observe)
@@ -67,7 +67,7 @@ class RunModel:
     Attributes:
         path: a Hugging Face directory, a PEFT directory, or the directory of one iteration of a
             Megatron checkpoint.
-        kind: of the three.
+        kind: which of the three ``path`` is.
         is_exported: it is not (in) a checkpoint.
         rollout: after which it was written; None where the name does not tell.
         written: when, in seconds since 1970.
@@ -121,8 +121,8 @@ def first_base(run_folder: Path) -> Path | None:
 
 
 def checkpoint_model(directory: Path) -> RunModel | None:
-    """The newest whole checkpoint of a --save directory, or the one iteration that ``directory``
-    holds; None: neither. Its base is known where it lies in the folder of its run."""
+    """Return the newest whole checkpoint of a --save directory, or the iteration that ``directory``
+    is; None if it is neither. The base is known if the checkpoint lies in the folder of its run."""
     whole = directory if (directory / ".metadata").is_file() else newest_whole(directory)
     if whole is None:
         return None
@@ -197,7 +197,7 @@ def _where(
     started, which is where --output-dir begins.
 
     Args:
-        folder_of: the part of the path that must be there.
+        folder_of: the part of the path that must exist.
     """
     output_dir = Path(_setting(config, "observe", "output_dir") or "outputs")
     if Path(path).is_absolute() or output_dir.is_absolute():

@@ -119,7 +119,8 @@ class ShardedWrite:
         return results, files.records
 
     def finish(self, directory: Path, results: list[list[Any]]) -> None:
-        """Rank 0, when all have written: the table of contents, and what is the same on every rank.
+        """Write, on rank 0 when all have written, the table of contents and what is the same on
+        every rank.
 
         Args:
             results: what each rank's `write` returned, in rank order.

@@ -20,7 +20,7 @@ ADAPTERS = "adapters"
 
 
 def adapter_facts(adapters: AdapterConfig) -> dict[str, Any]:
-    """What a checkpoint tells of its adapters, as plain values."""
+    """Return what a checkpoint records of its adapters, as plain values."""
     return asdict(adapters) | {"targets": sorted(adapters.targets)}
 
 
@@ -35,8 +35,8 @@ class TrainerState:
         reference: weights of the reference model, one for each of the chunks' `stored_tensors`;
             None unless the run has changed them (--ref-update-interval), as otherwise --ref-load
             has them.
-        reference_iteration: the rollout after which they were the policy's.
-        part: of the model that is saved, or loaded.
+        reference_iteration: the rollout after which the policy had the reference's weights.
+        part: the part of the model that is saved, or loaded.
         adapters: of the model, if it has any.
         prefix: in front of the names of all tensors: "critic." for the critic's.
         critic: of a run that trains one, on the same ranks.

@@ -36,14 +36,14 @@ import orjson
 from slime.checkpoints.directory import is_saved, iteration_dir
 from slime.checkpoints.load_plan import resolve_load, resolve_reference
 from slime.checkpoints.run_models import has_weights, is_run_folder
-from slime.cli import ENTRIES
+from slime.cli.arguments import run_flags
 from slime.cli.doctor import answer_alone
 from slime.cli.model_source import model_directory
 from slime.config import Config, parse_args
 from slime.config.make import judge_args
 from slime.errors import UserError
 from slime.files import json_safe
-from slime.observe.run_folder import RunFolder, config_files
+from slime.observe.run_folder import newest_stage
 from slime.paths import fill
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class _Asked:
     options: dict[str, str] = field(default_factory=dict)
     sources: list[Path] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
-    entry: str = ""
+    entry: str = "train"
 
 
 def main(argv: list[str]) -> int:
@@ -110,7 +110,7 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
         if asked.sources:
             config, samples = _recorded(asked)
         else:
-            config = parse_args(asked.flags, asked.entry or "train")
+            config = parse_args(asked.flags, asked.entry)
             folder = Path(tempfile.mkdtemp(prefix="slime-align-"))
             samples = fresh_round(config, folder)
         also = model_directory(options["--also"]) if "--also" in options else None
@@ -144,11 +144,8 @@ def _told(finding: Finding) -> str:
 
 
 def _apart(argv: list[str]) -> _Asked:
-    asked = _Asked()
-    words = list(argv)
-    if words and (entry := ENTRIES.get(words[0].replace("_", "-"))):
-        asked.entry = entry
-        del words[0]
+    entry, words = run_flags(list(argv))
+    asked = _Asked(entry=entry)
     while words and not words[0].startswith("-"):
         asked.sources.append(Path(words.pop(0)))
     while words:
@@ -183,7 +180,7 @@ def _recorded(asked: _Asked) -> tuple[Config, list[Scored]]:
 
     first = asked.sources[0]
     if not first.is_dir():
-        config, errors = judge_args(asked.flags, asked.entry or "train")
+        config, errors = judge_args(asked.flags, asked.entry)
         if config is None:
             raise errors[0]
         return config, dumps.read(asked.sources)
@@ -217,15 +214,6 @@ def _recorded(asked: _Asked) -> tuple[Config, list[Scored]]:
             "a fresh round",
         )
     return config, dumps.read(there)
-
-
-def newest_stage(folder: Path, stage: str | None = None) -> RunFolder:
-    """The run's stage of that name, else its newest."""
-    stages = RunFolder(folder).read_summary()["stages"]
-    started = dict.fromkeys(config_files(folder), 0.0)
-    started |= {name: entry.get("started") or 0.0 for name, entry in stages.items()}
-    newest = max(reversed(started), key=lambda name: started[name], default="")
-    return RunFolder(folder, (stage if stage is not None else newest) or None)
 
 
 def _model(config: Config, options: dict[str, str]) -> Path | None:

@@ -7,7 +7,14 @@ import difflib
 import itertools
 from typing import Any, NoReturn
 
+from slime.cli import ENTRIES
 from slime.errors import UserError
+
+
+def run_flags(words: list[str]) -> tuple[str, list[str]]:
+    """The loop that the first word names, "train" if it names none, and the flags of the run."""
+    entry = ENTRIES.get(words[0].replace("_", "-")) if words else None
+    return (entry, words[1:]) if entry else ("train", words)
 
 
 def at_least_one(text: str) -> int:
@@ -22,7 +29,7 @@ def at_least_one(text: str) -> int:
 
 
 class Arguments(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` whose complaints look like all others, and whose help keeps the
+    """An `argparse.ArgumentParser` whose errors look like all others, and whose help keeps the
     lines it is given.
 
     Args:
@@ -63,17 +70,3 @@ class Arguments(argparse.ArgumentParser):
             why=f"it is called as {usage}",
             fix=f"{self.prog} --help tells more",
         )
-
-
-class OwnFlags(argparse.ArgumentParser):
-    """The flags of a subcommand that takes those of a run besides; `parse_known_args` gives both.
-
-    Args:
-        prog: "slime plan".
-    """
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog=prog, add_help=False, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message}", fix=f"{self.prog} --help tells more")

@@ -1,9 +1,9 @@
-"""`slime bundle`: pack what an issue needs of a run into one .tar.gz.
+"""`slime bundle`: pack what a bug report about a run needs into one .tar.gz.
 
 slime bundle outputs/sums                         writes sums-bundle.tar.gz here
 slime bundle outputs/sums --samples               with prompts and responses of the newest step
 
-In it are the settings and logs (of large ones the ends), the newest metrics, crash folders,
+It contains the settings and logs (of large ones the ends), the newest metrics, crash folders,
 versions, and what `slime explain` says. Not in it: weights, keys and tokens, and, without
 --samples, prompts and responses.
 """

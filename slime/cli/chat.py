@@ -70,7 +70,8 @@ def main(argv: list[str]) -> int:
                 file=sys.stderr,
             )
         example = example_question(Path(flags.path))
-        is_toy = example is not None and _bytes_of_weights(directory) < _TOY_BYTES
+        weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        is_toy = example is not None and weights < _TOY_BYTES
         conversation = Conversation(
             server.url, name, sampling, flags.system, has_turns=has_turns, forgets=is_toy
         )
@@ -88,8 +89,8 @@ def main(argv: list[str]) -> int:
 
 
 def _models(chosen: ChosenModel, name: str, given: list[str]) -> tuple[NamedModels, str]:
-    """What the server has, and what the chat asks it for: the adapter that is given, or that of the
-    run.
+    """Return the models of the server, and the name of the one that the chat asks for: the adapter
+    that is given, or the run's.
 
     Raises:
         UserError: several adapters are given.
@@ -137,10 +138,6 @@ def _last_words_of_the_user(prompt: Any) -> str:
     return prompt.strip() if isinstance(prompt, str) else ""
 
 
-def _bytes_of_weights(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-
-
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 
 
@@ -185,7 +182,7 @@ def _talk(conversation: Conversation, is_terminal: bool) -> None:
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:
-    """What is typed, or the lines of standard input; ends with them."""
+    """Yield the lines that are typed, or those of standard input, to their end."""
     if not is_terminal:
         if isinstance(sys.stdin, io.TextIOWrapper):
             # some locales pass on what they cannot read
@@ -265,7 +262,8 @@ class Conversation:
         Raises:
             UserError: the model takes none, or the file is none.
         """
-        from slime.models.images import ImageError, decoded, upright
+        from slime.models.images import decoded, upright
+        from slime.models.vision import ImageError
 
         if not self.sees:
             raise UserError("this model takes no images, or has no image processor")

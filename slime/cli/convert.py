@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.cli import quantise
 from slime.cli.arguments import Arguments
+from slime.cli.quantise import refuse_existing, require_directory
 from slime.errors import UserError
 from slime.observe.run_folder import check_no_run_writes, lock_folder
 
@@ -75,6 +76,8 @@ def _parser() -> Arguments:
             spellings = dict.fromkeys(
                 (f"--{dest}", f"--{dest.replace('_', '-')}", *_ALIASES.get(dest, ()))
             )
+            if dest.endswith("_path"):
+                options = {"required": True, "type": Path}
             sub.add_argument(*spellings, dest=dest, help=meaning, **options)
 
         return flag
@@ -90,34 +93,24 @@ def _parser() -> Arguments:
         "a Megatron checkpoint (torch_dist) from a Hugging Face directory",
         hf_to_megatron,
     )
-    flag("hf_model_path", "Hugging Face directory", required=True, type=Path)
-    flag("save_path", "where the checkpoint goes", required=True, type=Path)
+    flag("hf_model_path", "Hugging Face directory")
+    flag("save_path", "where the checkpoint goes")
     flag("dtype", "of the saved weights; default: as in config.json", choices=tuple(PRECISIONS))
     layout(flag)
 
     flag = add(
         "megatron-to-hf", "a Hugging Face directory from a Megatron checkpoint", megatron_to_hf
     )
-    flag(
-        "load_path",
-        "directory with latest_checkpointed_iteration.txt, or of one iteration",
-        required=True,
-        type=Path,
-    )
-    flag(
-        "hf_model_path",
-        "Hugging Face directory of the same model: config and tokenizer",
-        required=True,
-        type=Path,
-    )
-    flag("save_path", "where the export goes", required=True, type=Path)
+    flag("load_path", "directory with latest_checkpointed_iteration.txt, or of one iteration")
+    flag("hf_model_path", "Hugging Face directory of the same model: config and tokenizer")
+    flag("save_path", "where the export goes")
     flag("ckpt_step", "iteration; default: the latest", type=int)
     flag("dtype", "of the exported weights; default: as in config.json", choices=tuple(PRECISIONS))
     layout(flag)
 
     flag = add("gguf-to-hf", "a plain Hugging Face directory from a GGUF file", gguf_to_hf)
-    flag("gguf_path", "the file", required=True, type=Path)
-    flag("save_path", "where the model goes", required=True, type=Path)
+    flag("gguf_path", "the file")
+    flag("save_path", "where the model goes")
     flag("dtype", "of the weights", choices=tuple(PRECISIONS), default="bfloat16")
     quantise.add_commands(add)
     return parser
@@ -155,7 +148,7 @@ def _described(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
             fix="leave it out",
         )
     if given:
-        _require_directory("--hf_model_path", options.hf_model_path)
+        require_directory("--hf_model_path", options.hf_model_path)
         spec = family_of(options.hf_model_path, options.model_name).model_spec(
             options.hf_model_path
         )
@@ -174,7 +167,7 @@ def hf_to_megatron(options: argparse.Namespace) -> str:
     from slime.checkpoints.hf_files import HfReader
     from slime.models import family_of
 
-    _require_directory("--hf_model_path", options.hf_model_path)
+    require_directory("--hf_model_path", options.hf_model_path)
     family = family_of(options.hf_model_path, options.model_name)
     # before anything heavy
     HfReader(options.hf_model_path).verify(family, family.model_spec(options.hf_model_path))
@@ -204,9 +197,9 @@ def megatron_to_hf(options: argparse.Namespace) -> str:
         UserError: no checkpoint, a file of it is missing or damaged, another model's config,
             ``save_path`` exists.
     """
-    _require_directory("--hf_model_path", options.hf_model_path)
+    require_directory("--hf_model_path", options.hf_model_path)
     plan = _source(options)
-    _refuse_existing(options.save_path, options.force)
+    refuse_existing(options.save_path, options.force)
     with _model(options) as chunks:
         from slime.checkpoints.loading import load
         from slime.checkpoints.trainer_state import TrainerState
@@ -235,7 +228,7 @@ def _source(options: argparse.Namespace) -> LoadPlan:
     from slime.config import make_config
 
     path: Path = options.load_path
-    _require_directory("--load_path", path)
+    require_directory("--load_path", path)
     if (path / ".metadata").is_file():
         check_complete(path)
         return LoadPlan("megatron", path, None, 0, False, False, False, f"weights from {path}")
@@ -255,16 +248,6 @@ def _source(options: argparse.Namespace) -> LoadPlan:
     return resolve_load(make_config(load=str(path), finetune=True, **step))
 
 
-def _require_directory(flag: str, path: Path) -> None:
-    if not path.is_dir():
-        what = "is not a directory" if path.exists() else "does not exist"
-        raise UserError(
-            f"{flag} {path} {what}",
-            why=f"the working directory is {Path.cwd()}",
-            fix="correct the path",
-        )
-
-
 @contextmanager
 def _sole_writer(save_path: Path) -> Iterator[None]:
     """The lock of a --save directory, on the first rank: a run that writes there is not disturbed.
@@ -274,15 +257,6 @@ def _sole_writer(save_path: Path) -> Iterator[None]:
     """
     with lock_folder(save_path) if os.environ.get("RANK", "0") == "0" else nullcontext():
         yield
-
-
-def _refuse_existing(path: Path, force: bool) -> None:
-    if path.exists() and not force and (path.is_file() or any(path.iterdir())):
-        raise UserError(
-            f"{path} exists",
-            why="the export replaces it as a whole",
-            fix="pass another --save_path, or --force",
-        )
 
 
 def _dtype(options: argparse.Namespace) -> str:

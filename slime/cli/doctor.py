@@ -21,8 +21,10 @@ from collections.abc import Iterator
 
 import orjson
 
-from slime.cli import ENTRIES
+from slime.cli.arguments import run_flags
 from slime.errors import UserError
+
+_OPTIONS = ("--json", "--round", "--node")
 
 
 def main(argv: list[str]) -> int:
@@ -34,12 +36,10 @@ def main(argv: list[str]) -> int:
     if any(word in ("--help", "-h") for word in argv):
         print(__doc__)
         return 0
-    entry = ENTRIES.get(argv[0].replace("_", "-"), "") if argv else ""
-    words = argv[1:] if entry else list(argv)
-    as_json = "--json" in words
-    with_round = "--round" in words
-    on_node = "--node" in words
-    words = [word for word in words if word not in ("--json", "--round", "--node")]
+    as_json = "--json" in argv
+    with_round = "--round" in argv
+    on_node = "--node" in argv
+    entry, words = run_flags([word for word in argv if word not in _OPTIONS])
     if not words:
         raise UserError(
             "slime doctor needs the flags of a run", fix="slime doctor --config recipe.yaml …"
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault("RAY_ADDRESS", "auto")
     checks = doctor.NODE_CHECKS if on_node else doctor.CHECKS
     with answer_alone():
-        report = doctor.examine(words, entry or "train", checks, with_round=with_round)
+        report = doctor.examine(words, entry, checks, with_round=with_round)
     answer = doctor.text(report).encode("utf-8", "replace").decode()
     print(
         orjson.dumps(doctor.as_json(report), option=orjson.OPT_INDENT_2).decode()
@@ -62,8 +62,8 @@ def main(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def answer_alone() -> Iterator[None]:
-    """Within the block, what functions of the user's print, also in C or by programs that they
-    start, goes to stderr: it is no part of the answer."""
+    """Keep the answer of the command alone on stdout: what functions of the user's print in the
+    block, also in C or by programs that they start, goes to stderr."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:

@@ -50,11 +50,24 @@ def main(argv: list[str]) -> int:
             why=f"{chosen.directory} has no adapter",
             fix="leave --merge out",
         )
+    _refuse_idle(flags, is_adapter=chosen.adapter is not None and not flags.merge)
     if flags.to:
         _to_directory(chosen, flags)
     if flags.gguf:
         _to_gguf(chosen, flags)
     return 0
+
+
+def _refuse_idle(flags: argparse.Namespace, *, is_adapter: bool) -> None:
+    """Refuse flags that change nothing of what is written."""
+    for flag, acts, what in (
+        ("experts", flags.to and is_adapter, "--to with an adapter"),
+        ("dtype", flags.gguf, "--gguf"),
+        ("pre_tokenizer", flags.gguf and not is_adapter, "--gguf with a whole model"),
+    ):
+        if getattr(flags, flag) is not None and not acts:
+            option = flag.replace("_", "-")
+            raise UserError(f"--{option} has an effect only on {what}", fix=f"leave --{option} out")
 
 
 def _parser() -> Arguments:
@@ -72,7 +85,6 @@ def _parser() -> Arguments:
     add(
         "--experts",
         choices=get_args(ExpertLayout),
-        default="per-expert",
         help="adapters of routed experts: one tensor each, as engines load them, or as PEFT saves "
         "them itself (default per-expert)",
     )
@@ -98,7 +110,7 @@ def _to_directory(chosen: ChosenModel, flags: argparse.Namespace) -> None:
     else:
         base = chosen.directory
         spec = family_of(base).describe(base)
-        rewrite_adapter(target, chosen.adapter, flags.experts, spec, base=str(base))
+        rewrite_adapter(target, chosen.adapter, flags.experts or "per-expert", spec, base=str(base))
     write_atomically(target / "README.md", card.encode())
     print(f"wrote {target} from {chosen.adapter or chosen.directory}")
 

@@ -14,7 +14,7 @@ from slime.config.help import default_text, flags_page, metavar, range_text, sta
 from slime.config.other_systems import other_name
 from slime.documentation import with_doc_urls
 from slime.errors import UserError
-from slime.observe.run_folder import RunFolder
+from slime.observe.run_folder import newest_stage
 from slime.redact import redacted
 
 _READERS: dict[Part, str] = {
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
     if asked.name is None:
         sys.stdout.write(flags_page())
         return
-    config = RunFolder(Path(asked.run_dir)).config() if asked.run_dir else None
+    config = newest_stage(Path(asked.run_dir)).config() if asked.run_dir else None
     found = _found(asked.name)
     meant = (
         None

@@ -21,16 +21,28 @@ from typing import Any
 
 import yaml
 
-from slime.cli import ENTRIES
-from slime.cli.arguments import OwnFlags, at_least_one
-from slime.config import parse_args
+from slime.cli.arguments import Arguments, at_least_one, run_flags
+from slime.config import Config, parse_args
+from slime.config.make import flags_given
 from slime.errors import UserError
 from slime.placement import PlacementPlan
+from slime.redact import redact_argv
 
 _PORT = 6379
 _KINDS = ("slurm", "kuberay", "skypilot")
+#: Options that not every kind of job has → the kinds that have it.
+_OPTIONS = {
+    "time": ("slurm",),
+    "partition": ("slurm",),
+    "image": ("kuberay", "skypilot"),
+    "volume_claim": ("kuberay",),
+    "gpu": ("skypilot",),
+}
+_GPUS_PER_NODE = 8
 #: Seconds that a node waits for Ray on the first one, and the first one for all nodes.
 _WAIT = 300
+#: Shell: succeed if Ray on the first node answers.
+_ANSWERS = 'ray status --address "$RAY_ADDRESS"'
 _SHARED_MEMORY = "64Gi"
 _MODELS = "/models"
 
@@ -39,36 +51,78 @@ def main(argv: list[str]) -> int:
     """Print the job; returns the exit status.
 
     Raises:
-        UserError: no kind of cluster was named, or the flags of the run are wrong.
+        UserError: no kind of cluster was named, it has no such option or too few nodes, or the
+            flags of the run are wrong.
     """
-    if any(word in ("--help", "-h") for word in argv):
-        print(__doc__)
-        _parser().print_help()
-        return 0
     own, words = _parser().parse_known_args(argv)
-    entry = ENTRIES.get(words[0].replace("_", "-"), "") if words else ""
-    flags = words[1:] if entry else words
+    entry, flags = run_flags(words)
     kinds = [kind for kind in _KINDS if getattr(own, kind)]
     if len(kinds) != 1 or not flags:
         raise UserError(
             "slime launch needs one of --slurm, --kuberay and --skypilot, and the flags of a run",
             fix="slime launch --slurm --config my.yaml",
         )
-    config = parse_args(flags, entry or "train")
-    if own.nodes is None:
-        own.nodes = -(-PlacementPlan.of(config).total // own.gpus_per_node)
-    command = (entry or "train").replace("_", "-")
+    _refuse_others(own, kinds[0])
+    if "num_gpus_per_node" not in flags_given(flags):
+        flags += ["--num-gpus-per-node", str(own.gpus_per_node or _GPUS_PER_NODE)]
+    _size(own, parse_args(flags, entry))
+    if redact_argv(flags) != flags:
+        print("the job has a secret in it: set its variable on the nodes instead", file=sys.stderr)
     writer = {"slurm": slurm, "kuberay": kuberay, "skypilot": skypilot}[kinds[0]]
-    sys.stdout.write(writer(own, command, _on_nodes(flags, own)))
+    sys.stdout.write(writer(own, entry.replace("_", "-"), shlex.join(flags)))
     return 0
 
 
-def _parser() -> OwnFlags:
-    parser = OwnFlags("slime launch")
+def _refuse_others(own: argparse.Namespace, kind: str) -> None:
+    """Refuse options of another kind of job.
+
+    Raises:
+        UserError: one was given.
+    """
+    parser = _parser()
+    for name, kinds in _OPTIONS.items():
+        if kind not in kinds and getattr(own, name) != parser.get_default(name):
+            option = name.replace("_", "-")
+            raise UserError(
+                f"slime launch --{kind} has no --{option}",
+                why=f"it is an option of {' and '.join(f'--{one}' for one in kinds)}",
+                fix=f"remove --{option} {getattr(own, name)}",
+            )
+
+
+def _size(own: argparse.Namespace, config: Config) -> None:
+    """Set the GPUs of a node, and the nodes if none were asked for.
+
+    Raises:
+        UserError: two sizes of a node were given, or too few nodes for the run.
+    """
+    per_node = config.cluster.num_gpus_per_node
+    if own.gpus_per_node not in (None, per_node):
+        raise UserError(
+            f"--gpus-per-node {own.gpus_per_node} contradicts --num-gpus-per-node {per_node}",
+            why="both are the GPUs of a node; the second is a flag of the run",
+            fix="remove one of them",
+        )
+    own.gpus_per_node = per_node
+    gpus = PlacementPlan.of(config).total
+    needed = max(1, -(-gpus // per_node))
+    if own.nodes is not None and own.nodes < needed:
+        raise UserError(
+            f"--nodes {own.nodes} of {per_node} GPUs are {own.nodes * per_node} GPUs, and the run "
+            f"needs {gpus}",
+            fix=f"--nodes {needed}, or leave it out",
+        )
+    own.nodes = own.nodes or needed
+
+
+def _parser() -> Arguments:
+    parser = Arguments("slime launch", __doc__)
     for kind in _KINDS:
         parser.add_argument(f"--{kind}", action="store_true")
     parser.add_argument("--nodes", type=at_least_one, help="default: as many as the flags need")
-    parser.add_argument("--gpus-per-node", type=at_least_one, default=8)
+    parser.add_argument(
+        "--gpus-per-node", type=at_least_one, help=f"{_GPUS_PER_NODE}, or --num-gpus-per-node"
+    )
     parser.add_argument("--job-name", type=_name, default="slime")
     parser.add_argument("--time", default="24:00:00", help="Slurm's limit (24:00:00)")
     parser.add_argument("--partition", help="Slurm's")
@@ -85,13 +139,6 @@ def _name(text: str) -> str:
     return text
 
 
-def _on_nodes(flags: list[str], own: argparse.Namespace) -> str:
-    """The flags of the run, quoted for a shell, with the size of a node."""
-    if not any(word.split("=")[0] == "--num-gpus-per-node" for word in flags):
-        flags = [*flags, "--num-gpus-per-node", str(own.gpus_per_node)]
-    return shlex.join(flags)
-
-
 def slurm(own: argparse.Namespace, command: str, flags: str) -> str:
     """A batch script: one task a node for doctor and for Ray, and the driver on the first node."""
     partition = f"#SBATCH --partition={own.partition}\n" if own.partition else ""
@@ -101,6 +148,7 @@ def slurm(own: argparse.Namespace, command: str, flags: str) -> str:
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={own.gpus_per_node}
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time={own.time}
 #SBATCH --output=%x-%j.log
 {partition}set -euo pipefail
@@ -124,12 +172,13 @@ trap cleanup EXIT
 srun --overlap --nodes=1 --ntasks=1 --nodelist="$first" env -u RAY_ADDRESS \\
     ray start --head --node-ip-address="${{address%% *}}" --port={_PORT} --block &
 ray+=($!)
-{_wait_until('ray status --address "$RAY_ADDRESS" >/dev/null 2>&1')}
+{_wait_until(_ANSWERS)}
 for node in "${{nodes[@]:1}}"; do
     srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \\
         ray start --address="$RAY_ADDRESS" --block &
     ray+=($!)
 done
+{_wait_until(_all_joined(own.nodes))}
 srun --overlap --nodes=1 --ntasks=1 --nodelist="$first" bash -c "slime {command} $flags"
 """
 
@@ -143,14 +192,14 @@ export RAY_ADDRESS="$first:{_PORT}"
 export RAY_USAGE_STATS_ENABLED=0
 slime doctor {command} --node {flags}
 if [ "$SKYPILOT_NODE_RANK" != 0 ]; then
-    {_wait_until('ray status --address "$RAY_ADDRESS" >/dev/null 2>&1', indent=4)}
+    {_wait_until(_ANSWERS, indent=4)}
     ray start --address="$RAY_ADDRESS" --block || true  # it ends with the first node's
     exit 0
 fi
 env -u RAY_ADDRESS ray start --head --node-ip-address="$first" --port={_PORT} --block &
 ray=$!
 trap 'kill $ray' EXIT
-{_wait_until('ray status --address "$RAY_ADDRESS" >/dev/null 2>&1')}
+{_wait_until(_all_joined(own.nodes))}
 slime {command} {flags}
 """
     task: dict[str, Any] = {
@@ -219,11 +268,21 @@ def kuberay(own: argparse.Namespace, command: str, flags: str) -> str:
     return _as_yaml(job)
 
 
+def _all_joined(nodes: int) -> str:
+    """Shell: succeed if so many nodes have joined Ray. The run would be refused before."""
+    program = (
+        'import ray, sys; ray.init(log_to_driver=False, logging_level="ERROR"); '
+        'there = sum(node["Alive"] for node in ray.nodes()); '
+        f'there < {nodes} and sys.exit(f"{{there}} of {nodes} nodes have joined Ray")'
+    )
+    return f"python3 -c {shlex.quote(program)}"
+
+
 def _wait_until(condition: str, indent: int = 0) -> str:
     """Shell: try a condition every two seconds, and fail when it took too long."""
     lines = [
-        f"for _ in $(seq {_WAIT // 2}); do {condition} && break; sleep 2; done",
-        condition.replace(" >/dev/null 2>&1", " >/dev/null"),
+        f"for _ in $(seq {_WAIT // 2}); do {condition} >/dev/null 2>&1 && break; sleep 2; done",
+        f"{condition} >/dev/null",
     ]
     return ("\n" + " " * indent).join(lines)
 

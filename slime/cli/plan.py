@@ -15,18 +15,19 @@ docs/scaling.md says how the time is computed, and how far it is from measuremen
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
-from slime.cli import ENTRIES
-from slime.cli.arguments import OwnFlags, at_least_one
+from slime.cli.arguments import Arguments, at_least_one, run_flags
 from slime.config.config import Config
-from slime.config.make import parse_args
+from slime.config.make import flags_given, parse_args
 from slime.errors import UserError
 from slime.forecast.layouts import Plan, best_plans, plan_of
 from slime.forecast.lengths import MEAN_SHARE, SIGMA, log_normal, read_lengths
 from slime.forecast.rates import DEFAULTS, Rates, default_rates, load_rates, save_rates
 from slime.forecast.steps import Workload
-from slime.memory.hardware import DeviceMemory, gpu_name
+from slime.memory.check import refuse
+from slime.memory.hardware import device_memory, gpu_name, seen_gpu_memory
 from slime.memory.micro_batches import with_token_limit
 from slime.memory.plan import MemoryPlan, facts_of, table
 from slime.models import family_of
@@ -36,7 +37,7 @@ from slime.run.preflight import from_the_hub
 
 _ASSUMED = "H200"
 _SHOWN = 4
-#: Seconds at most of each of the seven measurements of a calibration.
+#: Seconds at most of each of the five measurements of a calibration.
 _MEASURED = 15.0
 _PROMPT_TOKENS = 256
 
@@ -47,13 +48,16 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: what is wrong with the flags, or the model is of no known family.
     """
-    if any(word in ("--help", "-h") for word in argv):
-        print(__doc__)
-        _parser().print_help()
-        return 0
-    entry = ENTRIES.get(argv[0].replace("_", "-"), "") if argv else ""
-    own, words = _parser().parse_known_args(argv[1:] if entry else argv)
+    entry, words = run_flags(argv)
+    own, words = _parser().parse_known_args(words)
     if own.calibrate is not None:
+        if words or own.device or own.rates or own.lengths or own.gpus:
+            raise UserError(
+                "slime plan --calibrate measures, writes its file and ends; other flags would be "
+                "ignored",
+                fix=f"slime plan --calibrate {own.calibrate}, then slime plan … --rates "
+                f"{own.calibrate}",
+            )
         from slime.forecast.calibrate import calibrate
 
         save_rates(calibrate(_MEASURED), own.calibrate)
@@ -61,11 +65,10 @@ def main(argv: list[str]) -> int:
         return 0
     if not words:
         raise UserError("slime plan needs the flags of a run", fix="slime plan --config my.yaml")
-    device = own.device or gpu_name() or _ASSUMED
-    rates = load_rates(own.rates) if own.rates else default_rates(device)
-    if not any(word.split("=")[0] == "--rollout-engine" for word in words):
-        words = ["--rollout-engine", "sglang", *words]  # this host need not be one of the run's
-    config = parse_args(words, entry or "train")
+    rates = _rates(own)
+    if flags_given(words).isdisjoint({"rollout_engine"}):
+        words += ["--rollout-engine", "sglang"]  # this host need not be one of the run's
+    config = parse_args(words, entry)
     if not (Path(str(config.checkpoint.hf_checkpoint)) / "config.json").is_file():
         config = from_the_hub(config)
     for line in report(config, rates, own):
@@ -73,8 +76,26 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> OwnFlags:
-    parser = OwnFlags("slime plan")
+def _rates(own: argparse.Namespace) -> Rates:
+    """The rates of the GPU that the command names, else those of this host's.
+
+    Raises:
+        UserError: none are known, or two sources are named.
+    """
+    if own.rates and own.device:
+        raise UserError(
+            f"--rates {own.rates} and --device {own.device} both say which GPU is planned with",
+            fix="pass one of them",
+        )
+    if own.rates:
+        return load_rates(own.rates)
+    rates = default_rates(own.device or gpu_name() or _ASSUMED)
+    seen = None if own.device else seen_gpu_memory()
+    return rates if seen is None else replace(rates, gpu_gb=seen / 1e9)
+
+
+def _parser() -> Arguments:
+    parser = Arguments("slime plan", __doc__)
     parser.add_argument(
         "--gpus", type=at_least_one, nargs="+", default=[], help="plan for so many GPUs, too"
     )
@@ -97,39 +118,54 @@ def _parser() -> OwnFlags:
 
 def report(config: Config, rates: Rates, own: argparse.Namespace) -> list[str]:
     """The lines of the plan: memory, the time of a step, and what else is worth trying."""
-    gpu_bytes = (config.cluster.gpu_memory_gb or rates.gpu_gb) * 1e9
-    device = DeviceMemory(gpu_bytes, f"a {rates.gpu}", on_gpu=True)
+    device = device_memory(config, seen=rates.gpu_gb * 1e9, on_gpu=True)
+    device = replace(device, source=rates.gpu, flash4=rates.flash4)
+    gpu_bytes = device.nbytes
     config = with_token_limit(config, device)
-    lines = [table(MemoryPlan.of(config, device)), ""]
-    facts = facts_of(config, on_gpu=True)
+    memory = MemoryPlan.of(config, device)
+    lines = [table(memory), ""]
+    if not memory.fits:
+        lines += [str(refuse(memory)), ""]
+    facts = facts_of(config, on_gpu=True, flash4=rates.flash4)
     if facts.trainer is None or facts.engine is None or not facts.placement.num_engines:
         return [*lines, "time is predicted for runs that generate and train"]
     path = str(config.checkpoint.hf_checkpoint)
     cost = sequence_cost(family_of(path, config.checkpoint.model_name), read_hf_config(path))
-    longest = config.rollout.rollout_max_response_len
+    longest = min(config.rollout.rollout_max_response_len, facts.engine.longest - own.prompt_tokens)
+    if longest < 1:
+        raise UserError(
+            f"--prompt-tokens {own.prompt_tokens} leaves no room for a response",
+            why=f"a sequence has at most {facts.engine.longest} tokens",
+        )
     if own.lengths is not None:
-        lengths = read_lengths(own.lengths)
+        found = read_lengths(own.lengths)
+        lengths = [min(longest, length) for length in found]
         told = f"lengths of {own.lengths}"
+        if max(found) > longest:
+            told += f", cut at the {longest:,} that the flags allow"
     else:
         lengths = log_normal(MEAN_SHARE * longest, longest)
         told = (
             f"lengths are assumed to be log-normal with σ = {SIGMA:g}, their mean at "
-            f"{MEAN_SHARE:.0%} of --rollout-max-response-len (--lengths)"
+            f"{MEAN_SHARE:.0%} of the {longest:,} tokens that the flags allow (--lengths)"
         )
     work = Workload.of(config, lengths, own.prompt_tokens)
     mean = sum(lengths) / len(lengths)
+    now = plan_of(facts, work, cost, rates, gpu_bytes)
     lines += [
-        f"rates of a {rates.gpu}: {rates.source}",
+        f"rates of one {rates.gpu}: {rates.source}",
         f"responses: {mean:,.0f} tokens on average, {max(lengths):,} at most; {told}",
         "",
         "these flags:",
-        *_lines(plan_of(facts, work, cost, rates, gpu_bytes)),
+        *_lines(now),
     ]
     for gpus in own.gpus or [facts.placement.total]:
         plans = best_plans(facts, work, cost, rates, gpus, gpu_bytes)
-        lines += ["", f"worth trying on {gpus} GPUs:" if plans else f"nothing fits on {gpus} GPUs"]
+        many = f"{gpus} GPU{'s' if gpus > 1 else ''}"
+        none = f"no layout divides {many} and fits into the memory"
+        lines += ["", f"worth trying on {many}:" if plans else none]
         for plan in plans[:_SHOWN]:
-            lines += _lines(plan)
+            lines += [*_lines(plan), f"    {plan.flags(now, rates.gpus_per_host)}"]
     return lines
 
 
@@ -139,5 +175,4 @@ def _lines(plan: Plan) -> list[str]:
         f"  {plan.seconds:.1f} s a step, {plan.tokens_per_gpu:,.0f} response tokens/s per GPU; "
         f"limited by {plan.limit}",
         f"    {phases}; a rollout takes {plan.generation:.1f} s",
-        f"    {plan.flags}",
     ]

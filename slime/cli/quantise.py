@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.cli.arguments import at_least_one
 from slime.errors import UserError
@@ -55,13 +55,8 @@ def add_commands(
 
 
 def _shared(flag: Callable[..., None], has_rules: bool = True) -> None:
-    flag("hf_model_path", "Hugging Face directory", required=True, type=Path)
-    flag(
-        "save_path",
-        "where the model goes; a conversion that was cut short goes on there",
-        required=True,
-        type=Path,
-    )
+    flag("hf_model_path", "Hugging Face directory")
+    flag("save_path", "where the model goes; a conversion that was cut short goes on there")
     if has_rules:
         rules = (
             "Linear layers that stay as they are: names of modules, or 're:EXPRESSION'; default: "
@@ -147,22 +142,24 @@ def _quantised(options: argparse.Namespace, method: Method, scheme: Int4 | Fp8) 
 
 
 def _check_paths(options: argparse.Namespace) -> None:
-    source = options.hf_model_path
-    target = options.save_path
-    if not source.is_dir():
+    require_directory("--hf_model_path", options.hf_model_path)
+    refuse_existing(options.save_path, options.force)
+
+
+def require_directory(flag: str, path: Path) -> None:
+    if not path.is_dir():
+        what = "is not a directory" if path.exists() else "does not exist"
         raise UserError(
-            f"--hf_model_path {source} is no directory", fix="pass a Hugging Face directory"
+            f"{flag} {path} {what}",
+            why=f"the working directory is {Path.cwd()}",
+            fix="correct the path",
         )
-    there: list[Any] = (
-        []
-        if not target.exists() or options.force
-        else [target]
-        if target.is_file()
-        else [*target.iterdir()]
-    )
-    if there:
+
+
+def refuse_existing(path: Path, force: bool) -> None:
+    if path.exists() and not force and (path.is_file() or any(path.iterdir())):
         raise UserError(
-            f"{target} exists",
-            why="the conversion replaces it as a whole",
+            f"{path} exists",
+            why="what is written replaces it as a whole",
             fix="pass another --save_path, or --force",
         )

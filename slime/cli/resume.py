@@ -17,14 +17,13 @@ from pathlib import Path
 
 from slime.checkpoints.load_plan import going_on
 from slime.checkpoints.run_models import started_from
-from slime.cli.align import newest_stage
 from slime.cli.arguments import Arguments
 from slime.config import Config
 from slime.config.flags import spellings
 from slime.config.hidden import with_secrets
 from slime.errors import UserError
 from slime.files import entries_of
-from slime.observe.run_folder import RunFolder, config_files
+from slime.observe.run_folder import RunFolder, config_files, newest_stage
 from slime.processes.host import slime_command
 
 

@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-from slime.cli.arguments import Arguments
+from slime.cli.arguments import Arguments, at_least_one
 from slime.config import Config, make_config
 from slime.errors import UserError
 from slime.hub import local_data
@@ -56,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
             name: getattr(flags, name) for name in _REWARD_FLAGS if getattr(flags, name) is not None
         },
     )
+    for warning in config.warnings:
+        print(warning, file=sys.stderr)
     samples = _samples(config, flags.response, flags.response_key, flags.max_rows)
     started = time.perf_counter()
     rewards, metrics = asyncio.run(_score(config, samples))
@@ -90,8 +92,9 @@ def _parser() -> Arguments:
         "--custom-rm-path", help="your function, package.module.function or file.py:function"
     )
     parser.add_argument("--rm-type", help=f"a built-in one: {', '.join(RM_TYPES)}")
-    parser.add_argument("--response", help="the response to score for every row")
-    parser.add_argument("--response-key", help="column of the response (default: response)")
+    responses = parser.add_mutually_exclusive_group()
+    responses.add_argument("--response", help="the response to score for every row")
+    responses.add_argument("--response-key", help="column of the response (default: response)")
     parser.add_argument(
         "--input-key", help="column of the prompt (default: input; prompt in samples of a run)"
     )
@@ -116,7 +119,10 @@ def _parser() -> Arguments:
     parser.add_argument("--rm-timeout", type=float, help="seconds for one call")
     parser.add_argument("--rm-num-workers", type=int, help="processes of the math graders")
     parser.add_argument(
-        "--max-rows", type=int, default=100, help="score at most so many rows (default 100)"
+        "--max-rows",
+        type=at_least_one,
+        default=100,
+        help="score at most so many rows (100)",
     )
     return parser
 
@@ -188,8 +194,8 @@ async def _score(config: Config, samples: list[Sample]) -> tuple[list[Any], dict
 
 
 async def _score_each(pool: RewardPool, samples: list[Sample]) -> list[Any]:
-    """The first failure ends the others before the pool's workers go, whose end they would take for
-    a crash."""
+    """Score all samples. The first failure cancels the others before the pool's workers end, which
+    they would take for a crash."""
     tasks = [asyncio.ensure_future(pool.score(sample)) for sample in samples]
     try:
         return list(await asyncio.gather(*tasks))

@@ -132,7 +132,7 @@ def _parser() -> Arguments:
 
 
 def _key(flags: argparse.Namespace) -> str:
-    """What requests must carry; "": nothing.
+    """Return the key that requests must carry; "" for none.
 
     Raises:
         UserError: no key where others reach the server, or one that no header can carry.
@@ -266,7 +266,7 @@ def serving(
             fix="; ".join(record.remedies(cause)),
         ) from error
     finally:
-        if server.is_alive():  # of one that died the log is wanted
+        if server.is_alive():  # the log of a server that died is kept
             shutil.rmtree(folder, ignore_errors=True)
         server.stop()
         os.close(lock)
@@ -284,7 +284,7 @@ def _loadable(adapter: Path, base: Path, folder: Path) -> Path:
 
 
 def _log_folder() -> tuple[Path, int]:
-    """A folder for the log, and the lock that says that its server lives."""
+    """Make a folder for the log, with a lock that is held while its server lives."""
     folder = Path(tempfile.mkdtemp(prefix=_LOGS))
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     with contextlib.suppress(OSError):  # file systems without locks: nobody gets one there
@@ -302,9 +302,8 @@ def remove_logs_of_the_dead() -> None:
 
 
 def more_words(record: EngineKind, name: str, directory: Path) -> list[str]:
-    """What a server has on its command line beyond that of an engine of a run: the name that
-    clients use, and what it does not find out itself: how it is to read calls of tools, and that
-    the model sees images."""
+    """Return the words of the command line that a server has beyond those of a run's engine: the
+    name that clients use, how calls of tools are read, and whether the model sees images."""
     words = ["--served-model-name", name]
     found = tool_format(chat_template(directory), family_name(directory))
     if found is not None and found.sglang_parser:

@@ -207,10 +207,26 @@ def _check_server(config: Config, url: str, engine: EngineInfo) -> None:
             f"it is a {info.get('disaggregation_mode')} server, one half of a pair",
             "start it without --disaggregation-mode",
         ),
+        (
+            _sees_in_hybrids(config) and not engine.abilities.sees_in_hybrids,
+            f"it is {engine.abilities.engine} {info.get('version')}, which computes images of this "
+            "model with one of the three rows of positions",
+            "start a newer version (SGLang after 0.5.16) or the embedded engine, or leave "
+            "--multimodal-keys out",
+        ),
     ]
     for is_so, why, fix in lacks:
         if is_so:
             raise UserError(f"the engine at {url} cannot take part", why=why, fix=fix)
+
+
+def _sees_in_hybrids(config: Config) -> bool:
+    """Tell whether the run reads images with a model that has gated delta nets."""
+    path = config.checkpoint.hf_checkpoint
+    if not config.images.multimodal_keys or path is None:
+        return False
+    family = family_of(path, config.checkpoint.model_name)
+    return "linear_attention_freq" in family.model_spec(path).transformer
 
 
 def _check_likeness(url: str, info: EngineInfo, other_url: str, other: EngineInfo) -> None:

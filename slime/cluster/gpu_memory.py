@@ -129,7 +129,7 @@ class GpuMemoryOwner:
             self._sleep(keep_weights=False)
         self.holder = MemoryHolder.NOBODY
         yield
-        self._release()  # of those that have just started
+        self._release()  # that of the engines that have just started
         self._wake()
         self.holder = MemoryHolder.TRAINER
 

@@ -310,6 +310,10 @@ class _Daemon(services.ConsolePopen):
             super().kill()
 
 
+def _options(args: Sequence[str]) -> dict[str, str]:
+    return dict(arg.split("=", 1) for arg in args if arg.startswith("--") and "=" in arg)
+
+
 def _with_idle_dashboard_agent(args: Sequence[str]) -> list[str]:
     """Return the raylet's command with an idle process in place of the dashboard agent, and write
     the files with the agents' ports.
@@ -317,7 +321,7 @@ def _with_idle_dashboard_agent(args: Sequence[str]) -> list[str]:
     The raylet exits if the agent is not alive, or if the files with the agents' ports do not appear
     within 15 seconds. A real agent imports Ray first, which takes longer on a crowded host.
     """
-    options = dict(arg.split("=", 1) for arg in args if arg.startswith("--") and "=" in arg)
+    options = _options(args)
     for name, reserved in _reserved_ports.items():
         port_file = Path(options["--session_dir"]) / f"{name}_{options['--node_id']}"
         port_file.write_text(str(reserved.port))
@@ -332,7 +336,7 @@ def _preloaded(args: list[str], libraries: str) -> list[str]:
     Args:
         libraries: LD_PRELOAD for the raylet (Ray's jemalloc), which its workers do not get.
     """
-    options = dict(arg.split("=", 1) for arg in args if arg.startswith("--") and "=" in arg)
+    options = _options(args)
     resources = options.get("--static_resource_list", "").split(",")
     if os.environ.get("SLIME_PRELOAD") == "0" or "GPU" in resources or num_gpus() > 0:
         return args
@@ -452,15 +456,11 @@ def _loopback_only(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    name = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    os.environ[name] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
+    with (
+        _with_environment({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}),
+        _replaced(ray_constants, ENABLE_RAY_CLUSTER=False),
+    ):
         yield
-    finally:
-        del os.environ[name]
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

@@ -218,11 +218,12 @@ class RolloutActor:
 
     async def _read_rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Return groups with the data's own answers."""
-        from slime.rollout.preferences import preference_rollout
-        from slime.rollout.sft import sft_rollout
+        from slime.rollout.preferences import generate_preferences
+        from slime.rollout.sft import data_rollout, generate_sft
 
-        read = sft_rollout if self.config.algorithm.preference is None else preference_rollout
-        return await read(self.config, self.source, self.tokenizer, rollout_id)
+        is_supervised = self.config.algorithm.preference is None
+        generate = generate_sft if is_supervised else generate_preferences
+        return await data_rollout(generate, self.config, self.source, self.tokenizer, rollout_id)
 
     async def load_dump(
         self, rollout_id: int, layout: TrainLayout, versions: VersionWindow

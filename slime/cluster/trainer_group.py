@@ -242,11 +242,14 @@ class TrainerActor(RankActor):
             self._profile = TorchProfile(folder / f"trainer-rank-{self.rank}{TRACE_SUFFIX}")
 
     def stop_profile(self) -> None:
-        """Write what was recorded."""
+        """Write what was recorded. A full disk costs the profile, and not the run."""
         profile = self._profile
         self._profile = None
-        if profile is not None:
-            profile.stop()
+        try:
+            if profile is not None:
+                profile.stop()
+        except (OSError, RuntimeError) as error:
+            logger.warning("rank %d has no profile: %s", self.rank, error)
 
     def save(self, rollout_id: int, extra_state: dict[str, Any]) -> None:
         with self._phase("save_model"):

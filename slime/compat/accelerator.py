@@ -34,7 +34,7 @@ def device(index: Device = None) -> torch.device:
 
 
 def device_name(index: Device = None) -> str:
-    """Such as "cuda:0"."""
+    """Return the name of a device, such as "cuda:0"."""
     return str(device(index))
 
 

@@ -1,5 +1,5 @@
-"""Small things: coroutines from sync code, filters and rollout functions called as they were,
-ports, singletons."""
+"""Helpers that plugins of earlier versions import: coroutines from sync code, filters and rollout
+functions, ports, singletons."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class AsyncLoopThread:
 
 
 class _RunsLoop:
-    """The same for the event loop of the run."""
+    """Runs coroutines on the event loop of the run."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
@@ -94,14 +94,14 @@ def call_dynamic_filter(fn: Any, *args: Any, **kwargs: Any) -> DynamicFilterOutp
 
 
 def call_rollout_fn(fn: Any, *args: Any, evaluation: bool, **kwargs: Any) -> Any:
-    """What a rollout function returns, sync or async; a bare list (training) or dict (evaluation)
-    is wrapped."""
+    """Call a rollout function, sync or async; wrap its result if it is a bare list (training) or
+    dict (evaluation)."""
     output = fn(*args, **kwargs, evaluation=evaluation)
     return wrapped(run(output) if inspect.iscoroutine(output) else output, evaluation)
 
 
 class SingletonMeta(type):
-    """A class of it has one instance per process, whatever it is called with later."""
+    """Metaclass of classes with one instance per process, whatever later calls pass."""
 
     _instances: ClassVar[dict[type, Any]] = {}
 
@@ -120,7 +120,7 @@ _held: list[PortReservation] = []
 
 
 def init_http_client(args: Any) -> None:
-    """Nothing: `post` and `get` find the run's client, and make one where there is no run."""
+    """Do nothing: `post` and `get` find the run's client, and make one where there is no run."""
 
 
 def is_port_available(port: int) -> bool:
@@ -149,8 +149,8 @@ def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
 
 
 def get_current_node_ip() -> str:
-    """The address of this host on the way to others: no packet is sent. Where there is no way, its
-    loopback's."""
+    """Return the address from which this host reaches others, without sending a packet; that of
+    the loopback if it reaches none."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         asked.connect(_ELSEWHERE)
         return str(asked.getsockname()[0])

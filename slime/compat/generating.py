@@ -59,7 +59,7 @@ class PluginGenerateState:
         return getattr(own.current_state(), name)
 
     def reset(self) -> None:
-        """As before the first task."""
+        """Return to the state before the first task."""
         self.pendings = set()
         self.remaining_batch_size = 0
         self._aborted = False

@@ -24,7 +24,7 @@ from slime.rollout.rewards.text import (
 from slime.samples.types import Sample
 
 _WORKERS = 2
-#: Of a response, for a strict comparison of boxes.
+#: Characters at the end of a response that a strict comparison of boxes reads.
 _TAIL = 100
 
 # -- boxes -----------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def extract_answer(passage: str | None) -> str | None:
 
 
 def extract_boxed_answer(solution: str | None) -> str | None:
-    """The same."""
+    """Return the last boxed expression, or None."""
     return last_boxed(solution or "")
 
 
@@ -61,7 +61,7 @@ def _graders() -> GradingPool:
 
 
 def _is_right(grader: str, response: str, label: Any) -> bool:
-    """Whether a worker finds so, within `deadlines.POOL_MATH`."""
+    """Tell whether a worker finds a response right, within `deadlines.POOL_MATH`."""
     return bool(
         shared_loop().run(_graders().grade(grader, response, label, deadlines.POOL_MATH)).score
     )
@@ -84,7 +84,8 @@ def grade_answer_sympy(given_answer: str | None, ground_truth: Any) -> bool:
 
 
 def grade_answer_mathd(given_answer: str | None, ground_truth: Any) -> bool:
-    """The same: answers that are spelt alike are the same expression."""
+    """Tell whether two answers are equal, as `grade_answer_sympy`: answers that are spelt alike are
+    the same expression."""
     return grade_answer_sympy(given_answer, ground_truth)
 
 
@@ -185,7 +186,7 @@ def compute_score(
 
 
 async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
-    """What the reward model at ``args.rm_url`` says.
+    """Return the answer of the reward model at ``args.rm_url``.
 
     Raises:
         UserError: it fails again and again, or answers with no JSON.

@@ -17,8 +17,8 @@ def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> None:
     """Add metrics to those of the rollout or evaluation that calls this; they are logged with its
     step.
 
-    What is no number is left out, and so is all of it where no rollout runs (in trainers, say):
-    both are warned of.
+    Values that are not numbers are left out, and everything is where no rollout runs (in trainers,
+    say). Both give a warning.
 
     Args:
         step_key: the one that holds the caller's own step, which is not needed.

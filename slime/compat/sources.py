@@ -153,7 +153,7 @@ class RolloutDataSource(PromptSource):
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """The same with its buffer, the groups that were put back, in the open.
+    """A `RolloutDataSource` whose buffer, the groups that were put back, plugins can read and set.
 
     Attributes:
         buffer_filter: what chooses from it; may be set.

@@ -178,7 +178,7 @@ def vanilla_gae(
 def chunked_gae(
     rewards: Tensor, values: Tensor, gamma: float, lambd: float, chunk_size: int = 128
 ) -> tuple[Tensor, Tensor]:
-    """The same; it is computed in chunks of a fixed size anyway."""
+    """Return what `vanilla_gae` does, which is computed in chunks of a fixed size anyway."""
     return vanilla_gae(rewards, values, gamma, lambd)
 
 

@@ -23,8 +23,8 @@ _OLD = "slime.rollout.sglang_rollout"
 
 
 class LoneState:
-    """What ``GenerateState(args)`` is without a run: made of ``args``, a namespace with some of the
-    flags.
+    """Stands for ``GenerateState(args)`` where there is no run. It is made of ``args``, a namespace
+    with some of the flags.
 
     Attributes:
         tokenizer: of ``args.hf_checkpoint``; None without it.
@@ -58,7 +58,7 @@ class LoneState:
         self.reset()
 
     def reset(self) -> None:
-        """As before the first task."""
+        """Return to the state before the first task."""
         self.pendings: set[asyncio.Task[Any]] = set()
         self.remaining_batch_size = 0
         self.aborted = False

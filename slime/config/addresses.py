@@ -9,13 +9,13 @@ from slime.errors import UserError
 
 
 def engine_url(address: str, where: str) -> str:
-    """The base URL of an engine that somebody names.
+    """Return the base URL of an engine.
 
     Args:
         address: HOST:PORT, with ``http://`` before it or not.
-        where: what it was given to, for messages.
+        where: the flag or command that it was given to, for messages.
     Raises:
-        UserError: it is none.
+        UserError: ``address`` is something else.
 
     Example:
         >>> urls = "10.0.0.7:30000", "http://[::1]:30000/"

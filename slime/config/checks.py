@@ -124,6 +124,7 @@ def violations(draft: Draft) -> Iterator[UserError]:
         _sampling,
         _evaluation,
         _debug,
+        _profile,
         _names,
         _layer_spec,
         *checks_train.STEPS,
@@ -241,8 +242,8 @@ def _entry(draft: Draft) -> None:
 
 
 def _host(draft: Draft) -> None:
-    """What depends on whether the trainer has GPUs, judged by this host (SLIME_NUM_GPUS speaks for
-    the others)."""
+    """Check what depends on whether the trainer has GPUs, judged by this host (SLIME_NUM_GPUS
+    speaks for the others)."""
     on_gpu = num_gpus() > 0
     where = (
         "on GPUs"
@@ -474,6 +475,33 @@ def _debug(draft: Draft) -> None:
         )
 
 
+def _profile(draft: Draft) -> None:
+    if not draft["use_pytorch_profiler"]:
+        return
+    first = draft["profile_step_start"]
+    end = draft["profile_step_end"]
+    rollouts = draft["num_rollout"]
+    if first >= end:
+        raise UserError(
+            f"--profile-step-start {first} is not before --profile-step-end {end}",
+            why="the second is the step behind the last that is profiled",
+            fix="--profile-steps 3:5 profiles the steps 3 and 4",
+        )
+    if rollouts and first >= rollouts:
+        raise UserError(
+            f"no step would be profiled: the first is --profile-step-start {first}, and the steps "
+            f"of --num-rollout {rollouts} are 0 to {rollouts - 1}",
+            fix=f"pass --profile-steps 0:{min(rollouts, 2)}",
+        )
+    ranks = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
+    if (beyond := max(draft["profile_ranks"], default=0)) >= ranks and not draft[
+        "debug_rollout_only"
+    ]:
+        raise UserError(
+            f"--profile-ranks {beyond} is no trainer rank", why=f"they are 0 to {ranks - 1}"
+        )
+
+
 def _compared(draft: Draft, dest: str) -> int:
     """Rollouts that must have paths of their own; each export may replace the last one, and what is
     read may be one file."""
@@ -536,7 +564,7 @@ def _check_signal(draft: Draft) -> None:
 
 
 def incomplete(draft: Draft) -> Iterator[UserError]:
-    """What a run lacks, and a part of it does not need: each error names the flag."""
+    """Yield an error for each flag that a whole run needs, and a part of a run does not."""
     for step in (
         _length,
         _model,

@@ -261,7 +261,7 @@ def _check_sampling_mask(draft: Draft) -> None:
 
 
 def _trained(draft: Draft) -> None:
-    """What is trained, and what with."""
+    """Refuse flags of training that exclude each other."""
     if draft["only_train_params_name_list"] and draft["freeze_params_name_list"]:
         raise UserError(
             "--only-train-params-name-list and --freeze-params-name-list exclude each other",
@@ -472,8 +472,8 @@ def _loss_scale(draft: Draft) -> None:
 
 
 def _schedule(draft: Draft) -> None:
-    """What Megatron's schedule of learning rate and weight decay would stop at, or choose
-    between."""
+    """Refuse flags with which Megatron's schedule of learning rate and weight decay would stop, or
+    would have to choose."""
     for same in (
         ("lr_decay_iters", "lr_decay_samples"),
         ("lr_warmup_fraction", "lr_warmup_samples", "lr_warmup_iters"),

@@ -158,7 +158,8 @@ class Config:
         return FlatArgs({**flat, **self.extra})
 
     def for_hiding(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What `slime.redact.remember` takes: flags, and what hooks find beside them."""
+        """Return the arguments of `slime.redact.remember`: the flags, and what hooks find beside
+        them."""
         return self.values(), self.extra
 
     def describe(self) -> str:

@@ -12,7 +12,7 @@ from slime.config.flag import FlagSpec, option_of
 
 @dataclass
 class UserFlags:
-    """What the user set, by dest.
+    """The flags that the user set, by dest.
 
     Attributes:
         values: typed values.
@@ -31,14 +31,14 @@ class UserFlags:
         self.origins[dest] = origin
 
     def update(self, other: UserFlags) -> None:
-        """``other`` wins."""
+        """Take over the flags of ``other``, which take precedence."""
         self.values.update(other.values)
         self.origins.update(other.origins)
         self.extra.update(other.extra)
         self.warnings += other.warnings
 
     def without(self, dest: str) -> UserFlags:
-        """The same had the user left ``dest`` out."""
+        """Return the flags as if the user had left ``dest`` out."""
         return UserFlags(
             {name: value for name, value in self.values.items() if name != dest},
             {name: origin for name, origin in self.origins.items() if name != dest},
@@ -103,5 +103,5 @@ class Draft:
             self.origins[dest] = f"derived: {formula}"
 
     def copy(self, dest: str, source: str) -> None:
-        """``dest`` is ``source`` unless given."""
+        """Set ``dest`` to the value of ``source``, unless it is given."""
         self.derive(dest, self.values[source], source)

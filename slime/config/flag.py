@@ -34,8 +34,8 @@ _KEY = "slime_flag"
 
 Kind = Literal["bool", "int", "float", "str", "json", "int_or_list"]
 
-#: Who reads a flag: the parts of a run, of which it may lack some (`slime.config.parts`). Memory
-#: plan and launch checks look ahead for them all and are none.
+#: The parts of a run that may read a flag; a run may lack some of them (`slime.config.parts`). The
+#: memory plan and the launch checks read flags on behalf of these, and are no parts.
 Part = Literal[
     "config",  # worked into other flags when a configuration is resolved
     "driver",
@@ -102,7 +102,7 @@ def at_least(low: float, what: str = "") -> Interval:
 
 
 def finite(low: float, what: str = "", *, above: bool = False) -> Interval:
-    """From ``low`` on, without infinity."""
+    """Return the interval of all finite numbers from ``low`` on."""
     return Interval(low, below=True, above=above, what=what)
 
 
@@ -138,7 +138,7 @@ class Condition:
         return " ".join([option_of(self.dest), " or ".join(map(str, self.values))]).rstrip()
 
     def found(self, values: Mapping[str, Any]) -> str:
-        """The same with the value that there is."""
+        """Name the flag with the value that it has, for messages."""
         return (
             f"{option_of(self.dest)} {values[self.dest]}" if self.values else option_of(self.dest)
         )
@@ -170,7 +170,7 @@ class Requirement:
         return any(condition.holds(values) for condition in self.conditions)
 
     def words(self, values: Mapping[str, Any] | None = None) -> str:
-        """What is missing.
+        """Describe what is missing.
 
         Example:
             >>> (on("use_tis") | on("get_mismatch_metrics")).words()
@@ -192,20 +192,20 @@ class Requirement:
 
 
 def on(dest: str, *values: Any, why: str = "", warns: bool = False) -> Requirement:
-    """Acts only where ``dest`` has one of ``values``, or is set at all."""
+    """Require that ``dest`` has one of ``values``; without values, that it is set."""
     return Requirement((Condition(dest, values),), why, warns)
 
 
 def unless(dest: str, *values: Any, why: str = "", warns: bool = False) -> Requirement:
-    """Does nothing where ``dest`` has one of ``values``, or is set at all."""
+    """Require that ``dest`` has none of ``values``; without values, that it is not set."""
     return Requirement((Condition(dest, values, negated=True),), why, warns)
 
 
 NO_MTP = "training of multi-token-prediction layers is not in this version"
 #: There is something to evaluate.
 EVALUATES = on("eval_prompt_data") | on("eval_config", why="nothing is evaluated")
-#: The same of how it is evaluated: scripts that evaluate at times keep these flags, so that it is a
-#: warning.
+#: `EVALUATES` for flags that say how to evaluate. Scripts that evaluate only at times keep them, so
+#: that it is a warning.
 EVALUATION_SETTING = dataclasses.replace(EVALUATES, warns=True)
 #: Losses that train on the data's own answers.
 DATA_LOSSES = ("sft_loss", "preference_loss")
@@ -213,8 +213,8 @@ DATA_LOSSES = ("sft_loss", "preference_loss")
 SAMPLES = unless("loss_type", *DATA_LOSSES, why="the data's own answers are trained on")
 #: Engines generate something, if only for an evaluation.
 GENERATES = SAMPLES | EVALUATES
-#: The same of what tells where engines are: scripts that do both keep them, so that it is a
-#: warning.
+#: `GENERATES` for flags that say where engines are. Scripts that also train on data keep them, so
+#: that it is a warning.
 ENGINES = (
     unless(
         "loss_type", *DATA_LOSSES, why="training on the data's answers starts no engine", warns=True
@@ -229,7 +229,7 @@ POLICY_LOSS = unless("loss_type", *DATA_LOSSES, "custom_loss", why="it belongs t
 
 @dataclass(frozen=True)
 class FlagMeta:
-    """What the annotation cannot say of a flag.
+    """Facts about a flag beside its annotation.
 
     Attributes:
         name: the flag without dashes, where it differs from the field's name.
@@ -239,8 +239,8 @@ class FlagMeta:
         append: the flag may be repeated; each occurrence adds to the list.
         derived: formula of the default that `resolve` computes; empty when the default is a
             constant.
-        range: of a number, or of each number of a list.
-        needs: when it acts: all of these.
+        range: allowed values of a number, or of each number of a list.
+        needs: the conditions under which it acts, all of them.
         read_by: the parts of a run that read it; () is the group's ``READ_BY``.
         refused: why setting this flag is not supported in this version; empty when it works.
         refused_values: the same for single values of a flag that otherwise works.
@@ -434,7 +434,8 @@ def docs_of(cls: type) -> dict[str, str]:
 
 
 def docs_of_class(node: ast.AST) -> dict[str, str]:
-    """The same from a class definition that was only parsed."""
+    """Return the docstrings of a class's fields, by name, from its definition that was only
+    parsed."""
     assert isinstance(node, ast.ClassDef)
     docs = {}
     for statement, following in zip(node.body, node.body[1:], strict=False):

@@ -114,7 +114,7 @@ class AlgorithmConfig:
     """Steepness of SAPO's gate for positive advantages: the higher, the faster a token's gradient
     decays with its ratio."""
     sapo_tau_neg: float = flag(1.05, range=_STEEPNESS, needs=_SAPO)
-    """The same for negative advantages."""
+    """Steepness of SAPO's gate for negative advantages."""
     kl_coef: float = flag(
         0.0,
         range=_PENALTY,

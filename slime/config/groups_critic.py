@@ -96,7 +96,7 @@ class CriticConfig:
     """Lambda of generalised advantage estimation, per trained token. At 0.95 a reward hardly
     reaches what was written 100 tokens before it."""
     critic_lambd: float = derived("lambd", range=FRACTION, needs=_CRITIC)
-    """The same for the returns that the critic learns; 1 has no bias (VC-PPO, arXiv:2503.01491)."""
+    """Lambda of the returns that the critic learns; 1 has no bias (VC-PPO, arXiv:2503.01491)."""
     value_clip: float = flag(
         0.2,
         range=Interval(0, above=True, what="a distance from the value before the update"),

@@ -96,7 +96,7 @@ class MegatronConfig:
     lr_decay_iters: int | None = flag(None, range=SOME, needs=_DECAYS | on("lr_warmup_fraction"))
     """Optimizer steps over which the learning rate decays; unset: the whole run."""
     lr_decay_samples: int | None = flag(None, range=SOME, needs=_DECAYS | on("lr_warmup_fraction"))
-    """The same, in samples."""
+    """Samples over which the learning rate decays; unset: the whole run."""
     lr_warmup_iters: int = flag(0, range=NONE_OR_SOME)
     """Optimizer steps of linear warm-up."""
     lr_warmup_fraction: float | None = flag(None, range=FRACTION)

@@ -270,7 +270,7 @@ class RewardConfig:
     """Key of the number to train on, when rewards are dicts; the means of their other numbers are
     metrics."""
     eval_reward_key: str | None = derived("reward_key", needs=EVALUATION_SETTING)
-    """The same for evaluation."""
+    """Key of the number that evaluations report, when rewards are dicts."""
     rm_url: str | None = flag(
         None,
         needs=GENERATES

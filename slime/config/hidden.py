@@ -26,11 +26,11 @@ _Path = tuple[Any, ...]
 def with_secrets(
     config: Config, words: list[str], environ: Mapping[str, str], command: str
 ) -> Config:
-    """The configuration with every secret that `Config.save` has hidden.
+    """Return the configuration with every secret that `Config.save` has hidden.
 
     Args:
         config: as `Config.load` gives it.
-        words: flags with their values, of which each has a hidden one.
+        words: flags of the command line with their values; config.json has to hide each of them.
         command: what is called, for the message.
     Raises:
         UserError: names all variables that are missing, or a flag that has nothing hidden.
@@ -92,7 +92,7 @@ def _check_given(given: UserFlags, hidden: dict[str, list[_Path]], keys: list[_P
 
 
 def _hidden(value: Any, path: _Path = ()) -> Iterator[_Path]:
-    """Where in a setting something is hidden."""
+    """Yield the places in a setting at which something is hidden."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _hidden(inner, (*path, key))
@@ -108,8 +108,8 @@ def _variable(path: _Path) -> str:
     stands.
 
     Example:
-        >>> wheres = ("train_env_vars", "MY_TOKEN"), ("judge", "api_key"), ("wandb_key",)
-        >>> tuple(map(_variable, wheres))
+        >>> paths = ("train_env_vars", "MY_TOKEN"), ("judge", "api_key"), ("wandb_key",)
+        >>> tuple(map(_variable, paths))
         ('MY_TOKEN', 'JUDGE_API_KEY', 'WANDB_API_KEY')
         >>> _variable(("rm_url",)), _variable(("judges", 1, "url"))
         ('SLIME_RM_URL', 'JUDGES_1_URL')
@@ -123,7 +123,7 @@ def _variable(path: _Path) -> str:
 
 
 def _with(value: Any, path: _Path, secret: str) -> Any:
-    """A copy with ``secret`` at the place."""
+    """Return a copy of ``value`` with ``secret`` at ``path``."""
     if not path:
         return secret
     first, *rest = path

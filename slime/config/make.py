@@ -88,6 +88,13 @@ def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
     return config
 
 
+def flags_given(argv: list[str]) -> frozenset[str]:
+    """Names of the flags that a command line and its configuration files set, as far as they can be
+    read."""
+    errors: list[UserError] = []
+    return frozenset(_with_files(read_argv(argv, errors), errors).values)
+
+
 def judge_args(argv: list[str], entry: str = "train") -> tuple[Config | None, list[UserError]]:
     """All that `parse_args` would refuse of a command line.
 

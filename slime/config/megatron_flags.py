@@ -58,7 +58,7 @@ _SCALED = on("fp16", why="only a loss in float16 is scaled", warns=True)
 
 
 def _fields(names: str, *needs: Requirement, **meta: Any) -> dict[str, FlagMeta]:
-    """The same declaration for several fields, whose names are given as words."""
+    """Give several fields, whose names are the words of ``names``, the same declaration."""
     return dict.fromkeys(names.split(), FlagMeta(needs=needs, **meta))
 
 

@@ -71,8 +71,8 @@ def resolve(
 
 
 def _speed_alone(draft: Draft) -> None:
-    """What would change nothing here but speed, or nothing at all, does not keep a launch script
-    from running."""
+    """Replace values that would change nothing here but speed, or nothing at all, so that they keep
+    no launch script from running."""
     for dest in draft.given.values:
         spec = draft.specs[dest]
         value = draft[dest]

@@ -11,7 +11,8 @@ from slime.errors import UserError
 
 _FP8 = "low-precision matrix products are Transformer Engine's"
 
-#: dest → why; any value but None and False needs it, or the one in `_ONLY`.
+#: dest → why it needs Transformer Engine. Any value but None and False does, unless `_ONLY` names
+#: the one value.
 NEEDS: dict[str, str] = {
     "transformer_impl": "the layers are Transformer Engine's",
     "attention_backend": "cuDNN's fused attention comes with Transformer Engine",
@@ -25,7 +26,7 @@ NEEDS: dict[str, str] = {
     "symmetric_ar_type": "the fused kernel is Transformer Engine's",
     "fine_grained_activation_offloading": "activations are moved by Transformer Engine's hooks",
 }
-#: Flags of which one value needs it.
+#: Flags of which a single value needs Transformer Engine → that value.
 _ONLY: dict[str, str] = {"transformer_impl": "transformer_engine", "attention_backend": "fused"}
 
 #: Flags among them that act inside Transformer Engine's layers: without these layers they would do

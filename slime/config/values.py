@@ -46,7 +46,7 @@ def convert(spec: FlagSpec, value: Any, where: str = "") -> Any:
 
 
 def check_number(spec: FlagSpec, value: Any, where: str = "") -> None:
-    """Refuse a number that is not in the flag's range, or one of several; None is unset.
+    """Refuse a number outside the flag's range, also within a list; None is unset.
 
     Args:
         where: names a value from elsewhere, in place of the flag.

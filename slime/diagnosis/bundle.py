@@ -1,5 +1,5 @@
-"""Pack a run for an issue as one .tar.gz, without secrets and weights, and without samples unless
-they are asked for.
+"""Pack a run for a bug report as one .tar.gz, without secrets and weights, and without samples
+unless they are asked for.
 
 Only files of the run folder itself are read, through no link; of large files only the two ends.
 """

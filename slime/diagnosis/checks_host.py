@@ -288,14 +288,11 @@ def _proxy(config: Config, findings: CheckFindings) -> None:
     parts = urlsplit(url or "")
     proxy = urllib.request.getproxies().get(parts.scheme)
     if asked and parts.hostname and proxy and not urllib.request.proxy_bypass(parts.hostname):
-        detail = f"--rm-url {url} would be asked through {_without_password(proxy)}"
+        without_password = proxy.rpartition("@")[2]
+        detail = f"--rm-url {url} would be asked through {without_password}"
         findings.add(
             "proxy", detail, f"no_proxy={parts.hostname}", source="--rm-url", is_fatal=False
         )
-
-
-def _without_password(url: str) -> str:
-    return url.rpartition("@")[2]
 
 
 def ports(case: CheckedRun, findings: CheckFindings) -> None:

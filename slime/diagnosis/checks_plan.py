@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from slime.diagnosis.check import CheckedRun, CheckFindings, LeftOut
 from slime.memory.check import judge
 from slime.memory.hardware import device_memory
 from slime.memory.micro_batches import packing_line, with_token_limit
 from slime.memory.plan import MemoryPlan, gb
+from slime.observe.kept_names import missing_tracker
 from slime.placement import PlacementPlan, needs_engines
 from slime.processes.host import num_gpus
 from slime.run import preflight
@@ -41,8 +44,9 @@ def node(case: CheckedRun, findings: CheckFindings) -> None:
     """Check that this host, one of several, has its part of the GPUs."""
     expected = case.run.cluster.num_gpus_per_node
     here = num_gpus()
-    if here < expected:
-        findings.add("gpus-missing", f"{expected} GPUs are expected of a node, this one has {here}")
+    is_told = not case.run.origins["num_gpus_per_node"].startswith("derived")
+    if is_told and here < expected:
+        findings.add("gpus-missing", f"--num-gpus-per-node is {expected}, and this node has {here}")
     findings.note(f"{here} on this node")
 
 
@@ -108,9 +112,17 @@ def age(case: CheckedRun, findings: CheckFindings) -> None:
 
 
 def credentials(case: CheckedRun, findings: CheckFindings) -> None:
-    """Check the keys of services that the run uses."""
-    if not case.run.observe.use_wandb:
+    """Check the keys of services that the run uses, and the packages of its trackers."""
+    observe = case.run.observe
+    trackers = [
+        name for name in ("mlflow", "trackio", "swanlab") if getattr(observe, f"use_{name}")
+    ]
+    if not trackers and not observe.use_wandb:
         raise LeftOut("no service is used")
-    from slime.observe.wandb_sink import check_key
+    for name in trackers:
+        if find_spec(name) is None:
+            findings.add_error(missing_tracker(name), "tracker-missing")
+    if observe.use_wandb:
+        from slime.observe.wandb_sink import check_key
 
-    findings.attempt(check_key, case.run, trouble="wandb-key")
+        findings.attempt(check_key, case.run, trouble="wandb-key")

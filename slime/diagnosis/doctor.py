@@ -211,7 +211,8 @@ def _made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> C
             is_fatal=not _place(error).startswith(_OURS),
         )
     if check.name != "flags":
-        findings.all = [one for one in findings.all if not _follows(one, case)]
+        # one that names a doubtful flag may only follow from what is wrong with that
+        findings.all = [one for one in findings.all if not options_in(one.detail) & case.doubtful]
     if findings.all:
         state = "FAIL" if any(finding.is_fatal for finding in findings.all) else "warning"
     seconds = time.perf_counter() - started
@@ -223,11 +224,6 @@ def _made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> C
         seconds,
         tuple(findings.launch_notes),
     )
-
-
-def _follows(finding: Finding, case: CheckedRun) -> bool:
-    """Whether a finding may only follow from a flag that is wrong."""
-    return bool(options_in(finding.detail) & case.doubtful)
 
 
 def _require(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> None:

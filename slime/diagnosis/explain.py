@@ -136,7 +136,7 @@ def explain(folder: Path) -> Explanation:
         stage,
         step,
         checkpoint,
-        _next(folder, state, flags, checkpoint),
+        _next(folder, state, flags),
         (*(finding for _, finding in findings), *alarms),
         tuple(notes),
     )
@@ -417,7 +417,7 @@ def _checkpoint(folder: Path, flags: Flags, entry: dict[str, Any]) -> Path | Non
     return None
 
 
-def _next(folder: Path, state: str, flags: Flags, checkpoint: Path | None) -> str:
+def _next(folder: Path, state: str, flags: Flags) -> str:
     quoted = shlex.quote(str(folder))
     if state in ("failed", "killed", "stopped") and flags.get("save"):
         return f"{slime_command()} resume {quoted}"

@@ -42,10 +42,6 @@ _BEFORE = {
 }
 
 
-def _no_remedies(flags: Flags) -> list[str]:
-    return []
-
-
 @dataclass(frozen=True)
 class Signature:
     """How one trouble is recognised; data/troubles.toml describes the fields.
@@ -90,7 +86,7 @@ class Signature:
             tuple(kinds),
             re.compile(context) if context else None,
             is_survived,
-            REMEDIES[exact] if exact else _no_remedies,
+            REMEDIES[exact] if exact else lambda flags: [],
         )
 
     def fits(

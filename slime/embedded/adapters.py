@@ -14,7 +14,6 @@ or ``….experts.gate_up_proj.…`` with one A for both.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import math
@@ -31,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from slime.embedded.layers import Linear, TokenEmbedding
 from slime.embedded.low_rank import LowRank
-from slime.embedded.weights import WeightError, WeightStore
+from slime.embedded.weights import WeightError, WeightStore, nearest
 from slime.engines.request_fields import BadRequest, asks_for_nothing
 from slime.engines.wire.buckets import fingerprint
 from slime.models.adapters import (
@@ -55,10 +54,10 @@ _keys = itertools.count(1)
 
 # -- adapter_config.json ---------------------------------------------------------------------------
 
-#: Fields of PEFT's config that say how the adapter is computed.
+#: Fields of PEFT's config that decide how the adapter is computed.
 _READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "init_lora_weights")
-#: Those that change nothing about an adapter that is computed with; names of tensors say whether
-#: the experts have one each.
+#: Fields that change nothing in inference; the names of tensors tell whether each expert has an
+#: adapter of its own.
 _WITHOUT_EFFECT = (
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "lora_dropout", "layers_pattern", "megatron_config", "megatron_core",
@@ -121,8 +120,8 @@ class AdapterForm:
             _read_targets(config.get("target_modules")),
         )
 
-    def names(self, module: str) -> bool:
-        """Whether a module is a target, by its Hugging Face path."""
+    def is_target(self, module: str) -> bool:
+        """Tell whether a module, by its Hugging Face path, has an adapter."""
         if isinstance(self.targets, str):
             return self.targets == "all-linear" or bool(re.fullmatch(self.targets, module))
         return any(_is_end(target, path) for target in self.targets for path in _paths(module))
@@ -149,7 +148,7 @@ _FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
 def _paths(module: str) -> list[str]:
-    """A module's path, and those of tensors that hold it together with others."""
+    """Return a module's path, and those of stacked or fused tensors that contain it."""
     found = _EXPERT.fullmatch(module)
     if found is None:
         return [module]
@@ -167,11 +166,13 @@ class _Piece:
     name: str
     expert: int | None = None
 
+    def index(self, tensors: Tensors) -> int | None:
+        """Return the expert's place in a tensor that has one for each, or one for all."""
+        return None if self.expert is None else min(self.expert, len(tensors[self.name]) - 1)
+
     def of(self, tensors: Tensors) -> torch.Tensor:
-        tensor = tensors[self.name]
-        if self.expert is None:
-            return tensor
-        return tensor[min(self.expert, len(tensor) - 1)]
+        index = self.index(tensors)
+        return tensors[self.name] if index is None else tensors[self.name][index]
 
 
 @dataclass
@@ -212,13 +213,13 @@ class Adapter:
         rank = self.form.rank
         made: dict[tuple[Any, ...], torch.Tensor] = {}  # sides that all experts share, once
         for linear, parts in self.parts.items():
-            source = _source([part.down for part in parts], tensors)
+            source = _places([part.down for part in parts], tensors)
             if source not in made:
                 pieces = [part.down.of(tensors) for part in parts]
                 made[source] = torch.cat(pieces).to(device, dtype)
             down = made[source]
             columns = [slice(start * rank, (start + 1) * rank) for start in range(len(parts))]
-            source = _source([part.up for part in parts], tensors)
+            source = _places([part.up for part in parts], tensors)
             if source not in made:
                 shape = (linear.out_features, len(parts) * rank)
                 wide = made[source] = torch.zeros(shape, dtype=dtype, device=device)
@@ -231,10 +232,10 @@ class Adapter:
             self.products[linear] = LowRank(down, up, self.form.scale)
 
     def _note(self, piece: _Piece, tensors: Tensors, view: torch.Tensor) -> None:
-        self._views.setdefault(piece.name, {}).setdefault(_index(piece, tensors), view)
+        self._views.setdefault(piece.name, {}).setdefault(piece.index(tensors), view)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """What the engine multiplies with, put together as it came."""
+        """Return a tensor as the engine multiplies with it, in the form in which it came."""
         if self._kept is not None:
             return self._kept[name]
         views = self._views[name]
@@ -243,7 +244,7 @@ class Adapter:
         return torch.stack([views[number] for number in sorted(views, key=lambda n: n or 0)])
 
     def fingerprints(self, names: Iterable[str] | None = None) -> dict[str, str]:
-        """xxh3-128 per tensor, of its bytes in the engine's dtype.
+        """Return the xxh3-128 of each tensor's bytes in the engine's dtype.
 
         Raises:
             WeightError: a name that the adapter does not have.
@@ -251,7 +252,7 @@ class Adapter:
         chosen = list(self.names if names is None else names)
         unknown = [name for name in chosen if name not in self._views]
         if unknown:
-            near = _nearest(unknown[0], self.names)
+            near = nearest(unknown[0], self.names)
             raise WeightError(f"adapter '{self.name}' has no tensor {unknown[0]}{near}")
         return {name: fingerprint(self.tensor(name)) for name in chosen}
 
@@ -277,14 +278,8 @@ class Adapter:
             self.fill(kept, dtype, device)
 
 
-def _source(pieces: list[_Piece], tensors: Tensors) -> tuple[tuple[str, int | None], ...]:
-    return tuple((piece.name, _index(piece, tensors)) for piece in pieces)
-
-
-def _index(piece: _Piece, tensors: Tensors) -> int | None:
-    if piece.expert is None:
-        return None
-    return min(piece.expert, len(tensors[piece.name]) - 1)
+def _places(pieces: list[_Piece], tensors: Tensors) -> tuple[tuple[str, int | None], ...]:
+    return tuple((piece.name, piece.index(tensors)) for piece in pieces)
 
 
 # -- checks of names and shapes --------------------------------------------------------------------
@@ -307,7 +302,7 @@ def place(
     targets = [
         module
         for module in modules
-        if form.names(module)
+        if form.is_target(module)
         and (form.targets != "all-linear" or module.rpartition(".")[2] in linear)
     ]
     _check_targets(form, list(modules))
@@ -339,7 +334,7 @@ def place(
 def _check_targets(form: AdapterForm, modules: list[str]) -> None:
     paths = [path for module in modules for path in _paths(module)]
     if isinstance(form.targets, str):
-        if not any(form.names(module) for module in modules):
+        if not any(form.is_target(module) for module in modules):
             raise WeightError(f"target_modules {form.targets!r} matches no layer of the model")
         return
     for target in form.targets:
@@ -354,7 +349,7 @@ def _check_targets(form: AdapterForm, modules: list[str]) -> None:
 def _find(
     module: str, side: Side, tensors: Tensors, table: Mapping[str, tuple[int, ...]], experts: int
 ) -> tuple[_Piece, bool]:
-    """The tensor of one side of a module, and whether it is gate and up at once."""
+    """Find the tensor of one side of a module; tell also whether it holds gate and up together."""
     name = peft_name(module, side)
     shape = table[name]
     found = _EXPERT.fullmatch(module)
@@ -390,68 +385,59 @@ def _not_used(name: str, modules: Iterable[str]) -> str:
         )
     known = {path for module in modules for path in _paths(module)}
     if split[0] not in known:
-        return f"{name} belongs to no layer that can have an adapter{_nearest(split[0], known)}"
+        return f"{name} belongs to no layer that can have an adapter{nearest(split[0], known)}"
     return f"{name} is there, and target_modules does not name its layer, or it comes twice"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (nearest: {close[0]})" if close else ""
-
-
 # -- all adapters ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AdapterLimits:
-    """Limits of the command line; None for none.
-
-    Attributes:
-        max_rank: of an adapter.
-        max_loaded: names at once.
-    """
-
-    max_rank: int | None = None
-    max_loaded: int | None = None
 
 
 class AdapterTable:
     """Adapters by name. Its methods may be called by any thread.
 
     Args:
-        limits: None: the engine was started without adapters, and refuses all.
+        enabled: False for an engine that was started without adapters; it refuses all.
+        max_rank: of an adapter; None: any.
+        max_loaded: names at once; None: any number.
     """
 
-    def __init__(self, store: WeightStore, limits: AdapterLimits | None) -> None:
+    def __init__(
+        self,
+        store: WeightStore,
+        *,
+        enabled: bool = True,
+        max_rank: int | None = None,
+        max_loaded: int | None = None,
+    ) -> None:
+        self.enabled = enabled
         self._store = store
-        self._limits = limits
+        self._max_rank = max_rank
+        self._max_loaded = max_loaded
         self._named: dict[str, Adapter] = {}
         self._resident: WeakSet[Adapter] = WeakSet()
         self._lock = threading.Lock()
+        self._moving = threading.Lock()  # no adapter comes while the others move
         self._released = False
 
     @property
-    def enabled(self) -> bool:
-        return self._limits is not None
-
-    @property
     def vocab_size(self) -> int:
-        return self._store.arch.vocab_size
+        return self._store.arch.spec.vocab_size
 
     @property
     def loaded(self) -> dict[str, Adapter]:
-        """Adapters that requests may name."""
+        """Return the adapters that requests may name."""
         with self._lock:
             return dict(self._named)
 
     @property
     def resident(self) -> list[Adapter]:
-        """Adapters in memory: the loaded ones, and unloaded ones that requests still use."""
+        """Return the adapters in memory: the loaded ones, and unloaded ones that requests still
+        use."""
         with self._lock:
             return sorted(self._resident, key=lambda adapter: adapter.key)
 
     def find(self, name: str, field_name: str = "lora_path") -> Adapter:
-        """The adapter that a request names.
+        """Find the adapter that a request names.
 
         Raises:
             BadRequest: there is none of this name.
@@ -463,7 +449,7 @@ class AdapterTable:
         return found
 
     def _check_enabled(self, name: str, field_name: str) -> None:
-        if self._limits is None:
+        if not self.enabled:
             raise BadRequest(
                 f"adapter '{name}' was named, and this engine was started without --enable-lora",
                 field_name,
@@ -490,25 +476,23 @@ class AdapterTable:
             BadRequest: the engine was started without adapters.
         """
         self._check_enabled(name, "lora_name")
-        assert self._limits is not None
         with self._lock:
             self._refuse_taken(name)
         form = AdapterForm.read(config)
-        most = self._limits.max_rank
+        most = self._max_rank
         if most is not None and form.rank > most:
             raise WeightError(f"r is {form.rank}, --max-lora-rank of this engine is {most}")
         parts = place(self._store, form, tensors)
         adapter = Adapter(name, path, form, pinned, version, parts, tuple(tensors))
-        with self._lock:
-            released = self._released
-        home = torch.device("cpu") if released else self._store.device
-        adapter.fill(tensors, self._store.dtype, home)
-        if released:
-            adapter.release()
-        with self._lock:
-            self._refuse_taken(name)
-            self._named[name] = adapter
-            self._resident.add(adapter)
+        with self._moving:
+            home = torch.device("cpu") if self._released else self._store.device
+            adapter.fill(tensors, self._store.dtype, home)
+            if self._released:
+                adapter.release()
+            with self._lock:
+                self._refuse_taken(name)
+                self._named[name] = adapter
+                self._resident.add(adapter)
         return adapter
 
     def _refuse_taken(self, name: str) -> None:
@@ -516,12 +500,10 @@ class AdapterTable:
             raise WeightError(
                 f"adapter '{name}' is already loaded; unload it first, or load it under a new name"
             )
-        assert self._limits is not None
-        most = self._limits.max_loaded
-        if most is not None and len(self._named) >= most:
+        if self._max_loaded is not None and len(self._named) >= self._max_loaded:
             raise WeightError(
                 f"{len(self._named)} adapters are loaded ({', '.join(self._named)}), "
-                f"--max-loaded-loras is {most}; unload one first"
+                f"--max-loaded-loras is {self._max_loaded}; unload one first"
             )
 
     def load_directory(
@@ -533,7 +515,7 @@ class AdapterTable:
             WeightError: as `load`; a file that is missing or cannot be read.
             BadRequest: as `load`.
         """
-        config, tensors = read_directory(Path(path), self._store.arch.vocab_size)
+        config, tensors = read_directory(Path(path), self._store.arch.spec.vocab_size)
         return self.load(name, config, tensors, path, pinned=pinned, version=version)
 
     def unload(self, name: str) -> None:
@@ -556,16 +538,16 @@ class AdapterTable:
     def release(self) -> None:
         """Move all to the host, as the base's weights."""
         if self._store.device.type != "cpu":
-            with self._lock:
+            with self._moving:
                 self._released = True
-            for adapter in self.resident:
-                adapter.release()
+                for adapter in self.resident:
+                    adapter.release()
 
     def resume(self) -> None:
-        with self._lock:
+        with self._moving:
             self._released = False
-        for adapter in self.resident:
-            adapter.resume(self._store.dtype, self._store.device)
+            for adapter in self.resident:
+                adapter.resume(self._store.dtype, self._store.device)
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -585,7 +567,7 @@ def check_added_tokens(added: Mapping[str, Any], vocab_size: int) -> None:
 
 
 def read_directory(path: Path, vocab_size: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and tensors of a directory that PEFT wrote.
+    """Read the config and the tensors of a directory that PEFT wrote.
 
     Raises:
         WeightError: a file is missing or cannot be read, or adds tokens.

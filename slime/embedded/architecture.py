@@ -39,7 +39,7 @@ class Rope:
         return self.spec.rotary_interleaved
 
     def tables(self, num_positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and *signed* sin, each [num_positions, 1, rotated dimensions of a head].
+        """Return cos and *signed* sin, each [num_positions, 1, rotated dimensions of a head].
 
         Of each pair the first has the negative sine, so that rotating is ``x * cos + (x, pairs
         swapped) * sin``.
@@ -53,7 +53,7 @@ class Rope:
         return whole[0].to(dtype).unsqueeze(1), whole[1].to(dtype).unsqueeze(1)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x [tokens, heads, dim], of which the first dimensions are rotated by rows of `tables`."""
+        """Rotate the first dimensions of x [tokens, heads, dim] by rows of `tables`."""
         size = cos.shape[-1]
         part = x[..., :size] if size < x.shape[-1] else x
         swapped = (
@@ -102,7 +102,7 @@ class ExpertLayers:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Shapes of one decoder.
+    """One decoder: what `ModelSpec` says of it, and facts that only an engine needs.
 
     Attributes:
         family: its table: names and shapes of what is loaded and updated.
@@ -117,19 +117,16 @@ class Architecture:
     family: ModelFamily
     spec: ModelSpec
     model_type: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
     rope: Rope
-    tie_word_embeddings: bool
-    max_positions: int
     dtype: str
     eos_token_ids: tuple[int, ...]
     experts: ExpertLayers | None = None
+
+    @property
+    def rms_norm_eps(self) -> float:
+        return float(self.spec.transformer["layernorm_epsilon"])
 
     @property
     def zero_centred(self) -> bool:
@@ -162,7 +159,7 @@ class Architecture:
     def from_config(
         config: Mapping[str, Any], generation_eos: int | list[int] | None = None
     ) -> Architecture:
-        """The fields of a parsed ``config.json``.
+        """Read a parsed ``config.json``.
 
         Raises:
             UserError: a family that there is no table for, or a setting that cannot be honoured.
@@ -177,16 +174,9 @@ class Architecture:
             family=family,
             spec=spec,
             model_type=str(config.get("model_type", family.name)),
-            vocab_size=spec.vocab_size,
-            hidden_size=spec.hidden_size,
-            num_layers=spec.num_layers,
-            num_heads=spec.num_heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(spec.transformer["layernorm_epsilon"]),
             rope=Rope(spec),
-            tie_word_embeddings=spec.tie_embeddings,
-            max_positions=spec.max_position_embeddings,
             dtype=named_dtype(config) or ("bfloat16" if is_mxfp4(config) else "float32"),
             eos_token_ids=_token_ids(config.get("eos_token_id"), generation_eos)
             or _token_ids(decoder_config(config).get("eos_token_id")),

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from slime.embedded.kv_cache import BLOCK, CacheBlock, KVCache
+from slime.embedded.model import Heads
 from slime.embedded.states import PrefillChunk, StateRows
 
 #: Part of a block is read in multiples of this many positions, so that there are few different
@@ -67,29 +68,23 @@ class DecodeAttention:
         self._by_window: dict[int | None, _DecodeRows] = {}
         self.states = None if cache.states is None else StateRows(cache.states, None, fixed_shapes)
 
-    def __call__(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim], sinks
-        [heads] → [rows, heads * head_dim]."""
-        self._plan.write(layer, keys, values)
+    def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
+        """Return [rows, heads * head_dim]."""
+        self._plan.write(layer, heads.keys, heads.values)
         place, window = self._cache.places[layer]
         if window not in self._by_window:
             self._by_window[window] = _DecodeRows(
                 self._cache, self._lengths, self._fixed_shapes, window
             )
-        return self._by_window[window].attend(place, queries, keys.shape[1], sinks)
+        return self._by_window[window].attend(place, heads)
 
 
 class _DecodeRows:
-    """What the layers with one length of window read for a decode step. Of layers in a ring, the
-    place i of a row with L tokens has the last position before L that is i modulo the ring's
-    size."""
+    """What a decode step reads in all layers with the same window.
+
+    In a ring of size R, place i of a row with L tokens holds its last position p < L for which
+    p % R = i.
+    """
 
     def __init__(
         self, cache: KVCache, lengths: list[int], fixed_shapes: bool, window: int | None
@@ -128,21 +123,22 @@ class _DecodeRows:
         )
         self._scores: torch.Tensor | None = None
 
-    def attend(
-        self, layer: int, queries: torch.Tensor, kv_heads: int, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+    def attend(self, place: int, own: Heads) -> torch.Tensor:
+        queries = own.queries
+        sinks = own.sinks
+        kv_heads = own.keys.shape[1]
         rows, heads, head_dim = queries.shape
         grouped = queries.reshape(rows * kv_heads, heads // kv_heads, head_dim)
         if sinks is not None:
             sinks = sinks.float().view(kv_heads, -1).repeat(rows, 1)
-        weights = self._softmax(self._masked_scores(layer, grouped, kv_heads), sinks)
+        weights = self._softmax(self._masked_scores(place, grouped, kv_heads), sinks)
         output: torch.Tensor | None = None
         for read in self._reads:
             batch = read.rows * kv_heads
             # contiguous by the cast: torch would copy a slice before it multiplies, and the cast is
             # needed anyway
             part = weights[:batch, :, read.block.start : read.end].to(queries.dtype)
-            product = torch.bmm(part, read.of(read.block.values[layer]))
+            product = torch.bmm(part, read.of(read.block.values[place]))
             if output is None:
                 output = product if len(self._reads) == 1 else product.float()
             else:
@@ -150,8 +146,9 @@ class _DecodeRows:
         assert output is not None
         return output.to(queries.dtype).view(rows, heads * head_dim)
 
-    def _masked_scores(self, layer: int, grouped: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """float32 [rows * kv_heads, group, keys]; minus infinity where a row sees nothing."""
+    def _masked_scores(self, place: int, grouped: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """Return float32 [rows * kv_heads, group, keys]; minus infinity where a row sees
+        nothing."""
         batch, group, head_dim = grouped.shape
         rows = batch // kv_heads
         num_keys = self._mask.shape[-1]
@@ -162,7 +159,7 @@ class _DecodeRows:
         for read in self._reads:
             reach = slice(0, read.rows)
             part = slice(read.block.start, read.end)
-            scores = exact_scores(grouped[: read.rows * kv_heads], read.of(read.block.keys[layer]))
+            scores = exact_scores(grouped[: read.rows * kv_heads], read.of(read.block.keys[place]))
             scores = scores.view(read.rows, kv_heads, group, read.count)
             torch.add(
                 self._mask[reach, ..., part],
@@ -185,8 +182,8 @@ class _DecodeRows:
 
 
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """The softmax over the last axis of float32 scores, and a sink in each row that takes its share
-    and gives nothing.
+    """Take the softmax over the last axis of float32 scores. A sink in each row takes its share and
+    adds nothing.
 
     Args:
         sinks: float32, shaped as the scores without their last axis, or broadcasting to that; None:
@@ -240,19 +237,12 @@ class PrefillAttention:
             for span in spans
         ]
 
-    def __call__(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], sinks
-        [heads]; like queries, flat."""
+    def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
+        """Return [tokens, heads * head_dim]."""
+        queries, keys, values, sinks = heads
         window = self._cache.places[layer].window
         if window is not None:  # the ring may lose what these tokens see
-            output = self._in_window(layer, queries, keys, values, window, sinks)
+            output = self._in_window(layer, heads, window)
             self._plan.write(layer, keys, values)
             return output
         self._plan.write(layer, keys, values)
@@ -278,16 +268,9 @@ class PrefillAttention:
     def _up_to(self, layer: int, slot: int, start: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         return *self._cache.read(layer, slot, start + BLOCK), 0
 
-    def _in_window(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        window: int,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _in_window(self, layer: int, heads: Heads, window: int) -> torch.Tensor:
         """Attend to what the ring keeps of earlier tokens, and to the new ones."""
+        queries, keys, values, sinks = heads
         output = torch.empty_like(queries)
         for span in self._spans:
             rows = slice(span.offset, span.offset + span.count)
@@ -404,7 +387,7 @@ def _sdpa(
 def _explicit_with_sinks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """As `_sdpa`; its kernel does not tell the log-sum-exp that sinks need."""
+    """Do as `_sdpa`, whose kernel does not return the log-sum-exp that sinks need."""
     count, heads, head_dim = q.shape
     kv_heads = k.shape[0]
     grouped = q.view(count, kv_heads, -1, head_dim).transpose(0, 1).flatten(1, 2)
@@ -417,7 +400,7 @@ def _explicit_with_sinks(
 
 
 def sees(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
-    """bool [queries, keys]: whether a token at a position sees that at another; int64 positions.
+    """Return bool [queries, keys]: whether the token at one int64 position sees the one at another.
 
     Args:
         window: how many positions it sees, its own included; None: all before it.
@@ -429,8 +412,8 @@ def sees(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch
 def _causal_mask(
     span: PrefillChunk, first: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """bool [count, start + count - first]: which keys from position ``first`` on each new token
-    sees."""
+    """Return bool [count, start + count - first]: which keys from position ``first`` on each new
+    token sees."""
     keys = torch.arange(first, span.start + span.count, device=device)
     return sees(keys[span.start - first :], keys, window)
 
@@ -438,23 +421,23 @@ def _causal_mask(
 def _block_mask(
     start: int, group: int, first: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """float32 [BLOCK * group, start + BLOCK - first] for queries ordered by position, then group,
-    and keys from position ``first`` on."""
+    """Make the mask, float32 [BLOCK * group, start + BLOCK - first], for queries ordered by
+    position, then group, and keys from position ``first`` on."""
     positions = torch.arange(start, start + BLOCK, device=device).repeat_interleave(group)
     hidden = ~sees(positions, torch.arange(first, start + BLOCK, device=device), window)
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
 
 
 def _worth_reading(block: CacheBlock, longest: int) -> int:
-    """Positions to read of a block: all, unless so few are used that copying those out first is the
-    smaller work."""
+    """Return how many positions of a block to read: all, unless so few are used that it is less
+    work to copy those out first."""
     used = -(-block.used(longest) // _READ_STEP) * _READ_STEP
     return used if 2 * used <= block.size else block.size
 
 
 def _runs(owners: np.ndarray, ends: list[int]) -> list[tuple[int, int, int]]:
-    """(first row, last row + 1, keys) of maximal runs of neighbouring rows that end in the same
-    block.
+    """Return (first row, last row + 1, keys) of maximal runs of neighbouring rows that end in the
+    same block.
 
     Example:
         >>> _runs(np.array([0, 0, 1, 0]), [64, 128])

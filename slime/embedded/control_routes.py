@@ -1,29 +1,35 @@
-"""Routes that control the engine (abort, pause, flush, memory, weights, reports), and SGLang's
-routes that it refuses."""
+"""Routes that control the engine (abort, pause, flush, memory, weights, adapters, reports), and
+SGLang's routes that it refuses."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from aiohttp import web
 
 import slime
 from slime import deadlines
-from slime.embedded.engine import as_state, describe_adapters
-from slime.embedded.generate_routes import json_body, json_response, state_of
+from slime.embedded.adapters import AdapterTable, check_added_tokens
+from slime.embedded.engine import describe_adapters, load_report
+from slime.embedded.generate_request import refuse_unknown
+from slime.embedded.generate_routes import ServerState, json_body, json_response, state_of
 from slime.embedded.sequence import Sequence
-from slime.embedded.weight_update import ABILITIES, WeightUpdater
+from slime.embedded.serialized_tensors import read_named_tensors
+from slime.embedded.weight_update import ABILITIES, NAME, PATH, WeightUpdater
 from slime.embedded.weights import WeightError, describe
 from slime.engines.request_fields import (
     FLAG,
+    OBJECT,
     TEXT,
     BadRequest,
     FieldKind,
@@ -49,6 +55,27 @@ routes = web.RouteTableDef()
 
 async def _on_engine(future: Future[Any]) -> Any:
     return await asyncio.wait_for(asyncio.wrap_future(future), deadlines.CONTROL_ROUTES_COMMAND)
+
+
+Handler = Callable[[ServerState, dict[str, Any]], Awaitable[web.Response]]
+
+
+def _post(path: str, *, also_get: bool = False) -> Callable[[Handler], Handler]:
+    """Register a handler of a path; it gets the server's state and the body of the request. A
+    `WeightError` is answered with status 400."""
+
+    def register(handler: Handler) -> Handler:
+        async def answer(request: web.Request) -> web.Response:
+            try:
+                return await handler(state_of(request), await json_body(request))
+            except WeightError as error:
+                return json_response({"success": False, "message": str(error)}, status=400)
+
+        for method in ("GET", "POST") if also_get else ("POST",):
+            routes.route(method, path)(answer)
+        return handler
+
+    return register
 
 
 # -- reports ---------------------------------------------------------------------------------------
@@ -79,7 +106,7 @@ async def server_info(request: web.Request) -> web.Response:
     state = state_of(request)
     engine = state.engine
     load, adapters = await _on_engine(
-        engine.call(lambda: (as_state(engine), describe_adapters(engine)))
+        engine.call(lambda: (load_report(engine), describe_adapters(engine)))
     )
     options = engine.options
     return json_response(
@@ -95,7 +122,7 @@ async def server_info(request: web.Request) -> web.Response:
             "max_running_requests": options.max_slots,
             "random_seed": options.random_seed,
             "enable_deterministic_inference": options.deterministic,
-            "enable_return_routed_experts": options.record_experts,
+            "enable_return_routed_experts": options.enable_return_routed_experts,
             "max_total_num_tokens": load["max_total_num_tokens"],
             "weights": describe(engine.store),
             "memory": {"weights_bytes": engine.store.nbytes, "kv_cache_bytes": engine.cache.nbytes},
@@ -113,7 +140,7 @@ async def server_info(request: web.Request) -> web.Response:
 async def get_load(request: web.Request) -> web.Response:
     """SGLang's former load report, which the router's ``power_of_two`` policy asks for."""
     engine = state_of(request).engine
-    load = await _on_engine(engine.call(lambda: as_state(engine)))
+    load = await _on_engine(engine.call(lambda: load_report(engine)))
     waiting = load["num_waiting_reqs"]
     held = load["num_total_tokens"]
     report = {
@@ -130,7 +157,7 @@ async def get_load(request: web.Request) -> web.Response:
 @routes.get("/v1/loads")
 async def loads(request: web.Request) -> web.Response:
     engine = state_of(request).engine
-    load = await _on_engine(engine.call(lambda: as_state(engine)))
+    load = await _on_engine(engine.call(lambda: load_report(engine)))
     return json_response(
         {"timestamp": datetime.now(UTC).isoformat(), "version": slime.__version__, "loads": [load]},
     )
@@ -139,9 +166,8 @@ async def loads(request: web.Request) -> web.Response:
 # -- requests in flight ----------------------------------------------------------------------------
 
 
-@routes.post("/abort_request")
-async def abort_request(request: web.Request) -> web.Response:
-    body = await json_body(request)
+@_post("/abort_request")
+async def abort_request(state: ServerState, body: dict[str, Any]) -> web.Response:
     rid = optional(body, "rid", TEXT, "")
     everything = optional(body, "abort_all", FLAG, False)
     if not everything and not rid:
@@ -150,16 +176,13 @@ async def abort_request(request: web.Request) -> web.Response:
     def matches(sequence: Sequence) -> bool:
         return everything or sequence.rid == rid or sequence.rid.startswith(f"{rid}_")
 
-    state_of(request).engine.abort(
-        matches, optional(body, "abort_message", TEXT, "Aborted by AbortReq.")
-    )
+    state.engine.abort(matches, optional(body, "abort_message", TEXT, "Aborted by AbortReq."))
     return web.Response()
 
 
-@routes.post("/pause_generation")
-async def pause_generation(request: web.Request) -> web.Response:
-    mode = optional(await json_body(request), "mode", _PAUSE_MODE, "abort")
-    await _on_engine(state_of(request).engine.pause(mode))
+@_post("/pause_generation")
+async def pause_generation(state: ServerState, body: dict[str, Any]) -> web.Response:
+    await _on_engine(state.engine.pause(optional(body, "mode", _PAUSE_MODE, "abort")))
     return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
 
@@ -194,11 +217,10 @@ def _tags(body: dict[str, Any]) -> set[str]:
     return {_TAG.read("tags", tag) for tag in optional(body, "tags", strings(), _TAGS)}
 
 
-@routes.get("/release_memory_occupation")
-@routes.post("/release_memory_occupation")
-async def release_memory(request: web.Request) -> web.Response:
-    engine = state_of(request).engine
-    tags = _tags(await json_body(request))
+@_post("/release_memory_occupation", also_get=True)
+async def release_memory(state: ServerState, body: dict[str, Any]) -> web.Response:
+    engine = state.engine
+    tags = _tags(body)
 
     def release() -> None:
         if engine.scheduler.has_work:
@@ -218,11 +240,10 @@ async def release_memory(request: web.Request) -> web.Response:
     return web.Response()
 
 
-@routes.get("/resume_memory_occupation")
-@routes.post("/resume_memory_occupation")
-async def resume_memory(request: web.Request) -> web.Response:
-    engine = state_of(request).engine
-    tags = _tags(await json_body(request))
+@_post("/resume_memory_occupation", also_get=True)
+async def resume_memory(state: ServerState, body: dict[str, Any]) -> web.Response:
+    engine = state.engine
+    tags = _tags(body)
 
     def resume() -> None:
         if "weights" in tags & engine.released:
@@ -238,46 +259,34 @@ async def resume_memory(request: web.Request) -> web.Response:
 
 
 def _update_route(path: str, method: Callable[[WeightUpdater, dict[str, Any]], str]) -> None:
-    @routes.post(path)
-    async def update(request: web.Request) -> web.Response:
-        state = state_of(request)
-        body = await json_body(request)
+    @_post(path)
+    async def update(state: ServerState, body: dict[str, Any]) -> web.Response:
         loop = asyncio.get_running_loop()
-        try:
-            message = await loop.run_in_executor(state.updates, method, state.updater, body)
-        except WeightError as error:
-            return json_response({"success": False, "message": str(error)}, status=400)
+        message = await loop.run_in_executor(state.updates, method, state.updater, body)
         return json_response({"success": True, "message": message})
 
 
-_update_route("/update_weights_from_tensor", WeightUpdater.from_tensor)
-_update_route("/update_weights_from_distributed", WeightUpdater.from_distributed)
-_update_route("/update_weights_from_disk", WeightUpdater.from_disk)
-_update_route("/init_weights_update_group", WeightUpdater.join_group)
-_update_route("/destroy_weights_update_group", WeightUpdater.leave_group)
+for _path, _method in WeightUpdater.ROUTES.items():
+    _update_route(_path, getattr(WeightUpdater, _method))
 
 
-@routes.post("/update_weight_version")
-async def update_weight_version(request: web.Request) -> web.Response:
-    engine = state_of(request).engine
-    body = await json_body(request)
+@_post("/update_weight_version")
+async def update_weight_version(state: ServerState, body: dict[str, Any]) -> web.Response:
     version = required(body, "new_version", TEXT)
 
     def set_version() -> None:
-        engine.store.version = version
+        state.engine.store.version = version
 
-    await _on_engine(engine.call(set_version))
+    await _on_engine(state.engine.call(set_version))
     return json_response(
         {"success": True, "message": "Weight version updated.", "new_version": version}
     )
 
 
-@routes.get("/get_weights_by_name")
-@routes.post("/get_weights_by_name")
-async def get_weights_by_name(request: web.Request) -> web.Response:
+@_post("/get_weights_by_name", also_get=True)
+async def get_weights_by_name(state: ServerState, body: dict[str, Any]) -> web.Response:
     """Return the first rows of a parameter as nested lists, for inspection."""
-    engine = state_of(request).engine
-    body = await json_body(request)
+    engine = state.engine
     name = required(body, "name", TEXT)
     count = optional(body, "truncate_size", integer(1, 10_000), 100)
     try:
@@ -289,65 +298,140 @@ async def get_weights_by_name(request: web.Request) -> web.Response:
     return json_response(values)
 
 
-async def _check_adapter(
-    request: web.Request, name: str, chosen: tuple[str, ...] | None
-) -> web.Response:
-    """Fingerprints of an adapter's tensors, as the engine multiplies with them."""
-    engine = state_of(request).engine
-    optional(await json_body(request), "action", one_of("fingerprint", "checksum"), "fingerprint")
-    adapter = engine.adapters.find(name, "lora_name")
-    try:
-        found = await _on_engine(engine.call(lambda: adapter.fingerprints(chosen)))
-    except WeightError as error:
-        return json_response({"success": False, "message": str(error)}, status=400)
-    version = engine.store.version if adapter.version is None else adapter.version
-    answer = {"success": True, "message": "Success.", "weight_version": version}
-    return json_response(
-        answer | {"lora_name": name, "fingerprints": found, "loaded": len(adapter.names)}
-    )
-
-
-@routes.get("/weights_checker")
-@routes.post("/weights_checker")
-async def weights_checker(request: web.Request) -> web.Response:
-    engine = state_of(request).engine
-    body = await json_body(request)
+@_post("/weights_checker", also_get=True)
+async def weights_checker(state: ServerState, body: dict[str, Any]) -> web.Response:
+    engine = state.engine
     store = engine.store
     chosen = optional(body, "names", strings(), None)
     name = optional(body, "lora_name", TEXT, None)
-    if name is not None:
-        return await _check_adapter(request, name, chosen)
-    actions: dict[str, Callable[[], Any]] = {
-        "fingerprint": lambda: store.fingerprints(chosen),
-        "checksum": lambda: store.fingerprints(chosen),
-        "snapshot": store.take_snapshot,
-        "reset_tensors": store.reset,
-        "compare": store.compare,
+    version: str | None = None
+    more: dict[str, Any] = {}
+    if name is not None:  # of an adapter's tensors, as the engine multiplies with them
+        optional(body, "action", one_of("fingerprint", "checksum"), "fingerprint")
+        adapter = engine.adapters.find(name, "lora_name")
+        found = await _on_engine(engine.call(lambda: adapter.fingerprints(chosen)))
+        more = {"lora_name": name, "fingerprints": found, "loaded": len(adapter.names)}
+        version = adapter.version
+    else:
+        actions: dict[str, Callable[[], Any]] = {
+            "fingerprint": lambda: store.fingerprints(chosen),
+            "checksum": lambda: store.fingerprints(chosen),
+            "snapshot": store.take_snapshot,
+            "reset_tensors": store.reset,
+            "compare": store.compare,
+        }
+        action = optional(body, "action", one_of(*actions), "fingerprint")
+        found = await _on_engine(engine.call(actions[action]))
+        if found is not None:
+            more = {
+                "fingerprints": found,
+                "loaded": len(store.pushed),
+                "missing": store.missing(),
+            }
+    stated = {"weight_version": store.version if version is None else version}
+    return json_response({"success": True, "message": "Success."} | stated | more)
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+_LOAD_FORMAT = one_of("flattened_bucket")
+_OF_ANY_LOAD = ("lora_name", "pinned", "weight_version")
+_OF_DIRECTORY = (*_OF_ANY_LOAD, "lora_path")
+_OF_TENSORS = (
+    *_OF_ANY_LOAD, "config_dict", "serialized_tensors", "load_format", "expected_checksums",
+    "added_tokens_config",
+)  # fmt: skip
+
+
+def _load_directory(adapters: AdapterTable, body: Mapping[str, Any]) -> None:
+    refuse_unknown(body, _OF_DIRECTORY, (), ("lora_id",))
+    name = required(body, "lora_name", NAME)
+    adapters.load_directory(name, required(body, "lora_path", PATH), **_load_options(body))
+
+
+def _load_tensors(adapters: AdapterTable, body: Mapping[str, Any]) -> None:
+    refuse_unknown(body, _OF_TENSORS, (), ("lora_id",))
+    name = required(body, "lora_name", NAME)
+    config = required(body, "config_dict", OBJECT)
+    load_format = optional(body, "load_format", _LOAD_FORMAT, None)
+    added = optional(body, "added_tokens_config", OBJECT, {})
+    check_added_tokens(added, adapters.vocab_size)
+    payload = required(body, "serialized_tensors", TEXT)
+    pairs = read_named_tensors(payload, load_format, "serialized_tensors")
+    tensors = dict(pairs)
+    if len(tensors) < len(pairs):
+        raise WeightError("serialized_tensors has a name twice")
+    expected = optional(body, "expected_checksums", OBJECT, None)
+    if expected is not None:
+        _compare(expected, tensors)
+    adapters.load(name, config, tensors, **_load_options(body))
+
+
+def _unload(adapters: AdapterTable, body: Mapping[str, Any]) -> None:
+    refuse_unknown(body, ("lora_name",), (), ("lora_id",))
+    adapters.unload(required(body, "lora_name", NAME))
+
+
+def _load_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "pinned": optional(body, "pinned", FLAG, False),
+        "version": optional(body, "weight_version", TEXT, None),
     }
-    action = optional(body, "action", one_of(*actions), "fingerprint")
-    try:
-        result = await _on_engine(engine.call(actions[action]))
-    except WeightError as error:
-        return json_response({"success": False, "message": str(error)}, status=400)
-    answer: dict[str, Any] = {
-        "success": True,
-        "message": "Success.",
-        "weight_version": store.version,
-    }
-    if result is not None:
-        answer["fingerprints"] = result
-        answer |= {"loaded": len(store.pushed), "missing": store.missing()}
-    return json_response(answer)
+
+
+def _compare(expected: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Compare tensors with SGLang's checksums: sha256 of the bytes as they came.
+
+    Raises:
+        WeightError: one differs, is missing or was not expected; names it.
+    """
+    for name in expected:
+        if name not in tensors:
+            raise WeightError(f"expected_checksums names {name}, which is not among the tensors")
+    for name, tensor in tensors.items():
+        if name not in expected:
+            raise WeightError(f"expected_checksums has none for {name}")
+        raw = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+        found = hashlib.sha256(raw.data).hexdigest()
+        if found != expected[name]:
+            raise WeightError(
+                f"{name} has another checksum than expected ({found[:8]}…, not "
+                f"{str(expected[name])[:8]}…)"
+            )
+
+
+def _adapter_route(path: str, change: Callable[[AdapterTable, Mapping[str, Any]], None]) -> None:
+    """Register a route that changes the adapters, with the body and the answer of SGLang's. Beyond
+    SGLang's fields a load may carry ``weight_version``: the version that tokens of requests with
+    this adapter report, whatever is pushed while they run."""
+
+    @_post(path)
+    async def answer(state: ServerState, body: dict[str, Any]) -> web.Response:
+        adapters = state.engine.adapters
+        message = ""
+        try:
+            await asyncio.get_running_loop().run_in_executor(state.updates, change, adapters, body)
+        except (WeightError, BadRequest) as error:
+            message = str(error)
+        report = {
+            "success": not message,
+            "error_message": message,
+            "loaded_adapters": {name: one.path for name, one in adapters.loaded.items()},
+        }
+        return json_response(report, status=400 if message else 200)
+
+
+_adapter_route("/load_lora_adapter", _load_directory)
+_adapter_route("/load_lora_adapter_from_tensors", _load_tensors)
+_adapter_route("/unload_lora_adapter", _unload)
 
 
 # -- profiling -------------------------------------------------------------------------------------
 
 
-@routes.post("/start_profile")
-async def start_profile(request: web.Request) -> web.Response:
+@_post("/start_profile")
+async def start_profile(state: ServerState, body: dict[str, Any]) -> web.Response:
     """Record what the engine thread computes, as SGLang's route does."""
-    state = state_of(request)
-    body = await json_body(request)
     folder = Path(optional(body, "output_dir", TEXT, tempfile.gettempdir()))
     name = optional(body, "profile_id", TEXT, str(time.time()))
     if state.profile is not None:
@@ -357,9 +441,8 @@ async def start_profile(request: web.Request) -> web.Response:
     return web.Response(text="Start profiling.\n")
 
 
-@routes.post("/stop_profile")
-async def stop_profile(request: web.Request) -> web.Response:
-    state = state_of(request)
+@_post("/stop_profile")
+async def stop_profile(state: ServerState, body: dict[str, Any]) -> web.Response:
     profile = state.profile
     if profile is None:
         raise BadRequest("the profiler is not running; /start_profile starts it")

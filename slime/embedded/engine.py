@@ -9,16 +9,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from slime import deadlines
-from slime.embedded.adapters import AdapterLimits, AdapterTable
+from slime.embedded.adapters import AdapterTable
 from slime.embedded.architecture import Architecture
 from slime.embedded.kv_cache import KVCache
+from slime.embedded.options import EngineOptions
 from slime.embedded.scheduler import Scheduler, StepOutput
 from slime.embedded.sequence import Sequence
 from slime.embedded.weights import WeightError, WeightStore, make_store
@@ -33,32 +33,6 @@ Deliver = Callable[[StepOutput], None]
 T = TypeVar("T")
 
 _RATE_WINDOW = 5.0
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Options of the command line; see ``python -m slime.embedded --help``."""
-
-    model_path: str
-    served_model_name: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    max_slots: int = 64
-    max_context_len: int | None = None
-    prefill_tokens: int = 2048
-    kv_cache_gb: float | None = None
-    deterministic: bool = False
-    random_seed: int = 42
-    record_experts: bool = False
-    num_threads: int | None = None
-    trust_remote_code: bool = False
-    enable_lora: bool = False
-    lora_paths: tuple[tuple[str, str], ...] = ()
-    max_lora_rank: int | None = None
-    max_loaded_loras: int | None = None
-    enable_multimodal: bool = False
-    image_max_pixels: int | None = None
-    limit_images: int = 16
 
 
 class EngineDead(Exception):
@@ -79,16 +53,15 @@ class Engine:
         self.options = options
         self.device = _device(options.device)
         self.arch = Architecture.from_dir(options.model_path, options.enable_multimodal)
-        if options.record_experts and self.arch.experts is None:
+        if options.enable_return_routed_experts and self.arch.experts is None:
             raise UserError(
                 f"{options.model_path} has no layers of experts",
                 why="--enable-return-routed-experts was given (slime passes it with "
                 "--use-rollout-routing-replay)",
                 fix="leave the flag out",
             )
-        self.max_length = min(
-            options.max_context_len or self.arch.max_positions, self.arch.max_positions
-        )
+        longest = self.arch.spec.max_position_embeddings
+        self.max_length = min(options.max_context_len or longest, longest)
         self.store = load_store(options, self.arch, self.device, self.max_length)
         self.adapters = load_adapters(options, self.store)
         kv_bytes = _kv_budget(options.kv_cache_gb, self.device)
@@ -105,7 +78,7 @@ class Engine:
             self.cache,
             options.prefill_tokens,
             options.deterministic,
-            options.record_experts,
+            options.enable_return_routed_experts,
         )
         self.paused: PauseMode | None = None
         self.released: set[str] = set()
@@ -192,7 +165,7 @@ class Engine:
         return self.call(run)
 
     def throughput(self) -> float:
-        """Decoded tokens per second over the last seconds."""
+        """Return the decoded tokens per second over the last seconds."""
         now = time.monotonic()
         recent = [(at, count) for at, count in list(self._rate) if now - at <= _RATE_WINDOW]
         return sum(count for _, count in recent) / _RATE_WINDOW
@@ -260,7 +233,7 @@ class Hub:
         self._progress: dict[Sequence, asyncio.Event] = {}
 
     def deliver(self, output: StepOutput) -> None:
-        """Engine thread: pass a step's results to the loop."""
+        """Pass a step's results to the loop; called by the engine thread."""
         self._loop.call_soon_threadsafe(self._take, output)
 
     def _take(self, output: StepOutput) -> None:
@@ -281,9 +254,8 @@ class Hub:
     async def run(self, engine: Engine, sequences: list[Sequence]) -> None:
         """Submit sequences and wait until all are finished; when the waiting task is cancelled they
         are aborted."""
-        futures = self._submit(engine, sequences)
         try:
-            await asyncio.gather(*futures)
+            await asyncio.gather(*self._submit(engine, sequences))
         except asyncio.CancelledError:
             self._abandon(engine, sequences)
             raise
@@ -293,15 +265,15 @@ class Hub:
     async def stream(
         self, engine: Engine, sequences: list[Sequence]
     ) -> AsyncIterator[tuple[int, bool]]:
-        """(index, finished) whenever a sequence has new tokens or has ended; several tokens may
-        have come at once."""
+        """Yield (index, finished) whenever a sequence has new tokens, perhaps several, or has
+        ended."""
         wake = asyncio.Event()
         for sequence in sequences:
             self._progress[sequence] = wake
-        futures = self._submit(engine, sequences)
         shown = [0] * len(sequences)
         open_ones = set(range(len(sequences)))
         try:
+            futures = self._submit(engine, sequences)
             while open_ones:
                 await wake.wait()
                 wake.clear()
@@ -314,9 +286,9 @@ class Hub:
                             open_ones.discard(index)
                         yield index, ended
         finally:
+            self._forget(sequences)
             if open_ones:
                 self._abandon(engine, [sequences[index] for index in open_ones])
-            self._forget(sequences)
 
     def _submit(self, engine: Engine, sequences: list[Sequence]) -> list[asyncio.Future[None]]:
         futures = []
@@ -355,14 +327,17 @@ def load_store(
 
 
 def load_adapters(options: EngineOptions, store: WeightStore) -> AdapterTable:
-    """The adapters of the command line.
+    """Load the adapters of the command line.
 
     Raises:
         UserError: one of them cannot be loaded.
     """
-    enabled = options.enable_lora or bool(options.lora_paths)
-    limits = AdapterLimits(options.max_lora_rank, options.max_loaded_loras)
-    adapters = AdapterTable(store, limits if enabled else None)
+    adapters = AdapterTable(
+        store,
+        enabled=options.enable_lora or bool(options.lora_paths),
+        max_rank=options.max_lora_rank,
+        max_loaded=options.max_loaded_loras,
+    )
     for name, path in options.lora_paths:
         try:
             adapters.load_directory(name, path, pinned=True)
@@ -380,8 +355,8 @@ def _device(name: str) -> torch.device:
 
 
 def _kv_budget(gigabytes: float | None, device: torch.device) -> int:
-    """Bytes for keys and values: the user's choice, else half of the free memory of this host or
-    its container, or 80 % of the free GPU memory."""
+    """Return the bytes for keys and values: the user's choice, else half of the free memory of this
+    host or its container, or 80 % of the free GPU memory."""
     if gigabytes is not None:
         return int(gigabytes * 1e9)
     if device.type == "cuda":
@@ -410,7 +385,7 @@ def describe_adapters(engine: Engine) -> list[dict[str, Any]]:
     ]
 
 
-def as_state(engine: Engine) -> dict[str, Any]:
+def load_report(engine: Engine) -> dict[str, Any]:
     """Report an engine's load with the field names of SGLang's ``/v1/loads``; call it on the
     engine's thread."""
     scheduler = engine.scheduler

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.embedded.adapters import Adapter, AdapterTable
+from slime.embedded.adapters import AdapterTable
 from slime.embedded.images import ImageRequests, SequenceImages
 from slime.embedded.sequence import Sequence, TextStream, Tokenizer
 from slime.engines.request_fields import (
@@ -32,8 +32,8 @@ _FIELDS = (
     "top_logprobs_num", "return_text_in_logprobs", "return_routed_experts",
     "routed_experts_start_len", "return_sampling_mask", "stream", "lora_path", "image_data",
 )  # fmt: skip
-#: Known to SGLang for every kind of request, without effect on what is generated; and for
-#: ``/generate`` alone.
+#: Fields of every kind of request that SGLang knows and that do not change what is generated here;
+#: below, those of ``/generate`` too.
 WITHOUT_EFFECT = (
     "session_id", "priority", "extra_key", "custom_labels", "data_parallel_rank", "routed_dp_rank",
     "disagg_prefill_dp_rank", "use_audio_in_video",
@@ -42,8 +42,8 @@ _WITHOUT_EFFECT = (
     *WITHOUT_EFFECT, "model", "log_metrics", "routing_key", "conversation_id", "no_logs",
     "received_time", "external_trace_header", "background", "modalities",
 )  # fmt: skip
-#: Known to SGLang and not to this engine, allowed when they ask for nothing; and for ``/generate``
-#: alone.
+#: Fields of every kind of request that SGLang knows and this engine does not, allowed when they ask
+#: for nothing; below, those of ``/generate`` too.
 UNSUPPORTED = (
     "images_config", "max_dynamic_patch", "min_dynamic_patch", "return_hidden_states",
     "return_prompt_token_ids", "session_params", "custom_logit_processor",
@@ -56,6 +56,8 @@ _UNSUPPORTED = (
     "require_reasoning", "lora_id", "bootstrap_pair_key", "decode_tp_size",
 )  # fmt: skip
 
+_ANY = FieldKind("anything", lambda value: value)
+
 
 @dataclass(frozen=True)
 class RequestLimits:
@@ -66,7 +68,7 @@ class RequestLimits:
         context_length: most tokens of prompt plus response.
         noise: source of seeds for requests that bring none.
         records_experts: whether answers can say which experts were chosen.
-        adapters: that requests may name; None: none at all.
+        adapters: that requests may name.
         images: how requests bring images; None: text alone is served.
     """
 
@@ -75,21 +77,9 @@ class RequestLimits:
     eos_token_ids: frozenset[int]
     tokenizer: Tokenizer | None
     noise: random.Random
+    adapters: AdapterTable
     records_experts: bool = False
-    adapters: AdapterTable | None = None
     images: ImageRequests | None = None
-
-    def adapter(self, name: str | None) -> Adapter | None:
-        """The adapter that a request names; None where it names none.
-
-        Raises:
-            BadRequest: there is none of this name.
-        """
-        if not name:
-            return None
-        if self.adapters is None:
-            raise BadRequest(f"this engine serves no adapters, '{name}' was named", "lora_path")
-        return self.adapters.find(name)
 
 
 @dataclass
@@ -98,13 +88,11 @@ class Job:
 
     Attributes:
         sequence: what the engine works on.
-        params: how it is sampled and shown.
         return_logprob, text_in_logprobs: what the answer carries.
         experts_start: first token whose experts it carries; None for none.
     """
 
     sequence: Sequence
-    params: SamplingParams
     return_logprob: bool
     text_in_logprobs: bool
     experts_start: int | None = None
@@ -130,7 +118,7 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
     """Check a ``/generate`` body.
 
     Raises:
-        BadRequest: anything that cannot be served, said so that the caller can mend it.
+        BadRequest: the body cannot be served; says how to correct it.
     """
     body = OBJECT.read("the body", raw)
     refuse_unknown(body, _FIELDS, _WITHOUT_EFFECT, _UNSUPPORTED)
@@ -138,8 +126,16 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
     count = len(prompts)
     prompts, images = _with_images(body.get("image_data"), prompts, is_batch, limits)
 
-    def each(name: str, default: Any, kind: FieldKind | None = None) -> list[Any]:
-        return _per_prompt(body.get(name), name, count, is_batch, default, kind)
+    def each(name: str, default: Any, kind: FieldKind = _ANY) -> list[Any]:
+        """Return one value per prompt, from one for all or a list."""
+        value = body.get(name)
+        if isinstance(value, list) and (not is_batch or len(value) != count):
+            raise BadRequest(
+                f"{name} has {len(value)} entries for {count} prompt{'s' if count > 1 else ''}",
+                name,
+            )
+        values = value if isinstance(value, list) else [value] * count
+        return [default if item is None else kind.read(name, item) for item in values]
 
     params = [parse_params(item, limits.vocab_size) for item in each("sampling_params", {})]
     n = params[0].n
@@ -167,7 +163,8 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
             "return_sampling_mask",
         )
     expert_starts = each("routed_experts_start_len", 0, integer(0))
-    adapters = [limits.adapter(name) for name in each("lora_path", None, TEXT)]
+    names = each("lora_path", None, TEXT)
+    adapters = [limits.adapters.find(name) if name else None for name in names]
     rids = _rids(body.get("rid"), count, n, is_batch)
     jobs = []
     for index, prompt in enumerate(prompts):
@@ -182,20 +179,15 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
             if starts[index] not in (-1, len(prompt)):  # else no prompt token is scored
                 logprob_start = starts[index]
         for copy in range(n):
-            sequence = make_sequence(
-                rids[index * n + copy],
-                prompt,
-                params[index],
-                limits,
-                copy=copy,
-                logprob_start=logprob_start,
-                num_top_logprobs=tops[index] if wants else 0,
-                stream=stream,
-                adapter=adapters[index],
-                keeps_mask=masks[index],
-                images=images[index],
-            )
-            jobs.append(Job(sequence, params[index], wants, with_text, experts_start))
+            rid = rids[index * n + copy]
+            sequence = make_sequence(rid, prompt, params[index], limits, copy)
+            sequence.logprob_start = logprob_start
+            sequence.num_top_logprobs = tops[index] if wants else 0
+            sequence.stream = stream
+            sequence.adapter = adapters[index]
+            sequence.sampling_mask = [] if masks[index] else None
+            sequence.images = images[index]
+            jobs.append(Job(sequence, wants, with_text, experts_start))
     return GenerateRequest(jobs, is_single=not is_batch and n == 1, stream=stream, n=n)
 
 
@@ -204,17 +196,12 @@ def make_sequence(
     prompt: list[int],
     params: SamplingParams,
     limits: RequestLimits,
-    *,
     copy: int = 0,
-    logprob_start: int | None = None,
-    num_top_logprobs: int = 0,
-    stream: bool = False,
-    adapter: Adapter | None = None,
-    keeps_mask: bool = False,
-    images: SequenceImages | None = None,
 ) -> Sequence:
     """Make a sequence whose ``max_new_tokens`` fits the context.
 
+    Args:
+        copy: its number among the samples of its prompt.
     Raises:
         BadRequest: the prompt leaves no room, or stop strings without a tokenizer.
     """
@@ -244,12 +231,6 @@ def make_sequence(
         frozenset() if params.ignore_eos else limits.eos_token_ids | params.stop_token_ids,
         limits.noise.getrandbits(63) if seed is None else seed + copy,
         text=text,
-        logprob_start=logprob_start,
-        num_top_logprobs=num_top_logprobs,
-        stream=stream,
-        adapter=adapter,
-        keeps_mask=keeps_mask,
-        images=images,
     )
 
 
@@ -277,7 +258,7 @@ def refuse_unknown(
 
 
 def _prompts(body: Mapping[str, Any], limits: RequestLimits) -> tuple[list[list[int]], bool]:
-    """Token ids of every prompt, and whether the request is a batch."""
+    """Read the token ids of every prompt, and whether the request is a batch."""
     text = body.get("text")
     ids = body.get("input_ids")
     if (text is None) == (ids is None):
@@ -311,7 +292,7 @@ def _prompts(body: Mapping[str, Any], limits: RequestLimits) -> tuple[list[list[
 def _with_images(
     given: Any, prompts: list[list[int]], is_batch: bool, limits: RequestLimits
 ) -> tuple[list[list[int]], list[SequenceImages | None]]:
-    """The prompts with all placeholders of their images, and the images of each."""
+    """Return the prompts with all placeholders of their images, and the images of each."""
     if limits.images is None:
         if not asks_for_nothing(given):
             raise BadRequest(
@@ -339,25 +320,6 @@ def _check_ids(prompt: Any, vocab_size: int) -> None:
     if not valid:
         for item in prompt:
             token(vocab_size).read("input_ids", item)
-
-
-def _per_prompt(
-    value: Any, name: str, count: int, is_batch: bool, default: Any, kind: FieldKind | None
-) -> list[Any]:
-    """One value of the given kind per prompt, from one for all or a list."""
-    if isinstance(value, list):
-        if not is_batch or len(value) != count:
-            raise BadRequest(
-                f"{name} has {len(value)} entries for {count} prompt{'s' if count > 1 else ''}",
-                name,
-            )
-        values = value
-    else:
-        values = [value] * count
-    return [
-        default if item is None else item if kind is None else kind.read(name, item)
-        for item in values
-    ]
 
 
 def _rids(rid: Any, count: int, n: int, is_batch: bool) -> list[str]:

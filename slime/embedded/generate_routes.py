@@ -98,7 +98,7 @@ def json_response(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 
-def ready_to_generate(state: ServerState) -> None:
+def check_can_generate(state: ServerState) -> None:
     """Check that the engine can generate now.
 
     Raises:
@@ -121,7 +121,7 @@ def ready_to_generate(state: ServerState) -> None:
 @routes.put("/generate")
 async def generate(request: web.Request) -> web.StreamResponse:
     state = state_of(request)
-    ready_to_generate(state)
+    check_can_generate(state)
     body = await json_body(request)
     if body.get("image_data"):  # decoding them would hold up the other requests
         parsed = await asyncio.to_thread(parse_generate, body, state.limits)
@@ -149,7 +149,7 @@ async def _events(state: ServerState, parsed: GenerateRequest) -> AsyncIterator[
 
 
 async def send_events(request: web.Request, events: AsyncIterator[Any]) -> web.StreamResponse:
-    """Server-sent events, one JSON object each, "[DONE]" at the end.
+    """Send server-sent events, one JSON object each, and "[DONE]" at the end.
 
     The status is sent before the first event: an error after that is an event of its own, as in
     SGLang.
@@ -186,7 +186,7 @@ def refuse_known_rids(state: ServerState, rids: list[str]) -> None:
 @routes.get("/health")
 @routes.get("/ping")
 async def health(request: web.Request) -> web.Response:
-    """200 as soon as the model is loaded and for as long as the engine thread lives."""
+    """Answer 200 as soon as the model is loaded and as long as the engine thread lives."""
     state_of(request).engine.check_alive()
     return web.Response()
 
@@ -196,7 +196,7 @@ async def health_generate(request: web.Request) -> web.Response:
     """Answer 200 if a token can be generated now. A busy engine proves it by its steps; a paused
     engine is not asked to."""
     state = state_of(request)
-    ready_to_generate(state)
+    check_can_generate(state)
     if state.engine.paused:
         return web.Response()
     params = SamplingParams(max_new_tokens=1, temperature=0.0)
@@ -231,7 +231,7 @@ class Answer:
         self._streamed = 0
 
     def partial(self, version: str) -> dict[str, Any]:
-        """Text and tokens so far; ``version`` is that of the base's weights now.
+        """Return text and tokens so far; ``version`` is that of the base's weights now.
 
         The text leaves out a character that is not complete yet, and what may become a stop string:
         it only grows.
@@ -265,25 +265,25 @@ class Answer:
         return body
 
     def text_so_far(self, count: int) -> str:
-        """Text of the first ``count`` tokens, see `partial`. The last may be the stop token of an
-        end that the engine thread has not reported yet."""
+        """Return the text of the first ``count`` tokens, see `partial`. The last may be the stop
+        token of an end that the engine thread has not reported yet."""
         assert self._tokenizer is not None
         if count and self.sequence.output_ids[count - 1] in self.sequence.stop_ids:
             count -= 1
         if self._stream_text is None:
-            params = self.job.params
+            params = self.sequence.params
             self._stream_text = TextStream(
                 self._tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens
             )
         self._stream_text.extend(self.sequence.output_ids[self._streamed : count])
         self._streamed = count
-        return hold_back(self._stream_text.text, self.job.params.stop)
+        return hold_back(self._stream_text.text, self.sequence.params.stop)
 
 
 def final_text(job: Job, tokenizer: Tokenizer) -> str:
-    """The decoded output, without what stopped it unless ``no_stop_trim``."""
-    params = job.params
+    """Decode the output, without what stopped it unless ``no_stop_trim``."""
     sequence = job.sequence
+    params = sequence.params
     matched = (sequence.finish_reason or {}).get("matched")
     ids = sequence.output_ids
     if isinstance(matched, int) and not params.no_stop_trim:
@@ -297,7 +297,7 @@ def final_text(job: Job, tokenizer: Tokenizer) -> str:
 
 
 def meta_info(job: Job, tokenizer: Tokenizer | None, count: int, version: str) -> dict[str, Any]:
-    """SGLang's ``meta_info`` for the first ``count`` output tokens."""
+    """Make SGLang's ``meta_info`` for the first ``count`` output tokens."""
     sequence = job.sequence
     info: dict[str, Any] = {
         "id": sequence.rid,
@@ -344,7 +344,7 @@ def _top(row: list[tuple[float, int]], tokenizer: Tokenizer | None) -> list[list
 
 
 def _triples(values: list[Any], ids: list[int], tokenizer: Tokenizer | None) -> list[list[Any]]:
-    """[[log-prob, token id, text or None], …]"""
+    """Return [[log-prob, token id, text or None], …]"""
     if tokenizer is None:
         return [[value, token, None] for value, token in zip(values, ids)]
     return [[value, token, tokenizer.decode([token])] for value, token in zip(values, ids)]

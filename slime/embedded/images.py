@@ -6,7 +6,7 @@ import base64
 import binascii
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence as Some
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,9 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from slime.engines.request_fields import BadRequest
-from slime.models.images import ImageError, ImageReader, PreparedImage
+from slime.models.images import ImageReader, PreparedImage
 from slime.models.tower import see
-from slime.models.vision import ImageSpan, VisionSpec, placeholder_runs, rotary_positions
+from slime.models.vision import (
+    ImageError,
+    ImageSpan,
+    VisionSpec,
+    placeholder_runs,
+    rotary_positions,
+)
 
 _FIELD = "image_data"
 #: Bytes of features that are kept for sequences with the same images.
@@ -26,7 +32,7 @@ _KEPT_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class ImageRequests:
-    """How requests bring images.
+    """Reads the images of requests.
 
     Attributes:
         limit: most images of one prompt.
@@ -35,12 +41,6 @@ class ImageRequests:
     reader: ImageReader
     vision: VisionSpec
     limit: int
-
-    def placeholder(self, tokenizer: Any) -> str:
-        """Return the text that stands for an image in a prompt."""
-        vision = self.vision
-        ids = [vision.start_token, vision.image_token, vision.end_token]
-        return "".join(tokenizer.convert_ids_to_tokens(ids))
 
     def read(self, ids: list[int], given: Any) -> tuple[list[int], SequenceImages | None]:
         """Read the images of one prompt; a single placeholder becomes as many as the image needs.
@@ -69,8 +69,8 @@ class ImageRequests:
         images: list[SequenceImage] = []
         end = 0
         for number, ((start, length), source) in enumerate(zip(runs, sources), start=1):
-            image = self._image(number, source)
-            rows, columns = (size // self.vision.merge_size for size in image.prepared.grid[1:])
+            key, prepared = self._image(number, source)
+            rows, columns = (size // self.vision.merge_size for size in prepared.grid[1:])
             if length not in (1, rows * columns):
                 raise BadRequest(
                     f"image {number} is {rows} x {columns} = {rows * columns} tokens, the prompt "
@@ -79,13 +79,14 @@ class ImageRequests:
                 )
             whole += ids[end:start]
             span = ImageSpan(len(whole), rows, columns)
-            images.append(SequenceImage(span, image.key, image.prepared))
+            images.append(SequenceImage(span, key, prepared))
             whole += [self.vision.image_token] * span.length
             end = start + length
         whole += ids[end:]
         return whole, SequenceImages(images, len(whole))
 
-    def _image(self, number: int, source: str) -> _Keyed:
+    def _image(self, number: int, source: str) -> tuple[bytes, PreparedImage]:
+        """Return the digest of an image's bytes, and the image."""
         text = source
         if source.startswith("data:"):
             head, _, text = source.partition(",")
@@ -99,16 +100,11 @@ class ImageRequests:
             )
         try:
             data = base64.b64decode(text, validate=True)
-            return _Keyed(hashlib.sha256(data).digest(), self.reader.read(data))
+            return hashlib.sha256(data).digest(), self.reader.read(data)
         except binascii.Error as error:
             raise BadRequest(f"image {number} is not valid base64: {error}", _FIELD) from error
         except ImageError as error:
             raise BadRequest(f"image {number}: {error}", _FIELD) from error
-
-
-class _Keyed(NamedTuple):
-    key: bytes
-    prepared: PreparedImage
 
 
 class SequenceImage(NamedTuple):
@@ -122,22 +118,22 @@ class SequenceImage(NamedTuple):
 class SequenceImages:
     """The images of a prompt of ``length`` tokens."""
 
-    def __init__(self, images: Some[SequenceImage], length: int) -> None:
+    def __init__(self, images: Sequence[SequenceImage], length: int) -> None:
         self.images = images
         self._length = length
-        self._turns = rotary_positions(length, [image.span for image in images])
-        self._ahead = int(self._turns[:, -1].max()) + 1 - length
+        self._known = rotary_positions(length, [image.span for image in images])
+        self._ahead = int(self._known[:, -1].max()) + 1 - length
 
-    def turns(self, start: int, count: int) -> np.ndarray:
+    def axis_positions(self, start: int, count: int) -> np.ndarray:
         """Return the rotary positions of tokens, int64 [3, count]."""
         found = np.arange(start, start + count) + self._ahead + np.zeros((3, 1), np.int64)
         known = min(count, max(0, self._length - start))
-        found[:, :known] = self._turns[:, start : start + known]
+        found[:, :known] = self._known[:, start : start + known]
         return found
 
     def distinct(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the tokens with numbers below 0, made of the image, for its placeholders: what
-        has the same tokens then has the same keys and values."""
+        """Return the tokens with a negative number, made from the image, in place of each of its
+        placeholders. Equal tokens then have equal keys and values."""
         found = tokens.copy()
         for image in self.images:
             number = int.from_bytes(image.key[:7], "big")
@@ -162,7 +158,7 @@ class SeenImages(NamedTuple):
         return hidden.index_copy(0, self.rows, own)
 
     def added(self, hidden: Tensor, layer: int) -> Tensor:
-        """Add what belongs behind a layer to its output."""
+        """Add the features of a layer to its output."""
         start = (1 + layer) * hidden.shape[1]
         own = self.features[:, start : start + hidden.shape[1]].to(hidden.dtype)
         return hidden.index_add(0, self.rows, own) if own.shape[1] else hidden
@@ -179,7 +175,7 @@ class FeatureCache:
         self,
         tower: nn.Module,
         epoch: int,
-        places: Some[tuple[SequenceImages | None, int, int]],
+        places: Sequence[tuple[SequenceImages | None, int, int]],
         device: torch.device,
     ) -> SeenImages | None:
         """Return what tokens see of images; None if they see nothing.

@@ -26,15 +26,15 @@ import numpy as np
 import torch
 
 from slime.embedded.architecture import Architecture
-from slime.embedded.command import STATE_COPIES
+from slime.embedded.kind import STATE_COPIES
 from slime.embedded.sequence import Sequence
 from slime.embedded.states import DeltaState, StateCache
 from slime.models.mixers import mixer_of
 
 #: Size of the first blocks; every block is a multiple of it.
 BLOCK = 64
-#: Positions that a ring keeps beside a window, at least: so far may a sequence be ahead of a prefix
-#: that others still take from it.
+#: Positions that a ring keeps beyond the window, at least. Others can take a prefix from a sequence
+#: that is at most so far ahead of it.
 SPARE = 256
 _FIRST_SLOTS = 8
 #: Storage may grow to this many bytes to retain prefixes; beyond it the oldest retained prefix
@@ -70,11 +70,13 @@ class Place(NamedTuple):
 
 @dataclass
 class WritePlan:
-    """Destination of new tokens' keys and values: (block, their rows or None for all, flat index),
-    for layers that keep all positions and for those that keep a window.
+    """Where new tokens' keys and values go.
 
     Attributes:
-        places: of each layer among those of its kind.
+        parts: (block, rows of the new tokens or None for all, flat index), for layers that keep
+            all positions.
+        of_window: the same for layers that keep a window.
+        places: the place of each layer among those of its kind.
     """
 
     parts: list[tuple[CacheBlock, torch.Tensor | None, torch.Tensor]]
@@ -128,7 +130,7 @@ class KVCache:
         self.places: list[Place] = []
         counts: dict[bool, int] = {True: 0, False: 0}
         self.states: StateCache | None = None
-        for layer in range(arch.num_layers):
+        for layer in range(arch.spec.num_layers):
             window = arch.spec.window(layer)
             self.places.append(Place(counts[window is None], window))
             if mixer_of(arch.spec.transformer, layer).state is None:
@@ -145,7 +147,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Positions per slot."""
+        """Return the number of positions per slot."""
         return self.blocks[-1].start + self.blocks[-1].size if self.blocks else 0
 
     @property
@@ -153,22 +155,17 @@ class KVCache:
         return self.num_slots * self._slot_bytes(self.capacity)
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a token in all layers that keep keys and values."""
-        return (self._num_whole + self._num_windowed) * self._layer_bytes
-
-    @property
     def _layer_bytes(self) -> int:
         return 2 * self.arch.num_kv_heads * self.arch.head_dim * self.dtype.itemsize
 
     def _slot_bytes(self, length: int) -> int:
-        """Storage of one slot of this length, copies of states included."""
+        """Return the bytes of one slot of this length, copies of states included."""
         kept = self._num_whole * length + self._num_windowed * self._ring_for(length)
         states = 0 if self.states is None else (1 + STATE_COPIES) * self.states.slot_bytes
         return kept * self._layer_bytes + states
 
     def _ring_for(self, length: int) -> int:
-        """Size of the ring where slots have so many positions."""
+        """Return the size of the ring when slots have so many positions."""
         return self.ring_size if self._whole_rings else min(length, self.ring_size)
 
     def keeps(self, length: int, written: int) -> bool:
@@ -178,7 +175,7 @@ class KVCache:
         return not self._num_windowed or first_seen >= written - self.ring_size
 
     def fits(self, slots: int, length: int) -> bool:
-        """Whether storage for so many slots of this length is within the limit."""
+        """Tell whether storage for so many slots of this length is within the limit."""
         return slots * self._slot_bytes(max(self.capacity, length)) <= self.byte_limit
 
     def ensure_slots(self, count: int) -> None:
@@ -235,17 +232,17 @@ class KVCache:
     def read_window(
         self, number: int, slot: int, first: int, last: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of positions ``first`` to ``last - 1`` of one sequence in a layer with a
-        window, a copy [kv_heads, last - first, head_dim] each. Positions before those that the ring
-        keeps have the numbers of later ones."""
+        """Return keys and values of positions ``first`` to ``last - 1`` of one sequence in a layer
+        with a window, a copy [kv_heads, last - first, head_dim] each. Positions before those that
+        the ring keeps have the numbers of later ones."""
         assert self.ring is not None
         layer = self.places[number].number
         index = torch.arange(first, last, device=self.device) % self.ring.size
         return self.ring.keys[layer, slot][:, index], self.ring.values[layer, slot][:, index]
 
     def read(self, number: int, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one sequence in a layer that keeps all, [kv_heads, length, head_dim]
-        each (a copy where several blocks hold it)."""
+        """Return keys and values of one sequence in a layer that keeps all, [kv_heads, length,
+        head_dim] each (a copy where several blocks hold it)."""
         layer = self.places[number].number
         used = [(block, count) for block in self.blocks if (count := block.used(length))]
         keys = [block.keys[layer, slot, :, :count] for block, count in used]
@@ -312,8 +309,8 @@ class KVCache:
 
     @torch.inference_mode()
     def _grow_ring(self) -> None:
-        """Give the ring the size that the capacity asks for. One that is too small has not come
-        round yet: each position lies where it will lie."""
+        """Give the ring the size that the capacity asks for. A smaller ring has not wrapped around
+        yet, so that each position keeps its place."""
         size = self._ring_for(self.capacity)
         if not self._num_windowed or (self.ring is not None and self.ring.size >= size):
             return
@@ -338,8 +335,8 @@ class KVCache:
 
 
 def block_size(start: int) -> int:
-    """Size of the block that begins at ``start``: a quarter of what lies before it, in powers of
-    two, at least `BLOCK`.
+    """Return the size of the block that begins at ``start``: a quarter of what lies before it, in
+    powers of two, at least `BLOCK`.
 
     Example:
         >>> [block_size(start) for start in (0, 192, 256, 512, 1024)]
@@ -408,7 +405,7 @@ class SlotTable:
 
     @property
     def running(self) -> list[Sequence]:
-        """Sequences of slots 0 … num_running-1, in order."""
+        """Return the sequences of slots 0 … num_running-1, in order."""
         owners = [slot.sequence for slot in self._slots[: self.num_running]]
         assert all(owner is not None for owner in owners)
         return owners  # type: ignore[return-value]
@@ -427,8 +424,8 @@ class SlotTable:
     def find_prefix(
         self, tokens: np.ndarray, limit: int, epoch: int, adapter: int
     ) -> tuple[int, int]:
-        """(slot, length) of the longest usable prefix of ``tokens`` up to ``limit`` that the same
-        weights and adapter computed; length 0 when there is none."""
+        """Return (slot, length) of the longest usable prefix of ``tokens`` up to ``limit`` that the
+        same weights and adapter computed; length 0 when there is none."""
         best = -1
         best_length = 0
         for index, slot in enumerate(self._slots):
@@ -489,7 +486,7 @@ class SlotTable:
         return target
 
     def record(self, sequence: Sequence, num_prefilled: int, epoch: int) -> None:
-        """A prefill computed the first ``num_prefilled`` tokens of a sequence."""
+        """Note that a prefill computed the first ``num_prefilled`` tokens of a sequence."""
         slot = self._slots[self.slot_of(sequence)]
         slot.length = num_prefilled
         slot.state_at = num_prefilled
@@ -564,8 +561,8 @@ class SlotTable:
         self._slots = []
 
     def _room(self, keep: int) -> int:
-        """A free slot: an existing one, a new one, or that of the prefix which was used longest
-        ago."""
+        """Find a free slot: an existing one, a new one, or that of the prefix which was used
+        longest ago."""
         for index, slot in enumerate(self._slots):
             if slot.is_free:
                 return index
@@ -601,12 +598,12 @@ class SlotTable:
 
 
 def key_of(sequence: Sequence) -> int:
-    """Key of a sequence's adapter; 0 for the base alone."""
+    """Return the key of a sequence's adapter; 0 for the base alone."""
     return 0 if sequence.adapter is None else sequence.adapter.key
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Number of leading entries that two token arrays share.
+    """Count the leading entries that two token arrays share.
 
     Example:
         >>> common_prefix(np.array([1, 2, 3]), np.array([1, 2, 4, 5]))

@@ -47,7 +47,7 @@ class Linear:
         return self.weight.shape[0]
 
     def invalidate(self) -> None:
-        """The weight was written to."""
+        """Forget the blocked copy, after the weight was written to."""
         self._packed = None
 
     @property
@@ -107,7 +107,7 @@ class TokenEmbedding:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
 ) -> torch.Tensor:
-    """The norm over the last axis; ``zero_centred``: times 1 + weight, in float32."""
+    """Return the norm over the last axis; ``zero_centred``: times 1 + weight, in float32."""
     if zero_centred:
         return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
@@ -214,7 +214,8 @@ def route(
     bias: torch.Tensor | None,
     given: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [tokens, experts] → (weights float32 [tokens, k], experts int64 [tokens, k]).
+    """Route tokens: float32 [tokens, experts] → (weights float32 [tokens, k], experts int64
+    [tokens, k]).
 
     Rows of ``given`` that are not negative take the place of the choice; their weights are still
     this router's.

@@ -39,7 +39,7 @@ class LowRank:
     def add_to_rows(
         self, y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, fixed_rows: bool
     ) -> None:
-        """Likewise to some rows, int64 [rows]."""
+        """Add to the rows ``rows`` (int64) of y what the same rows of x give."""
         chosen = x.index_select(0, rows)
         delta = (
             self._in_fixed_blocks(chosen)
@@ -88,7 +88,7 @@ class AdaptedRows:
     def of(
         products: Sequence[Products | None], counts: Sequence[int], device: torch.device
     ) -> AdaptedRows | None:
-        """Rows of a batch in which each sequence has ``counts`` neighbouring rows.
+        """Return the rows of a batch in which each sequence has ``counts`` neighbouring rows.
 
         Args:
             products: of each sequence's adapter, None for the base.
@@ -126,7 +126,7 @@ class AdaptedRows:
     def add_looked_up(
         self, y: torch.Tensor, token_ids: torch.Tensor, embedding: object, fixed_rows: bool
     ) -> None:
-        """Likewise of the embedding, whose rows are tokens, int64 [rows]."""
+        """Add each token's product of the embedding to y; ``token_ids`` are int64 [rows]."""
         for products, rows in self._groups:
             product = products.get(embedding)
             if product is None:
@@ -138,7 +138,7 @@ class AdaptedRows:
                 y.index_add_(0, rows, added, alpha=product.scale)
 
     def chosen(self, rows: torch.Tensor) -> AdaptedRows | None:
-        """The same for a batch of these rows, int64 [rows]; None if all are the base's."""
+        """Return the same for a batch of these rows, int64 [rows]; None if all are the base's."""
         if self._owners is None:
             return self
         owners = self._owners[rows]

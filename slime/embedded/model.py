@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,8 +22,23 @@ from slime.models.rotary import frequency_axes, query_factors
 from slime.models.spec import RotaryKind
 
 
+class Heads(NamedTuple):
+    """What one layer attends with.
+
+    Attributes:
+        queries: [tokens, heads, head_dim], rotated; so are the keys.
+        keys, values: [tokens, kv_heads, head_dim].
+        sinks: [heads]; None where the layer has none.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    sinks: torch.Tensor | None = None
+
+
 class Attend(Protocol):
-    """What the tokens of a forward pass see of those before them.
+    """The attention of a forward pass: what its tokens see of those before them.
 
     Attributes:
         states: of gated delta nets; None for a model without them.
@@ -31,66 +46,60 @@ class Attend(Protocol):
 
     states: StateRows | None
 
-    def __call__(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], which it
-        stores, too, sinks [heads] → [tokens, heads * head_dim]."""
+    def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
+        """Attend, and store the keys and values; return [tokens, heads * head_dim]."""
 
 
 class _GrowingQueries:
-    """An `Attend` that multiplies each token's queries by a factor, [tokens], before another."""
+    """An `Attend` that multiplies each token's queries by a factor, [tokens], and calls another
+    one."""
 
     def __init__(self, attend: Attend, factors: torch.Tensor) -> None:
         self._attend = attend
         self._factors = factors[:, None, None]
         self.states = attend.states
 
-    def __call__(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        scaled = queries * self._factors.to(queries.dtype)
-        return self._attend(layer, scaled, keys, values, sinks)
+    def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
+        scaled = heads.queries * self._factors.to(heads.queries.dtype)
+        return self._attend(layer, heads._replace(queries=scaled))
 
 
 class Observer(Protocol):
     """Looks into a forward pass (`slime align`)."""
 
     def saw(self, name: str, value: torch.Tensor) -> None:
-        """[tokens, hidden]: "embedding", "0.attention norm", "0.attention", "0.mlp norm", "0.mlp",
-        "0", …, "norm"; of a layer's parts what they add, of a layer and the embedding the hidden
-        states behind it."""
+        """Take a value [tokens, hidden]: "embedding", "0.attention norm", "0.attention", "0.mlp
+        norm", "0.mlp", "0", …, "norm". Of a part of a layer it is what the part adds, of a layer
+        and the embedding the hidden states behind it."""
 
     def experts(self, layer: int) -> torch.Tensor | None:
-        """Choices to take in this layer (`ExpertMLP`); None leaves them to the router."""
+        """Return the choices to take in this layer (`ExpertMLP`); None leaves them to the
+        router."""
+
+
+@dataclass(frozen=True)
+class MixerInput:
+    """What the token mixer of a layer computes with.
+
+    Attributes:
+        normed: [tokens, hidden].
+        rotary: cos and sin of the tokens' positions.
+        attend: to the tokens before them.
+        adapted: which tokens have an adapter; None if none has.
+    """
+
+    layer: int
+    normed: torch.Tensor
+    rotary: tuple[torch.Tensor, torch.Tensor]
+    attend: Attend
+    adapted: AdaptedRows | None
 
 
 class MixerWeights(Protocol):
     """The token mixer of one layer; its record in `slime.models.mixers` names the class."""
 
-    def mix(
-        self,
-        layer: int,
-        normed: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        attend: Attend,
-        adapted: AdaptedRows | None,
-    ) -> torch.Tensor:
-        """[tokens, hidden] → what the output projection takes.
-
-        Args:
-            rotary: cos and sin of the tokens' positions.
-        """
+    def mix(self, given: MixerInput) -> torch.Tensor:
+        """Return what the output projection takes."""
 
 
 @dataclass
@@ -144,23 +153,22 @@ class Decoder:
         chosen: list[torch.Tensor] | None = None,
         observer: Observer | None = None,
         adapted: AdaptedRows | None = None,
-        turns: torch.Tensor | None = None,
+        axis_positions: torch.Tensor | None = None,
         seen: SeenImages | None = None,
     ) -> torch.Tensor:
-        """Hidden states [tokens, hidden] after the last norm; token_ids and positions are int64
-        [tokens].
+        """Return the hidden states [tokens, hidden] after the last norm; token_ids and positions
+        are int64 [tokens].
 
         Args:
             chosen: gets the chosen experts, int64 [tokens, k] for each layer that has experts.
             observer: is shown each part's output; costs a subtraction per part.
             adapted: which tokens have an adapter; None if none has.
-            turns: rotary positions [3, tokens] in time, row and column; None: ``positions``.
+            axis_positions: [3, tokens] in time, row and column; None: ``positions``.
             seen: features of images in place of tokens.
         """
+        places = positions if axis_positions is None else axis_positions
         angles = {
-            kind: (cos[positions], sin[positions])
-            if turns is None
-            else (self._turned(cos, turns), self._turned(sin, turns))
+            kind: (self._rotary_rows(cos, places), self._rotary_rows(sin, places))
             for kind, (cos, sin) in self.angles.items()
         }
         if self.arch.spec.query_scaling is not None:
@@ -177,43 +185,51 @@ class Decoder:
             before = hidden
             normed = self._normalised(hidden, layer.input_norm)
             rotary = angles[self.arch.spec.rotary_kind(number)]
-            mixed = layer.attention.mix(number, normed, rotary, attend, adapted)
+            given = MixerInput(number, normed, rotary, attend, adapted)
+            mixed = layer.attention.mix(given)
             hidden = self._added(
                 partial(layer.output, mixed), hidden, layer.post_attention_norm, adapted
             )
-            given = None
+            experts = None
             if observer is not None:
                 observer.saw(f"{number}.attention norm", normed)
                 observer.saw(f"{number}.attention", hidden - before)
-                given = observer.experts(number)
+                experts = observer.experts(number)
                 before = hidden
             normed = self._normalised(hidden, layer.mlp_norm)
             mlp = (
-                partial(layer.mlp, chosen=chosen, given=given)
+                partial(layer.mlp, chosen=chosen, given=experts)
                 if isinstance(layer.mlp, ExpertMLP)
                 else layer.mlp
             )
             hidden = self._added(partial(mlp, normed), hidden, layer.post_mlp_norm, adapted)
-            if seen is not None:
-                hidden = seen.added(hidden, number)
             if observer is not None:
                 observer.saw(f"{number}.mlp norm", normed)
                 observer.saw(f"{number}.mlp", hidden - before)
+            if seen is not None:
+                hidden = seen.added(hidden, number)
+            if observer is not None:
                 observer.saw(str(number), hidden)
         normed = self._normalised(hidden, self.norm)
         if observer is not None:
             observer.saw("norm", normed)
         return normed
 
-    def _turned(self, table: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """Rows of a rotary table [positions, 1, dims] for tokens whose pairs turn by different
-        positions, [tokens, 1, dims]."""
+    def _rotary_rows(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return rows of a rotary table [positions, 1, dims] for tokens, [tokens, 1, dims].
+
+        Args:
+            positions: [tokens], or [3, tokens] where pairs turn by different positions.
+        """
+        if positions.dim() == 1:
+            return table[positions]
         axes = frequency_axes(self.arch.spec).to(table.device)
         whole = axes.repeat_interleave(2) if self.arch.rope.interleaved else axes.repeat(2)
-        return table[turns[whole].t(), 0, torch.arange(len(whole), device=table.device)][:, None]
+        pairs = torch.arange(len(whole), device=table.device)
+        return table[positions[whole].t(), 0, pairs][:, None]
 
     def logits(self, hidden: torch.Tensor, adapted: AdaptedRows | None = None) -> torch.Tensor:
-        """[rows, vocab] in the weights' dtype."""
+        """Return [rows, vocab] in the weights' dtype."""
         logits = self.head(hidden, adapted=adapted)
         scale = self.arch.spec.logits_scale
         return logits if scale == 1.0 else logits * scale
@@ -225,7 +241,7 @@ class Decoder:
         norm: torch.Tensor | None,
         adapted: AdaptedRows | None,
     ) -> torch.Tensor:
-        """``hidden`` and the output of a part, normalised or scaled where the model does so."""
+        """Add the output of a part to ``hidden``, normalised or scaled where the model does so."""
         scale = self.arch.spec.residual_scale
         if norm is None and scale == 1.0:
             return part(hidden, adapted)

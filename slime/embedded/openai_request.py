@@ -122,7 +122,7 @@ def parse_chat(
     wants = optional(body, "logprobs", FLAG, False)
     images = None
     if limits.images is not None and tokenizer is not None:
-        images = ImageParts(limits.images.placeholder(tokenizer))
+        images = ImageParts(limits.images.vision.placeholder(tokenizer))
     asked = {
         "input_ids": render_chat(body, tokenizer, images),
         "return_logprob": wants,
@@ -251,11 +251,11 @@ def _finish(
 
 
 def split_model(name: str, limits: RequestLimits, model: str) -> tuple[str, str]:
-    """The base and the adapter that "base:adapter", or an adapter's own name, means; "" for none.
+    """Return the base and the adapter ("" for none) that "base:adapter" or an adapter's name means.
 
     Without adapters a colon has no meaning.
     """
-    if limits.adapters is None or not limits.adapters.enabled or name == model:
+    if not limits.adapters.enabled or name == model:
         return name, ""
     if name in limits.adapters.loaded:
         return model, name
@@ -264,7 +264,7 @@ def split_model(name: str, limits: RequestLimits, model: str) -> tuple[str, str]
 
 
 def _adapter_of(body: Mapping[str, Any], limits: RequestLimits, model: str) -> Any:
-    """``lora_path`` of a ``/generate`` request, from the model's name or the field itself."""
+    """Return ``lora_path`` of a ``/generate`` request, by the model's name or the field itself."""
     named = split_model(optional(body, "model", TEXT, model), limits, model)[1]
     given = body.get("lora_path")
     if not named:

@@ -14,10 +14,10 @@ from slime.embedded.generate_request import Job
 from slime.embedded.generate_routes import (
     Answer,
     ServerState,
+    check_can_generate,
     final_text,
     json_body,
     json_response,
-    ready_to_generate,
     refuse_known_rids,
     send_events,
     state_of,
@@ -41,7 +41,7 @@ routes = web.RouteTableDef()
 
 
 def _card(state: ServerState, adapter: str = "") -> dict[str, Any]:
-    """The base, or one of its adapters."""
+    """Describe the base, or one of its adapters."""
     path = state.engine.options.model_path
     return {
         "id": adapter or state.model_name,
@@ -70,8 +70,8 @@ async def model(request: web.Request) -> web.Response:
 
 
 def _unknown_model(state: ServerState, name: str) -> web.Response | None:
-    """OpenAI's 404 for a model that is not served; None for one that is. "default" is SGLang's word
-    for it.
+    """Return OpenAI's 404 for a model that is not served; None for one that is. "default" is
+    SGLang's name of the model.
 
     A server that was given no name (the engine of a run, which agents call as they please) answers
     to any.
@@ -101,7 +101,7 @@ def _unknown_model(state: ServerState, name: str) -> web.Response | None:
 @routes.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = state_of(request)
-    ready_to_generate(state)
+    check_can_generate(state)
     given = (state.limits, state.tokenizer, state.model_name, state.tool_format)
     body = await json_body(request)
     if state.limits.images is None:
@@ -116,7 +116,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 @routes.post("/v1/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
     state = state_of(request)
-    ready_to_generate(state)
+    check_can_generate(state)
     if state.tokenizer is None:
         raise BadRequest("this model directory has no tokenizer; use /generate with input_ids")
     asked = parse_completion(await json_body(request), state.limits, state.model_name)
@@ -196,7 +196,7 @@ def _chat_choice(index: int, asked: OpenAIRequest, state: ServerState) -> dict[s
 
 
 async def _chat_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[dict[str, Any]]:
-    """The role of every choice, then its text and its calls as they come, then its end."""
+    """Yield the role of every choice, then its text and its calls as they come, then its end."""
     written = [""] * len(asked.generate.jobs)
     sent = [Reply("")] * len(asked.generate.jobs)
     for index in range(len(asked.generate.jobs)):
@@ -260,7 +260,7 @@ def _text_choice(index: int, asked: OpenAIRequest, state: ServerState) -> dict[s
 
 
 async def _text_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[dict[str, Any]]:
-    """The text of every choice as it comes; the last chunk of a choice carries its end."""
+    """Yield the text of every choice as it comes; the last chunk of a choice carries its end."""
     echoed: set[int] = set()
     async for index, new, tokens, ended in _news(asked, state):
         job = asked.generate.jobs[index]
@@ -274,13 +274,13 @@ async def _text_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterato
 
 def _prompt_text(job: Job, tokenizer: Any) -> str:
     return tokenizer.decode(
-        job.sequence.prompt.tolist(), skip_special_tokens=job.params.skip_special_tokens
+        job.sequence.prompt.tolist(), skip_special_tokens=job.sequence.params.skip_special_tokens
     )
 
 
 def _text_logprobs(job: Job, tokenizer: Any, tokens: slice, echo: bool) -> dict[str, Any]:
-    """Parallel lists; the prompt's first token has no log-prob. Offsets are -1, as in SGLang: not
-    computed."""
+    """Return parallel lists; the prompt's first token has no log-prob. Offsets are -1, as in
+    SGLang: not computed."""
     sequence = job.sequence
     ids = sequence.output_ids[tokens]
     values = cast("list[float | None]", sequence.output_logprobs[tokens])
@@ -317,7 +317,7 @@ def _envelope(asked: OpenAIRequest, kind: str) -> dict[str, Any]:
 
 
 def _usage(asked: OpenAIRequest) -> dict[str, Any]:
-    """Tokens so far; a prompt counts once, however many samples it has."""
+    """Count the tokens so far; a prompt counts once, however many samples it has."""
     sequences = [job.sequence for job in asked.generate.jobs]
     firsts = sequences[:: asked.generate.n]
     prompt = sum(len(sequence.prompt) for sequence in firsts)

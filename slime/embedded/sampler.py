@@ -68,7 +68,8 @@ def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> Sampled:
 
 
 def uniforms(seeds: Rows[int], positions: Rows[int]) -> np.ndarray:
-    """float64 in [0, 1), a function of (seed, position) alone: two rounds of splitmix64's mixer.
+    """Return float64 in [0, 1), a function of (seed, position) alone: two rounds of splitmix64's
+    mixer.
 
     Example:
         >>> a, b = uniforms([7, 7], [10, 11]); a != b and a == uniforms([7], [10])[0]
@@ -85,7 +86,8 @@ def uniforms(seeds: Rows[int], positions: Rows[int]) -> np.ndarray:
 def token_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, num_top: int = 0
 ) -> tuple[list[float], list[list[tuple[float, int]]]]:
-    """Log-prob of ``targets`` [rows] under the plain softmax of logits [rows, vocab], in float32.
+    """Return the log-prob of ``targets`` [rows] under the plain softmax of logits [rows, vocab], in
+    float32.
 
     Also the ``num_top`` largest of each row, as (log-prob, token); no rows when none are asked for.
     """
@@ -104,7 +106,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _probabilities(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
-    """float32 [rows, vocab], after penalties and temperature."""
+    """Return float32 [rows, vocab], after penalties and temperature."""
     temperatures = [s.params.scale for s in sequences]
     changed = [row for row, s in enumerate(sequences) if s.params.changes_logits]
     if not changed and all(t == 1.0 for t in temperatures):
@@ -191,8 +193,8 @@ def _draw_filtered(
 
 @lru_cache
 def _block_width(vocab: int) -> int:
-    """The largest divisor of ``vocab`` up to 1024; the whole vocabulary when it has none worth
-    while."""
+    """Return the largest divisor of ``vocab`` up to 1024; the whole vocabulary when it has none
+    worth while."""
     for width in range(min(vocab, _LARGEST_BLOCK), 31, -1):
         if vocab % width == 0:
             return width

@@ -55,9 +55,6 @@ class Counters:
     decoded_tokens: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
-    decode_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    decode_steps: int = 0
 
 
 class Scheduler:
@@ -67,8 +64,7 @@ class Scheduler:
         prefill_tokens: most prompt tokens computed between two decode steps.
         deterministic: results of a sequence do not depend on the others (see `Linear` and
             `attention`).
-        record_experts: sequences get to know the experts of each of their tokens; the model has
-            some.
+        record_experts: keep the experts of each token; only for a model that has experts.
     """
 
     def __init__(
@@ -103,7 +99,7 @@ class Scheduler:
 
     @property
     def num_active(self) -> int:
-        """Sequences that hold a slot."""
+        """Return the sequences that hold a slot."""
         return self.slots.num_owned
 
     @property
@@ -126,7 +122,7 @@ class Scheduler:
             self._finish(sequence)
 
     def everything(self) -> list[Sequence]:
-        """All sequences that are not finished."""
+        """Return all sequences that are not finished."""
         return [*self.slots.running, *self.prefilling, *self.waiting]
 
     def retract_all(self) -> None:
@@ -162,7 +158,8 @@ class Scheduler:
         return StepOutput(done, live)
 
     def take_finished(self) -> list[Sequence]:
-        """Sequences that ended since the last call (aborts happen outside of steps, too)."""
+        """Return the sequences that ended since the last call (aborts happen outside of steps,
+        too)."""
         done = self._done
         self._done = []
         return done
@@ -185,7 +182,8 @@ class Scheduler:
         return bool(deferred)
 
     def _should_defer(self, sequence: Sequence) -> bool:
-        """Whether one that is prefilled now shares a long prefix, without being the same prompt."""
+        """Tell whether a prompt that is prefilled now shares a long prefix with this sequence, and
+        is not the same."""
         if sequence.deferred or not self.prefilling:
             return False
         tokens = sequence.distinct_tokens()
@@ -257,10 +255,9 @@ class Scheduler:
         self.counters.prefilled_tokens += offset
         if complete:
             self._start(complete, hidden[rows])
-        self.counters.prefill_seconds += time.monotonic() - begin
 
     def _choose_chunks(self) -> list[tuple[Sequence, int]]:
-        """(sequence, tokens) of this step's prefill; oldest first, the last may be cut."""
+        """Return (sequence, tokens) of this step's prefill; oldest first, the last may be cut."""
         followers = {id(f) for group in self._followers.values() for f in group}
         chunks: list[tuple[Sequence, int]] = []
         budget = self.prefill_tokens
@@ -278,10 +275,9 @@ class Scheduler:
         return chunks
 
     def _states_to_keep(self, sequence: Sequence, count: int) -> tuple[int, ...]:
-        """Positions within the next ``count`` tokens of which copies of the state are kept: where
-        others branch off, and near the end of the prompt, for one that repeats it.
-
-        States exist at the borders of chunks.
+        """Choose the positions within the next ``count`` tokens at which a copy of the state is
+        kept: where waiting sequences branch off, and near the end of the prompt, for a sequence
+        that repeats it. States exist at the borders of chunks only.
         """
         if self.cache.states is None:
             return ()
@@ -331,7 +327,6 @@ class Scheduler:
             self._sample([sequences[row] for row in wanting], hidden[wanting])
 
     def _decode(self) -> None:
-        begin = time.monotonic()
         self._ensure_length(max(s.length for s in self.slots.running))
         running = self.slots.running  # after making room: some may have been retracted
         lengths = [s.length for s in running]
@@ -345,9 +340,7 @@ class Scheduler:
             sequence.num_computed = length
         self.slots.note_lengths(lengths)
         self._sample(running, hidden)
-        self.counters.decode_steps += 1
         self.counters.decoded_tokens += len(running)
-        self.counters.decode_seconds += time.monotonic() - begin
 
     def _forward(
         self,
@@ -356,11 +349,13 @@ class Scheduler:
         attend: Attend,
         places: list[tuple[Sequence, int, int]],
     ) -> torch.Tensor:
-        """Hidden states; ``places`` says of which sequence and positions (first, count) the tokens
-        are."""
+        """Compute hidden states; ``places`` has the sequence and the positions (first, count) of
+        the tokens."""
         adapted = self._adapted([(sequence, count) for sequence, _, count in places])
-        turns, seen = self._images(places)
-        forward = partial(self.store.model.forward, adapted=adapted, turns=turns, seen=seen)
+        axis_positions, seen = self._images(places)
+        forward = partial(
+            self.store.model.forward, adapted=adapted, axis_positions=axis_positions, seen=seen
+        )
         if self._recorded is None:
             return forward(ids, positions, attend)
         chosen: list[torch.Tensor] = []
@@ -381,14 +376,16 @@ class Scheduler:
         if all(sequence.images is None for sequence, _, _ in places):
             return None, None
         assert self.store.tower is not None
-        turns = np.concatenate([s.turns(start, count) for s, start, count in places], axis=1)
+        axis_positions = np.concatenate(
+            [s.axis_positions(start, count) for s, start, count in places], axis=1
+        )
         own = [(sequence.images, start, count) for sequence, start, count in places]
         device = self.cache.device
         seen = self._features.see(self.store.tower, self.store.epoch, own, device)
-        return torch.from_numpy(turns).to(device), seen
+        return torch.from_numpy(axis_positions).to(device), seen
 
     def _adapted(self, places: list[tuple[Sequence, int]]) -> AdaptedRows | None:
-        """The adapters of rows, of which each sequence has a number."""
+        """Return which rows have which adapter, given (sequence, number of its rows)."""
         return AdaptedRows.of(
             [None if s.adapter is None else s.adapter.products for s, _ in places],
             [count for _, count in places],
@@ -417,8 +414,8 @@ class Scheduler:
     def _collect_input_logprobs(
         self, sequence: Sequence, span: PrefillChunk, hidden: torch.Tensor
     ) -> None:
-        """Log-probs of prompt tokens that this chunk's hidden states predict and the request
-        wants."""
+        """Collect the log-probs of prompt tokens that this chunk's hidden states predict and the
+        request wants."""
         if sequence.logprob_start is None:
             return
         first = max(span.start, sequence.logprob_start + len(sequence.input_logprobs))
@@ -478,8 +475,8 @@ class Scheduler:
         self.slots.release(sequence, self.store.epoch)
 
     def _promote_follower(self, leader: Sequence) -> None:
-        """The leader goes before its prefill is complete: its first follower takes its part, from
-        the start."""
+        """Make the first follower the leader, because the leader leaves before its prefill is
+        complete. The prefill starts again."""
         self._forget_leader(leader)
         followers = self._followers.pop(leader, [])
         if followers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,6 +46,7 @@ class Times:
     """Seconds of forward passes that computed prompt tokens of this sequence."""
 
 
+@dataclass(eq=False, repr=False)
 class Sequence:
     """The scheduler's unit. Written to by the engine thread only; others may read `output_ids` up
     to a length they were told, since it only grows.
@@ -58,58 +59,50 @@ class Sequence:
         seed: of its sampling noise; with the token's position it decides the draw.
         text: decodes the output, when stop strings are to be found in it.
         logprob_start: first prompt position whose log-prob is wanted; None for none.
-        keeps_mask: the tokens that each one is drawn from are wanted.
         adapter: computes it together with the base from the first token to the last, even if it is
             unloaded meanwhile; None for the base alone.
         images: in its prompt.
+
+    Attributes:
+        sampling_mask: the tokens that each one was drawn from; None where nobody wants them.
+        experts: given by a scheduler that records them.
+        versions: (first output token, weight version) of each run of tokens.
     """
 
-    def __init__(
-        self,
-        rid: str,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        max_new_tokens: int,
-        stop_ids: frozenset[int],
-        seed: int,
-        text: TextStream | None = None,
-        logprob_start: int | None = None,
-        num_top_logprobs: int = 0,
-        stream: bool = False,
-        adapter: Adapter | None = None,
-        keeps_mask: bool = False,
-        images: SequenceImages | None = None,
-    ) -> None:
-        self.rid = rid
-        self.images = images
-        self.adapter = adapter
-        self.params = params
-        self.stop_ids = stop_ids
-        self.seed = seed
+    rid: str
+    prompt_ids: InitVar[list[int]]
+    params: SamplingParams
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    seed: int
+    text: TextStream | None = None
+    logprob_start: int | None = None
+    num_top_logprobs: int = 0
+    stream: bool = False
+    adapter: Adapter | None = None
+    images: SequenceImages | None = None
+    prompt: np.ndarray = field(init=False)
+    times: Times = field(default_factory=Times)
+    status: SequenceStatus = SequenceStatus.WAITING
+    output_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
+    sampling_mask: list[list[int]] | None = None
+    sampling_logprobs: list[float] = field(default_factory=list)
+    input_logprobs: list[float] = field(default_factory=list)
+    input_top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
+    versions: list[tuple[int, str]] = field(default_factory=list)
+    finish_reason: dict[str, Any] | None = None
+    final_version: str = ""
+    experts: RoutedExperts | None = None
+    num_cached: int = 0
+    num_computed: int = 0
+    num_retractions: int = 0
+    deferred: bool = False
+    _searched: int = 0
+
+    def __post_init__(self, prompt_ids: list[int]) -> None:
         self.prompt = np.asarray(prompt_ids, dtype=np.int64)
-        self.max_new_tokens = max_new_tokens
-        self.logprob_start = logprob_start
-        self.num_top_logprobs = num_top_logprobs
-        self.stream = stream
-        self.times = Times()
-        self.status = SequenceStatus.WAITING
-        self.output_ids: list[int] = []
-        self.output_logprobs: list[float] = []
-        self.top_logprobs: list[list[tuple[float, int]]] = []
-        self.sampling_mask: list[list[int]] | None = [] if keeps_mask else None
-        self.sampling_logprobs: list[float] = []
-        self.input_logprobs: list[float] = []
-        self.input_top_logprobs: list[list[tuple[float, int]]] = []
-        self.versions: list[tuple[int, str]] = []
-        self.finish_reason: dict[str, Any] | None = None
-        self.final_version = ""
-        self.experts: RoutedExperts | None = None  # given by a scheduler that records them
-        self.num_cached = 0
-        self.num_computed = 0
-        self.num_retractions = 0
-        self.deferred = False
-        self._text = text
-        self._searched = 0
 
     @property
     def length(self) -> int:
@@ -117,29 +110,29 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens whose keys and values a prefill still has to compute before this sequence can
-        decode."""
+        """Count the tokens whose keys and values a prefill still has to compute before this
+        sequence can decode."""
         return self.length - self.num_computed
 
     def tokens(self) -> np.ndarray:
-        """int64 [length]: prompt and output."""
+        """Return int64 [length]: prompt and output."""
         if not self.output_ids:
             return self.prompt
         return np.concatenate([self.prompt, np.asarray(self.output_ids, dtype=np.int64)])
 
     def distinct_tokens(self) -> np.ndarray:
-        """int64 [length]: `tokens`, of which placeholders of different images differ. Equal ones
-        have equal keys and values."""
+        """Return `tokens` [length] in which placeholders of different images differ, so that equal
+        tokens have equal keys and values."""
         return self.tokens() if self.images is None else self.images.distinct(self.tokens())
 
-    def turns(self, start: int, count: int) -> np.ndarray:
-        """int64 [3, count]: rotary positions in time, row and column."""
+    def axis_positions(self, start: int, count: int) -> np.ndarray:
+        """Return int64 [3, count]: rotary positions in time, row and column."""
         if self.images is not None:
-            return self.images.turns(start, count)
+            return self.images.axis_positions(start, count)
         return np.broadcast_to(np.arange(start, start + count), (3, count))
 
     def version_of_weights(self, base: str) -> str:
-        """Version of the weights that compute it, if that of the base is ``base``."""
+        """Return the version of the weights that compute it, if that of the base is ``base``."""
         stated = None if self.adapter is None else self.adapter.version
         return base if stated is None else stated
 
@@ -172,12 +165,12 @@ class Sequence:
         self.finish({"type": "abort", "message": message, "status_code": None, "err_type": None})
 
     def _find_stop_string(self, token: int) -> str | None:
-        if self._text is None:
+        if self.text is None:
             return None
-        self._text.extend([token])
-        found = find_stop(self._text.text, self.params.stop, self._searched)
+        self.text.extend([token])
+        found = find_stop(self.text.text, self.params.stop, self._searched)
         longest = max(len(stop) for stop in self.params.stop)
-        self._searched = max(0, len(self._text.text) - longest + 1)
+        self._searched = max(0, len(self.text.text) - longest + 1)
         return found[1] if found else None
 
 
@@ -248,7 +241,7 @@ class TextStream:
 
 
 def find_stop(text: str, stops: tuple[str, ...], start: int) -> tuple[int, str] | None:
-    """(position, stop string) of the first stop string that begins at ``start`` or later.
+    """Find (position, stop string) of the first stop string that begins at ``start`` or later.
 
     Example:
         >>> find_stop("a</answer>b", ("</answer>", "b"), 0)
@@ -259,7 +252,7 @@ def find_stop(text: str, stops: tuple[str, ...], start: int) -> tuple[int, str] 
 
 
 def hold_back(text: str, stops: tuple[str, ...]) -> str:
-    """The text up to its first stop string, and without an end that may turn out to be the
+    """Return the text up to its first stop string, and without an end that may turn out to be the
     beginning of one.
 
     Example:
@@ -276,8 +269,8 @@ def hold_back(text: str, stops: tuple[str, ...]) -> str:
 
 
 def trim_stop(text: str, matched: object, keep: bool) -> str:
-    """The text up to the stop string that ended it, or with it when ``keep``; other text as it
-    is."""
+    """Return the text up to the stop string that ended it, or with it when ``keep``; other text as
+    it is."""
     if not isinstance(matched, str):
         return text
     position = text.find(matched)
@@ -328,14 +321,14 @@ class RoutedExperts:
         self._rows[start:end] = rows
 
     def first(self, count: int) -> np.ndarray:
-        """A copy of the rows of positions 0 … ``count - 1``."""
+        """Return a copy of the rows of positions 0 … ``count - 1``."""
         known = self._rows[:count]
         missing = np.full((count - len(known), *known.shape[1:]), UNKNOWN, _EXPERT_DTYPE)
         return np.concatenate([known, missing])
 
     def encoded(self, start: int, end: int) -> str:
-        """SGLang's form: base64 of int32 [end - start, layers, experts per token], with zeros in
-        dense layers.
+        """Return SGLang's form: base64 of int32 [end - start, layers, experts per token], with
+        zeros in dense layers.
 
         A row whose entries are all -1 is of a position that was never computed.
         """
@@ -347,6 +340,6 @@ class RoutedExperts:
 
 
 def rows_of(choices: list[torch.Tensor]) -> np.ndarray:
-    """One forward's choices, [tokens, k] of each layer with experts, as int16 [tokens, layers, k]
-    in host memory."""
+    """Return one forward's choices, [tokens, k] of each layer with experts, as int16 [tokens,
+    layers, k] in host memory."""
     return torch.stack(choices, dim=1).to(torch.int16).cpu().numpy()

@@ -42,7 +42,7 @@ _BROKEN = (
 def read_named_tensors(
     payload: Any, load_format: str | None, field_name: str = "serialized_named_tensors"
 ) -> Pairs:
-    """(name, tensor on CPU) of one payload.
+    """Read (name, tensor on CPU) of one payload.
 
     Args:
         payload: base64 text, as JSON carries it.
@@ -83,8 +83,8 @@ def _pair(item: Any) -> tuple[str, torch.Tensor]:
 
 
 def _flat(content: Any) -> Pairs:
-    """SGLang's FlattenedTensorBucket: offsets and sizes in bytes, tensors of any dtypes back to
-    back."""
+    """Read SGLang's FlattenedTensorBucket: offsets and sizes in bytes, tensors of any dtypes back
+    to back."""
     buffer = content["flattened_tensor"]
     table = content["metadata"]
     if not isinstance(buffer, torch.Tensor) or buffer.dtype != torch.uint8:
@@ -188,9 +188,8 @@ class _TensorUnpickler(pickle.Unpickler):
         if full in _OPENED_BY_CHILDREN:
             raise WeightError(
                 "the tensors are shared by file descriptor, which only a child of the sender can "
-                "open; call "
-                "torch.multiprocessing.set_sharing_strategy('file_system') before they are "
-                "serialized"
+                "open; call torch.multiprocessing.set_sharing_strategy('file_system') before they "
+                "are serialized"
             )
         raise WeightError(
             f"serialized_named_tensors names {full}, which is no part of a tensor in CPU memory"

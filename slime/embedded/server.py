@@ -15,16 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 from aiohttp.typedefs import Middleware
 
 from slime import deadlines
-from slime.embedded import adapter_routes, control_routes, generate_routes, openai_routes
-from slime.embedded.engine import Engine, EngineDead, EngineOptions, Hub
+from slime.embedded import control_routes, generate_routes, openai_routes
+from slime.embedded.engine import Engine, EngineDead, Hub
 from slime.embedded.generate_request import RequestLimits
 from slime.embedded.generate_routes import STATE, ServerState, Unavailable, json_response
 from slime.embedded.images import ImageRequests
+from slime.embedded.options import EngineOptions
 from slime.embedded.quantised_weights import import_library_for
 from slime.embedded.weight_update import WeightUpdater
 from slime.engines.keys import VARIABLE, admits
@@ -89,7 +91,11 @@ async def serve(
         state = loading.result()
         host, port = listener.getsockname()[:2]
         logger.info(
-            "serving %s on http://%s:%d (%d threads)", state.model_name, host, port, _num_threads()
+            "serving %s on http://%s:%d (%d threads)",
+            state.model_name,
+            host,
+            port,
+            torch.get_num_threads(),
         )
         await stopping.wait()
         return await _shut_down(state)
@@ -101,10 +107,11 @@ async def serve(
 def application(
     loading: asyncio.Task[ServerState], access: EngineAccess, key: str = ""
 ) -> web.Application:
-    """The server's routes, which answer 503 until ``loading`` is done."""
-    middlewares = [_admitting(access), _asking_for(key), _errors]
-    app = web.Application(middlewares=middlewares, client_max_size=_LARGEST_BODY)
-    for module in (generate_routes, control_routes, adapter_routes, openai_routes):
+    """Make the server's routes, which answer 503 until ``loading`` is done."""
+    app = web.Application(
+        middlewares=[_guarding(access, key), _errors], client_max_size=_LARGEST_BODY
+    )
+    for module in (generate_routes, control_routes, openai_routes):
         app.add_routes(module.routes)
     app[STATE] = loading
     return app
@@ -134,12 +141,12 @@ async def load(
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
     limits = RequestLimits(
-        vocab_size=engine.arch.vocab_size,
+        vocab_size=engine.arch.spec.vocab_size,
         context_length=engine.max_length,
         eos_token_ids=frozenset(eos),
         tokenizer=tokenizer,
         noise=random.Random(options.random_seed),
-        records_experts=options.record_experts,
+        records_experts=options.enable_return_routed_experts,
         adapters=engine.adapters,
         images=_image_requests(options, engine),
     )
@@ -190,21 +197,14 @@ async def _shut_down(state: ServerState) -> int:
     return 1 if died else 0
 
 
-def _admitting(access: EngineAccess) -> Middleware:
+def _guarding(access: EngineAccess, key: str) -> Middleware:
+    """Refuse requests that are not admitted, or lack the right key, before anything of them is
+    read."""
+
     @web.middleware
-    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if told := access.refusal(request.path, request.headers):
             return _refusal(request, told, 403, "forbidden")
-        return await handler(request)
-
-    return admit
-
-
-def _asking_for(key: str) -> Middleware:
-    """Answer requests without the right key before anything of them is read."""
-
-    @web.middleware
-    async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
         if admits(key, request.method, request.path, request.headers.get("Authorization", "")):
             return await handler(request)
         said = (
@@ -213,7 +213,7 @@ def _asking_for(key: str) -> Middleware:
         )
         return _refusal(request, said, 401, "unauthorized")
 
-    return ask
+    return guard
 
 
 @web.middleware
@@ -262,7 +262,7 @@ def _refusal(
 
 
 def _tokenizer_of(options: EngineOptions) -> Any:
-    """The model's tokenizer, or None when its directory has none."""
+    """Load the model's tokenizer, or None when its directory has none."""
     model_path = options.model_path
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any((Path(model_path) / name).is_file() for name in names):
@@ -271,9 +271,3 @@ def _tokenizer_of(options: EngineOptions) -> Any:
         )
         return None
     return load_tokenizer(model_path, trust_remote_code=options.trust_remote_code)
-
-
-def _num_threads() -> int:
-    import torch
-
-    return torch.get_num_threads()

@@ -2,8 +2,8 @@
 
 A layer keeps the last inputs of its convolution, and a matrix per head. Unlike keys and values,
 these belong to one position: a sequence can continue from another's only where a state was kept.
-The live state stands behind the last computed token. Prefill also keeps copies of states in the
-midst of a prompt, where others are likely to branch off (`Scheduler`).
+The live state is the one after the last computed token. Prefill also keeps copies of states within
+a prompt, where others are likely to branch off (`Scheduler`).
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class StateRows:
         return TokenRuns.of([span.count for span in self.spans], device=self.cache.conv.device)
 
     def reads(self, width: int) -> torch.Tensor:
-        """int64 [width, tokens]: the rows that a convolution reads, of the new tokens above
+        """Return int64 [width, tokens]: the rows that a convolution reads, of the new tokens above
         ``width - 1`` earlier inputs of each span."""
         assert self.spans is not None
         if self._reads is None:
@@ -178,7 +178,7 @@ class StateRows:
         self.kept.setdefault((span, position), []).append((conv.clone(), rule.clone()))
 
     def copies(self, number: int) -> dict[int, DeltaState]:
-        """Position → state, of those that a span was to keep within it."""
+        """Return position → state, of those that a span was to keep within it."""
         return {
             position: DeltaState(*(torch.stack(parts) for parts in zip(*layers)))
             for (span, position), layers in self.kept.items()
@@ -187,7 +187,7 @@ class StateRows:
 
 
 def block_reads(width: int) -> torch.Tensor:
-    """int64 [width, CHUNK]: what a convolution reads of `CHUNK` new tokens above ``width - 1``
-    earlier inputs."""
+    """Return int64 [width, CHUNK]: what a convolution reads of `CHUNK` new tokens above ``width -
+    1`` earlier inputs."""
     line = torch.cat([torch.arange(CHUNK, CHUNK + width - 1), torch.arange(CHUNK)])
     return torch.stack([line[j : j + CHUNK] for j in range(width)])

@@ -1,6 +1,7 @@
 """Token mixers of the decoder: how a layer lets a token see those before it.
 
-`slime.models.mixers` names these classes, and `slime.embedded.weights` calls their ``build``.
+`slime.models.mixers` names these classes. `slime.embedded.weights` calls their ``build``, and
+`slime.embedded.model` their ``mix``.
 """
 
 from __future__ import annotations
@@ -12,16 +13,12 @@ import torch.nn.functional as F
 
 from slime.embedded.architecture import Architecture
 from slime.embedded.layers import Linear, rms_norm
-from slime.embedded.low_rank import AdaptedRows
-from slime.embedded.model import Attend
+from slime.embedded.model import Heads, MixerInput
 from slime.embedded.states import StateRows, block_reads
 from slime.embedded.weights import WeightStore
 from slime.models import delta_rule
 from slime.models.delta_rule import CHUNK
 from slime.models.rotary import yarn_mscale
-
-Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries and keys, rotated, and values."""
 
 #: Epsilon of the norms inside multi-latent attention, whatever the config says for the others.
 _LATENT_EPS = 1e-6
@@ -48,20 +45,13 @@ class GroupedAttention:
             sinks=store.tensor_if_there(f"{prefix}core_attention.softmax_offset"),
         )
 
-    def mix(
-        self,
-        layer: int,
-        normed: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        attend: Attend,
-        adapted: AdaptedRows | None,
-    ) -> torch.Tensor:
-        heads = self._heads(self.qkv(normed, adapted=adapted), *rotary)
-        return attend(layer, *heads, self.sinks)
+    def mix(self, given: MixerInput) -> torch.Tensor:
+        projected = self.qkv(given.normed, adapted=given.adapted)
+        return given.attend(given.layer, self._heads(projected, *given.rotary))
 
-    def _heads(self, mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projected:
+    def _heads(self, mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Heads:
         arch = self.arch
-        heads = arch.num_heads
+        heads = arch.spec.num_heads
         kv_heads = arch.num_kv_heads
         head_dim = arch.head_dim
         projected = mixed.view(-1, heads + 2 * kv_heads, head_dim)
@@ -75,13 +65,13 @@ class GroupedAttention:
         if "softmax_scale" in arch.spec.transformer:
             # the kernels scale by 1 / sqrt(head_dim)
             queries = queries * (arch.spec.score_scale * head_dim**0.5)
-        return queries, rotated[:, heads:], values
+        return Heads(queries, rotated[:, heads:], values, self.sinks)
 
     def _both_normalised(self, both: torch.Tensor) -> torch.Tensor:
-        """[tokens, query and key heads, head_dim]; as they are, where the layer has no norms."""
+        """Normalise [tokens, query and key heads, head_dim], if the layer has norms."""
         if self.q_norm is None or self.k_norm is None:
             return both
-        heads = self.arch.num_heads
+        heads = self.arch.spec.num_heads
         return torch.cat(
             [
                 self._normalised(both[:, :heads], self.q_norm),
@@ -91,7 +81,8 @@ class GroupedAttention:
         )
 
     def _normalised(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[tokens, heads, head_dim], over each head or, where the weight is that long, over all."""
+        """Normalise [tokens, heads, head_dim] over each head or, where the weight is that long,
+        over all."""
         arch = self.arch
         if arch.spec.wide_qk_norms:
             return rms_norm(heads.flatten(1), weight, arch.rms_norm_eps).view_as(heads)
@@ -107,22 +98,15 @@ class GatedAttention(GroupedAttention):
     def build(store: WeightStore, prefix: str) -> GatedAttention:
         return GatedAttention(**vars(GroupedAttention.build(store, prefix)))
 
-    def mix(
-        self,
-        layer: int,
-        normed: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        attend: Attend,
-        adapted: AdaptedRows | None,
-    ) -> torch.Tensor:
+    def mix(self, given: MixerInput) -> torch.Tensor:
         arch = self.arch
-        width = arch.num_heads * arch.head_dim
-        projected = self.qkv(normed, adapted=adapted)
-        paired = projected[:, : 2 * width].view(-1, arch.num_heads, 2, arch.head_dim)
+        width = arch.spec.num_heads * arch.head_dim
+        projected = self.qkv(given.normed, adapted=given.adapted)
+        paired = projected[:, : 2 * width].view(-1, arch.spec.num_heads, 2, arch.head_dim)
         mixed = torch.cat([paired[:, :, 0].flatten(1), projected[:, 2 * width :]], dim=1)
         gate = paired[:, :, 1].flatten(1).float().sigmoid()
-        out = attend(layer, *self._heads(mixed, *rotary), self.sinks)
-        return (out * gate).to(normed.dtype)
+        out = given.attend(given.layer, self._heads(mixed, *given.rotary))
+        return (out * gate).to(given.normed.dtype)
 
 
 @dataclass
@@ -158,18 +142,11 @@ class GatedDeltaNet:
             norm=store.tensor(f"{prefix}norm_weight"),
         )
 
-    def mix(
-        self,
-        layer: int,
-        normed: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        attend: Attend,
-        adapted: AdaptedRows | None,
-    ) -> torch.Tensor:
-        projected = self.in_proj(normed, adapted=adapted)
-        states = attend.states
+    def mix(self, given: MixerInput) -> torch.Tensor:
+        projected = self.in_proj(given.normed, adapted=given.adapted)
+        states = given.attend.states
         assert states is not None
-        number = states.cache.numbers[layer]
+        number = states.cache.numbers[given.layer]
         assert number is not None
         if not states.fixed_shapes:
             compute = self._tokens if states.spans is None else self._spans
@@ -182,7 +159,7 @@ class GatedDeltaNet:
     def _split(
         self, projected: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[tokens, …] of queries, keys and values, of gates, of b and of a, by kind."""
+        """Split into [tokens, …] of queries, keys and values, of gates, of b and of a, by kind."""
         sizes = self.arch.spec.delta_net
         query, key, values, gates, _, _ = sizes.of_key_head
         heads = sizes.value_heads
@@ -336,25 +313,20 @@ class LatentAttention:
             key_value=store.linear(f"{prefix}linear_kv_up_proj"),
         )
 
-    def mix(
-        self,
-        layer: int,
-        normed: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        attend: Attend,
-        adapted: AdaptedRows | None,
-    ) -> torch.Tensor:
-        return self._trimmed(attend(layer, *self._heads(normed, *rotary, adapted), None))
+    def mix(self, given: MixerInput) -> torch.Tensor:
+        """Attend with heads that are padded to one width, and cut the padding off again."""
+        mixed = given.attend(given.layer, self._heads(given))
+        width = self.arch.head_dim
+        value_dim = self.arch.spec.value_dim
+        if value_dim == width:
+            return mixed
+        return mixed.view(-1, self.arch.spec.num_heads, width)[..., :value_dim].flatten(1)
 
-    def _heads(
-        self,
-        normed: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        adapted: AdaptedRows | None,
-    ) -> Projected:
+    def _heads(self, given: MixerInput) -> Heads:
         arch = self.arch
-        heads = arch.num_heads
+        normed = given.normed
+        adapted = given.adapted
+        heads = arch.spec.num_heads
         position = arch.spec.rotary_dim
         plain = arch.spec.head_dim - position
         compressed = normed
@@ -369,21 +341,13 @@ class LatentAttention:
         keys = expanded[..., :plain]
         values = expanded[..., plain:]
         rotated = arch.rope.rotate(
-            torch.cat([queries[..., plain:], key_position[:, None]], 1), cos, sin
+            torch.cat([queries[..., plain:], key_position[:, None]], 1), *given.rotary
         )
         queries = torch.cat([queries[..., :plain], rotated[:, :heads]], dim=-1)
         keys = torch.cat([keys, rotated[:, heads:].expand(-1, heads, -1)], dim=-1)
         width = arch.head_dim
         queries = queries * (self.scale * width**0.5)  # the kernels scale by 1 / sqrt(head_dim)
-        return _padded(queries, width), _padded(keys, width), _padded(values, width)
-
-    def _trimmed(self, mixed: torch.Tensor) -> torch.Tensor:
-        """The attention output without padding."""
-        width = self.arch.head_dim
-        value_dim = self.arch.spec.value_dim
-        if value_dim == width:
-            return mixed
-        return mixed.view(-1, self.arch.num_heads, width)[..., :value_dim].flatten(1)
+        return Heads(*(_padded(x, width) for x in (queries, keys, values)))
 
 
 def _latent_norm(latent: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

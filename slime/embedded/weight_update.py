@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -61,6 +61,15 @@ class WeightUpdater:
     All of them raise `WeightError` with the reason when nothing could be applied.
     """
 
+    #: Route of the server → the method that answers it.
+    ROUTES: ClassVar[dict[str, str]] = {
+        "/update_weights_from_tensor": "from_tensor",
+        "/update_weights_from_distributed": "from_distributed",
+        "/update_weights_from_disk": "from_disk",
+        "/init_weights_update_group": "join_group",
+        "/destroy_weights_update_group": "leave_group",
+    }
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._groups: dict[str, ExternalGroup] = {}
@@ -80,8 +89,8 @@ class WeightUpdater:
         if load_format not in (None, "flattened_bucket"):
             raise WeightError(
                 f"load_format {load_format!r} is not supported by the embedded engine; use "
-                "'shared_memory' with "
-                "segments, or 'flattened_bucket' or none with serialized_named_tensors"
+                "'shared_memory' with segments, or 'flattened_bucket' or none with "
+                "serialized_named_tensors"
             )
         payloads = required(body, "serialized_named_tensors", LIST)
         if not payloads:
@@ -108,7 +117,11 @@ class WeightUpdater:
             )
         store = self._engine.store
         with self._one_at_a_time:
-            problem = _problem(lambda: store.check((entry.name, entry.shape) for entry in entries))
+            problem: WeightError | None = None
+            try:
+                store.check((entry.name, entry.shape) for entry in entries)
+            except WeightError as error:  # raised after the collective, in which others would hang
+                problem = error
             try:
                 pairs = _receive(group, entries, load_format is not None, store.device)
             except RuntimeError as error:
@@ -116,7 +129,6 @@ class WeightUpdater:
                 raise WeightError(
                     f"the broadcast of group '{name}' failed, the group is closed: {error}"
                 ) from error
-            # only after the collective, in which the others would hang
             if problem is not None:
                 raise problem
             return self._apply(pairs, body)
@@ -197,7 +209,7 @@ class WeightUpdater:
 
 
 def _read_segment(segment: Any) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor in the segment) for a segment of shared memory, mapped privately."""
+    """Read (name, tensor in the segment) for a segment of shared memory, mapped privately."""
     if not isinstance(segment, Mapping):
         raise BadRequest("segments must be a list of objects")
     name = required(segment, "shm", NAME)
@@ -240,14 +252,6 @@ def _receive(
         group.broadcast(tensor, deadlines.WEIGHT_UPDATE_RECEIVE)
         pairs.append((entry.name, tensor))
     return pairs
-
-
-def _problem(check: Any) -> WeightError | None:
-    try:
-        check()
-    except WeightError as error:
-        return error
-    return None
 
 
 def _group_name(body: Mapping[str, Any]) -> str:

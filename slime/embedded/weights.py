@@ -7,7 +7,7 @@ multiplies with are made anew afterwards.
 
 from __future__ import annotations
 
-import json
+import difflib
 import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from slime.checkpoints.hf_files import HfReader
@@ -30,7 +29,7 @@ from slime.models.activations import ACTIVATIONS
 from slime.models.layouts import INTERLEAVED_GATE_UP, Transposed
 from slime.models.mixers import mixer_of
 from slime.models.parameters import ModelParameters
-from slime.models.quantised import Quantisation, is_mxfp4
+from slime.models.quantised import Quantisation
 from slime.models.rules import VISION_MODEL
 from slime.models.tower import build_tower
 from slime.models.vision import VisionSpec
@@ -122,22 +121,24 @@ class WeightStore:
         """
         table = list(tensors)
         self.check(((name, tuple(tensor.shape)) for name, tensor in table))
-        self._check_parts(table)
+        for name, tensor in table:
+            dtype = dtype_name(tensor.dtype)
+            if self.form and name in self.form and (problem := self.form.problem(name, dtype)):
+                raise WeightError(problem)
         if version is not None and version != self.version:
             self.version = version
             self.pushed = set()
             if self.form is not None:
                 self.form.begin()
         for name, tensor in table:
-            whole = (
-                (name, tensor)
-                if self.form is None or name not in self.form
-                else self.form.take(name, tensor)
-            )
+            whole: tuple[str, torch.Tensor] | None = name, tensor
+            if self.form is not None and name in self.form:
+                whole = self.form.take(name, tensor)
             if whole is not None and whole[0] in self.named:  # else it is a tied head
                 self._write(*whole)
         self.pushed.update(name for name, _ in table)
-        if self.broken and not self.missing():
+        # counted first: a directory comes tensor by tensor
+        if self.broken and len(self.pushed) >= len(self._stored_names) and not self.missing():
             self.broken = ""
         self.epoch += 1
         return len(table)
@@ -146,16 +147,6 @@ class WeightStore:
         self.named[name].copy_(tensor)
         for linear in self._linear_of.get(name, ()):
             linear.invalidate()
-
-    def _check_parts(self, table: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in table:
-            problem = (
-                self.form.problem(name, dtype_name(tensor.dtype))
-                if self.form and name in self.form
-                else ""
-            )
-            if problem:
-                raise WeightError(problem)
 
     def check(self, names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         """Whether an update of these fits; a tied head may be sent and is left out.
@@ -175,7 +166,7 @@ class WeightStore:
             elif name in self.named and (self.form is None or name in self.form.names):
                 expected = tuple(self.named[name].shape)
             else:
-                raise WeightError(f"the model has no parameter {name}{self._nearest(name)}")
+                raise WeightError(f"the model has no parameter {name}{nearest(name, self.named)}")
             if shape != expected:
                 raise WeightError(
                     f"{name} has shape {list(shape)}, the model's is {list(expected)}"
@@ -187,7 +178,7 @@ class WeightStore:
 
     @property
     def names(self) -> Iterable[str]:
-        """Names of every tensor that a complete update brings."""
+        """Return the names of every tensor that a complete update brings."""
         return self.named if self.form is None else self.form.names
 
     @property
@@ -203,33 +194,19 @@ class WeightStore:
             UserError: no safetensors there, a shard missing or damaged.
             WeightError: parameters missing or surplus, or of another shape.
         """
-        files = _files_of(Path(path))
-        is_described = (Path(path) / "config.json").is_file()  # a push leaves weights alone
-        if is_described and self.arch.family.stacks_experts:
-            reader = HfReader(path)
-            has_other_layout = reader.arrange_experts(self.arch.family, self.arch.spec)
-            if has_other_layout or is_mxfp4(read_hf_config(path)):
-                return self._load_arranged(reader, version)
-        shapes: dict[str, tuple[int, ...]] = {}
-        for file in files:
-            with _open(file) as content:
-                for name in content.keys():  # noqa: SIM118  not a dict
-                    if self._takes(name):
-                        shapes[name] = tuple(content.get_slice(name).get_shape())
-        self._begin_directory(path, shapes)
-        for file in files:
-            with _open(file) as content:
-                names = [name for name in content.keys() if name in shapes]  # noqa: SIM118
-                self.update(((name, content.get_tensor(name)) for name in names), version)
-        return len(shapes)
-
-    def _load_arranged(self, reader: HfReader, version: str | None) -> int:
-        """Read a directory whose stacks of experts are stored in MXFP4, or in another layout."""
-        shapes = {name: tuple(reader[name].shape) for name in reader.names() if self._takes(name)}
-        self._begin_directory(reader.directory, shapes)
-        for name in shapes:
+        reader = HfReader(path)
+        reader.arrange_experts(self.arch.family, self.arch.spec)
+        names = sorted(filter(self._takes, reader.names()))
+        shapes = {name: tuple(reader[name].shape) for name in names}
+        absent = [name for name in self.names if name not in shapes]
+        if absent:
+            raise WeightError(f"{path} lacks {len(absent)} parameters of the model: {_few(absent)}")
+        self.check(shapes.items())
+        self.broken = f"an update from {path} stopped half way"
+        self.pushed = set()
+        for name in names:
             self.update([(name, reader[name][...])], version)
-        return len(shapes)
+        return len(names)
 
     def _takes(self, name: str) -> bool:
         """Tell whether a tensor of a directory is a parameter, or would be an error."""
@@ -239,29 +216,21 @@ class WeightStore:
     def _stored_names(self) -> frozenset[str]:
         return frozenset(self.names)
 
-    def _begin_directory(self, path: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        absent = [name for name in self.names if name not in shapes]
-        if absent:
-            raise WeightError(f"{path} lacks {len(absent)} parameters of the model: {_few(absent)}")
-        self.check(shapes.items())
-        self.broken = f"an update from {path} stopped half way"
-        self.pushed = set()
-
     # -- checks ------------------------------------------------------------------------------------
 
     def parameter(self, name: str) -> torch.Tensor:
-        """The parameter of a Hugging Face name; a tied head is the embedding.
+        """Return the parameter of a Hugging Face name; a tied head is the embedding.
 
         Raises:
             WeightError: the model has no such parameter.
         """
         found = self.named.get(self._tied_names.get(name, name))
         if found is None:
-            raise WeightError(f"the model has no parameter {name}{self._nearest(name)}")
+            raise WeightError(f"the model has no parameter {name}{nearest(name, self.named)}")
         return found
 
     def fingerprints(self, names: Iterable[str] | None = None) -> dict[str, str]:
-        """xxh3-128 per parameter, of its bytes in the engine's dtype.
+        """Return xxh3-128 per parameter, of its bytes in the engine's dtype.
 
         Raises:
             WeightError: a name that the model does not have.
@@ -272,7 +241,7 @@ class WeightStore:
         unknown = [name for name in chosen if tied.get(name, name) not in held]
         if unknown:
             raise WeightError(
-                f"the model has no parameter {_few(unknown)}{self._nearest(unknown[0])}"
+                f"the model has no parameter {_few(unknown)}{nearest(unknown[0], self.named)}"
             )
         return {name: fingerprint(held[tied.get(name, name)]) for name in chosen}
 
@@ -346,11 +315,11 @@ class WeightStore:
         embedding = self.tensor("embedding.word_embeddings.weight")
         layers = [
             self._build_layer(f"decoder.layers.{number}.", number)
-            for number in range(arch.num_layers)
+            for number in range(arch.spec.num_layers)
         ]
         norm = self.tensor("decoder.final_layernorm.weight")
         self.tower = None if arch.spec.vision is None else self._build_tower(arch.spec.vision)
-        if arch.tie_word_embeddings:
+        if arch.spec.tie_embeddings:
             match = arch.family.match_megatron("output_layer.weight", arch.spec)
             assert match is not None
             head = self._bound(Linear(embedding, None, self._fixed_rows), match.sources)
@@ -358,14 +327,15 @@ class WeightStore:
             head = self.linear("output_layer")
         self._bind()
         lookup = TokenEmbedding(embedding, self._fixed_rows)
-        if not arch.tie_word_embeddings:
+        if not arch.spec.tie_embeddings:
             self.parts[self._embedding_name] = (lookup, slice(0, lookup.out_features))
         return Decoder(arch, lookup, layers, norm, head, num_positions)
 
     @property
     def _tied_names(self) -> dict[str, str]:
-        """The name of the output layer → that of the embedding in its place, of a tied model."""
-        if not self.arch.tie_word_embeddings:
+        """Return the name of the output layer → that of the embedding in its place, of a tied
+        model."""
+        if not self.arch.spec.tie_embeddings:
             return {}
         rules = [rule for rule in self.arch.family.rules if rule.is_output]
         return {name: self._embedding_name for rule in rules for name in rule.hf_names}
@@ -506,11 +476,11 @@ class WeightStore:
         for parameter, owner in self._of_tower:
             parameter.data = owner
 
-    def _nearest(self, name: str) -> str:
-        import difflib
 
-        close = difflib.get_close_matches(name, self.named, n=1)
-        return f" (nearest: {close[0]})" if close else ""
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return words for the known name that is most like an unknown one; "" if none is."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (nearest: {close[0]})" if close else ""
 
 
 def make_store(
@@ -548,7 +518,7 @@ def make_store(
 
 
 def describe(store: WeightStore) -> Mapping[str, object]:
-    """State of the last push, for ``/server_info``."""
+    """Return the state of the last push, for ``/server_info``."""
     missing = store.missing() if store.pushed else []
     return {
         "weight_version": store.version,
@@ -559,29 +529,6 @@ def describe(store: WeightStore) -> Mapping[str, object]:
         "missing_parameters": missing[:10],
         "broken": store.broken,
     }
-
-
-def _files_of(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    absent = [name for name in names if not (path / name).is_file()]
-    if absent:
-        raise UserError(
-            f"{path} has no {_few(absent)}",
-            why="the index names it" if index.is_file() else "nor an index of shards",
-            fix="give a complete Hugging Face directory with safetensors",
-        )
-    return [path / name for name in names]
-
-
-def _open(file: Path) -> safe_open:
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} is not a readable safetensors file", why=str(error)) from error
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -9,9 +9,7 @@ suite (`tests/contracts/test_engine.py`) runs against both.
 
 from __future__ import annotations
 
-import asyncio
 import http.client
-import time
 import urllib.request
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,41 +22,14 @@ from slime.engines.keys import header_of, key_of
 if TYPE_CHECKING:
     import aiohttp
 
-#: Routes that every engine answers. `GET` unless listed in POST_ROUTES.
-GET_ROUTES = (
-    "/health",
-    "/health_generate",
-    "/model_info",
-    "/get_model_info",
-    "/server_info",
-    "/v1/loads",
-)
-POST_ROUTES = (
-    "/generate",
-    "/abort_request",
-    "/pause_generation",
-    "/continue_generation",
-    "/flush_cache",
-    "/update_weights_from_tensor",
-    "/update_weights_from_distributed",
-    "/update_weights_from_disk",
-    "/init_weights_update_group",
-    "/destroy_weights_update_group",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-    "/weights_checker",
-    "/v1/chat/completions",
-)
-
 #: Counts of requests and tokens; a question that an engine answers in any state, paused or asleep.
 LOADS_PATH = "/v1/loads?include=core"
 
-#: Dotted path of the function that SGLang engines are started with, to report what they hold.
+#: Dotted path of the function that SGLang engines are started with to report what they hold.
 WEIGHT_PROBE = "slime.engines.sglang.weight_probe.report"
 
-#: And of the one that takes buckets in which experts lie many at a time.
+#: Dotted path of the function that loads buckets in which neighbouring experts are one tensor.
 WEIGHT_LOADER = "slime.engines.sglang.weight_loader.load"
-
 
 #: A proxy variable must never catch traffic between our own processes.
 WITHOUT_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -104,9 +75,10 @@ class GenerateResult:
 
     @staticmethod
     def from_json(body: dict[str, Any]) -> GenerateResult:
-        """
+        """Read the answer of ``/generate``.
+
         Raises:
-            EngineError: no answer of ``/generate``, or tokens without a log-prob (null stands for
+            EngineError: it is no such answer, or has tokens without a log-prob (null stands for
                 NaN).
         """
         if "meta_info" not in body:
@@ -158,21 +130,17 @@ class EngineClient:
     Args:
         url: base URL, e.g. "http://127.0.0.1:30000".
         timeout: default deadline of a call, in seconds; `request` can override it.
-        max_connections: concurrent connections, 0 for no limit.
     """
 
-    def __init__(
-        self, url: str, timeout: float = deadlines.ENGINE_API_ANSWER, max_connections: int = 0
-    ) -> None:
+    def __init__(self, url: str, timeout: float = deadlines.ENGINE_API_ANSWER) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
-        self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> EngineClient:
         import aiohttp  # here, as most processes know the protocol's names and make no requests
 
-        connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=30)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
         # trust_env stays off, as in `WITHOUT_PROXIES`
         no_cookies = aiohttp.DummyCookieJar()
         self._session = aiohttp.ClientSession(
@@ -204,8 +172,7 @@ class EngineClient:
         """
         import aiohttp
 
-        if self._session is None:
-            raise RuntimeError("EngineClient is used outside 'async with'")
+        assert self._session is not None, "EngineClient is used outside 'async with'"
         limit = aiohttp.ClientTimeout(total=timeout or self.timeout)
         payload = orjson.dumps(body) if body is not None else None
         key = key_of(self.url)
@@ -251,45 +218,3 @@ class EngineClient:
         if answer.get("success") is False:
             raise EngineError(self.url, f"{path} refused: {answer.get('message') or answer}")
         return answer
-
-    async def generate(
-        self,
-        input_ids: list[int],
-        sampling_params: dict[str, Any],
-        *,
-        timeout: float | None = None,
-        headers: dict[str, str] | None = None,
-        **extra: Any,
-    ) -> GenerateResult:
-        """Token-in, token-out generation with log-probs. ``extra`` goes into the request body
-        (``rid``, …)."""
-        body = {
-            "input_ids": input_ids,
-            "sampling_params": sampling_params,
-            "return_logprob": True,
-            **extra,
-        }
-        return GenerateResult.from_json(
-            await self.request("POST", "/generate", body, timeout=timeout, headers=headers)
-        )
-
-    async def wait_healthy(self, deadline: float, path: str = "/health") -> None:
-        """Poll until the server answers 200, at most ``deadline`` seconds."""
-        end = time.monotonic() + deadline
-        delay = 0.05
-        while True:
-            try:
-                await self.get(
-                    path,
-                    timeout=min(
-                        deadlines.ENGINE_API_STARTUP_ANSWER, max(0.1, end - time.monotonic())
-                    ),
-                )
-                return
-            except EngineError as error:
-                if time.monotonic() + delay > end:
-                    raise EngineError(
-                        self.url, f"not healthy within {deadline:.0f} s (last: {error.what})"
-                    ) from error
-            await asyncio.sleep(delay)
-            delay = min(delay * 1.5, 1.0)

@@ -44,9 +44,9 @@ def new_call_id() -> str:
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 
-def tool_call(call: Call, call_id: str = "") -> dict[str, Any]:
+def tool_call(call: Call) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call_id or new_call_id(), "type": "function", "function": function}
+    return {"id": new_call_id(), "type": "function", "function": function}
 
 
 def message(

@@ -22,7 +22,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from slime import deadlines
@@ -36,16 +36,16 @@ logger = get_logger(__name__)
 
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 5.0
-#: While some engine serves: what a dead one has lost goes to another as soon as the router has
-#: taken that one out.
+#: The longest wait while some engine is healthy, so that requests of a dead engine go to another
+#: one as soon as the router has removed it.
 _LONGEST_WHILE_SERVED = 1.0
 _FIRST_POLL = 0.02
 _LONGEST_POLL = 1.0
-#: Fields of a request that sglang-router 0.3.2 leaves out of what it forwards (it reads requests
-#: into a fixed form).
+#: Fields of a request that sglang-router 0.3.2 does not forward, because it reads requests into a
+#: fixed form.
 _NOT_FORWARDED = ("return_routed_experts", "routed_experts_start_len", "return_sampling_mask")
-#: Sampling parameters that it forwards; of others, which it leaves out as well, the engine is to
-#: say if it knows them.
+#: Sampling parameters that it forwards. It drops all others, so that requests with one go straight
+#: to an engine, which refuses what it does not know.
 _FORWARDED_PARAMS = {field.name for field in dataclasses.fields(SamplingParams)} - {
     "logit_bias"
 } | {
@@ -128,18 +128,16 @@ class PolicyAdapter:
 
 @dataclass
 class ClientCounters:
-    """Sums over the client's life, apart from `take`, which gives the difference since its last
-    call."""
+    """Counts since the last `take`."""
 
     requests: int = 0
     retries: int = 0
-    _taken: dict[str, int] = field(default_factory=dict)
 
     def take(self) -> dict[str, int]:
-        now = {"requests": self.requests, "retries": self.retries}
-        since = {name: value - self._taken.get(name, 0) for name, value in now.items()}
-        self._taken = now
-        return since
+        """Return the counts, and begin again at 0."""
+        taken = {"requests": self.requests, "retries": self.retries}
+        self.requests = self.retries = 0
+        return taken
 
 
 class BusyClock:
@@ -276,7 +274,7 @@ class RolloutClient:
             self._forks.remove(client)
 
     async def engine(self, url: str = "") -> EngineClient:
-        """The shared connection pool of one base URL (default: the router's)."""
+        """Return the shared connection pool of one base URL (default: the router's)."""
         url = url or self.base_url
         if url not in self._engines:
             self._engines[url] = await EngineClient(url, timeout=self.request_timeout).__aenter__()
@@ -309,7 +307,7 @@ class RolloutClient:
                     logger.warning("%s still uses an older adapter: %s", worker.url, problem)
 
     def adapters_in_use(self) -> set[str]:
-        """Names of the adapters that requests under way have asked for."""
+        """Return the names of the adapters that requests under way have asked for."""
         requests = (one for client in self._forks for one in client.in_flight.values())
         return {request.adapter for request in requests if request.adapter}
 
@@ -446,7 +444,7 @@ class RolloutClient:
         return served.by_some
 
     async def _least_busy(self, request: InFlight) -> str:
-        """URL of the healthy engine with the fewest other requests of ours.
+        """Return the URL of the healthy engine with the fewest other requests of ours.
 
         Raises:
             EngineError: the router does not answer, or has no healthy engine.

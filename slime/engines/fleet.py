@@ -29,9 +29,9 @@ class EngineFleet:
     """Connections to ``urls``. Use `close` when done.
 
     Args:
-        patience: seconds after which an engine that `post_to` or `flush_cache` still waits for is
-            asked for a sign of life, and as many again for that; one that gives none is not waited
-            for. None: until the deadline.
+        patience: seconds until an engine that `post_to` or `flush_cache` still waits for is asked
+            for its load, and seconds for that answer. Without one the engine counts as failed.
+            None: it is waited for until the deadline.
     """
 
     def __init__(self, urls: Sequence[str], patience: float | None = None) -> None:
@@ -115,14 +115,9 @@ class EngineFleet:
         return call.result()
 
     def get(self, path: str, timeout: float) -> list[Body]:
-        async def get_all() -> list[Body]:
-            return answers(
-                await asyncio.gather(
-                    *(c.get(path, timeout) for c in self._clients), return_exceptions=True
-                )
-            )
-
-        return self._run(get_all(), timeout)
+        return self._run(
+            _all_answers(client.get(path, timeout) for client in self._clients), timeout
+        )
 
     def start_get(self, url: str, path: str, timeout: float) -> Future[Body]:
         """Ask one of the engines; the future holds its answer or raises its EngineError."""
@@ -152,15 +147,12 @@ class EngineFleet:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 0.2)
 
-        async def flush_all() -> None:
-            asked = [
-                self._while_it_lives(client, flush(client))
-                for client in self._clients
-                if urls is None or client.url in urls
-            ]
-            answers(await asyncio.gather(*asked, return_exceptions=True))
-
-        self._run(flush_all(), timeout)
+        asked = (
+            self._while_it_lives(client, flush(client))
+            for client in self._clients
+            if urls is None or client.url in urls
+        )
+        self._run(_all_answers(asked), timeout)
 
     def wait(self, future: Future[list[Body]], timeout: float) -> list[Body]:
         """Return the answers of `start`.
@@ -241,6 +233,10 @@ class Fleets:
         kept = [tuple(urls) for urls in groups]
         for urls in [urls for urls in self._fleets if urls not in kept]:
             self._fleets.pop(urls).close()
+
+
+async def _all_answers(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    return answers(await asyncio.gather(*calls, return_exceptions=True))
 
 
 def answers(results: Sequence[Any]) -> list[Any]:

@@ -97,7 +97,8 @@ def is_external(url: str) -> bool:
 
 
 def header_of(key: str) -> dict[str, str]:
-    """
+    """Return the header that carries a key; {} without one.
+
     Example:
         >>> header_of("abc"), header_of("")
         ({'Authorization': 'Bearer abc'}, {})

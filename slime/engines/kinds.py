@@ -65,26 +65,27 @@ class EngineKind:
         check_transposed_experts: refuses a directory whose stacks of experts are transposed
             against published ones.
         check_installed: refuses an environment that cannot start it.
-        weights_dtype: of the policy's weights, in its own words.
+        weights_dtype: the dtype of the policy's weights, in the engine's words.
         computed_here: its model can be computed in another process of this system, part by part
             (`slime align`), and takes the trainer's library for quantised weights. What pushes
             bring to others of such weights is checked before they start
             (`slime.weights.quantised_launch`).
         reads_generation_config: sampling settings that a request leaves out are those of
             generation_config.json.
-        tool_call_words: of its command line, for calls of tools in a format that SGLang calls so
-            ("qwen25").
-        adapter_words: of its command line, for adapters that it serves from the start: name → PEFT
-            directory.
-        image_words: of its command line, for a model that sees images, where the engine does not
-            find that out itself.
+        tool_call_words: words of its command line that make it read calls of tools, by SGLang's
+            name of their format ("qwen25").
+        adapter_words: words of its command line for adapters that it serves from the start, by
+            name → PEFT directory.
+        image_words: words of its command line for a model that sees images, where the engine does
+            not find that out itself.
         releases_without_gpu: it has memory to give to the trainer on hosts without GPUs, too.
         trainer_environment: what trainer ranks need in their environment to send it weights, where
             that does not say otherwise.
-        if_out_of_memory, if_killed: what helps a server that ran out of its GPU's memory, and one
-            that ended without a word, whose host may have run out of memory; each names its flag.
+        if_out_of_memory, if_killed: remedies, each with its flag, for a server that ran out of its
+            GPU's memory, and for one that ended without a message, perhaps because its host ran
+            out of memory.
         memory_fraction: the flag of its share of a GPU's memory; "" where it has none.
-        to_find_the_cause: of any death.
+        to_find_the_cause: remedies that help to find the cause of any death.
     """
 
     command: ServerCommand
@@ -110,7 +111,7 @@ class EngineKind:
     to_find_the_cause: tuple[str, ...] = ()
 
     def remedies(self, exception: str) -> tuple[str, ...]:
-        """The remedies for a server that died, whose log ends with ``exception`` ("": with
+        """Return the remedies for a server that died, whose log ends with ``exception`` ("": with
         none)."""
         if "out of memory" in exception.lower():
             return (*self.if_out_of_memory, *self.to_find_the_cause)
@@ -128,17 +129,17 @@ ENGINES = {"embedded": "slime.embedded.kind", "sglang": "slime.engines.sglang.ki
 
 
 def engine_kind(name: str) -> EngineKind:
-    """The record of an engine by its name in `ENGINES`."""
+    """Return the record of an engine by its name in `ENGINES`."""
     kind: EngineKind = importlib.import_module(ENGINES[name]).KIND
     return kind
 
 
 def engine_of(config: Config) -> EngineKind:
-    """The engine of a resolved configuration."""
+    """Return the engine of a resolved configuration."""
     return engine_kind(config.engine.rollout_engine)
 
 
 def engine_named(flags: Mapping[str, Any]) -> EngineKind:
-    """The engine of a run folder's flags; SGLang where an old folder does not say."""
+    """Return the engine of a run folder's flags; SGLang where an old folder does not say."""
     name = str(flags.get("rollout_engine"))
     return engine_kind(name if name in ENGINES else "sglang")

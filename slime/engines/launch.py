@@ -113,8 +113,8 @@ class ServedModel:
 
 
 def only_the_policy(config: Config) -> list[ServedModel]:
-    """The policy's servers on all GPUs of the rollout; no model where it has none. They are alike,
-    or with ``--prefill-num-servers`` so many prefill and the others decode."""
+    """Return the policy's servers on all GPUs of the rollout; no model where it has none. They are
+    alike, or with ``--prefill-num-servers`` so many prefill and the others decode."""
     total = config.cluster.rollout_num_gpus
     per_engine = config.cluster.rollout_num_gpus_per_engine
     groups: tuple[ServerGroup, ...] = (ServerGroup("regular", total, per_engine),)
@@ -146,12 +146,12 @@ class EngineFootprint:
             of them.
         sequences: requests that the cache is made for; None: it takes what ``fraction`` leaves.
         fraction: of the GPU's memory for weights and KV cache together; None: the engine chooses.
-        automatic_fraction: what it then about chooses on a device of so many bytes.
+        automatic_fraction: roughly what it chooses then, by the bytes of the device.
         fraction_option: where users set the fraction.
         adapters_at_once: adapters that memory is reserved for, if the run has adapters.
-        dequantises: beside quantised weights it holds the plain ones that they stand for.
-        state_copies: of gated delta nets it keeps so many copies of a sequence's state besides the
-            live one.
+        dequantises: it holds quantised weights and the plain ones that they stand for.
+        state_copies: copies of a sequence's state that it keeps besides the live one, for gated
+            delta nets.
     """
 
     tensor: int = 1

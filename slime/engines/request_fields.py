@@ -154,13 +154,13 @@ OBJECT = FieldKind("an object", lambda value: _instance(value, Mapping))
 
 
 def optional(body: Mapping[str, Any], name: str, kind: FieldKind, default: Any) -> Any:
-    """The field of a body, or ``default`` where it is left out or null."""
+    """Return the field of a body, or ``default`` where it is left out or null."""
     value = body.get(name)
     return default if value is None else kind.read(name, value)
 
 
 def required(body: Mapping[str, Any], name: str, kind: FieldKind) -> Any:
-    """The field of a body, refused where it is left out."""
+    """Return the field of a body, refused where it is left out."""
     return kind.read(name, body.get(name))
 
 
@@ -175,7 +175,7 @@ def _all_nothing(value: Any) -> bool:
 
 
 def _instance(value: Any, *types: type) -> Any:
-    """``value`` if it is of one of the types; true and false are no numbers."""
+    """Return ``value`` if it is of one of the types; true and false are no numbers."""
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         raise TypeError
     return value
@@ -244,7 +244,7 @@ class SamplingParams:
 
     @property
     def scale(self) -> float:
-        """The divisor of the logits; greedy counts as 1, as in SGLang."""
+        """Return the divisor of the logits; greedy counts as 1, as in SGLang."""
         return 1.0 if self.temperature < GREEDY_BELOW else self.temperature
 
     @property

@@ -47,7 +47,7 @@ _LARGEST_PAYLOAD = 4 << 30
 
 
 def router_policy(name: str) -> str:
-    """The router's own name of a policy given as ``--router-policy`` or
+    """Return the router's own name of a policy given as ``--router-policy`` or
     ``--sglang-router-strategy``.
 
     Raises:

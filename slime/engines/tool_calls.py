@@ -57,8 +57,8 @@ class ToolFormat:
         begins: what the first call begins with; (): the tool's name and a line break.
         at_start: calls are the whole answer, or there are none.
         parse: reads them.
-        in_template: a chat template that has all of these teaches this way.
-        families: of models that know it whatever their template says.
+        in_template: a chat template that has all of these texts uses this format.
+        families: model families that use it whatever their template says.
         sglang_parser: SGLang's name for it; "": it cannot read this way.
         special_marks: its marks are special tokens, so that they must not be left out of the text.
     """
@@ -72,8 +72,8 @@ class ToolFormat:
     special_marks: bool = False
 
     def read(self, text: str, tools: Tools, *, ended: bool) -> Reply:
-        """Text and complete calls of an answer, or of its beginning. What follows the first call is
-        calls.
+        """Return text and complete calls of an answer, or of its beginning. What follows the first
+        call is calls.
 
         Args:
             tools: that may be called. Without marks only an answer that begins with one of their
@@ -92,7 +92,7 @@ class ToolFormat:
         return Reply(text if ended and not calls else text[:start].rstrip(), calls)
 
     def _start(self, text: str, marks: tuple[str, ...]) -> int | None:
-        """The index of the first call; None if there is none."""
+        """Return the index of the first call; None if there is none."""
         if self.at_start:
             lead = len(text) - len(text.lstrip())
             return lead if any(text.startswith(mark, lead) for mark in marks) else None
@@ -146,7 +146,7 @@ def _until_broken(calls: Iterator[Call]) -> Iterator[Call]:
         return
 
 
-# -- the ways --------------------------------------------------------------------------------------
+# -- formats ---------------------------------------------------------------------------------------
 
 
 def _finite(number: str) -> float:
@@ -156,12 +156,12 @@ def _finite(number: str) -> float:
     return value
 
 
-#: As strict as those who will read the arguments: by itself it takes NaN and Infinity.
+#: Refuses NaN and Infinity, which json takes by default and readers of the arguments do not.
 _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def _object(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at a place, blanks before it skipped, and where it ends.
+    """Return the JSON value at a place, blanks before it skipped, and where it ends.
 
     Raises:
         ValueError: there is none, or only its beginning.
@@ -191,8 +191,8 @@ def _arguments(value: Any) -> str:
 
 
 def _between(text: str, begin: str, end: str) -> Iterator[str]:
-    """The text between each pair of marks. A model that repeats the first one to its limit costs no
-    more than any other."""
+    """Yield the text between each pair of marks. A model that repeats the first one to its limit
+    costs no more than any other."""
     at = 0
     while (start := text.find(begin, at)) >= 0 and (
         stop := text.find(end, start + len(begin))
@@ -244,8 +244,8 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def _value(written: str, schema: Mapping[str, Any], key: str) -> Any:
-    """An argument that is written without quotes: text where the tool wants text alone, even if it
-    is JSON, too; else JSON, or text where it is none.
+    """Return an argument that is written without quotes: text where the tool wants text alone, even
+    if it is JSON, too; else JSON, or text where it is none.
 
     >>> [_value("42", {"properties": {"x": {"type": kind}}}, "x") for kind in ("string", "integer")]
     ['42', 42]
@@ -265,7 +265,7 @@ def _value(written: str, schema: Mapping[str, Any], key: str) -> Any:
 
 
 def _types(wanted: Any, schema: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Types that a part of a schema allows, as far as it says so.
+    """Return the types that a part of a schema allows, as far as it says so.
 
     Args:
         schema: all of it, for "$ref": "#/$defs/…".
@@ -336,7 +336,7 @@ def _harmony(text: str, tools: Tools) -> Iterator[Call]:
 
 
 _DEEPSEEK_BEGINS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
-#: Where the marks of several are in a template, the first of them is meant.
+#: The first format counts whose marks are in a template.
 FORMATS: dict[str, ToolFormat] = {
     "glm45": ToolFormat(
         ("<tool_call>",),
@@ -411,7 +411,8 @@ FORMATS: dict[str, ToolFormat] = {
 
 
 def tool_format(template: str | None, family: str) -> ToolFormat | None:
-    """How a model writes calls, by its chat template, else by its family; None where neither tells.
+    """Return the format in which a model writes calls, by its chat template, else by its family;
+    None where neither tells.
 
     Args:
         template: None for a model that has none, and so no turns and no tools.
@@ -428,7 +429,7 @@ def tool_format(template: str | None, family: str) -> ToolFormat | None:
 
 
 def chat_template(directory: Path) -> str | None:
-    """The text of a model's chat template (all of them, where it has several), read without
+    """Return the text of a model's chat template (all of them, where it has several), read without
     transformers."""
     for file in (directory / "chat_template.jinja", directory / "chat_template.json"):
         if file.is_file():
@@ -445,7 +446,7 @@ def chat_template(directory: Path) -> str | None:
 
 
 def tool_schemas(tools: list[Any]) -> dict[str, Mapping[str, Any]]:
-    """``tools`` of a request, of OpenAI's form or bare, as `ToolFormat.read` wants them."""
+    """Return ``tools`` of a request, of OpenAI's form or bare, as `ToolFormat.read` wants them."""
     functions = (tool.get("function", tool) for tool in tools if isinstance(tool, Mapping))
     found = (
         (one.get("name"), one.get("parameters")) for one in functions if isinstance(one, Mapping)

@@ -34,7 +34,7 @@ Agent = Callable[[AgentEndpoint, Any], Awaitable[None]]
 
 
 async def bash_agent(endpoint: AgentEndpoint, box: Workplace) -> None:
-    """Blocks of bash in the model's answers are run one by one, until an answer has none."""
+    """Run the blocks of bash in the model's answers one by one, until an answer has none."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": box.instruction + HOW}]
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     async with aiohttp.ClientSession(

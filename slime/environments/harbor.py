@@ -18,6 +18,7 @@ import json
 import os
 import posixpath
 import shutil
+import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,6 @@ from typing import Any
 from slime.agents.endpoint import agent_endpoint
 from slime.documentation import doc_url
 from slime.environments.bash_agent import Agent, bash_agent
-from slime.environments.harbor_files import dockerfile_lines, read_toml, text_left_in
 from slime.environments.rows import task_of, write_rows
 from slime.errors import UserError
 from slime.samples.types import Sample
@@ -35,7 +35,7 @@ from slime.sandbox.sandbox import Ran, Sandbox
 
 
 class RunningTask:
-    """A task at work: `run` is for the agent's commands.
+    """A task in progress; `run` runs the agent's commands.
 
     Attributes:
         task: its folder.
@@ -53,7 +53,7 @@ class RunningTask:
         lines = dockerfile_lines(task)
         self._refuse_what_needs_more(lines)
         workdirs = [words for word, words in lines if word == "WORKDIR"]
-        # one that is relative is below the last
+        # a relative one is below the one before it
         workdir = posixpath.join("/", *workdirs) if workdirs else "/app"
         self.workdir = posixpath.normpath(
             str(self._section("environment").get("workdir") or workdir)
@@ -160,7 +160,7 @@ class HarborTasks:
 
     @staticmethod
     def write_prompts(folder: str | Path, path: str | Path) -> int:
-        """A row for each task below the folder; returns how many there are."""
+        """Write a row for each task below the folder; return how many there are."""
         tasks = sorted(file.parent.resolve() for file in Path(folder).rglob("task.toml"))
         return write_rows(
             path,
@@ -187,3 +187,49 @@ class HarborTasks:
                         raise
                 reward, sample.metadata["harbor"] = await box.score(self._reward_key)
         return endpoint.samples(reward=reward)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(
+            f"{file} cannot be read", why=str(error), fix="mend it, or leave the task out"
+        ) from error
+
+
+def text_left_in(file: Path) -> str:
+    """Read a file that a program wrote, unless it is a link that leads elsewhere on this host, or
+    blocks whoever opens it (a pipe).
+
+    Raises:
+        OSError: it is, or it is not there.
+    """
+    if file.resolve() != file:
+        raise OSError(f"{file.name} is a link")
+    if file.exists() and not file.is_file():
+        raise OSError(f"{file.name} is no file")
+    return file.read_text(encoding="utf-8")
+
+
+def dockerfile_lines(task: Path) -> list[tuple[str, str]]:
+    """Read the lines of a task's Dockerfile, each as its word and the rest; [] without a
+    Dockerfile."""
+    file = task / "environment" / "Dockerfile"
+    lines = (
+        file.read_text(encoding="utf-8").replace("\\\n", " ").splitlines() if file.is_file() else []
+    )
+    pairs = [
+        line.strip().partition(" ")
+        for line in lines
+        if line.strip() and not line.strip().startswith("#")
+    ]
+    return [(word.upper(), " ".join(rest.split())) for word, _, rest in pairs]

@@ -79,7 +79,8 @@ class OpenEnvEnvironment:
 
     @staticmethod
     def write_prompts(path: str | PathLike[str], episodes: Iterable[Mapping[str, Any]]) -> int:
-        """A row for each episode: what its ``reset`` is called with. Returns how many there are."""
+        """Write a row for each episode: what its ``reset`` is called with. Return how many there
+        are."""
         return write_rows(
             str(path), ((json.dumps(dict(episode)), dict(episode)) for episode in episodes)
         )

@@ -24,7 +24,8 @@ from slime.processes.host import past_proxies
 from slime.samples.types import Sample, SampleStatus
 from slime.user_code.loading import optional_package
 
-#: Of no variable: the key is in the path, since all samples share this process's environment.
+#: A variable that does not exist: the key is in the path, since all samples share this process's
+#: environment.
 _NO_KEY = "SLIME_HAS_NO_KEY"
 
 
@@ -38,7 +39,7 @@ class VerifiersTaskset:
         agent: configuration of the agent: ``harness``, ``max_turns``, ``timeout``, ``runtime``.
             Without a runtime its program is a process of this host, not one of the package's cloud.
         config: the rest of the environment's configuration.
-        most_tasks: that are read, of tasksets without end.
+        most_tasks: how many tasks are read at most; some tasksets have no end.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class VerifiersTaskset:
         return self._tasks
 
     def write_prompts(self, path: str | os.PathLike[str]) -> int:
-        """A row for each task, with its number; returns how many there are."""
+        """Write a row for each task, with its number; return how many there are."""
         return write_rows(
             os.fspath(path), ((task.data.prompt_text, i) for i, task in enumerate(self._read()))
         )

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from slime.errors import UserError
 from slime.forecast.rates import DEFAULTS, Rates, default_rates
+from slime.memory.hardware import FLASH4_MAJORS
 
 #: What a run reaches of the rates of bare copies: 3.28 of about 4.1 TB/s in memory, 45 of 55 GB/s
 #: from the host and 290 of about 390 GB/s between GPUs of an H200. The bare rates of memory and
@@ -21,7 +22,7 @@ _OPERATIONS = 200
 
 
 def calibrate(seconds: float) -> Rates:
-    """Measure this host; what it cannot tell is that of the nearest default.
+    """Measure this host's GPU; what one host cannot tell (the network) is that of a default.
 
     Args:
         seconds: at most, for each of the measurements.
@@ -33,7 +34,7 @@ def calibrate(seconds: float) -> Rates:
     if not torch.cuda.is_available():
         raise UserError(
             "there is no GPU to calibrate",
-            fix=f"pass --device with one of {', '.join(DEFAULTS)}, or calibrate on a GPU's host",
+            fix=f"calibrate on a GPU's host, or pass --device with one of {', '.join(DEFAULTS)}",
         )
     name = torch.cuda.get_device_name(0)
     try:
@@ -53,6 +54,7 @@ def calibrate(seconds: float) -> Rates:
         launch=_OPERATIONS * operation_seconds("cuda", seconds),
         gpu_gb=torch.cuda.get_device_properties(0).total_memory / 1e9,
         gpus_per_host=torch.cuda.device_count(),
+        flash4=torch.cuda.get_device_capability(0)[0] in FLASH4_MAJORS,
         source=f"measured by `slime plan --calibrate`; the network as for {base.gpu}",
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from slime.forecast.rates import Rates
+from slime.forecast.trainer import experts_per_token
 from slime.memory.engine import EngineSettings
 from slime.models import table_of
 from slime.models.flops import SequenceCost
@@ -68,9 +69,7 @@ class EngineSpeed:
         return EngineSpeed(
             dense=read * (1 - share),
             experts=read * share,
-            routed=int(spec.transformer["moe_router_topk"]) / spec.num_experts
-            if spec.num_experts
-            else 0.0,
+            routed=experts_per_token(spec) / max(1, spec.num_experts),
             compute=cost.linear / gpus / (rates.products * _PRODUCTS_SHARE),
             fixed=_ITERATION + sums,
             cached=settings.kv_per_token * settings.pipeline / rates.memory,
@@ -103,7 +102,7 @@ class SimulatedEngine:
     """One simulated engine.
 
     Attributes:
-        time: seconds, how far it has come.
+        time: seconds that have been simulated.
     """
 
     def __init__(self, speed: EngineSpeed) -> None:
@@ -124,7 +123,7 @@ class SimulatedEngine:
         self._admit()
 
     def next_end(self) -> float:
-        """When the next response ends; infinity if none runs."""
+        """Return when the next response ends; infinity if none runs."""
         if not self._running:
             return math.inf
         steps = self._running[0][0] - self._iteration
@@ -184,12 +183,12 @@ class Fleet:
             load, number = loads[0]
             self.engines[number].add(request, now)
             heapq.heapreplace(loads, (load + 1, number))
-        self._look_again()
+        self._update_ends()
 
     def stall(self, now: float, seconds: float) -> None:
         for engine in self.engines:
             engine.stall(now, seconds)
-        self._look_again()
+        self._update_ends()
 
     def next_end(self) -> float:
         return self._ends[0][0]
@@ -202,6 +201,6 @@ class Fleet:
         heapq.heapreplace(self._ends, (engine.next_end(), number))
         return time, request
 
-    def _look_again(self) -> None:
+    def _update_ends(self) -> None:
         self._ends = [(engine.next_end(), number) for number, engine in enumerate(self.engines)]
         heapq.heapify(self._ends)

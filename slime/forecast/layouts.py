@@ -22,7 +22,7 @@ _SIZES = (1, 2, 4, 8)
 _TRAINER_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 #: Rollouts ahead of the trainer that an asynchronous run is planned with, if the flags name none.
 _AHEAD = 2
-#: What a trainer spends its time on → how it is called as the limit of a step.
+#: Field of `TrainerSeconds` → its name as the limit of a step.
 _TRAINING = {
     "compute": "training",
     "exchange": "exchange between layers",
@@ -38,6 +38,7 @@ class Plan:
 
     Attributes:
         facts: who is where, and how.
+        work: what a step generates and trains on, and how far ahead.
         seconds: of a step.
         phases: seconds of a step by phase; they add up to ``seconds``.
         generation: seconds of a rollout, hidden behind training or not.
@@ -46,41 +47,51 @@ class Plan:
     """
 
     facts: Facts
-    ahead: int
+    work: Workload
     seconds: float
     phases: dict[str, float]
     generation: float
     tokens_per_gpu: float
     limit: str
 
-    @property
-    def flags(self) -> str:
-        """The flags that ask for it."""
+    def flags(self, now: Plan, gpus_per_host: int) -> str:
+        """The flags that, behind those of the plan ``now``, ask for this one."""
         facts = self.facts
-        assert facts.trainer is not None
+        assert facts.trainer is not None and now.facts.trainer is not None
         layout = facts.trainer.layout
-        hosts = -(-layout.world // 8)
+        old = now.facts.trainer.layout
+        hosts = _hosts(layout.world, gpus_per_host)
         words = [f"--actor-num-nodes {hosts}", f"--actor-num-gpus-per-node {layout.world // hosts}"]
-        for name, size in (
-            ("tensor", layout.tensor),
-            ("context", layout.context),
-            ("pipeline", layout.pipeline),
-            ("expert", layout.expert),
-        ):
-            if size > 1:
-                full = {"context": "context"}.get(name, f"{name}-model")
-                words.append(f"--{full}-parallel-size {size}")
+        sizes = {
+            "tensor-model": (layout.tensor, old.tensor),
+            "context": (layout.context, old.context),
+            "pipeline-model": (layout.pipeline, old.pipeline),
+            "expert-model": (layout.expert, old.expert),
+        }
+        # unset it follows the tensor-parallel size
+        if facts.trainer.spec.num_experts and max(layout.tensor, old.tensor, old.expert_tensor) > 1:
+            sizes["expert-tensor"] = (layout.expert_tensor, 2)
+        words += [
+            f"--{name}-parallel-size {size}"
+            for name, (size, before) in sizes.items()
+            if max(size, before) > 1
+        ]
         if layout.tensor > 1:
             words.append("--sequence-parallel")
-        if layout.expert > 1:
-            words.append("--expert-tensor-parallel-size 1")
-        if facts.colocate:
-            words.append("--colocate")
-        else:
-            words.append(f"--rollout-num-gpus {facts.placement.num_rollout}")
-            words.append(f"--async-buffer-size {self.ahead}")
+        if facts.colocate != now.facts.colocate:
+            words.append("--colocate" if facts.colocate else "--no-colocate")
+        words.append(f"--rollout-num-gpus {facts.placement.num_rollout}")
         words.append(f"--rollout-num-gpus-per-engine {facts.placement.slots_per_engine}")
+        if self.work.ahead != now.work.ahead:
+            words.append(f"--async-buffer-size {self.work.ahead}")
+        if self.work.in_flight != now.work.in_flight:
+            off = "" if self.work.in_flight else "no-"
+            words.append(f"--{off}update-weights-in-flight")
         return " ".join(words)
+
+
+def _hosts(gpus: int, gpus_per_host: int) -> int:
+    return -(-gpus // gpus_per_host)
 
 
 def plan_of(
@@ -94,7 +105,7 @@ def plan_of(
     gpus = facts.placement.total
     return Plan(
         facts=facts,
-        ahead=work.ahead,
+        work=work,
         seconds=seconds,
         phases=phases,
         generation=sum(step.generation for step in steps) / len(steps),
@@ -153,18 +164,24 @@ def _splits(
         facts.engine, tensor=engine_size, attention=engine_size, pipeline=1
     )
     critics = facts.placement.num_critic
-    together = PlacementPlan(gpus, gpus, engine_size, 0, gpus + critics, "", num_critic=critics)
-    yield (
-        dataclasses.replace(
+
+    def shared(placement: PlacementPlan, *, together: bool) -> Facts:
+        return dataclasses.replace(
             facts,
             engine=engine,
-            placement=together,
-            colocate=True,
-            trainer_sleeps=True,
-            engine_sleeps=True,
-        ),
-        dataclasses.replace(work, ahead=0, in_flight=False),
-    )
+            placement=placement,
+            colocate=together,
+            trainer_sleeps=together,
+            engine_sleeps=together,
+        )
+
+    if gpus % _hosts(gpus, gpus_per_host) == 0:
+        placement = PlacementPlan(
+            gpus, gpus, engine_size, 0, gpus + critics, "", num_critic=critics
+        )
+        lock_step = dataclasses.replace(work, ahead=0, in_flight=False)
+        yield shared(placement, together=True), lock_step
+    ahead = dataclasses.replace(work, ahead=work.ahead or _AHEAD, in_flight=True)
     for share in _TRAINER_SHARES:
         trainer = round(gpus * share)
         rest = gpus - trainer
@@ -172,20 +189,10 @@ def _splits(
             continue
         if trainer > gpus_per_host and trainer % gpus_per_host:
             continue
-        apart = PlacementPlan(
+        placement = PlacementPlan(
             trainer, rest, engine_size, trainer, gpus + critics, "", num_critic=critics
         )
-        yield (
-            dataclasses.replace(
-                facts,
-                engine=engine,
-                placement=apart,
-                colocate=False,
-                trainer_sleeps=False,
-                engine_sleeps=False,
-            ),
-            dataclasses.replace(work, ahead=work.ahead or _AHEAD, in_flight=True),
-        )
+        yield shared(placement, together=False), ahead
 
 
 def _trainers(
@@ -243,7 +250,7 @@ def _layouts(
                         pipeline=pipeline,
                         context=context,
                         expert=expert,
-                        expert_tensor=1,
+                        expert_tensor=1 if spec.num_experts else tensor,
                         sequence_parallel=tensor > 1,
                     )
                     yield dataclasses.replace(

@@ -16,6 +16,7 @@ from slime.files import read_lines
 SIGMA = 0.9
 MEAN_SHARE = 0.25
 _DRAWN = 1 << 14
+_WANTED = "pass a run folder with samples, or a JSON file such as [[310, 1200], [77, 4096]]"
 
 
 def log_normal(mean: float, longest: int, sigma: float = SIGMA) -> list[int]:
@@ -48,19 +49,21 @@ def read_lengths(path: Path) -> list[int]:
     """
     try:
         if path.is_dir():
-            files = sorted(path.glob("samples/**/*.jsonl"))
+            files = sorted(path.glob("samples/**/rollout_*.jsonl"))
             rows = [row for file in files for row in read_lines(file)]
             found: Sequence[object] = [row.get("response_length") for row in rows]
         else:
             found = _flat(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
-        raise UserError(f"--lengths {path} cannot be read", why=str(error)) from None
-    lengths = [one for one in found if isinstance(one, int) and one > 0]
+        raise UserError(f"--lengths {path} cannot be read", why=str(error), fix=_WANTED) from None
+    lengths = list[int]()
+    for one in found:
+        if not isinstance(one, int) or one < 0:
+            raise UserError(f"--lengths {path}: {one!r} is no number of tokens", fix=_WANTED)
+        if one:
+            lengths.append(one)
     if not lengths:
-        raise UserError(
-            f"--lengths {path} holds no lengths",
-            fix="pass a run folder with samples, or a JSON file such as [[310, 1200], [77, 4096]]",
-        )
+        raise UserError(f"--lengths {path} holds no lengths", fix=_WANTED)
     return lengths
 
 

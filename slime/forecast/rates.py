@@ -26,6 +26,7 @@ class Rates:
             backward; a micro-batch takes no less.
         gpu_gb: memory in 10⁹ bytes.
         source: where the numbers are from.
+        flash4: flash-attn-4 is for it.
     """
 
     gpu: str
@@ -38,6 +39,7 @@ class Rates:
     gpu_gb: float
     source: str
     gpus_per_host: int = 8
+    flash4: bool = True
 
 
 _H200 = Rates(
@@ -76,6 +78,7 @@ _A100 = Rates(
     host_link=20e9,
     launch=3.5e-3,
     gpu_gb=80.0,
+    flash4=False,
     source=(
         "NVIDIA's data sheet of the A100 80GB SXM (312 TFLOP/s, 2.04 TB/s, NVLink 600 GB/s, PCIe "
         "4.0) times the shares that an H200 reaches of its own (77 %, 68 %, 32 %); network: "
@@ -97,7 +100,8 @@ def default_rates(name: str) -> Rates:
     raise UserError(
         f"no rates are known for the GPU {name!r}",
         why=f"defaults exist for {', '.join(DEFAULTS)}",
-        fix="run `slime plan --calibrate rates.json` on it, and pass --rates rates.json",
+        fix="run `slime plan --calibrate rates.json` on it and pass --rates rates.json, or name "
+        "the nearest of these with --device",
     )
 
 
@@ -109,10 +113,18 @@ def load_rates(path: Path) -> Rates:
     """Read what `save_rates` wrote.
 
     Raises:
-        UserError: the file is missing, or is not such a file.
+        UserError: the file is missing, is not such a file, or holds rates that cannot be.
     """
     try:
-        return Rates(**json.loads(path.read_text()))
+        rates = Rates(**json.loads(path.read_text()))
+        for name, value in asdict(rates).items():
+            if name in ("gpu", "source"):
+                is_right = isinstance(value, str)
+            else:
+                is_right = isinstance(value, (int, float)) and (value > 0 or name == "flash4")
+            if not is_right:
+                raise ValueError(f"{name} cannot be {value!r}")
+        return rates
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"--rates {path} cannot be read",

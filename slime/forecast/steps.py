@@ -28,10 +28,11 @@ _ENGINE_MEMORY = 0.3
 #: What is left of a step: rewards, packing, records, and batches on their way to the trainer.
 _HANDOVER = 0.3
 _HANDOVER_PER_TOKEN = 0.5e-6
-#: Steps that are simulated: the first wave of rollouts is left out, and so many steps follow.
+#: Steps that are simulated in lock step, and waves of rollouts (see `simulate`) otherwise, in both
+#: cases behind the first rollouts, which are left out.
 _STEPS = 3
 _WAVES = 2
-#: Of a large fleet a part is simulated that has about so many responses of a rollout.
+#: A large fleet is simulated in part: enough engines for about this many responses of a rollout.
 _RESPONSES = 2048
 
 
@@ -42,11 +43,12 @@ class Workload:
     Attributes:
         prompts, samples: of a rollout, and responses to each prompt.
         prompt_tokens: tokens of a prompt.
-        lengths: tokens of responses, from whose beginning it starts again at their end.
+        lengths: tokens of responses, taken in turn, again and again.
         updates: optimizer steps of a rollout.
         scorings: passes of the trainer without gradients.
         ahead: rollouts ahead of the trainer (--async-buffer-size).
         in_flight: pushes interrupt responses instead of waiting for them.
+        interval: rollouts from one push to the next (--update-weights-interval).
     """
 
     prompts: int
@@ -57,6 +59,7 @@ class Workload:
     scorings: int = 0
     ahead: int = 0
     in_flight: bool = False
+    interval: int = 1
 
     @staticmethod
     def of(config: Config, lengths: Sequence[int], prompt_tokens: int) -> Workload:
@@ -73,6 +76,7 @@ class Workload:
             scorings=int(algorithm.needs_reference) + int(separate),
             ahead=config.sync.async_buffer_size,
             in_flight=config.sync.update_weights_in_flight,
+            interval=config.sync.update_weights_interval,
         )
 
     def rollout(self, number: int) -> list[Request]:
@@ -137,20 +141,22 @@ def simulate(
     gpu_bytes: float,
     waves: int = _WAVES,
 ) -> list[Step]:
-    """The steps of a run behind those that it begins with.
+    """Simulate the steps of a run that is well under way.
 
     Args:
         facts: who is where, and how.
         cost: forward FLOPs of a sequence.
         gpu_bytes: memory of one GPU.
-        waves: of rollouts that are under way at the same time; in lock step it is three steps.
+        waves: times that the rollouts under way at once are replaced by the next; lock step has one
+            rollout under way, and three steps are simulated.
     """
     assert facts.engine is not None and facts.trainer is not None
     speed = EngineSpeed.of(facts.engine, cost, rates, gpu_bytes)
     part = _part(work, facts.placement.num_engines)
     fleet = Fleet(speed, facts.placement.num_engines // part)
     first = max(1, work.ahead)
-    count = first + (waves * first if work.ahead else _STEPS)
+    wanted = waves * first if work.ahead else _STEPS
+    count = first + -(-wanted // work.interval) * work.interval  # as many with a push as usual
     trained = (_trained_seconds(facts, work, cost, rates, number) for number in itertools.count())
     steps = list(itertools.islice(_steps(facts, work, rates, fleet, part, trained), count))
     return steps[first:]
@@ -172,7 +178,7 @@ def _trained_seconds(
 
 
 def _part(work: Workload, engines: int) -> int:
-    """Into how many equal parts engines and prompts are divided, of which one is simulated."""
+    """The number of equal parts of engines and prompts, of which one is simulated."""
     most = min(engines, work.prompts, max(1, work.prompts * work.samples // _RESPONSES))
     return max(
         part for part in range(1, most + 1) if not engines % part and not work.prompts % part
@@ -187,7 +193,7 @@ def _steps(
     part: int,
     trained: Iterator[TrainerSeconds],
 ) -> Iterator[Step]:
-    push = _push_seconds(facts, rates, work.in_flight)
+    push_seconds = _push_seconds(facts, rates, work.in_flight)
     memory = _memory_seconds(facts, rates)
     left = Counter[int]()
     begun = dict[int, float]()
@@ -225,7 +231,8 @@ def _steps(
         handover = _HANDOVER + _HANDOVER_PER_TOKEN * sum(work.tokens(number))
         now += trainer.total + handover + memory
         generate(now)
-        if work.ahead and not work.in_flight:  # the push waits until nothing is generated
+        push = 0.0 if (number + 1) % work.interval else push_seconds
+        if push and work.ahead and not work.in_flight:  # which waits until nothing is generated
             while any(engine.load for engine in fleet.engines):
                 generate(fleet.next_end())
             drained = max(engine.time for engine in fleet.engines)

@@ -22,7 +22,7 @@ _MOVED = 530.0
 #: The same for each copy of a token that goes to an expert: 39,100 tokens/s of the mixture of
 #: experts with 4B parameters.
 _MOVED_PER_EXPERT = 85.0
-#: Of what a training pass costs, a pass without gradients takes so much.
+#: Cost of a pass without gradients, as a share of a training pass.
 _FORWARD = 1 / 3
 #: Bytes that the optimizer reads and writes for a parameter.
 _OPTIMIZER_BYTES = 30.0
@@ -79,7 +79,7 @@ def train_seconds(
     of_stage = (flops - output) / layout.pipeline + output
     width = layout.tensor * layout.context
     products = 3 * of_stage / width / (rates.products * _PRODUCTS_SHARE)
-    moved = layer_tokens * spec.hidden_size * (_MOVED + _MOVED_PER_EXPERT * _routed(spec))
+    moved = layer_tokens * spec.hidden_size * (_MOVED + _MOVED_PER_EXPERT * experts_per_token(spec))
     passes = 4 / 3 if settings.recompute.granularity == "full" else 1.0
     busy = passes * (products + moved / rates.memory)
     micro_batches = max(1, math.ceil(tokens / layout.context / settings.tokens))
@@ -102,7 +102,8 @@ def train_seconds(
 
 @lru_cache(maxsize=256)
 def _busiest(cost: SequenceCost, lengths: tuple[int, ...], ranks: int) -> tuple[float, int]:
-    """FLOPs and tokens of the replica with most to do, when each sample goes to the idlest."""
+    """FLOPs and tokens of the replica that has most, if each sample goes to the one that has
+    least."""
     loads = [(0.0, number, 0) for number in range(ranks)]
     for length in sorted(lengths, reverse=True):
         flops, number, tokens = loads[0]
@@ -111,7 +112,7 @@ def _busiest(cost: SequenceCost, lengths: tuple[int, ...], ranks: int) -> tuple[
     return flops, tokens
 
 
-def _routed(spec: ModelSpec) -> int:
+def experts_per_token(spec: ModelSpec) -> int:
     return int(spec.transformer["moe_router_topk"]) if spec.num_experts else 0
 
 
@@ -128,7 +129,7 @@ def _exchange(settings: TrainerSettings, rates: Rates, layer_tokens: float) -> f
     for size, times in (
         (layout.tensor, 8 * layout.tensor),  # each rank gathers the tokens of all
         (layout.context, 8),
-        (layout.expert, 4 * _routed(settings.spec)),
+        (layout.expert, 4 * experts_per_token(settings.spec)),
     ):
         others = times * (size - 1) / size
         seconds += others * layer_tokens * row / _speed(rates, size * layout.tensor)

@@ -112,7 +112,7 @@ def saved_by_layer(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Which inputs of Linear layers are kept, for the gradient of a weight or of A."""
+    """Decides which inputs of Linear layers are kept, for the gradient of a weight or of A."""
 
     adapters: AdapterConfig | None
 
@@ -268,8 +268,8 @@ def saved_by_stage(
 
 
 def _working(spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels) -> float:
-    """Entries of one layer's temporaries on the way back: gradients of its widest parts, and what
-    they are made of.
+    """Return the entries of one layer's temporaries in the backward pass: gradients of its widest
+    parts, and what they are made of.
 
     An estimate from above, not a count: what is alive at once depends on kernels. Gradients of
     weights are none of them on GPUs, where the product adds to the buffer.

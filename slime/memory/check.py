@@ -15,7 +15,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.memory.hardware import DeviceMemory, device_memory
-from slime.memory.plan import Facts, MemoryPlan, Use, gb, gpu_phases, node_memory, summary
+from slime.memory.plan import Facts, MemoryPlan, Phase, Use, gb, gpu_phases, node_memory, summary
 from slime.memory.remedies import (
     NARROW_MOMENTS,
     OFFLOAD_ALL,
@@ -81,8 +81,10 @@ def judge(config: Config, plan: MemoryPlan) -> None:
     Raises:
         UserError: as `check_memory`.
     """
-    _warn_of_host(plan)
-    if plan.fits or not plan.device.on_gpu:
+    if plan.fits:
+        return
+    if not plan.device.on_gpu:
+        _warn_of_host(plan)
         return
     error = refuse(plan)
     if config.cluster.memory_plan == "refuse":
@@ -91,15 +93,16 @@ def judge(config: Config, plan: MemoryPlan) -> None:
 
 
 def _warn_of_host(plan: MemoryPlan) -> None:
-    if not plan.fits and not plan.device.on_gpu:
-        logger.warning(
-            "this run may need %s GB, of which %s GB are free on this host; the largest parts: %s",
-            gb(plan.peak.total),
-            gb(plan.device.nbytes),
-            ", ".join(
-                f"{use.owner} {use.what} {gb(use.nbytes)} GB" for use in plan.peak.largest[:3]
-            ),
-        )
+    logger.warning(
+        "this run may need %s GB, of which %s GB are free on this host; the largest parts: %s",
+        gb(plan.peak.total),
+        gb(plan.device.nbytes),
+        _largest(plan.peak, 3),
+    )
+
+
+def _largest(phase: Phase, count: int) -> str:
+    return ", ".join(f"{use.owner} {use.what} {gb(use.nbytes)} GB" for use in phase.largest[:count])
 
 
 @dataclass(frozen=True)
@@ -159,9 +162,6 @@ def _starved(plan: MemoryPlan, goes_on: str) -> UserError:
 
 
 def _host_full(plan: MemoryPlan, goes_on: str) -> UserError:
-    largest = ", ".join(
-        f"{use.owner} {use.what} {gb(use.nbytes)} GB" for use in plan.host.largest[:4]
-    )
     tried = [(change.text, node_memory(change.facts).total) for change in host_changes(plan.facts)]
     useful = [(text, total) for text, total in tried if total < plan.host.total]
     enough = [(text, total) for text, total in useful if total <= plan.host_limit]
@@ -169,7 +169,7 @@ def _host_full(plan: MemoryPlan, goes_on: str) -> UserError:
     return UserError(
         f"the memory plan does not fit: a trainer node needs {gb(plan.host.total)} GB of host "
         f"memory, limit {gb(plan.host_limit)} GB (of {gb(plan.device.host)} GB)",
-        why=f"the largest parts: {largest}; beyond the limit Ray ends processes",
+        why=f"the largest parts: {_largest(plan.host, 4)}; beyond the limit Ray ends processes",
         fix="\n       ".join([*lines, goes_on]),
     )
 
@@ -188,10 +188,11 @@ def host_changes(facts: Facts) -> Iterator[Change]:
     if trainer.saves_async:
         yield changed("without --async-save", saves_async=False)
     if trainer.moments == _FLOAT32_MOMENTS and trainer.sharded:
-        flags = NARROW_MOMENTS if trainer.master_on_host else f"{OFFLOAD_ALL} {NARROW_MOMENTS}"
-        places = {"moments_on_host": 1.0, "master_on_host": 1.0}
-        if trainer.master_on_host:
-            places = {}
+        flags = NARROW_MOMENTS
+        places = {}
+        if not trainer.master_on_host:
+            flags = f"{OFFLOAD_ALL} {NARROW_MOMENTS}{_instead(trainer)}"
+            places = {"moments_on_host": 1.0, "master_on_host": 1.0}
         yield changed(flags, moments=trainer.moments / 2, **places)
     if trainer.moments_on_host and not sleeps:  # else what stays on the GPU is copied for a sleep
         yield changed(
@@ -206,8 +207,15 @@ def host_changes(facts: Facts) -> Iterator[Change]:
         yield changed(f"twice the trainer nodes ({world} → {2 * world} GPUs)", layout=twice)
 
 
+def _instead(trainer: TrainerSettings) -> str:
+    """What `OFFLOAD_ALL` takes the place of: the two exclude each other."""
+    replaces = trainer.moments_on_host and not trainer.master_on_host
+    return f" instead of {OFFLOAD_MOMENTS}" if replaces else ""
+
+
 def remedies(plan: MemoryPlan, name: str) -> list[tuple[str, float]]:
-    """For the phase ``name`` that does not fit: (change of the flags, the phase's bytes with it).
+    """Return changes of the flags for the phase ``name``, which does not fit, each with the bytes
+    of the phase after it.
 
     The changes that suffice alone; where none does, as many together as it takes, and then each
     that helps.
@@ -241,7 +249,11 @@ def _together(plan: MemoryPlan, name: str) -> tuple[str, float] | None:
             ):
                 facts = change.facts
                 total = lower
-                texts.append(change.text)
+                if change.text.startswith(OFFLOAD_ALL) and OFFLOAD_MOMENTS in texts:
+                    texts.remove(OFFLOAD_MOMENTS)  # the other one has the moments, too
+                    texts.append(OFFLOAD_ALL)
+                else:
+                    texts.append(change.text)
                 break
         else:
             break
@@ -302,7 +314,7 @@ def _trainer_changes(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSet
     if not trainer.moments_on_host:
         yield OFFLOAD_MOMENTS, changed(moments_on_host=1.0)
     if trainer.sharded and not trainer.master_on_host:
-        yield OFFLOAD_ALL, changed(moments_on_host=1.0, master_on_host=1.0)
+        yield f"{OFFLOAD_ALL}{_instead(trainer)}", changed(moments_on_host=1.0, master_on_host=1.0)
     yield from _wider_layouts(trainer)
 
 

@@ -114,7 +114,7 @@ def _seen_gpus() -> list[tuple[float, int | None]]:
 
 
 def _driver_rows() -> list[list[str]]:
-    """What the driver says of each GPU: megabytes, compute capability, name."""
+    """Ask the driver for each GPU's megabytes, compute capability and name."""
     try:
         done = subprocess.run(
             _QUERY, capture_output=True, text=True, timeout=deadlines.HARDWARE_QUERY, check=False

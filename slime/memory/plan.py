@@ -18,10 +18,13 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from slime.config.config import Config
+from slime.errors import UserError
 from slime.memory import engine as engine_side
 from slime.memory import trainer as trainer_side
 from slime.memory.engine import EngineSettings
@@ -151,17 +154,11 @@ class MemoryPlan:
         """
         device = device or device_memory(config)
         facts = facts_of(config, on_gpu=device.on_gpu, flash4=device.flash4)
+        notes = _notes(facts, device.nbytes)
         if not device.on_gpu:
-            return MemoryPlan(
-                facts, device, (host_phase(facts),), notes=_notes(facts, device.nbytes)
-            )
-        return MemoryPlan(
-            facts,
-            device,
-            tuple(gpu_phases(facts, device.nbytes)),
-            node_memory(facts),
-            _notes(facts, device.nbytes),
-        )
+            return MemoryPlan(facts, device, (host_phase(facts),), notes=notes)
+        phases = tuple(gpu_phases(facts, device.nbytes))
+        return MemoryPlan(facts, device, phases, node_memory(facts), notes)
 
     @property
     def limit(self) -> float:
@@ -171,7 +168,7 @@ class MemoryPlan:
     @property
     def host_limit(self) -> float:
         """Bytes of a node's memory that may be planned with. Ray ends processes beyond it."""
-        return self.device.host * float(os.environ.get(_RAY_THRESHOLD, RAY_SHARE))
+        return self.device.host * _ray_share()
 
     @property
     def host_is_full(self) -> bool:
@@ -209,11 +206,7 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
     ``flash4`` as in `DeviceMemory`."""
     placement = PlacementPlan.of(config)
     cluster = config.cluster
-    path = config.checkpoint.hf_checkpoint
-    assert path is not None, "checked with the flags"
-    hf_config = read_hf_config(path)
-    if config.images.multimodal_keys:
-        hf_config = seeing(hf_config)
+    hf_config = run_hf_config(config)
     spec = family_of(hf_config, config.checkpoint.model_name).model_spec(hf_config)
     quantisation = Quantisation.read(hf_config)
     longest = longest_sequence(config)[0]
@@ -247,6 +240,29 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
         engine_backup=bool(cluster.offload_rollout)
         and bool(config.lora.lora_rank or config.sync.update_weights_interval > 1),
     )
+
+
+def run_hf_config(config: Config) -> dict[str, Any]:
+    """The config.json of ``--hf-checkpoint``, marked as seeing images where the run has some."""
+    assert config.checkpoint.hf_checkpoint is not None, "checked with the flags"
+    hf_config = read_hf_config(config.checkpoint.hf_checkpoint)
+    return seeing(hf_config) if config.images.multimodal_keys else hf_config
+
+
+def _ray_share() -> float:
+    """The share of a host's memory beyond which Ray ends processes.
+
+    Raises:
+        UserError: the variable that sets it is no share.
+    """
+    text = os.environ.get(_RAY_THRESHOLD, str(RAY_SHARE))
+    if not re.fullmatch(r"0|1|1\.0*|0?\.\d+", text):
+        raise UserError(
+            f"the environment variable {_RAY_THRESHOLD} is {text!r}",
+            why="Ray ends processes when a host uses this share of its memory",
+            fix=f"unset it, or set it to a number from 0 to 1; Ray's default is {RAY_SHARE:g}",
+        )
+    return float(text)
 
 
 def _bucket(config: Config, spec: ModelSpec) -> float:
@@ -299,7 +315,7 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
         if trainer is not None:
             idle = _resting_engine(facts, engine, memory)
             critic = _states_of_critic(trainer)
-            states = [Use("trainer", what, size) for what, size in trainer.states().items()]
+            states = _uses("trainer", trainer.states())
             if not facts.trainer_sleeps:  # else the two take turns
                 states += critic
             states.append(Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES))
@@ -307,16 +323,14 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
             if facts.engine is not None and not facts.colocate:
                 states.append(Use("trainer", "two buckets", 2 * facts.bucket))
             if trainer.settings.reference or trainer.settings.teachers:
-                more = [Use("trainer", what, size) for what, size in trainer.scoring().items()]
+                more = _uses("trainer", trainer.scoring())
                 yield Phase(devices, "log-probs", (*states, *more, *idle))
             if trainer.critic is not None:
                 context = Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES)
                 awake = [*critic, context] if facts.trainer_sleeps else states
-                more = [
-                    Use("critic", what, size) for what, size in trainer.critic.training().items()
-                ]
+                more = _uses("critic", trainer.critic.training())
                 yield Phase(devices, "critic", (*awake, *more, *idle))
-            more = [Use("trainer", what, size) for what, size in trainer.training().items()]
+            more = _uses("trainer", trainer.training())
             yield Phase(devices, "train", (*states, *more, *idle))
         if facts.engine is not None and facts.trainer is not None:
             yield Phase(devices, "push", tuple(_push(facts, trainer, engine, memory, shared)))
@@ -378,10 +392,12 @@ def _adapter_pool(engine: EngineSettings) -> list[Use]:
     return [Use("engine", f"pool of {engine.adapters_at_once} adapters", size)] if size else []
 
 
+def _uses(owner: str, sizes: Mapping[str, float]) -> list[Use]:
+    return [Use(owner, what, nbytes) for what, nbytes in sizes.items()]
+
+
 def _states_of_critic(trainer: trainer_side.StageMemory) -> list[Use]:
-    if trainer.critic is None:
-        return []
-    return [Use("critic", what, size) for what, size in trainer.critic.states().items()]
+    return [] if trainer.critic is None else _uses("critic", trainer.critic.states())
 
 
 def _resting_trainer(facts: Facts, trainer: trainer_side.StageMemory | None) -> list[Use]:
@@ -391,7 +407,7 @@ def _resting_trainer(facts: Facts, trainer: trainer_side.StageMemory | None) -> 
     if facts.trainer_sleeps:
         return [Use("trainer", f"asleep ({trainer_side.CONTEXT})", trainer_side.ASLEEP_BYTES)]
     return [
-        *(Use("trainer", what, size) for what, size in trainer.states().items()),
+        *_uses("trainer", trainer.states()),
         *_states_of_critic(trainer),
         Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES),
     ]
@@ -422,7 +438,7 @@ def _push(
             if shared and facts.trainer_sleeps
             else trainer.states()
         )
-        yield from (Use("trainer", what, size) for what, size in states.items())
+        yield from _uses("trainer", states)
         if not facts.trainer_sleeps:
             yield from _states_of_critic(trainer)
         yield Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES)

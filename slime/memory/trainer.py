@@ -306,7 +306,7 @@ class StageMemory:
 
     @cached_property
     def critic(self) -> StageMemory | None:
-        """The same stage of the critic."""
+        """Return this stage's part of the critic; None if the run has none."""
         settings = self.settings
         return StageMemory(settings.as_critic(), self.number) if settings.has_critic else None
 
@@ -439,8 +439,9 @@ class StageMemory:
         return self.number == self.settings.layout.pipeline - 1
 
     def _vision(self) -> dict[str, float]:
-        """What a trained tower keeps for its backward pass, where half of the tokens are images':
-        all of one block at a time, where blocks are computed again or are not trained."""
+        """Return the bytes that a trained tower keeps for its backward pass, if half of the tokens
+        are images': those of one block at a time, where blocks are computed again or not
+        trained."""
         settings = self.settings
         vision = settings.spec.vision
         if vision is None or self.number:

@@ -175,8 +175,8 @@ def adaptable(family: ModelFamily, spec: ModelSpec) -> list[str]:
 
 
 def adaptable_by_name(family: ModelFamily, spec: ModelSpec) -> list[str]:
-    """Return the same, and embedding and output layer, which get an adapter only if they are named;
-    none of these if they are one weight."""
+    """Return what `adaptable` does, and embedding and output layer, which get an adapter only if
+    they are named; neither of the two if they are one weight."""
     return adaptable(family, spec) + [
         leaf for rule in family.rules if _of_vocabulary(rule, spec) for leaf in leaves(rule)
     ]
@@ -462,8 +462,8 @@ _SHARED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(\w+_proj\.lora_[AB]\.weight)
 
 
 def by_expert(name: str, num_experts: int) -> Iterator[str]:
-    """Yield the names per expert of a tensor: of a side that all experts of a layer share one for
-    each expert, of any other tensor its own.
+    """Yield the names that a tensor has per expert: one for each expert if the experts of a layer
+    share it, else its own name.
 
     Example:
         >>> list(by_expert("base_model.model.model.layers.0.mlp.experts.up_proj.lora_A.weight", 2))

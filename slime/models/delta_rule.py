@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Tokens per chunk, and what runs no longer than that get along with.
+#: Tokens per chunk; runs that are no longer than one of `_SMALL_CHUNKS` have such chunks.
 CHUNK = 64
 _SMALL_CHUNKS = (16, 32)
 _L2_EPS = 1e-6
@@ -36,7 +36,7 @@ Keep = Callable[[int, int, Tensor], None]
 
 @dataclass(frozen=True)
 class ChunkStage:
-    """TokenRuns that can be computed side by side, the longest first.
+    """Runs that can be computed side by side, the longest first.
 
     Attributes:
         runs: their numbers.
@@ -157,11 +157,12 @@ def chunked(
     dtype = torch.promote_types(value.dtype, torch.float32)
     q, k, v = (runs.padded(x.to(dtype)) for x in (query, key, value))
     b = runs.padded(beta.to(dtype)[..., None])
-    total = runs.padded(decay.to(dtype)[..., None])[..., 0].cumsum(-1)
+    # In float64: the gradient of a decay is a difference of sums over a chunk that nearly cancel.
+    total = runs.padded(decay.double()[..., None])[..., 0].cumsum(-1)
     ones = torch.ones(runs.size, runs.size, dtype=torch.bool, device=v.device)
     gaps = (total[..., :, None] - total[..., None, :]).masked_fill(~ones.tril(), -torch.inf)
-    fading = gaps.exp()
-    kept = total.exp()[..., None]
+    fading = gaps.exp().to(dtype)
+    kept = total.exp()[..., None].to(dtype)
     overlap = _repeated(k @ k.transpose(-1, -2), repeats) * fading
     read = _repeated(q @ k.transpose(-1, -2), repeats) * fading
     q = _repeated(q, repeats)
@@ -174,7 +175,7 @@ def chunked(
     )
     new, known = writes.split([v.size(-1), k.size(-1)], dim=-1)
     q = q * kept
-    k = k * (total[..., -1:] - total).exp()[..., None]
+    k = k * (total[..., -1:] - total).exp()[..., None].to(dtype)
     last = kept[..., -1:, :]
     states: Tensor | None = None
     order: list[Tensor] = []

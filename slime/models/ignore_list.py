@@ -1,12 +1,11 @@
-"""Find which weights of a model belong to Linear layers, and whether a list of rules spares the
-others.
+"""Check an ignore list: the rules that say which layers of a model are not quantised.
 
 A rule is what compressed-tensors takes: the name of a module, or ``re:`` and an expression that
 matches its beginning. Engines match modules, not weights: for a Linear layer a rule counts only if
-it names the module itself. For what is no Linear layer a rule may name the weight
+it names the module itself. For other modules a rule may name the weight
 (``model.embed_tokens.weight``), since only quantisers read it: an online quantiser takes every
-two-dimensional weight that no rule names, and engines drop what they do not expect, so that a
-router ends as zeros.
+two-dimensional weight that no rule names, also that of a router. Engines drop a quantised router,
+which they do not expect, and compute with zeros.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ FUSED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
-#: Linear layers of the layers for multi-token prediction that the decoder's have not.
+#: Linear layers that only the layers for multi-token prediction have.
 _MTP_LINEAR = ("eh_proj", "shared_head.head")
 
 
@@ -55,8 +54,8 @@ class WeightMatrix:
 
     Attributes:
         module: its name without ``.weight``.
-        is_linear: it is that of a Linear layer.
-        kernel: what engines compute it as a part of; the module itself where they compute it alone.
+        is_linear: its module is a Linear layer.
+        kernel: the fused layer that engines compute it in; the module itself if there is none.
         is_tied: it is the output layer of a model whose embedding takes its place, and has no
             weight of its own.
     """
@@ -75,11 +74,11 @@ class WeightMatrix:
 def matrices(
     family: ModelFamily, spec: ModelSpec, surplus: Iterable[tuple[str, tuple[int, ...]]] = ()
 ) -> list[WeightMatrix]:
-    """All of a model.
+    """Return all two-dimensional weights of a model.
 
     Args:
-        surplus: names and shapes of what a checkpoint has beside the model's own tensors: layers
-            for multi-token prediction, which engines can compute.
+        surplus: names and shapes of the tensors that a checkpoint has beside the model's own:
+            layers for multi-token prediction, which engines can compute.
     """
     tied: dict[str, tuple[int, ...]] = {}
     for rule in family.rules if spec.tie_embeddings else ():
@@ -88,7 +87,7 @@ def matrices(
                 name.removesuffix(".weight"): shape
                 for name, shape in zip(rule.hf_names, shapes_of(rule, spec))
             }
-    kinds: dict[str, bool] = {}  # of tens of thousands of experts one is looked up
+    kinds: dict[str, bool] = {}  # one lookup for all experts of a kind
     groups = family.load_groups(spec)
     found = []
     for name, shape in [*family.hf_tensors(spec), *surplus]:
@@ -136,8 +135,8 @@ def _matcher(rule: str) -> Callable[[str], object]:
 
 
 def names(rule: str, name: str) -> bool:
-    """Tell whether a rule names a module, as compressed-tensors and the engines decide it: the
-    whole of it, or ``re:``.
+    """Tell whether a rule names a module, as compressed-tensors and the engines decide it: by the
+    module's whole name, or by ``re:`` and an expression.
 
     Raises:
         UserError: the expression cannot be read.
@@ -257,8 +256,8 @@ def examine(weights: Sequence[WeightMatrix], quantisation: Quantisation) -> Find
 
 
 def idle_among(found: Findings, tensors: Iterable[str]) -> tuple[str, ...]:
-    """The idle rules that name no other module of a model either: published lists name norms too,
-    which have no matrix.
+    """Return the idle rules that name no other module of a model either. Published lists also name
+    norms, which have no matrix.
 
     Args:
         tensors: names of all that the model has.
@@ -287,7 +286,7 @@ def refuse_stacks(family: ModelFamily, method: str) -> None:
 
 
 def refuse_untried(family: ModelFamily, method: str) -> None:
-    """Refuse INT4 and FP8 of models of which nobody has tried what engines hold quantised.
+    """Refuse INT4 and FP8 for families whose quantised layers in engines were never tried.
 
     Raises:
         UserError: the family has gated delta nets, or a tower that sees images.
@@ -306,10 +305,10 @@ def refuse_untried(family: ModelFamily, method: str) -> None:
 
 
 def check(family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> Findings:
-    """`examine` of a quantised model's own list.
+    """Examine the ignore list in the config.json of a quantised model.
 
     Raises:
-        UserError: with it engines would compute something else; names the modules.
+        UserError: engines would compute other numbers with it; names the modules.
     """
     refuse_stacks(family, quantisation.method)
     refuse_untried(family, quantisation.method)
@@ -325,7 +324,7 @@ def check(family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> F
 
 
 def recommended(weights: Sequence[WeightMatrix], *, fp8: bool = False) -> tuple[str, ...]:
-    """The rules that are advised for a model, without those that would name nothing in it."""
+    """Return the rules advised for a model, without those that name nothing in it."""
     has_experts = any(matrix.kernel.endswith(".experts") for matrix in weights)
     rules = (
         FOR_FP8 if fp8 else FOR_EXPERTS if has_experts else (*FOR_FP8, "model.embed_tokens.weight")

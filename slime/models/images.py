@@ -3,9 +3,11 @@ transformers are imported when an image is read."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import threading
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slime.errors import UserError
+from slime.models.vision import ImageError
 
 #: Bytes of prepared images that a reader keeps, for those that are read again and again; and how
 #: many images it knows the sizes of.
@@ -23,10 +26,6 @@ _KEPT_SIZES = 1 << 16
 _MOST_PIXELS = 1 << 28
 #: The tag of EXIF data that says how a picture is turned.
 _ORIENTATION = 0x0112
-
-
-class ImageError(ValueError):
-    """Data that is no image, or one that the model cannot take; says why."""
 
 
 class PreparedImage(NamedTuple):
@@ -48,6 +47,8 @@ class ImageReader:
         model_path: Hugging Face directory with preprocessor_config.json.
         max_pixels: larger images are scaled down to this many; None: the model's own limit.
         kept_bytes: of prepared images, for those that are read again.
+    Attributes:
+        processor: transformers' image processor.
     Raises:
         UserError: the directory describes no image processor, or Pillow is missing.
     """
@@ -64,7 +65,7 @@ class ImageReader:
             # of its module: the package offers it with torchvision alone in older versions
             from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-            self._processor: Any = AutoImageProcessor.from_pretrained(str(model_path))
+            self.processor: Any = AutoImageProcessor.from_pretrained(str(model_path))
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise UserError(
                 f"{model_path} has no image processor that can be loaded",
@@ -73,20 +74,33 @@ class ImageReader:
                 "pip install pillow, if it is missing",
             ) from error
         if max_pixels is not None:
-            size = dict(self._processor.size)
+            size = dict(self.processor.size)
             size["longest_edge"] = min(max_pixels, size["longest_edge"])
             size["shortest_edge"] = min(size["shortest_edge"], size["longest_edge"])
-            self._processor.size = size
+            self.processor.size = size
+        self._most_bytes = kept_bytes
+        self._forget()
+
+    def _forget(self) -> None:
         self._kept: OrderedDict[bytes, PreparedImage] = OrderedDict()
         self._bytes = 0
-        self._most_bytes = kept_bytes
         self._grids: dict[bytes, tuple[int, int, int]] = {}
+        self._seconds = 0.0
         self._lock = threading.Lock()
+
+    def with_settings(self, **settings: Any) -> ImageReader:
+        """Return a reader whose image processor has other values of these attributes."""
+        other = copy.copy(self)
+        other.processor = copy.copy(self.processor)
+        for name, value in settings.items():
+            setattr(other.processor, name, value)
+        other._forget()
+        return other
 
     @property
     def merge_size(self) -> int:
         """Patches that a token stands for, in each direction."""
-        return int(self._processor.merge_size)
+        return int(self.processor.merge_size)
 
     def read(self, data: bytes) -> PreparedImage:
         """Decode and prepare an encoded image (PNG, JPEG, …). Any thread may call it.
@@ -99,7 +113,9 @@ class ImageReader:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
+            started = time.perf_counter()
             prepared = self._prepared(data)
+            self._seconds += time.perf_counter() - started
             self._kept[key] = prepared
             self._bytes += prepared.pixels.nbytes
             while self._bytes > self._most_bytes and len(self._kept) > 1:
@@ -118,10 +134,17 @@ class ImageReader:
         known = self._grids.get(hashlib.sha256(data).digest())
         return self.read(data).grid if known is None else known
 
+    def take_seconds(self) -> float:
+        """Return the seconds in which images were decoded and prepared since the last call."""
+        with self._lock:
+            found = self._seconds
+            self._seconds = 0.0
+            return found
+
     def _prepared(self, data: bytes) -> PreparedImage:
         image = decoded(data)
         try:
-            found = self._processor(images=[image], return_tensors="pt")
+            found = self.processor(images=[image], return_tensors="pt")
         except (ValueError, TypeError, ZeroDivisionError) as error:
             raise ImageError(f"the image processor refuses it: {error}") from error
         pixels = torch.as_tensor(found["pixel_values"], dtype=torch.float32)
@@ -155,7 +178,7 @@ def decoded(data: bytes) -> Any:
         raise ImageError("it is not in a format that Pillow knows") from error
     except Image.DecompressionBombError as error:
         raise ImageError("it has too many pixels") from error
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, OverflowError) as error:
+    except Exception as error:  # each format of Pillow has errors of its own
         raise ImageError(f"it cannot be decoded: {error}") from error
 
 

@@ -3,10 +3,9 @@
 A record holds what the tables, the memory plan, the FLOPs, the configuration of Megatron and the
 embedded engine have to know of a mixer. `mixer_of` gives the record of a layer.
 
-A further kind of attention is a new record here, its axes in `slime.models.rules.Width`, a class
-for the embedded engine, and a class for packed sequences in `slime.trainer.megatron.model` where
-Megatron's takes none. Layers of a model may have different mixers, as long as these share one
-configuration of Megatron, and those that keep keys and values keep heads of one shape.
+A further mixer is a new record here, a class for the embedded engine, and a module of the trainer.
+Layers of a model may have different mixers, as long as these share one configuration of Megatron,
+and those that keep keys and values keep heads of one shape.
 """
 
 from __future__ import annotations
@@ -89,6 +88,9 @@ class TokenMixer:
         token_flops: forward FLOPs per layer and token beside the products with weights.
         has_query_groups: several query heads may share a head of keys and values.
         embedded: "module:class" of the embedded engine; its ``build`` reads the layer's weights.
+        megatron_module: "module:function" of the trainer: `ModelSpec` → Megatron's ``ModuleSpec``
+            of what stands in a layer in place of Megatron's attention. None: Megatron's attention,
+            as `slime.trainer.megatron.model.put_in_parts` changes it.
         megatron_config: "module:class" of Megatron's configuration.
         megatron_overrides: arguments of that class whatever the model and the flags say.
         unread_flags: fields of that class that Megatron does not read, and why.
@@ -107,6 +109,7 @@ class TokenMixer:
     megatron_config: str
     megatron_overrides: dict[str, Any] = field(default_factory=dict)
     unread_flags: Mapping[str, str] = field(default_factory=dict)
+    megatron_module: str | None = None
     state: Callable[[ModelSpec, int], tuple[int, int]] | None = None
     token_flops: Callable[[ModelSpec], float] = lambda spec: 0.0
 
@@ -274,7 +277,7 @@ def _is_delta_net(spec: ModelSpec, layer: int) -> bool:
 
 
 def _of_attention(rule: Rule) -> Rule:
-    """The same rule, for the layers of a hybrid that have attention."""
+    """Return the rule for those layers of a hybrid that have attention."""
 
     def applies(spec: ModelSpec, layer: int) -> bool:
         return rule.applies(spec, layer) and not _is_delta_net(spec, layer)
@@ -432,6 +435,7 @@ GATED_DELTA_NET = TokenMixer(
     has_query_groups=False,
     embedded="slime.embedded.token_mixers:GatedDeltaNet",
     megatron_config="megatron.core.transformer.transformer_config:TransformerConfig",
+    megatron_module="slime.trainer.megatron.delta_net:delta_net_spec",
     state=_delta_state,
     token_flops=_delta_flops,
 )

@@ -22,8 +22,8 @@ _VISION = (r"visual\..*",)
 
 
 def _decoder(config: dict[str, Any]) -> dict[str, Any]:
-    """As `text_config`, from either place. A description inside may also be the one that ties
-    embedding and output layer: so files of transformers 4 do."""
+    """Return the description of the decoder, from either place of config.json. Files of
+    transformers 4 may say in it that embedding and output layer are tied."""
     if not config.get("text_config"):
         return config
     inner = text_config(config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from slime.models.layouts import ParamMapping
 from slime.models.spec import ModelSpec
@@ -24,21 +23,13 @@ LayerCondition = Callable[[ModelSpec, int], bool]
 """(spec, global layer number) → does the rule apply; layer is -1 for parameters outside the
 layers."""
 
-Width = Literal[
-    "vocab", "hidden", "inner", "gate and up", "head", "heads", "query", "key", "query, key, value",
-    "attended", "query rank", "key rank", "key rank, position", "keys, values", "experts",
-    "expert inner", "expert gate and up", "shared inner", "query and gate", "delta keys, values",
-    "delta values", "delta value heads", "delta value", "delta keys, values, gates",
-    "delta writes, decays", "convolved", "vision hidden", "vision inner", "vision qkv",
-    "vision merged", "vision positions", "vision channels", "vision frames", "vision patch",
-]  # fmt: skip
+Width = str
 """Name of an axis of a parameter; `slime.models.table.width` gives its size.
 
-"query" and "key" are all heads together, "key" also of values; "attended" is the output of
-attention, before the projection. The ranks and "keys, values" belong to multi-latent attention.
-The axes of a gated delta net: "delta keys, values" are the queries, keys and values of all heads,
-"delta value" is one head's; "convolved" is the width of its convolution. Axes of the tower that
-sees images begin with "vision"; "vision merged" are the patches that become one token.
+Names of a token mixer's axes are the keys of `slime.models.mixers.TokenMixer.widths`, all others
+stand in `slime.models.table`. "query" and "key" are all heads together, "key" also of values;
+"attended" is the output of attention, before the projection. "delta keys, values" are the queries,
+keys and values of all heads of a gated delta net, "delta value" is one head's.
 """
 Size = Width | int
 """An axis by its name, or its size where the model does not decide it (the rank of an adapter)."""

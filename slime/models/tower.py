@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from slime.models.vision import VisionSpec
@@ -29,11 +30,22 @@ def build_tower(vision: VisionSpec, dtype: torch.dtype, recompute: bool = False)
     transformers.AutoModel.register(module.config_class, module, exist_ok=True)
     make: Any = transformers.AutoModel.from_config
     tower: Any = make(config, dtype=dtype, attn_implementation="sdpa")
+    tower.patch_embed.forward = functools.partial(_embed_patches, tower.patch_embed.proj)
     for block in tower.blocks if recompute else ():
         block.forward = functools.partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
         )
     return cast(nn.Module, tower.eval())
+
+
+def _embed_patches(convolution: nn.Conv3d, pixels: Tensor) -> Tensor:
+    """Return the convolution of patches [patches, numbers] as a product of matrices.
+
+    A patch has the size of the kernel, so that both are the same sum. torch convolves in bfloat16
+    without a fast kernel on some GPUs and with none on a CPU.
+    """
+    weight = convolution.weight
+    return F.linear(pixels.to(weight.dtype), weight.flatten(1), convolution.bias)
 
 
 def see(tower: nn.Module, pixels: Tensor, grids: Tensor) -> Tensor:

@@ -33,6 +33,10 @@ class ImageSpan(NamedTuple):
         return self.start + self.length
 
 
+class ImageError(ValueError):
+    """Data that is no image, or one that the model cannot take; says why."""
+
+
 @dataclass(frozen=True)
 class VisionKind:
     """The facts about a family's tower that its config.json does not tell.
@@ -74,6 +78,11 @@ class VisionSpec:
     start_token: int
     end_token: int
     sections: tuple[int, int, int]
+
+    def placeholder(self, tokenizer: Any) -> str:
+        """Return the text that stands for an image in a prompt."""
+        ids = [self.start_token, self.image_token, self.end_token]
+        return "".join(tokenizer.convert_ids_to_tokens(ids))
 
     @property
     def depth(self) -> int:
@@ -173,6 +182,25 @@ def placeholder_runs(tokens: Sequence[int], vision: VisionSpec) -> list[tuple[in
         for start, end in zip(edges[::2], edges[1::2])
         if start and ids[start - 1] == vision.start_token
     ]
+
+
+def one_placeholder_each(tokens: Sequence[int], vision: VisionSpec) -> list[int]:
+    """Return the tokens with a single placeholder for each image, as engines take them.
+
+    SGLang keeps the tokens of a request only if each image has one placeholder. It decodes all
+    others to text and tokenises that anew, which may give other tokens.
+
+    Example:
+        >>> vision = VisionSpec(VisionKind("", (2, 1, 1)), {}, 9, 1, 2, (2, 1, 1))
+        >>> one_placeholder_each([5, 1, 9, 9, 2], vision)
+        [5, 1, 9, 2]
+    """
+    shorter: list[int] = []
+    end = 0
+    for start, length in placeholder_runs(tokens, vision):
+        shorter += tokens[end : start + 1]
+        end = start + length
+    return [*shorter, *tokens[end:]]
 
 
 def rotary_positions(length: int, spans: Sequence[ImageSpan]) -> np.ndarray:

@@ -34,7 +34,7 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Δ log-prob", ("train/train_rollout_logprob_abs_diff",), ".4f"),
     ("tok/s", ("perf/tokens_per_gpu_per_sec", "perf/actor_train_tok_per_s"), ",.0f"),
 )
-#: The same where nothing is generated and nothing rewarded.
+#: Columns of a stage that generates and rewards nothing, as supervised training.
 SUPERVISED_COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("loss", ("train/loss",), ".4f"),
     ("grad norm", ("train/grad_norm",), ".3f"),
@@ -42,8 +42,8 @@ SUPERVISED_COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("tok/s", ("perf/actor_train_tok_per_s",), ",.0f"),
 )
 
-#: Times that are not added up beside the times of which one is measured too: their parts, or the
-#: whole around them.
+#: Phase → phases that are part of its time, or of which it is a part. It is not added to a step's
+#: sum where one of them is measured, too.
 COUNTED_IN = {
     "train": ("actor_train",),
     "save": ("save_model",),
@@ -54,8 +54,7 @@ COUNTED_IN = {
     "data_preprocess": ("train_wait",),
     "record": ("train_wait",),
 }
-#: Times of a row that are no part of its step's: what comes before the first, and evaluations,
-#: timed apart.
+#: Times that are no part of a step: the step itself, the launch, and evaluations.
 BESIDE_STEPS = ("step", "launch", "evaluate", "eval")
 
 #: Names of a phase: as a part of a step, and while it is in progress.
@@ -80,8 +79,8 @@ _WORDS = {
 }
 _PHASE_STYLES = ("blue", "dark_orange", "green")
 _SPARKS = "▁▂▃▄▅▆▇█"
-#: Seconds in a phase after which a plain log says how far it is, and again at growing intervals up
-#: to the last.
+#: Seconds in a phase after which a plain log tells its progress for the first time, and the longest
+#: interval between the following lines.
 _FIRST_NEWS = 30.0
 _LONGEST_SILENCE = 300.0
 _SHOWN_ROWS = 8
@@ -264,7 +263,7 @@ class ConsoleSink:
         is_step = bool(columns) or not scores
         if is_step:
             self._add_step(step, columns, scores, metrics)
-        elif any(at == step for at, _ in self._rows):  # it went on beside the steps since
+        elif any(at == step for at, _ in self._rows):  # it ended while later steps trained
             rows = [
                 (at, {**shown, **_held_out(scores)} if at == step else shown)
                 for at, shown in self._rows
@@ -327,9 +326,8 @@ class ConsoleSink:
 
     def close(self) -> None:
         self._phase = None
-        self._shows_alarms = (
-            False  # the last picture of the table stays on the terminal, above the closing lines
-        )
+        # the last picture of the table stays on the terminal, above the closing lines
+        self._shows_alarms = False
         if self._live is not None:
             self._live.stop()
 
@@ -464,7 +462,7 @@ class ConsoleSink:
 
 
 def _held_out(scores: Mapping[str, float]) -> dict[str, str]:
-    """The cell of the table, of the first data set."""
+    """Return the cell of the column "held-out": the score of the first data set."""
     return {"held-out": f"{next(iter(scores.values())):.3f}"} if scores else {}
 
 

@@ -22,6 +22,7 @@ _STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
 }
 #: What a range rests on.
 BASES = ("measured", "predicted", "bound")
+_KEYS = {"metric", "steps", "statistic", "least", "most", "basis", "source"}
 
 Verdict = Literal["within", "outside", "not reached", "not logged"]
 
@@ -67,12 +68,14 @@ def read_expected(path: Path) -> list[ExpectedRange]:
     """The ranges of a recipe's folder, or of a file.
 
     Raises:
-        UserError: there is no such file, or an entry is not as it must be.
+        UserError: there is no such file, it has no ranges, or one is not as it must be.
     """
     file = path / NAME if path.is_dir() else path
     try:
-        entries = tomllib.loads(file.read_text(encoding="utf-8")).get("range", [])
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        entries = tomllib.loads(file.read_text(encoding="utf-8")).get("range")
+        if not isinstance(entries, list) or not entries:
+            raise ValueError("it has no [[range]]")
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{file} holds no ranges",
             why=str(error),
@@ -100,6 +103,18 @@ def _range(entry: dict[str, Any], file: Path) -> ExpectedRange:
         raise UserError(
             f"{file}: {found.metric} has an unknown statistic or basis",
             why=f"statistics are {', '.join(_STATISTICS)}; bases are {', '.join(BASES)}",
+        )
+    unknown = sorted(entry.keys() - _KEYS)
+    if unknown or not entry.keys() & {"least", "most"}:
+        raise UserError(
+            f"{file}: the range of {found.metric} "
+            + (f"has an unknown {unknown[0]}" if unknown else "has neither least nor most"),
+            why=f"the keys of a range are {', '.join(sorted(_KEYS))}",
+        )
+    if found.first > found.last or not found.least <= found.most:
+        raise UserError(
+            f"{file}: the range of {found.metric} is empty",
+            why=f"steps {found.first} to {found.last}, {_shown(found)}",
         )
     return found
 

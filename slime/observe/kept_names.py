@@ -1,17 +1,38 @@
-"""Names that trackers know a run by, kept in its folder so that a resumed run goes on with the same
-curves."""
+"""What the sinks of trackers share: their packages, and the names that they know a run by, kept in
+its folder so that a resumed run goes on with the same curves."""
 
 from __future__ import annotations
 
+import importlib
 import re
+from typing import Any
 
+from slime.errors import UserError
 from slime.files import write_atomically
 from slime.observe.run_folder import RunFolder
 
 
+def tracker_package(name: str) -> Any:
+    """Import the package of a tracker, which has the name of its flag and extra.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise missing_tracker(name) from error
+
+
+def missing_tracker(name: str) -> UserError:
+    return UserError(
+        f"--use-{name} needs the package {name}", fix=f"pip install 'slime-rl[{name}]'"
+    )
+
+
 def kept(run: RunFolder, name: str, fresh: str, asked: str | None = None) -> str:
-    """A value that stays the same over resumes of this stage, unless another one is ``asked``
-    for."""
+    """Return a value that stays the same over resumes of this stage, unless ``asked`` is another
+    one."""
     path = run.path / f".{name}{'-' + run.stage if run.stage else ''}"
     found = path.read_bytes().decode("ascii", "replace").strip() if path.is_file() else ""
     if asked or not re.fullmatch(r"[\w.-]+", found):
@@ -21,5 +42,5 @@ def kept(run: RunFolder, name: str, fresh: str, asked: str | None = None) -> str
 
 
 def shown_name(run: RunFolder) -> str:
-    """What a tracker calls the run."""
+    """Return the name that the run has in trackers."""
     return f"{run.path.name}-{run.stage}" if run.stage else run.path.name

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slime.errors import UserError
 from slime.files import json_safe
 from slime.log import get_logger
-from slime.observe.kept_names import kept, shown_name
+from slime.observe.kept_names import kept, shown_name, tracker_package
 from slime.observe.run_folder import RunFolder
 from slime.redact import redacted
 
@@ -24,6 +24,8 @@ logger = get_logger(__name__)
 _METRICS = 1000
 _PARAMETERS = 100
 _LONGEST = 6000
+#: How a run ended, for us → for MLflow.
+_ENDS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
@@ -37,14 +39,12 @@ class MlflowSink:
     def __init__(self, config: Config, run: RunFolder) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        try:
-            from mlflow import MlflowClient
-            from mlflow.entities import Metric, Param
-            from mlflow.exceptions import MlflowException
-        except ImportError as error:
-            raise UserError(
-                "--use-mlflow needs the package mlflow", fix="pip install 'slime-rl[mlflow]'"
-            ) from error
+        tracker_package("mlflow")
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+        from mlflow.exceptions import MlflowException
+
+        self._run = run
         self._metric = Metric
         self._error: Any = MlflowException
         observe = config.observe
@@ -96,6 +96,6 @@ class MlflowSink:
 
     def close(self) -> None:
         try:
-            self._client.set_terminated(self._id)
+            self._client.set_terminated(self._id, _ENDS.get(self._run.state() or ""))
         except self._error as error:
             logger.warning("the run is not ended in MLflow: %s", error)

@@ -20,7 +20,7 @@ from slime.observe.run_data import (
 from slime.redact import redacted
 
 _CHOSEN = ("flag", "yaml")
-#: Flags that say where files of this machine are: no part of the recipe.
+#: Flags with paths of this machine, which are no part of the recipe.
 _PLACES = (
     "output_dir", "run_name", "stage", "save", "save_hf", "load", "ref_load", "config", "resume",
 )  # fmt: skip
@@ -42,7 +42,7 @@ def model_card(
         name: of the model, for people.
         run: what taught it; None: only the name and the licence are known.
         base_model: the directory that the run began with; the hub's own copies have a name there.
-        licence: the hub's identifier of the base model's.
+        licence: the hub's identifier of the base model's licence.
         is_adapter: the files are those of an adapter (LoRA) of the base.
         base_format: how the base's weights are quantised; "" for plain ones.
     """
@@ -136,7 +136,7 @@ def _scores(stage: Stage) -> list[str]:
 
 
 def _shown(flag: str, value: Any) -> str:
-    """A flag's value without secrets and without folders of the machine that it ran on."""
+    """Return a flag's value without secrets and without folders of the machine."""
     value = redacted(value, flag)
     if value is True:
         return ""
@@ -147,7 +147,7 @@ def _shown(flag: str, value: Any) -> str:
 
 
 def _file(path: str | None) -> str | None:
-    """A file by its name alone, and a thing of the hub by the name that it has there."""
+    """Return the name of a file without its folder, or its name on the hub."""
     if not path:
         return None
     named = hub_name(path)

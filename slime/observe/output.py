@@ -1,5 +1,5 @@
-"""Output that nobody reads ends no run: a closed pipe, a full disk under a log, a terminal that is
-gone."""
+"""Keep a run going when its output cannot be written: a closed pipe, a full disk under a log, a
+terminal that is gone."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class _Tolerant:
         return getattr(self._stream, name)
 
     def _lose(self, error: OSError) -> None:
-        _lead_nowhere(self._stream.fileno())
+        _redirect_to_null(self._stream.fileno())
         with suppress(OSError):
             self._stream.flush()  # what was not written yet
         _say(f"{self._name} cannot be written any more ({error.strerror})")
 
 
-def _lead_nowhere(descriptor: int) -> None:
+def _redirect_to_null(descriptor: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, descriptor)
     os.close(null)
@@ -64,7 +64,7 @@ def lose_terminal() -> None:
     for descriptor in (0, 1, 2):
         with suppress(OSError):  # closed
             if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-                _lead_nowhere(descriptor)
+                _redirect_to_null(descriptor)
     _say("the terminal was closed")
 
 

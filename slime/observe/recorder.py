@@ -236,7 +236,8 @@ def _key(sample: Sample, index: int) -> SampleKey:
 def _numbers(
     values: np.ndarray | None, *, one_for_all: bool = False
 ) -> list[float | None] | float | None:
-    """For JSON; one number for all tokens, where ``one_for_all`` and they are equal."""
+    """Round values for JSON; return one number for all tokens, where ``one_for_all`` and they are
+    equal."""
     if values is None or not len(values):
         return None
     rounded: list[float] = (values.astype("float64").round(4) + 0.0).tolist()  # no "-0.0"

@@ -291,9 +291,7 @@ class RunFolder:
         entry = summary["stages"].setdefault(self.stage or "", {})
         before = entry.get("inputs")
         entry["inputs"] = inputs
-        write_atomically(
-            self.path / "run.json", orjson.dumps(json_safe(summary), option=orjson.OPT_INDENT_2)
-        )
+        self._write_summary(summary)
         return before if isinstance(before, dict) else {}
 
     def set_state(self, state: str) -> None:
@@ -320,6 +318,9 @@ class RunFolder:
         else:
             entry["ended"] = time.time()
         entry["state"] = state
+        self._write_summary(summary)
+
+    def _write_summary(self, summary: dict[str, Any]) -> None:
         write_atomically(
             self.path / "run.json", orjson.dumps(json_safe(summary), option=orjson.OPT_INDENT_2)
         )
@@ -404,6 +405,15 @@ def config_files(folder: Path) -> dict[str, Path]:
         if (match := _CONFIG.fullmatch(path.name))
     }
     return dict(sorted(named.items(), key=lambda item: _written(item[1])))
+
+
+def newest_stage(folder: Path, stage: str | None = None) -> RunFolder:
+    """The run's stage of that name, else its newest."""
+    stages = RunFolder(folder).read_summary()["stages"]
+    started = dict.fromkeys(config_files(folder), 0.0)
+    started |= {name: entry.get("started") or 0.0 for name, entry in stages.items()}
+    newest = max(reversed(started), key=lambda name: started[name], default="")
+    return RunFolder(folder, (stage if stage is not None else newest) or None)
 
 
 def _no_plain_files(folder: Path, levels: int = 2) -> Iterator[Path]:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
+#: Seconds in which images are prepared.
+_IMAGES = ("perf/images/trainer_time", "perf/images/rollout_time")
 #: Phases in which the trainer has nothing to do.
 _TRAINER_WAITS = ("rollout", "train_wait", "generation_wait", "evaluation_wait")
 
@@ -162,8 +164,9 @@ class Sinks:
 
         ``perf/step_time`` is the wall-clock time since the last call without evaluation, added to
         rows that hold a rollout or a training step; ``perf/trainer_wait_ratio`` is the part of it
-        that the trainer spent waiting. Values given in `metrics` win. What is wrong with the run is
-        said on the console, once, and logged as ``alarm/<name>``.
+        that the trainer spent waiting; ``perf/images/step_ratio`` what trainer and rollout took to
+        prepare images, as a share of it. Values given in `metrics` win. What is wrong with the run
+        is said on the console, once, and logged as ``alarm/<name>``.
         """
         is_step = _is_step(metrics)
         end = now()
@@ -177,6 +180,10 @@ class Sinks:
             waited = sum(merged.get(f"perf/{phase}_time", 0.0) for phase in _TRAINER_WAITS)
             merged |= {"perf/trainer_wait_ratio": waited / seconds} if seconds > 0 else {}
         merged = {**waited_for, **metrics}
+        if is_step and any(name in merged for name in _IMAGES) and seconds > 0:
+            merged["perf/images/step_ratio"] = (
+                sum(merged.get(name, 0.0) for name in _IMAGES) / seconds
+            )
         # what the driver waited for a part of the run beyond what that part says it has worked
         if is_step:
             merged["perf/handover_time"] = max(

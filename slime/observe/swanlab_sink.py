@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
 from slime.files import json_safe
-from slime.observe.kept_names import kept, shown_name
+from slime.observe.kept_names import kept, shown_name, tracker_package
 from slime.observe.run_folder import RunFolder
 from slime.redact import redacted
 
@@ -20,12 +20,7 @@ class SwanlabSink:
     second part of the same id, for `swanlab sync`."""
 
     def __init__(self, config: Config, run: RunFolder) -> None:
-        try:
-            import swanlab
-        except ImportError as error:
-            raise UserError(
-                "--use-swanlab needs the package swanlab", fix="pip install 'slime-rl[swanlab]'"
-            ) from error
+        swanlab = tracker_package("swanlab")
         observe = config.observe
         # it would copy the terminal, and keep the command line with its secrets
         quiet = swanlab.Settings(

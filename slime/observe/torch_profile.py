@@ -4,6 +4,7 @@ run's own timelines into one file for https://ui.perfetto.dev."""
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,19 @@ class TorchProfile:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """A trace in Chrome's format, packed or not."""
+    """A trace in Chrome's format, packed or not.
+
+    Raises:
+        ValueError: it is cut short, or no such trace.
+    """
     content = path.read_bytes()
-    trace: dict[str, Any] = orjson.loads(gzip.decompress(content) if _is_packed(path) else content)
+    try:
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: {error}") from error
+    trace: dict[str, Any] = orjson.loads(content)
     return trace
-
-
-def _is_packed(path: Path) -> bool:
-    return path.suffix == ".gz"
 
 
 def merge_traces(traces: Mapping[str, Path], target: Path) -> int:

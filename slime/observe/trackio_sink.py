@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from slime.errors import UserError
 from slime.files import json_safe
-from slime.observe.kept_names import shown_name
+from slime.observe.kept_names import shown_name, tracker_package
 from slime.observe.run_folder import RunFolder
 from slime.redact import redacted
 
@@ -22,12 +21,7 @@ class TrackioSink:
     def __init__(self, config: Config, run: RunFolder) -> None:
         # read when trackio is imported
         os.environ.setdefault("TRACKIO_DIR", str(run.path.parent.resolve() / "trackio"))
-        try:
-            import trackio
-        except ImportError as error:
-            raise UserError(
-                "--use-trackio needs the package trackio", fix="pip install 'slime-rl[trackio]'"
-            ) from error
+        trackio = tracker_package("trackio")
         observe = config.observe
         self._run: Any = trackio.init(
             project=observe.trackio_project,

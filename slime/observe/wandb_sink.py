@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
 from slime.files import json_safe
-from slime.observe.kept_names import kept, shown_name
+from slime.observe.kept_names import kept, shown_name, tracker_package
 from slime.observe.run_folder import RunFolder
 from slime.processes.owner import will_hang
 from slime.redact import redact_argv, redacted
@@ -31,7 +31,7 @@ def check_key(config: Config) -> None:
     Raises:
         UserError: wandb is not installed, or there is no key.
     """
-    wandb = _wandb()
+    wandb = tracker_package("wandb")
     observe = config.observe
     if (
         observe.wandb_key
@@ -49,22 +49,12 @@ def check_key(config: Config) -> None:
         ) from error
 
 
-def _wandb() -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(
-            "--use-wandb needs the package wandb", fix="pip install 'slime-rl[wandb]'"
-        ) from error
-    return wandb
-
-
 class WandbSink:
     """One W&B run per run folder and stage; its id is kept there, so that resuming continues the
     same curves."""
 
     def __init__(self, config: Config, run: RunFolder) -> None:
-        wandb = _wandb()
+        wandb = tracker_package("wandb")
         observe = config.observe
         # our own logs are in the run folder; leave stdout alone
         options = wandb.Settings(console="off")

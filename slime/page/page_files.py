@@ -83,8 +83,8 @@ def _parts() -> tuple[str, str, str]:
 
 
 def _as_value(name: str, module: str) -> str:
-    """A module as a constant: what it exports, without its other names among those of the other
-    modules."""
+    """Wrap a module into a constant with what it exports, so that its other names do not meet those
+    of other modules."""
     exported = ", ".join(match[2] for match in _EXPORT.finditer(module))
     inner = _EXPORT.sub(r"\1", _IMPORT.sub(r"const { \1 } = $\2;", module))
     assert not re.search(r"^(?:import|export)\b", inner, re.MULTILINE), (

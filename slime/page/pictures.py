@@ -15,7 +15,7 @@ _MOST = 8
 
 def with_pictures(record: dict[str, Any]) -> dict[str, Any]:
     """Add ``pictures`` to the line of a sample that refers to images: data URIs of small copies.
-    An image whose file is gone or no image is left out."""
+    A file that is gone, or is no image, is left out."""
     references = record.get("images")
     if not isinstance(references, list):
         return record
@@ -25,11 +25,11 @@ def with_pictures(record: dict[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def _picture(reference: str) -> str:
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(Path(reference)) as image:
-            small = image.convert("RGB")
+            small = ImageOps.exif_transpose(image).convert("RGB")
             small.thumbnail((_SIDE, _SIDE))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return ""

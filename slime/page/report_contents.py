@@ -43,7 +43,7 @@ def contents_of(runs: Sequence[RunData], *, is_passing: bool = False) -> dict[st
 
     Args:
         runs: of several, the newest stage of each is shown at first.
-        is_passing: it is soon written anew.
+        is_passing: the report is written again soon, so that it holds fewer samples.
     """
     named = {
         f"{i}.{stage.name}": (run.path, stage) for i, run in enumerate(runs) for stage in run.stages
@@ -85,7 +85,7 @@ def _of_stage(run: Path, stage: Stage, sample_bytes: int) -> dict[str, Any]:
     names = stage.keys()
     return {
         "names": [[name, *plain_name(name)] for name in names],
-        "series": {name: _few(stage, name) for name in names},
+        "series": {name: _thinned(stage, name) for name in names},
         "phases": phases(stage),
         "engines": engines(stage),
         "settings": settings(stage),
@@ -95,7 +95,7 @@ def _of_stage(run: Path, stage: Stage, sample_bytes: int) -> dict[str, Any]:
     }
 
 
-def _few(stage: Stage, name: str) -> tuple[list[float], list[float | None]]:
+def _thinned(stage: Stage, name: str) -> tuple[list[float], list[float | None]]:
     points = thin(stage.series(name))
     return [step for step, _ in points], [
         None if y is None else float(f"{y:.{_DIGITS}g}") for _, y in points
@@ -132,8 +132,8 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
 def _samples(
     run: Path, stage: Stage, most_bytes: int
 ) -> tuple[list[Row], list[dict[str, Any]], str]:
-    """Rows as the page has them, with their lines; what there was of each file; and what to say of
-    it."""
+    """Return the rows of samples with their records, a summary of each file, and a note on what is
+    left out."""
     there = {
         kind: _sizes(paths)
         for kind, paths in (("rollout", stage.rollouts), ("eval", stage.evaluations))
@@ -172,7 +172,7 @@ def _samples(
 
 
 def _add_pictures(rows: Sequence[Row]) -> None:
-    """Add pictures to the samples of some groups, which all have the same."""
+    """Add pictures to the samples of the first groups. All samples of a group have the same."""
     groups: set[Any] = set()
     for row in rows:
         if "images" in row["record"]:
@@ -183,7 +183,7 @@ def _add_pictures(rows: Sequence[Row]) -> None:
 
 
 def _sizes(paths: dict[str, Path]) -> dict[Path, int]:
-    """Return the sizes of the files that still exist, with what training knew of them."""
+    """Return the sizes of the files that still exist, each with its file of training's values."""
     sizes = {}
     for path in paths.values():
         with contextlib.suppress(FileNotFoundError):
@@ -250,8 +250,8 @@ def _mean(rows: Sequence[Row]) -> float | None:
 
 
 def _chosen(groups: Sequence[list[Row]], most_bytes: int) -> list[list[Row]]:
-    """Choose whole groups that fit, from all data sets in turn. If none fits: best and worst of
-    one, without tokens."""
+    """Choose whole groups that fit, from all data sets in turn. If none fits, take the best and the
+    worst sample of one, without tokens."""
     by_dataset: dict[Any, list[list[Row]]] = {}
     for group in groups:
         by_dataset.setdefault(group[0]["dataset"], []).append(group)

@@ -87,7 +87,7 @@ def searched_text(record: dict[str, Any]) -> str:
 
 
 def prompt_key(prompt: Any) -> str:
-    """The same for the same prompt, in whichever step it was drawn."""
+    """Return a key of a prompt, which is the same in every step that drew it."""
     return hashlib.blake2b(orjson.dumps(prompt), digest_size=8).hexdigest()
 
 

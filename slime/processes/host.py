@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -226,12 +226,16 @@ def python_module(name: str) -> list[str]:
     return [sys.executable, "-m" if is_in_clone else "-Pm", name]
 
 
-@contextmanager
-def without_working_directory() -> Iterator[None]:
+def without_working_directory() -> AbstractContextManager[None]:
     """Keep the working directory off the import path of processes that multiprocessing starts."""
-    name = "PYTHONSAFEPATH"
+    return environment_variable("PYTHONSAFEPATH", "1")
+
+
+@contextmanager
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable of this process's environment within the block."""
     before = os.environ.get(name)
-    os.environ[name] = "1"
+    os.environ[name] = value
     try:
         yield
     finally:

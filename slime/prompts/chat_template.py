@@ -25,7 +25,7 @@ REASONING_MARKS = (
 
 
 class TemplateRefuses(UserError):
-    """The template is fine, and does not take these messages."""
+    """The template is valid, but refuses these messages."""
 
 
 def template_source(tokenizer: Any) -> str:
@@ -136,7 +136,7 @@ class TemplateForm:
             (Mistral's).
         writes_inline: reasoning between <think> marks in the content of the last answer is written
             as it stands.
-        thinks_inline: so it is, and the template knows these marks.
+        thinks_inline: it is written so, and the template knows these marks.
         knows_developer: there is a role "developer"; otherwise its messages are the system's.
         writes_names: the ``name`` of a user's message is written.
         varies: two renderings of the same messages differ.
@@ -240,8 +240,8 @@ def short_id(given: Any) -> str:
 
 
 def template_form(tokenizer: Any, **template_kwargs: Any) -> TemplateForm:
-    """How the tokenizer's chat template takes messages; rendered once for a template and its
-    keyword arguments."""
+    """Return how the tokenizer's chat template takes messages; it is rendered once for a template
+    and its keyword arguments."""
     source = template_source(tokenizer)
     if not source:
         return TemplateForm()
@@ -346,8 +346,8 @@ _PROBE_CALL = {
 
 
 def _form_of_calls(form: TemplateForm, probe: Callable[..., str]) -> TemplateForm:
-    """Forms of calls are tried from the most usual on; the first that the template writes as they
-    are counts."""
+    """Try forms of calls from the most usual on; the first that the template writes unchanged
+    counts."""
     messages = (
         {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
         {"role": "tool", "content": "probe", "name": _NAME, "tool_call_id": "call_1"},
@@ -437,7 +437,7 @@ def reasoning_of(message: dict[str, Any]) -> ReasonedAnswer:
 
     Example:
         >>> reasoning_of({"content": "<think>\\nhm\\n</think>\\n\\n4"})
-        Thought(text='\\nhm\\n', answer='4', marks=('<think>', '</think>'), gap='\\n\\n')
+        ReasonedAnswer(text='\\nhm\\n', answer='4', marks=('<think>', '</think>'), gap='\\n\\n')
     """
     content = message.get("content") or ""
     given = message.get("reasoning_content")

@@ -18,6 +18,7 @@ one form changes nothing.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -157,11 +158,8 @@ def conversation_in(value: Any, where: str = "messages") -> tuple[list[Any], Any
             columns = {key: column for key, column in value.items() if isinstance(column, list)}
             return [dict(zip(columns, item)) for item in zip(*columns.values())], None
         return ([value], None) if "role" in value or "from" in value else None
-    if (
-        isinstance(value, list | tuple)
-        and value
-        and all(isinstance(item, Mapping) for item in value)
-    ):
+    is_list = isinstance(value, list | tuple) and bool(value)
+    if is_list and all(isinstance(item, Mapping) for item in value):
         return list(value), None
     return None
 
@@ -302,15 +300,11 @@ class _MessageReader:
         """Reasoning, text and calls in a row are one message of the assistant."""
         said = self._open
         kind = item["type"]
-        begins = said is None or (
-            kind != "function_call"
-            and bool(
-                said["content"]
-                or "tool_calls" in said
-                or (kind == "reasoning" and "reasoning_content" in said)
-            )
-        )
-        if begins or said is None:
+        if said is not None and kind != "function_call":
+            has_thought = kind == "reasoning" and "reasoning_content" in said
+            if said["content"] or "tool_calls" in said or has_thought:
+                said = None
+        if said is None:
             said = {"role": "assistant", "content": ""}
             self._open = said
             self.messages.append(said)
@@ -320,11 +314,8 @@ class _MessageReader:
         elif kind == "message":
             said["content"] = self.content(item.get("content"), where, role="assistant").text
         else:
-            call = {
-                "id": item.get("call_id"),
-                "name": item.get("name"),
-                "arguments": item.get("arguments"),
-            }
+            call = {"id": item.get("call_id")}
+            call |= {key: item.get(key) for key in ("name", "arguments")}
             said.setdefault("tool_calls", []).append(self._call(call, where))
 
     def _add_message(self, given: dict[str, Any], where: str) -> None:
@@ -515,7 +506,8 @@ class _MessageReader:
         keys = ("arguments", "parameters", "input")
         arguments: Any = next((function[key] for key in keys if function.get(key) is not None), {})
         if isinstance(arguments, str):
-            arguments = _arguments_of_text(arguments, where)
+            kind = "arguments of a call that are not valid JSON"
+            arguments = _json(arguments, kind, where) if arguments.strip() else {}
         elif self._drops_nulls:
             arguments = without_nulls(arguments, self._schemas.get(name, {}))
         if not isinstance(arguments, Mapping):
@@ -585,10 +577,6 @@ def _decoded(value: Any, where: str) -> Any:
     return _json(value, "calls or tools as text that is not valid JSON", where)
 
 
-def _arguments_of_text(text: str, where: str) -> Any:
-    return _json(text, "arguments of a call that are not valid JSON", where) if text.strip() else {}
-
-
 def _json(text: str, kind: str, where: str) -> Any:
     try:
         found = json.loads(text, parse_constant=_not_json, parse_float=_finite)
@@ -646,11 +634,8 @@ def read_tools(
 def _tool(tool: Any, where: str, drops_nulls: bool) -> dict[str, Any]:
     tool = _decoded(tool, where)
     function = _decoded(tool.get("function"), where) if isinstance(tool, Mapping) else None
-    if (
-        function is None
-        and isinstance(tool, Mapping)
-        and tool.get("type") in (None, "function", "custom")
-    ):
+    is_bare = function is None and isinstance(tool, Mapping)
+    if is_bare and tool.get("type") in (None, "function", "custom"):
         function = {key: value for key, value in tool.items() if key != "type"}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ConversationError(
@@ -708,19 +693,13 @@ def allows_null(schema: Any) -> bool:
         return False
     kinds = schema.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds or []
-    values = schema.get("enum")
-    choices = [
-        choice
-        for found in (schema.get("anyOf"), schema.get("oneOf"))
-        if isinstance(found, list)
-        for choice in found
-    ]
-    return (
-        "null" in kinds
-        or schema.get("nullable") is True
-        or (isinstance(values, list) and None in values)
-        or any(allows_null(choice) for choice in choices)
+    if "null" in kinds or schema.get("nullable") is True:
+        return True
+    values, *choices = (
+        found if isinstance(found, list) else []
+        for found in map(schema.get, ("enum", "anyOf", "oneOf"))
     )
+    return None in values or any(map(allows_null, itertools.chain.from_iterable(choices)))
 
 
 # -- keys that nothing reads -----------------------------------------------------------------------
@@ -739,9 +718,8 @@ def unread_keys(messages: Messages, template: str | None, *, writes_names: bool 
         for key in LOSS_KEYS[1:]
         if key in message
     }
-    if not writes_names and any(
-        "name" in message and message["role"] != "tool" for message in messages
-    ):
+    is_named = any("name" in message and message["role"] != "tool" for message in messages)
+    if is_named and not writes_names:
         found.add("name")
     others = {key for message in messages for key in message if key not in (*_KEYS, *LOSS_KEYS)}
     return found | {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,41 +64,20 @@ def find(path: str, split: str | None, preferred: Sequence[str]) -> FoundSplit |
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         with loading(path):
             saved = datasets.load_from_disk(str(folder))
-        parts = (
-            saved
-            if isinstance(saved, datasets.DatasetDict)
-            else {str(saved.split or "train"): saved}
-        )
-        chosen = _choose(path, list(parts), split, preferred)
-        return FoundSplit(
-            name=shown_path(path),
-            split=chosen,
-            splits=tuple(parts),
-            was_named=split is not None,
-            table=partial(parts.__getitem__, chosen),
-        )
+        if not isinstance(saved, datasets.DatasetDict):
+            saved = {str(saved.split or "train"): saved}
+        found = _chosen(path, list(saved), split, preferred)
+        return replace(found, table=partial(saved.__getitem__, found.split))
     with loading(path):
         builder = _builder(folder, config, path)
     files = {str(name): paths for name, paths in (builder.config.data_files or {}).items()}
     names = list(files) or [str(name) for name in builder.info.splits or {}]
-    chosen = _choose(path, names, split, preferred)
+    found = _chosen(path, names, split, preferred)
     kind = type(builder).__module__.rpartition(".")[2]
     if kind in _TEXT_MODULES:
         _check_plain(builder.config, kind, path)
-        return FoundSplit(
-            name=shown_path(path),
-            split=chosen,
-            splits=tuple(names),
-            was_named=split is not None,
-            text_files=tuple(files[chosen]),
-        )
-    return FoundSplit(
-        name=shown_path(path),
-        split=chosen,
-        splits=tuple(names),
-        was_named=split is not None,
-        table=partial(_load, folder, config, chosen, path),
-    )
+        return replace(found, text_files=tuple(files[found.split]))
+    return replace(found, table=partial(_load, folder, config, found.split, path))
 
 
 def split_notice(path: str, preferred: Sequence[str]) -> str | None:
@@ -176,27 +155,25 @@ def _builder(folder: Path, config: str | None, path: str) -> Any:
         raise
 
 
-def _choose(path: str, names: list[str], asked: str | None, preferred: Sequence[str]) -> str:
+def _chosen(path: str, names: list[str], asked: str | None, preferred: Sequence[str]) -> FoundSplit:
+    """The split that is read, without its rows."""
     shown = shown_path(path)
-    if asked is not None:
-        if asked in names:
-            return asked
+    if asked is not None and asked not in names:
         near = difflib.get_close_matches(asked, names, n=1) or names
         raise UserError(
             f"'{shown}' has no split '{asked}'",
             why=f"it has: {', '.join(names)}",
             fix=f"name one of them: {shown}:{near[0]}",
         )
-    if len(names) == 1:
-        return names[0]
-    for name in preferred:
-        if name in names:
-            return name
-    raise UserError(
-        f"'{shown}' has several splits: {', '.join(names)}",
-        why=f"none of them is called {' or '.join(preferred)}",
-        fix=f"name one: {shown}:{names[0]}",
-    )
+    wanted = preferred if asked is None else [asked]
+    usable = [name for name in wanted if name in names] or (names if len(names) == 1 else [])
+    if not usable:
+        raise UserError(
+            f"'{shown}' has several splits: {', '.join(names)}",
+            why=f"none of them is called {' or '.join(preferred)}",
+            fix=f"name one: {shown}:{names[0]}",
+        )
+    return FoundSplit(shown, usable[0], tuple(names), was_named=asked is not None)
 
 
 def _check_plain(config: Any, kind: str, path: str) -> None:

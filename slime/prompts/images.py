@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
+import http.client
 import re
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.spec import read_hf_config
-from slime.models.vision import ImageSpan, VisionSpec, placeholder_runs, seeing
+from slime.models.vision import ImageError, ImageSpan, VisionSpec, placeholder_runs, seeing
 from slime.prompts.conversation import IMAGE_MARK, ConversationError, ImageParts
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import split_name, split_slice
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 #: Text that is no path and may be base64: shorter ones are taken for the name of a file.
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 _FIX = "mend or remove the files"
-#: Bytes that are read of a URL.
+#: Bytes of a file that is downloaded.
 _LARGEST_FILE = 1 << 26
 
 #: Bytes of an image, or the path of its file.
@@ -123,8 +124,6 @@ class ImageSources:
         return [self._read(number, one) for number, one in enumerate(wanted, start=1)]
 
     def _read(self, number: int, value: Any) -> Source:
-        from slime.models.images import ImageError
-
         shown = f"image {number}"
         if isinstance(value, Mapping) and value.get("bytes") is None and value.get("path"):
             value = value["path"]
@@ -132,8 +131,7 @@ class ImageSources:
             shown += f" ({value})"
         try:
             source = self._located(value)
-            prompts = image_prompts(self.model_path, self.max_pixels)
-            prompts.size(source)
+            image_prompts(self.model_path, self.max_pixels).size(source)
         except (ImageError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise RowProblem(
@@ -147,8 +145,6 @@ class ImageSources:
             ImageError: a value of another kind, or a URL that may not be read.
             OSError: there is no such file, or no such server.
         """
-        from slime.models.images import ImageError
-
         if isinstance(value, Mapping):
             value = value.get("bytes")
         if isinstance(value, bytes | bytearray):
@@ -175,8 +171,6 @@ def decoded_base64(text: str) -> bytes:
     Raises:
         ImageError: it is none.
     """
-    from slime.models.images import ImageError
-
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except binascii.Error as error:
@@ -188,8 +182,6 @@ def from_data_uri(value: str) -> bytes:
     Raises:
         ImageError: it has no base64.
     """
-    from slime.models.images import ImageError
-
     head, _, text = value.partition(",")
     if not head.endswith(";base64"):
         raise ImageError("it is a data URI without base64")
@@ -198,8 +190,15 @@ def from_data_uri(value: str) -> bytes:
 
 @functools.lru_cache(maxsize=64)
 def _download(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=deadlines.IMAGE_DOWNLOAD) as answer:
-        found: bytes = answer.read(_LARGEST_FILE)
+    from slime.models.images import ImageError
+
+    try:
+        with urllib.request.urlopen(url, timeout=deadlines.IMAGE_DOWNLOAD) as answer:
+            found: bytes = answer.read(_LARGEST_FILE + 1)
+    except (ValueError, http.client.HTTPException) as error:
+        raise ImageError(f"it cannot be downloaded: {error}") from error
+    if len(found) > _LARGEST_FILE:
+        raise ImageError(f"it has more than {_LARGEST_FILE:,} bytes")
     return found
 
 
@@ -221,18 +220,15 @@ def bytes_of(source: Source) -> bytes:
     return source if isinstance(source, bytes) else Path(source).read_bytes()
 
 
+@dataclass(eq=False)
 class ImagePrompts:
     """Puts the images of one model among tokens."""
 
-    def __init__(self, reader: ImageReader, vision: VisionSpec) -> None:
-        self.reader = reader
-        self.vision = vision
+    reader: ImageReader
+    vision: VisionSpec
 
     def placeholder(self, tokenizer: Any) -> str:
-        """Return the text that stands for an image in a prompt."""
-        vision = self.vision
-        ids = [vision.start_token, vision.image_token, vision.end_token]
-        return "".join(tokenizer.convert_ids_to_tokens(ids))
+        return self.vision.placeholder(tokenizer)
 
     def size(self, source: Source) -> tuple[int, int]:
         """Return rows and columns of an image, in tokens.
@@ -349,11 +345,8 @@ def read_inline(parts: ImageParts, where: str) -> list[bytes]:
     Raises:
         ConversationError: one is not there, is the address of a file, or cannot be decoded.
     """
-    from slime.models.images import ImageError
-
     found = []
     for number, source in enumerate(parts.sources, start=1):
-        kind = "an image that cannot be read"
         if isinstance(source, Mapping):
             source = source.get("bytes")
         try:
@@ -368,5 +361,6 @@ def read_inline(parts: ImageParts, where: str) -> list[bytes]:
             else:
                 raise ImageError("it has no data")
         except ImageError as error:
+            kind = "an image that cannot be read"
             raise ConversationError(kind, where, f"image {number}: {error}") from error
     return found

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,10 +26,11 @@ SHUFFLE_BUFFER = 10_000
 
 
 class PromptOrder(Protocol):
-    """Prompts one after another. ``tell()`` is the position of the next ``take()``. What
-    ``reorder`` chooses, shuffled or as the data is, holds from the next ``seek`` on."""
+    """Prompts one after another. ``tell()`` is the position of the next ``take()``. ``shuffle``
+    (else the order is that of the data) holds from the next ``seek`` on."""
 
-    def reorder(self, shuffle: bool) -> None: ...
+    shuffle: bool
+
     def tell(self) -> tuple[int, int]: ...
     def seek(self, epoch: int, offset: int) -> None: ...
     def take(self) -> Prompt: ...
@@ -36,6 +38,7 @@ class PromptOrder(Protocol):
     def fingerprint(self) -> str: ...
 
 
+@dataclass(eq=False)
 class MappedOrder:
     """Random access: each epoch is the original order, or a permutation of it seeded by ``seed +
     epoch``.
@@ -48,29 +51,19 @@ class MappedOrder:
             whatever was passed over.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        kept: np.ndarray,
-        checker: Checker,
-        *,
-        shuffle: bool,
-        seed: int,
-        unchecked: bool = False,
-    ) -> None:
-        self._rows = rows
-        self._kept = kept
-        self._checker = checker
-        self._shuffle = shuffle
-        self._seed = seed
-        self.unchecked = unchecked
+    rows: Rows
+    kept: np.ndarray
+    checker: Checker
+    _: KW_ONLY
+    shuffle: bool
+    seed: int
+    unchecked: bool = False
+
+    def __post_init__(self) -> None:
         self.seek(0, 0)
 
-    def reorder(self, shuffle: bool) -> None:
-        self._shuffle = shuffle
-
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self.kept)
 
     def tell(self) -> tuple[int, int]:
         return self._epoch, self._offset
@@ -78,51 +71,52 @@ class MappedOrder:
     def seek(self, epoch: int, offset: int) -> None:
         self._epoch = epoch
         self._offset = offset
-        self._permutation: Sequence[int] = range(len(self._kept))
-        if self._shuffle:
-            self._permutation = permutation(len(self._kept), self._seed, epoch)
+        self._permutation: Sequence[int] = range(len(self.kept))
+        if self.shuffle:
+            self._permutation = permutation(len(self.kept), self.seed, epoch)
 
     def take(self) -> Prompt:
-        for _ in range(len(self._kept)):
-            if self._offset >= len(self._kept):
+        for _ in range(len(self.kept)):
+            if self._offset >= len(self.kept):
                 self.seek(self._epoch + 1, 0)
-            position = int(self._kept[self._permutation[self._offset]])
+            position = int(self.kept[self._permutation[self._offset]])
             self._offset += 1
             prompt = self._prompt(position)
             if prompt is not None:
-                prompt.where = self._rows.where(position)
+                prompt.where = self.rows.where(position)
                 return prompt
         raise UserError(
-            f"none of {len(self._kept)} rows in a row can be used",
+            f"none of {len(self.kept)} rows in a row can be used",
             fix="the warnings above say what is wrong with them",
         )
 
     def _prompt(self, position: int) -> Prompt | None:
         """The row at ``position``; None for one that is passed over."""
         try:
-            prompt = read_prompt(self._rows[position], self._checker.form, self._checker.tokenizer)
+            prompt = read_prompt(self.rows[position], self.checker.form, self.checker.tokenizer)
         except RowProblem as problem:
             if not self.unchecked:
-                raise problem.at(self._rows.where(position)) from problem
+                raise problem.at(self.rows.where(position)) from problem
             self._pass_over(position, problem)
             return None
         if not self.unchecked:
             return prompt
-        for judged in self._checker.judge([prompt])[0] if self._checker.judge is not None else ():
+        judge = self.checker.judge
+        for judged in judge([prompt])[0] if judge is not None else ():
             if judged.refuse_at == 0.0:
                 self._pass_over(position, judged)
                 return None
-        length = self._checker.lengths([prompt])[0]
-        if self._checker.fits(length):
+        length = self.checker.lengths([prompt])[0]
+        if self.checker.fits(length):
             return prompt
         tell(
             logger,
             "%s: a prompt of %d tokens is longer than %d and left out, as are others when they "
             "are drawn (%s)",
-            self._rows.where(position),
+            self.rows.where(position),
             length,
-            self._checker.max_tokens,
-            self._checker.limit_flags,
+            self.checker.max_tokens,
+            self.checker.limit_flags,
             once="a prompt that is too long",
         )
         return None
@@ -131,7 +125,7 @@ class MappedOrder:
         tell(
             logger,
             "%s: rows here %s, and are left out when they are drawn (this is the first; %s)",
-            self._rows.where(position),
+            self.rows.where(position),
             problem.kind,
             problem.detail or problem.fix,
             once=f"left out {problem.kind}",
@@ -140,10 +134,10 @@ class MappedOrder:
     def fingerprint(self) -> str:
         """Changes with the rows that can be drawn: their number, and content of the first, middle
         and last."""
-        digest = xxhash.xxh3_64(self._kept.tobytes())
-        for position in (0, len(self._kept) // 2, len(self._kept) - 1):
+        digest = xxhash.xxh3_64(self.kept.tobytes())
+        for position in (0, len(self.kept) // 2, len(self.kept) - 1):
             try:
-                row = repr(self._rows[int(self._kept[position])])
+                row = repr(self.rows[int(self.kept[position])])
             except RowProblem as problem:  # a row that was not checked
                 row = f"{problem.kind}: {problem.detail}"
             digest.update(row.encode())
@@ -157,6 +151,7 @@ def permutation(size: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
+@dataclass(eq=False)
 class StreamedOrder:
     """Sequential access (``--streaming-data``): rows are read, checked and measured when they are
     drawn.
@@ -166,16 +161,15 @@ class StreamedOrder:
     again up to there.
     """
 
-    def __init__(self, path: str, checker: Checker, *, shuffle: bool, seed: int) -> None:
-        self._path = path
-        self._checker = checker
-        self._shuffle = shuffle
-        self._seed = seed
+    path: str
+    checker: Checker
+    _: KW_ONLY
+    shuffle: bool
+    seed: int
+
+    def __post_init__(self) -> None:
         self._too_long = self._longest = 0
         self.seek(0, 0)
-
-    def reorder(self, shuffle: bool) -> None:
-        self._shuffle = shuffle
 
     def __len__(self) -> int:
         raise UserError(
@@ -197,23 +191,22 @@ class StreamedOrder:
         prompt = next(self._prompts, None)
         if prompt is None:
             if self._offset == 0:
+                too_long = f"{self._too_long} prompts are longer" if self._too_long else ""
                 raise UserError(
-                    f"{self._path} has no prompt of at most {self._checker.max_tokens} tokens",
-                    why=f"{self._too_long} prompts are longer"
-                    if self._too_long
-                    else "it has no rows",
-                    fix=f"raise {self._checker.limit_flags}, or take other data",
+                    f"{self.path} has no prompt of at most {self.checker.max_tokens} tokens",
+                    why=too_long or "it has no rows",
+                    fix=f"raise {self.checker.limit_flags}, or take other data",
                 )
             if self._too_long:
                 tell(
                     logger,
                     "%s: %d prompts are longer than %s tokens and left out (the longest: %d; %s)",
-                    self._path,
+                    self.path,
                     self._too_long,
-                    self._checker.max_tokens,
+                    self.checker.max_tokens,
                     self._longest,
-                    self._checker.limit_flags,
-                    once=f"too long {self._path}",
+                    self.checker.limit_flags,
+                    once=f"too long {self.path}",
                 )
             self.seek(self._epoch + 1, 0)
             return self.take()
@@ -222,31 +215,29 @@ class StreamedOrder:
 
     def _open(self) -> Iterator[Prompt]:
         self._too_long = self._longest = 0
-        rows: Iterator[tuple[str, Row]] = iter_rows(self._path)
-        if self._shuffle:
-            rows = shuffled(rows, random.Random(self._seed + self._epoch).randrange, SHUFFLE_BUFFER)
-        limit = self._checker.max_tokens
-        for prompt, length in self._checker.stream(rows):
+        rows: Iterator[tuple[str, Row]] = iter_rows(self.path)
+        if self.shuffle:
+            rows = shuffled(rows, random.Random(self.seed + self._epoch).randrange, SHUFFLE_BUFFER)
+        limit = self.checker.max_tokens
+        for prompt, length in self.checker.stream(rows):
             if limit is None or length <= limit:
                 yield prompt
             else:
                 self._too_long += 1
                 self._longest = max(self._longest, length)
-                if self._too_long == 1:
-                    said = "%s: a prompt of %d tokens is longer than %d and left out (%s)"
-                    tell(
-                        logger,
-                        said,
-                        self._path,
-                        length,
-                        limit,
-                        self._checker.limit_flags,
-                        once=f"one {self._path}",
-                    )
+                tell(
+                    logger,
+                    "%s: a prompt of %d tokens is longer than %d and left out (%s)",
+                    self.path,
+                    length,
+                    limit,
+                    self.checker.limit_flags,
+                    once=f"one {self.path}",
+                )
 
     def fingerprint(self) -> str:
         """Changes with the first row: a stream is not read to its end for this."""
-        first = repr(next(iter_rows(self._path), None))
+        first = repr(next(iter_rows(self.path), None))
         return f"stream {xxhash.xxh3_64_hexdigest(first.encode())}"
 
 

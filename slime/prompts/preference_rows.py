@@ -109,8 +109,8 @@ def with_prompt(
 
 
 def _shared_beginning(talks: Sequence[Messages]) -> int:
-    """So many messages are the prompt: those that all conversations begin with, and of one alone
-    all but the last."""
+    """Count the messages of the prompt: those that all conversations begin with, or, of a single
+    conversation, all but the last."""
     longest = min(map(len, talks)) - 1
     alike = itertools.takewhile(
         lambda messages: all(message == messages[0] for message in messages),

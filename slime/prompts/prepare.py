@@ -98,7 +98,7 @@ class Scan:
         self.unread.merge(other.unread)
 
     def error(self, path: str, checker: Checker, *, has_more: bool = False) -> UserError | None:
-        """Why a run cannot work with the rows; None where it can.
+        """Return why a run cannot use the rows, or None.
 
         Args:
             has_more: the data has rows that were not checked.
@@ -116,14 +116,15 @@ class Scan:
 
     def warnings(self, path: str, checker: Checker, *, has_more: bool = False) -> list[str]:
         """Warnings about rows that can be used, and about prompts that are left out."""
-        found = self.problems.tolerated(self.looked_at).warnings(
-            path, self.looked_at, has_more=has_more
-        )
+        tolerated = self.problems.tolerated(self.looked_at)
+        found = tolerated.warnings(path, self.looked_at, has_more=has_more)
         if self.too_long:
+            rows = f"{self.looked_at} prompts"
+            if has_more:
+                rows = f"the {rows} checked"
             found.append(
-                f"{path}: {self.too_long} of {self._rows(has_more)} are longer than "
-                f"{checker.max_tokens} tokens and "
-                f"left out (the longest: {self.longest}; {checker.limit_flags}; first: "
+                f"{path}: {self.too_long} of {rows} are longer than {checker.max_tokens} tokens "
+                f"and left out (the longest: {self.longest}; {checker.limit_flags}; first: "
                 f"{self.first_too_long})"
             )
         if self.unread.keys:
@@ -132,20 +133,14 @@ class Scan:
 
     def notes(self, path: str) -> list[str]:
         """Notes on columns that nothing reads, which is usual and may still explain something."""
-        return (
-            [self.unread.warning(path, self.looked_at)]
-            if self.unread.columns and not self.unread.keys
-            else []
-        )
+        is_noted = self.unread.columns and not self.unread.keys
+        return [self.unread.warning(path, self.looked_at)] if is_noted else []
 
     def templated_warning(self, path: str, checker: Checker) -> str:
         """Prompts that carry the chat template already; "" if there are none."""
         if not self.templated:
             return ""
         return templated_warning(path, self.templated, self.first_templated, checker.markers)
-
-    def _rows(self, has_more: bool) -> str:
-        return f"the {self.looked_at} prompts checked" if has_more else f"{self.looked_at} prompts"
 
 
 @dataclass
@@ -154,8 +149,8 @@ class Checker:
 
     Args:
         max_tokens: prompts of more tokens are left out; None for no limit.
-        limit_flags: what sets it, for messages.
-        judge: what else is checked of a row, where `scan` looks at it.
+        limit_flags: the flags that set the limit, for messages.
+        judge: further checks, which `scan` makes and `stream` does not.
     """
 
     form: RowFormat
@@ -227,7 +222,8 @@ class Checker:
         return lengths
 
     def _may_exceed(self, text: str | Messages, image_tokens: int) -> TypeGuard[str]:
-        """Tokens hold at least a byte each, but for what a tokenizer's normaliser adds."""
+        """Tell whether a text may exceed the limit: a token holds at least a byte, apart from what
+        the tokenizer's normaliser adds."""
         room = (self.max_tokens or 0) - image_tokens
         return isinstance(text, str) and 2 * len(text.encode("utf-8", "replace")) + _ADDED > room
 
@@ -247,8 +243,8 @@ class Checker:
 
 
 def prepare(rows: Rows, path: str, checker: Checker, num_workers: int = 0) -> np.ndarray:
-    """Positions of the rows that can be drawn, in order; int64 [number kept]. What was found before
-    the launch (`remember`) is not looked for again.
+    """Return the positions of the rows that can be drawn, in order; int64 [number kept]. Rows that
+    were checked before the launch (`remember`) are not checked again.
 
     Args:
         num_workers: processes that render and tokenise; 0: as many as the work needs.
@@ -336,7 +332,7 @@ _checked: list[CheckedRows] = []
 
 
 def checked_rows(rows: Rows, path: str, checker: Checker, found: Scan) -> CheckedRows:
-    """The record of ``found``, a check of all rows."""
+    """Return the record of ``found``, a check of all rows."""
     kept = np.asarray(found.kept, dtype=np.int64)
     return CheckedRows(
         path, _stamp(path), checker.form, checker.max_tokens, _digest(rows, checker), kept
@@ -344,7 +340,7 @@ def checked_rows(rows: Rows, path: str, checker: Checker, found: Scan) -> Checke
 
 
 def remember(checked: Sequence[CheckedRows]) -> None:
-    """Let `prepare` in this process go by what was checked before, instead of earlier records."""
+    """Let `prepare` in this process use these records; earlier ones are forgotten."""
     _checked[:] = checked
 
 
@@ -384,9 +380,8 @@ def _digest(rows: Rows, checker: Checker) -> str:
 def templated_warning(path: str, count: int, where: str, markers: list[str]) -> str:
     return (
         f"{path}: {count} prompts already carry the chat template (first: {where}; markers: "
-        f"{', '.join(markers)}), and "
-        "--apply-chat-template puts them into it a second time; leave the flag out, or strip the "
-        "markers from the data"
+        f"{', '.join(markers)}), and --apply-chat-template puts them into it a second time; leave "
+        "the flag out, or strip the markers from the data"
     )
 
 

@@ -53,37 +53,22 @@ class RowProblem(Exception):
 
 #: End of a flag → what data sets usually call its column.
 _USUAL = {
-    "input-key": (
-        "prompt",
-        "question",
-        "problem",
-        "messages",
-        "instruction",
-        "query",
-        "text",
-        "input",
-    ),
+    "input-key": ("prompt", "question", "problem", "messages", "instruction", "query", "text",
+                  "input"),
     "label-key": ("answer", "label", "solution", "target", "ground_truth", "final_answer"),
     "response-key": ("response", "completion", "output", "generated_text"),
-}
+}  # fmt: skip
 
 
 def missing_key(key: str, flag: str, row_keys: Iterable[str]) -> RowProblem:
     """A row without the column that ``flag`` names; tells the keys there are, and one of a like or
     usual name."""
     keys = [str(k) for k in row_keys]
-    usual = [
-        name
-        for end, names in _USUAL.items()
-        if flag.endswith(end)
-        for name in names
-        if name in keys
-    ]
-    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5) or usual
-    if near:
+    usual = next((names for end, names in _USUAL.items() if flag.endswith(end)), ())
+    there = [name for name in usual if name in keys]
+    fix = f"pass {flag} with the column that is meant, or leave it out where there is none"
+    if near := difflib.get_close_matches(key, keys, n=1, cutoff=0.5) or there:
         fix = f"pass {flag} {near[0]}"
-    else:
-        fix = f"pass {flag} with the column that is meant, or leave it out where there is none"
     return RowProblem(
         f"have no key '{key}'", f"the keys there are: {', '.join(keys) or 'none'}", fix
     )
@@ -122,21 +107,16 @@ class Problems:
 
     def refused(self, num_rows: int) -> Problems:
         """The kinds that a run cannot work with, if ``num_rows`` rows were checked."""
-        is_refused = {
-            kind: entry
-            for kind, entry in self.found.items()
-            if entry[0] >= entry[2].refuse_at * num_rows
-        }
-        return Problems(is_refused, self.listed)
+        found = self.found.items()
+        refused = {kind: one for kind, one in found if one[0] >= one[2].refuse_at * num_rows}
+        return Problems(refused, self.listed)
 
     def tolerated(self, num_rows: int) -> Problems:
         """The other kinds: a run goes on with a warning."""
+        refused = self.refused(num_rows).found
+        found = self.found.items()
         return Problems(
-            {
-                kind: entry
-                for kind, entry in self.found.items()
-                if kind not in self.refused(num_rows).found and entry[2].is_told
-            }
+            {kind: one for kind, one in found if kind not in refused and one[2].is_told}
         )
 
     def told(self, num_rows: int, *, has_more: bool = False) -> str:
@@ -154,15 +134,12 @@ class Problems:
     def error(self, path: str, num_rows: int, *, has_more: bool = False) -> UserError:
         """One error for all kinds; see `told`."""
         ranked = self._ranked()
-        details = [
-            "\n    ".join(self.listed[p.kind][:_MOST_LISTED])
-            if p.kind in self.listed
-            else f"{where}: {p.detail}"
-            if len(ranked) > 1
-            else p.detail
-            for _, where, p in ranked
-            if p.detail
-        ]
+        details = []
+        for _, where, p in ranked:
+            if p.detail and p.kind in self.listed:
+                details.append("\n    ".join(self.listed[p.kind][:_MOST_LISTED]))
+            elif p.detail:
+                details.append(f"{where}: {p.detail}" if len(ranked) > 1 else p.detail)
         fixes = dict.fromkeys(p.fix for _, _, p in ranked if p.fix)
         return UserError(
             f"{path}: {self.told(num_rows, has_more=has_more)}",

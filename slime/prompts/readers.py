@@ -93,11 +93,8 @@ def iter_rows(
         file = _without_split(file, split)
         stream = _stream_of(file)
         if stream is not None and (part.start or 0) >= 0 and (part.stop or 0) >= 0:
-            with (
-                _decompressing(file)
-                if file.endswith(COMPRESSED_SUFFIXES)
-                else contextlib.nullcontext()
-            ):
+            is_plain = not file.endswith(COMPRESSED_SUFFIXES)
+            with contextlib.nullcontext() if is_plain else _decompressing(file):
                 yield from itertools.islice(stream(file), part.start, part.stop)
             return
     rows = open_rows(path, splits)
@@ -161,12 +158,13 @@ def _without_split(file: str, split: str | None) -> str:
 
 def _missing(file: str) -> UserError:
     folder = Path(file).parent
-    there = sorted(entry.name for entry in folder.iterdir())[:12] if folder.is_dir() else []
+    why = f"there is no folder {folder}"
+    if folder.is_dir():
+        there = sorted(entry.name for entry in folder.iterdir())[:12]
+        why = f"{folder} has: {', '.join(there) or 'nothing'}"
     return UserError(
         f"there is no data file '{file}'",
-        why=f"{folder} has: {', '.join(there) or 'nothing'}"
-        if folder.is_dir()
-        else f"there is no folder {folder}",
+        why=why,
         fix="check the path; for a Hub data set pass org/name; no local path of that name may "
         "exist",
     )
@@ -284,9 +282,8 @@ def _positions(content: np.ndarray, byte: bytes) -> np.ndarray:
 def _between(breaks: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """(start, end) of the stretches that line breaks end; what is behind the last one counts if
     there is anything."""
-    ends = (
-        breaks if (len(breaks) and breaks[-1] == size - 1) or not size else np.append(breaks, size)
-    )
+    is_ended = not size or (len(breaks) and breaks[-1] == size - 1)
+    ends = breaks if is_ended else np.append(breaks, size)
     return np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)[: len(ends)], ends
 
 
@@ -428,9 +425,8 @@ def _is_json_array(file: str) -> bool:
 
 def _parse_line(line: bytes) -> JsonRow:
     try:
-        text = line.removeprefix(
-            codecs.BOM_UTF8
-        ).decode()  # which editors on Windows put before the first line
+        # editors on Windows put it before the first line
+        text = line.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise _invalid(f"byte {error.start + 1} of the line is not UTF-8") from error
     return _parse(text)
@@ -567,14 +563,11 @@ def _is_regular(
     first = 3 if content[:3].tobytes() == codecs.BOM_UTF8 else 0
     doubled: np.ndarray = np.zeros(len(opening), dtype=bool)
     doubled[1:] = opening[1:] == closing[:-1] + 1
+    last = len(content) - 1
     before = np.isin(content[np.maximum(opening - 1, 0)], edges) | (opening == first)
-    after = np.isin(content[np.minimum(closing + 1, len(content) - 1)], edges) | (
-        closing == len(content) - 1
-    )
-    if (
-        not (before | doubled).all()
-        or not (after | np.append(doubled[1:], False)[: len(closing)]).all()
-    ):
+    after = np.isin(content[np.minimum(closing + 1, last)], edges) | (closing == last)
+    doubled_after = np.append(doubled[1:], False)[: len(closing)]
+    if not (before | doubled).all() or not (after | doubled_after).all():
         return False
     lone = returns[np.searchsorted(quotes, returns) % 2 == 0]
     return bool((lone + 1 < len(content)).all()) and bool((content[lone + 1] == ord("\n")).all())
@@ -656,11 +649,8 @@ def _not_utf8(file: str) -> UserError:
             try:
                 line.decode()
             except UnicodeDecodeError as error:
-                return UserError(
-                    f"{file}:{number}: this line is not UTF-8",
-                    why=str(error),
-                    fix="save it as UTF-8",
-                )
+                what = f"{file}:{number}: this line is not UTF-8"
+                return UserError(what, why=str(error), fix="save it as UTF-8")
     raise AssertionError("unreachable")
 
 

@@ -25,7 +25,7 @@ from slime.prompts.conversation import (
     read_tools,
     unread_keys,
 )
-from slime.prompts.images import ImageSources, Source, image_prompts, kept
+from slime.prompts.images import ImagePrompts, ImageSources, Source, image_prompts, kept
 from slime.prompts.labels import compares_labels, read_label
 from slime.prompts.preference_rows import PreferenceColumns, with_prompt
 from slime.prompts.problems import RowProblem, missing_key
@@ -76,16 +76,15 @@ class RowFormat:
         """
         data = config.data
         reward = config.reward
-        compares = compares_labels(reward.rm_type) and not reward.custom_rm_path
         rollout = config.rollout
-        user_code = rollout.rollout_function_path or rollout.custom_generate_function_path
-        if (
-            compares
-            and data.label_key is None
-            and not user_code
-            and not rollout.rollout_sample_hook_path
-            and not rewards_may_be_missing(config)
-        ):
+        own = (
+            reward.custom_rm_path,
+            rollout.rollout_function_path,
+            rollout.custom_generate_function_path,
+            rollout.rollout_sample_hook_path,
+        )
+        needs_labels = compares_labels(reward.rm_type) and not any(own)
+        if needs_labels and data.label_key is None and not rewards_may_be_missing(config):
             raise UserError(
                 f"--rm-type {reward.rm_type} compares responses with labels, and there are none",
                 fix="pass --label-key with the column of the right answers",
@@ -143,7 +142,7 @@ class Prompt:
             reads.
         where: where the row comes from, "train.jsonl:17"; set when it is drawn.
         images: of the row, in the order of their places.
-        image_tokens: how many tokens they have beside one placeholder each.
+        image_tokens: placeholders of theirs that are not written yet.
     """
 
     text: str | Messages
@@ -240,18 +239,43 @@ def _with_images(
         return prompt
     prompts = image_prompts(form.images.model_path, form.images.max_pixels)
     if prompt.tokens:
-        parts.sources = [None] * len(placeholder_runs(prompt.tokens, prompts.vision))
+        runs = placeholder_runs(prompt.tokens, prompts.vision)
+        parts.sources = [None] * len(runs)
+        prompt.images = form.images.of_row(row, parts)
+        prompt.image_tokens = _missing_placeholders([length for _, length in runs], prompt, prompts)
+        return prompt
     prompt.images = form.images.of_row(row, parts)
     written = str(prompt.text).count(parts.placeholder)
-    if written != len(prompt.images) and not prompt.tokens:
+    if written != len(prompt.images):
         raise RowProblem(
             "have placeholders of images in their text, or a chat template that leaves images out",
             f"{written} placeholders {parts.placeholder} are written for {len(prompt.images)} "
             "images",
             "remove these rows",
         )
-    prompt.image_tokens = 0 if prompt.tokens else prompts.num_tokens(prompt.images)
+    prompt.image_tokens = prompts.num_tokens(prompt.images)
     return prompt
+
+
+def _missing_placeholders(written: list[int], prompt: Prompt, prompts: ImagePrompts) -> int:
+    """Count the placeholders that a tokenised prompt lacks.
+
+    Args:
+        written: how many it has for each image.
+    Raises:
+        RowProblem: an image has neither one nor all of them.
+    """
+    missing = 0
+    for number, (count, image) in enumerate(zip(written, prompt.images, strict=True), start=1):
+        rows, columns = prompts.size(image)
+        if count not in (1, rows * columns):
+            raise RowProblem(
+                "have other numbers of placeholders than their images have tokens",
+                f"{count} for image {number}, which is {rows} x {columns} tokens",
+                "write one placeholder for each image, or all of them",
+            )
+        missing += rows * columns - count
+    return missing
 
 
 def _read_preference(
@@ -273,11 +297,10 @@ def _read_preference(
             conversation = conversation_in(value, key)
             own = replace(form, input_key=key, input_flag=f"--{name}-key")
             what = "prompt" if name == "prompt" else "answer"
-            read[name] = (
-                _messages(conversation[0], tools, own, what)
-                if conversation
-                else _text(value, own, what)
-            )
+            if conversation:
+                read[name] = _messages(conversation[0], tools, own, what)
+            else:
+                read[name] = _text(value, own, what)
     except ConversationError as error:
         raise RowProblem(
             f"have {error.kind}", f"{error.where}: {error.detail}".rstrip(": "), error.fix
@@ -361,9 +384,8 @@ def _tools(row: dict[str, Any], form: RowFormat, beside: Any) -> list[dict[str, 
     if form.tool_key not in row and form.tools_required:
         raise missing_key(form.tool_key, "--tool-key", row)
     value = row.get(form.tool_key)
-    return read_tools(
-        beside if value in (None, "", []) else value, where=form.tool_key, drops_nulls=True
-    )
+    given = beside if value in (None, "", []) else value
+    return read_tools(given, where=form.tool_key, drops_nulls=True)
 
 
 def decoded(value: Any) -> Any:

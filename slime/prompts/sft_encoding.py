@@ -40,7 +40,7 @@ from slime.prompts.tokenizer import with_opening
 logger = get_logger(__name__)
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-#: Templates may write the time: so often a conversation is encoded until it stands still meanwhile.
+#: Templates may write the time. A conversation is encoded so many times until two renderings agree.
 _CLOCK_TRIES = 5
 #: Two texts that share no beginning: what is rendered before both of them is the head of a turn.
 _ONE = "Aprobe of the head"
@@ -120,7 +120,7 @@ class SftEncoding:
         ends: ids of tokens that end an answer.
         template_kwargs: for the chat template.
         apply_chat_template: a prompt that is plain text is a user's message.
-        placeholder: text that stands for an image, whose special tokens are meant.
+        placeholder: text that stands for an image; special tokens in it are no mistake.
     """
 
     def __init__(
@@ -140,11 +140,9 @@ class SftEncoding:
         self._source = template_source(tokenizer)
         self._form = template_form(tokenizer, **self._kwargs)
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        of_template = [
-            number
-            for number, text in self._special.items()
-            if text and self._form.end.endswith(text)
-        ]
+        special = self._special.items()
+        end = self._form.end
+        of_template = [number for number, text in special if text and end.endswith(text)]
         self.ends = frozenset([*ends, *eos, *of_template])
         self._known: dict[str, list[int]] = {}
         self._control = re.compile(
@@ -154,8 +152,8 @@ class SftEncoding:
         self._reasoning_fix = _reasoning_fix(self._source, self._kwargs)
 
     def read_ahead(self, texts: Iterable[str]) -> None:
-        """Tokenise texts that will be encoded next, in one call: one at a time, what surrounds the
-        tokeniser takes several times as long as itself."""
+        """Tokenise texts that will be encoded next, in one call: calls for one text each take
+        several times as long."""
         unique = list(dict.fromkeys(texts))
         ids = self.tokenizer(unique, add_special_tokens=False)["input_ids"] if unique else []
         self._known = dict(zip(unique, ids, strict=True))
@@ -281,14 +279,10 @@ class SftEncoding:
     ) -> _Turn:
         """The prompt of message ``number``, and what the model generates after it."""
         form = self._form
-        if (
-            thought.marks is None
-            and thought.text
-            and reasoning_of({"content": thought.answer}).text.strip()
-        ):
-            raise _undetermined(
-                number, "it has reasoning of its own, and other reasoning in its content"
-            )
+        has_own = thought.marks is None and thought.text
+        if has_own and reasoning_of({"content": thought.answer}).text.strip():
+            why = "it has reasoning of its own, and other reasoning in its content"
+            raise _undetermined(number, why)
         answered = renderer.answered(number)
         prompt = renderer.prompt(number)
         if prompt is None or not answered.startswith(prompt):
@@ -314,8 +308,8 @@ class SftEncoding:
         prompt: str | None,
         found: Encoded,
     ) -> _Turn:
-        """The turn where the generation prompt is not the beginning of the answered turn: it opens
-        reasoning, say."""
+        """Return the turn where the rendered answer does not begin with the generation prompt,
+        which opens reasoning, say."""
         head = renderer.head(number, answered)
         said = answered[len(head) :]
         if prompt is None or not self._form.asks:
@@ -334,17 +328,12 @@ class SftEncoding:
         missing = tail_of_head[common:]  # before an answer alone
         rest = missing + said
         marks = next((pair for pair in REASONING_MARKS if pair[0] in opened), None)
-        if before and before in prompt and before not in shared:
-            raise _undetermined(
-                number,
-                "the template writes what comes before it in another way once it is answered",
-            )
+        is_rewritten = before in prompt and before not in shared
+        is_added = marks is None and opened.strip() and before in missing and not is_in_both
+        if before and (is_rewritten or is_added):
+            why = "the template writes what comes before it in another way once it is answered"
+            raise _undetermined(number, why)
         if marks is None and opened.strip():
-            if before and before in missing and not is_in_both:
-                raise _undetermined(
-                    number,
-                    "the template writes what comes before it in another way once it is answered",
-                )
             return _Turn(shared, rest)
         if marks is None:
             return _Turn(prompt, rest.lstrip() if opened else rest)
@@ -382,18 +371,14 @@ class SftEncoding:
         )
 
     def _up_to_end(self, said: str, message: dict[str, Any]) -> str:
-        """Without what the template writes behind the end-of-turn token."""
+        """Cut off what the template writes behind the end-of-turn token."""
         form = self._form
         calls = [call["function"] for call in message.get("tool_calls", ())]
         # some templates write an empty answer behind them, or always the head of the next turn
         if calls:
-            values = [
-                value
-                for call in calls
-                for value in call["arguments"].values()
-                if isinstance(value, str)
-            ]
-            words = [calls[-1]["name"], *(value for value in values if self._control.search(value))]
+            values = [value for call in calls for value in call["arguments"].values()]
+            texts = (value for value in values if isinstance(value, str))
+            words = [calls[-1]["name"], *filter(self._control.search, texts)]
             spoken = max(said.rfind(word) + len(word) for word in words)
             ends = [said.find(end, spoken) + len(end) for end in self._ends if end in said[spoken:]]
             if ends:
@@ -401,11 +386,8 @@ class SftEncoding:
         if form.tail and said.endswith(form.tail):
             return said[: len(said) - len(form.tail)] + form.end
         stripped = said.rstrip()
-        return (
-            stripped
-            if any(text and stripped.endswith(text) for text in self._special.values())
-            else said
-        )
+        is_ended = any(text and stripped.endswith(text) for text in self._special.values())
+        return stripped if is_ended else said
 
     def _tokens(self, sequence: _Sequence, renderer: _Renderer, found: Encoded) -> TrainedSequence:
         tokens: list[int] = []
@@ -443,8 +425,7 @@ class SftEncoding:
             f"the chat template writes none of {', '.join(map(repr, names))} after the "
             "assistant's words",
             "write {{ eos_token }} there (chat_template.jinja), or give rows of prompt and label "
-            "without"
-            " --apply-chat-template, which end with it",
+            "without --apply-chat-template, which end with it",
             last,
         )
 
@@ -458,7 +439,7 @@ class SftEncoding:
         tokens, mask = renderer.marked()
         size = len(ours.tokens)
         marked = self._without_blanks_after_ends(tokens, mask)
-        # marks may leave something out, and add nothing that is never generated
+        # the marks may leave tokens out, but not add any that the model never generates
         if tokens[:size] == ours.tokens:
             marked = [bit & both for bit, both in zip(marked, ours.mask)]
         if 1 not in marked:
@@ -498,7 +479,7 @@ class SftEncoding:
         return theirs
 
     def _without_blanks_after_ends(self, tokens: list[int], mask: list[int]) -> list[int]:
-        """The mask without the line break that some templates mark behind the end token."""
+        """Take out of the mask the line break that some templates mark behind the end token."""
         found = list(mask)
         ended = False
         for at, (token, bit) in enumerate(zip(tokens, mask)):
@@ -516,8 +497,8 @@ class SftEncoding:
 
 
 def _in_opened_reasoning(turn: _Turn, thought: ReasonedAnswer, found: Encoded) -> _Turn:
-    """The turn with reasoning where its prompt ends with the opening mark and the template leaves
-    it out."""
+    """Put the reasoning into a turn whose prompt ends with its opening mark, where the template
+    leaves it out."""
     opened = turn.prompt.rstrip()
     marks = next((pair for pair in REASONING_MARKS if opened.endswith(pair[0])), None)
     reasoning = thought.text.strip("\n")
@@ -537,36 +518,29 @@ def _in_opened_reasoning(turn: _Turn, thought: ReasonedAnswer, found: Encoded) -
 
 def _reasoning_fix(template: str, kwargs: dict[str, Any]) -> str:
     for name in ("enable_thinking", "thinking"):
-        if name not in kwargs and re.search(
-            rf"\b{name} is (not )?defined|\b(if|not) {name}\b", template
-        ):
-            return (
-                f"try --apply-chat-template-kwargs '{{\"{name}\": true}}', or take another template"
-            )
+        is_read = re.search(rf"\b{name} is (not )?defined|\b(if|not) {name}\b", template)
+        if is_read and name not in kwargs:
+            kwarg = f'{{"{name}": true}}'
+            return f"try --apply-chat-template-kwargs '{kwarg}', or take another template"
     return "write it into the content between <think> marks, or take another template"
 
 
+@dataclass(eq=False)
 class _Renderer:
     """Renders the beginnings of one conversation."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        form: TemplateForm,
-        messages: Messages,
-        tools: Any,
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._form = form
-        self._messages = messages
-        self._shown = [form.shown(message) for message in messages]
-        self._tools = tools
-        self._kwargs = kwargs
+    tokenizer: Any
+    form: TemplateForm
+    messages: Messages
+    tools: Any
+    kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self._shown = [self.form.shown(message) for message in self.messages]
 
     def _render(self, messages: Messages, *, ask: bool = False) -> str:
         return render_shown(
-            self._tokenizer, messages, tools=self._tools, add_generation_prompt=ask, **self._kwargs
+            self.tokenizer, messages, tools=self.tools, add_generation_prompt=ask, **self.kwargs
         )
 
     def prompt(self, number: int) -> str | None:
@@ -577,7 +551,7 @@ class _Renderer:
             return None
 
     def whole(self) -> str | None:
-        """All messages; None where the template refuses them."""
+        """Render all messages; None where the template refuses them."""
         try:
             return self._render(self._shown)
         except TemplateRefuses:
@@ -589,7 +563,7 @@ class _Renderer:
     def head(self, number: int, answered: str) -> str:
         """The beginning of ``answered`` up to where message ``number`` begins to speak."""
         variants = [
-            self._form.shown({"role": "assistant", "content": text}) for text in (_ONE, _OTHER)
+            self.form.shown({"role": "assistant", "content": text}) for text in (_ONE, _OTHER)
         ]
         try:
             one, other = (self._render([*self._shown[:number], variant]) for variant in variants)
@@ -599,16 +573,13 @@ class _Renderer:
 
     def text_before(self, number: int) -> str:
         """The text of the message before message ``number``."""
-        return str(self._messages[number - 1]["content"]).strip() if number else ""
+        return str(self.messages[number - 1]["content"]).strip() if number else ""
 
     def without_reasoning(self, number: int, thought: ReasonedAnswer) -> str:
         """Render message ``number`` without its reasoning; the text behind its head."""
-        message = {
-            key: value
-            for key, value in self._messages[number].items()
-            if key != "reasoning_content"
-        }
-        shown = self._form.shown(message | {"content": thought.answer})
+        message = self.messages[number] | {"content": thought.answer}
+        message.pop("reasoning_content", None)
+        shown = self.form.shown(message)
         answered = self._render([*self._shown[:number], shown])
         return answered[len(self.head(number, answered)) :]
 
@@ -621,7 +592,7 @@ class _Renderer:
             after = {"role": "tool", "content": "hello", "name": calls[0]["function"]["name"]}
             after |= {"tool_call_id": calls[0]["id"]} if "id" in calls[0] else {}
         try:
-            whole = self._render([*self._shown[: number + 1], self._form.shown(after)])
+            whole = self._render([*self._shown[: number + 1], self.form.shown(after)])
         except TemplateRefuses:
             return ""
         return whole[len(text) :] if whole.startswith(text) else ""
@@ -630,29 +601,29 @@ class _Renderer:
         """The reasoning of each message."""
         return [
             reasoning_of(message).text.strip()
-            for message in self._messages
+            for message in self.messages
             if message["role"] == "assistant"
         ]
 
     def marked(self) -> tuple[list[int], list[int]]:
         """Tokens of the whole conversation and the mask of what the template marks."""
-        encoded = self._tokenizer.apply_chat_template(
+        encoded = self.tokenizer.apply_chat_template(
             self._shown,
-            tools=self._tools or None,
+            tools=self.tools or None,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
-            **self._kwargs,
+            **self.kwargs,
         )
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
 
-#: What may not be cut: tokens of control and tags.
+#: Control tokens and tags, which are not cut.
 _UNITS = re.compile(r"(<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\])")
 
 
 def _common_prefix(a: str, b: str) -> str:
-    """The longest common beginning that ends within no tag.
+    """Return the longest common beginning that does not end within a tag.
 
     Example:
         >>> _common_prefix("hi<A></think>yes", "hi<A><think>"), _common_prefix("<A>yes", "<A>yet")
@@ -703,7 +674,7 @@ def _undetermined(number: int, why: str) -> UserError:
     )
 
 
-# -- what is told of many rows ---------------------------------------------------------------------
+# -- totals over many rows -------------------------------------------------------------------------
 
 
 @dataclass

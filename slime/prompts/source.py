@@ -144,9 +144,9 @@ def load_source(
 
 
 def source_again(source: DataSource, config: Config, tokenizer: Any) -> DataSource:
-    """One that `load_source` can set to any place, after ``source`` was drawn from: built anew
-    where it is the user's own, whose ``load`` goes by the arguments that it was built with, and
-    which nothing else brings back to its start.
+    """Return a source that `load_source` can set to any place after ``source`` was drawn from. A
+    user's source is built anew: nothing else brings it back to its start, and its ``load`` may go
+    by the arguments that it was built with.
 
     Args:
         config: says what is loaded now.
@@ -169,7 +169,7 @@ def _call_source(source: DataSource, method: str, *args: Any) -> Any:
 
 
 def warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
-    """Say so when the model is to answer in turns and none of the tokens that stop generation ends
+    """Warn when the model is to answer in turns and none of the tokens that stop generation ends
     one."""
     model = config.checkpoint.hf_checkpoint
     rollout = config.rollout
@@ -207,10 +207,6 @@ def _pop_first(*args: Any) -> list[list[Sample]]:
     return groups
 
 
-def _buffer_filter_name(path: str | None) -> str:
-    return named(path, BUFFER_FILTER) if path else "the buffer filter"
-
-
 BUFFER_FILTER = "--buffer-filter-path"
 _AS_IT_IS = "as it is"
 
@@ -241,11 +237,11 @@ class PromptSource(DataSource):
     def __init__(self, config: Config, tokenizer: Any, judge: RowJudge | None = None) -> None:
         self._group_size = config.rollout.n_samples_per_prompt
         path = config.rollout.buffer_filter_path
-        self._buffer = SampleBuffer(
-            config.flat(),
-            user_function(path, BUFFER_FILTER) if path else _pop_first,
-            _buffer_filter_name(path),
-        )
+        if path:
+            chosen = user_function(path, BUFFER_FILTER)
+            self._buffer = SampleBuffer(config.flat(), chosen, named(path, BUFFER_FILTER))
+        else:
+            self._buffer = SampleBuffer(config.flat(), _pop_first)
         self._order = _open_order(config, tokenizer, judge)
         self._form = None if self._order is None else RowFormat.of(config)
         seed = config.rollout.rollout_seed
@@ -304,8 +300,8 @@ class PromptSource(DataSource):
 
     @property
     def passes_over(self) -> bool:
-        """Whether rows were not all checked before the first draw, so that those of no use are left
-        out now."""
+        """Tell whether unusable rows are left out as they are drawn, since not all rows were
+        checked before the first draw."""
         return isinstance(self._order, MappedOrder) and self._order.unchecked
 
     def where(self, group_index: int) -> str:
@@ -385,7 +381,7 @@ class PromptSource(DataSource):
                     "(--rollout-shuffle)"
                 )
                 self._shuffling = saved
-                self._order.reorder(False)
+                self._order.shuffle = False
             elif saved != self._shuffling:
                 tell(
                     logger,
@@ -453,17 +449,15 @@ def prompt_checker(config: Config, tokenizer: Any) -> Checker:
         for flag, value, longest in _prompt_limits(config)
         if longest == limit and not config.origins[flag].startswith("derived")
     ]
-    return (
-        Checker(form, tokenizer, limit, " and ".join(flags))
-        if flags
-        else Checker(form, tokenizer, limit)
-    )
+    if not flags:
+        return Checker(form, tokenizer, limit)
+    return Checker(form, tokenizer, limit, " and ".join(flags))
 
 
 def model_context(config: Config) -> int | None:
-    """Tokens of prompt and response that engines of this run hold, where no flag says so: None if
-    nobody can tell, because engines are not of this run, or functions of the user's make requests
-    of prompts.
+    """Return how many tokens of prompt and response engines of this run hold if no flag says so;
+    None if that is not known, because engines are not of this run, or functions of the user's make
+    requests of prompts.
 
     SGLang takes ``--sglang-context-length``, else the model's positions times the factor of its
     rotary scaling (unless the positions are scaled ones).
@@ -474,16 +468,13 @@ def model_context(config: Config) -> int | None:
         or rollout.custom_generate_function_path
         or rollout.rollout_sample_hook_path
     )
-    if (
-        own
-        or config.engine.rollout_external_engine_addrs
-        or config.checkpoint.hf_checkpoint is None
-    ):
+    model_path = config.checkpoint.hf_checkpoint
+    if own or config.engine.rollout_external_engine_addrs or model_path is None:
         return None
     asked = config.values().get("sglang_context_length")
     if asked:
         return int(asked)
-    file = Path(config.checkpoint.hf_checkpoint) / "config.json"
+    file = Path(model_path) / "config.json"
     if not file.is_file():
         return None
     model = decoder_config(read_hf_config(file))

@@ -157,15 +157,23 @@ def generation_config_of(path: str) -> dict[str, Any]:
 def end_token_ids(tokenizer: Any, path: str) -> frozenset[int]:
     """Tokens that end an answer without being asked to: the tokenizer's, and those of
     generation_config.json and config.json, as engines read them."""
+    return frozenset[int]().union(*_named_ends(tokenizer, path).values())
+
+
+def _named_ends(tokenizer: Any, path: str) -> dict[str, set[int]]:
+    """The end tokens that each file of a model names, where it names any."""
     config = Path(path) / "config.json"
     read = orjson.loads(config.read_bytes()) if config.is_file() else {}
-    given = [
-        tokenizer.eos_token_id,
-        generation_config_of(path).get("eos_token_id"),
-        read.get("eos_token_id"),
-    ]
-    ids = [one for each in given for one in (each if isinstance(each, list) else [each])]
-    return frozenset(one for one in ids if isinstance(one, int))
+    named = {
+        "tokenizer": tokenizer.eos_token_id,
+        "generation_config.json": generation_config_of(path).get("eos_token_id"),
+        "config.json": read.get("eos_token_id"),
+    }
+    return {
+        where: {one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
+        for where, ids in named.items()
+        if ids is not None
+    }
 
 
 def end_token_conflicts(tokenizer: Any, path: str) -> list[str]:
@@ -179,17 +187,8 @@ def end_token_conflicts(tokenizer: Any, path: str) -> list[str]:
         >>> end_token_conflicts(tokenizer, path)  # doctest: +SKIP
         ["the model's files name different end tokens: tokenizer '<|im_end|>' (151645), ..."]
     """
-    config = Path(path) / "config.json"
-    read = orjson.loads(config.read_bytes()) if config.is_file() else {}
-    named = {
-        "tokenizer": tokenizer.eos_token_id,
-        "generation_config.json": generation_config_of(path).get("eos_token_id"),
-        "config.json": read.get("eos_token_id"),
-    }
-    ids = {where: _ids(value) for where, value in named.items() if value is not None}
-    turn = (
-        set(end_of_turn_tokens(tokenizer)) if getattr(tokenizer, "chat_template", None) else set()
-    )
+    ids = _named_ends(tokenizer, path)
+    turn = set(end_of_turn_tokens(tokenizer))
     main = ids.get("tokenizer", set())
     # a file may name further tokens; one that lacks the tokenizer's, or names none that it knows to
     # end a turn, differs
@@ -211,15 +210,9 @@ def end_token_conflicts(tokenizer: Any, path: str) -> list[str]:
     ]
 
 
-def _ids(value: Any) -> set[int]:
-    return {one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)}
-
-
 def _shown_tokens(tokenizer: Any, ids: set[int]) -> str:
-    return (
-        ", ".join(f"{tokenizer.convert_ids_to_tokens(one)!r} ({one})" for one in sorted(ids))
-        or "none"
-    )
+    shown = [f"{tokenizer.convert_ids_to_tokens(one)!r} ({one})" for one in sorted(ids)]
+    return ", ".join(shown) or "none"
 
 
 def stop_token_report(
@@ -246,19 +239,15 @@ def stop_token_report(
     if not stops and not strings:
         return [
             "nothing stops generation before the length limit: the tokenizer has no end token, "
-            "the generation config "
-            "names none, and neither --rollout-stop nor --rollout-stop-token-ids is set"
+            "the generation config names none, and neither --rollout-stop nor "
+            "--rollout-stop-token-ids is set"
         ]
     end = end_of_turn_tokens(tokenizer)
     if not end or stops & end.keys() or any(text in strings for text in end.values()):
         return []
     names = ", ".join(f"{text!r} ({number})" for number, text in end.items())
-    known = ", ".join(
-        f"{tokenizer.convert_ids_to_tokens(number)!r} ({number})" for number in sorted(stops)
-    )
+    known = _shown_tokens(tokenizer, stops) if stops else strings
     return [
         f"no stop token ends a turn: the chat template ends turns with {names}, generation stops "
-        "at "
-        f"{known or strings}; pass --rollout-stop-token-ids {next(iter(end))}, or responses may "
-        "never end"
+        f"at {known}; pass --rollout-stop-token-ids {next(iter(end))}, or responses may never end"
     ]

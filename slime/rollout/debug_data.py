@@ -114,15 +114,14 @@ def check_dumps(config: Config) -> None:
 def _no_dump(pattern: str, path: Path) -> UserError:
     there = [path.name for path, _ in found(pattern)]
     here = sorted(entry.name for entry in path.parent.iterdir())[:5] if path.parent.is_dir() else []
-    if there:
-        several = f"of this pattern there are {len(there)}: {there[0]} to {there[-1]}"
-        why = several if len(there) > 1 else f"there is only {there[0]}"
+    if len(there) > 1:
+        why = f"of this pattern there are {len(there)}: {there[0]} to {there[-1]}"
+    elif there:
+        why = f"there is only {there[0]}"
+    elif here:
+        why = f"in its directory: {', '.join(here)}"
     else:
-        why = (
-            f"in its directory: {', '.join(here)}"
-            if here
-            else "its directory is empty, or not there"
-        )
+        why = "its directory is empty, or not there"
     return UserError(
         f"there is no rollout dump {path}",
         why=why,

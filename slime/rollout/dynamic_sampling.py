@@ -21,7 +21,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -39,8 +39,8 @@ from slime.user_code.loading import FunctionFailed, named, shown
 
 logger = get_logger(__name__)
 
-#: So many groups, and ten batches, may be dropped in a row: a filter that drops all would never
-#: end.
+#: Groups that may be dropped in a row, or ten batches if that is more: with a filter that drops
+#: everything a rollout would never end.
 _MOST_DROPS = 1000
 
 #: --stale-samples → the metric that counts what became of groups.
@@ -57,7 +57,7 @@ class Decision(StrEnum):
     FAILED = "failed"
     STALE = "stale"
     AGAIN = "again"
-    """In another rollout."""
+    """Generated again in another rollout."""
 
 
 @dataclass
@@ -82,8 +82,9 @@ class Collected:
     data_seconds: float = 0.0
 
 
+@dataclass(eq=False)
 class DynamicSampler:
-    """One use per rollout: `collect`, then read `Collected`.
+    """Collects the batch of one rollout, in one call of `collect`.
 
     Args:
         target: groups in the batch.
@@ -91,51 +92,38 @@ class DynamicSampler:
         group_size: samples per group, checked on what the source gives.
         max_failed_fraction: of ``target``; at least one group may fail.
         abort_timeout: seconds for engines and generate functions to stop at the end.
-        journal: what it has of a drawn group takes its place, and what becomes of each is written
-            there.
-        versions: of weights; a group with tokens of others is stale. For the newest see
-            `Journal.restore`.
+        journal: what it has of a drawn group is used in its place; the outcome of each group is
+            written to it.
+        versions: the current versions of the weights; a group with tokens of others is stale. For
+            the newest see `Journal.restore`.
         stale_samples: what becomes of such a group, see the flag.
     """
 
-    def __init__(
-        self,
-        runner: GroupRunner,
-        source: DataSource,
-        *,
-        target: int,
-        draw_size: int,
-        group_size: int,
-        dynamic_filter: DynamicFilter | None = None,
-        deterministic: bool = False,
-        partial_rollout: bool = False,
-        max_failed_fraction: float = 0.1,
-        stall_timeout: float = 600.0,
-        abort_timeout: float = deadlines.DYNAMIC_SAMPLING_ABORT,
-        journal: Journal | None = None,
-        versions: VersionWindow = ANY_VERSION,
-        stale_samples: str = "requeue",
-    ) -> None:
-        self._journal = journal
-        self._versions = versions
-        self._stale_samples = stale_samples
-        self._restorable = versions._replace(newest=None) if deterministic else versions
-        self._corrected: set[int] = set()  # by GroupRun.order
-        self.runner = runner
-        self.source = source
-        self.client = runner.state.client
-        self.target = target
-        self.draw_size = draw_size
-        self.group_size = group_size
-        self.dynamic_filter = dynamic_filter
-        self.deterministic = deterministic
-        self.partial_rollout = partial_rollout
-        self.num_failures_allowed = max(1, int(max_failed_fraction * target))
-        self.abort_timeout = abort_timeout
-        self.watchdog = Watchdog(self.client, runner, stall_timeout)
+    runner: GroupRunner
+    source: DataSource
+    _: KW_ONLY
+    target: int
+    draw_size: int
+    group_size: int
+    dynamic_filter: DynamicFilter | None = None
+    deterministic: bool = False
+    partial_rollout: bool = False
+    max_failed_fraction: float = 0.1
+    stall_timeout: float = 600.0
+    abort_timeout: float = deadlines.DYNAMIC_SAMPLING_ABORT
+    journal: Journal | None = None
+    versions: VersionWindow = ANY_VERSION
+    stale_samples: str = "requeue"
+
+    def __post_init__(self) -> None:
+        self.client = self.runner.state.client
+        self.num_failures_allowed = max(1, int(self.max_failed_fraction * self.target))
+        self.watchdog = Watchdog(self.client, self.runner, self.stall_timeout)
         self.drawn: list[GroupRun] = []
+        self._corrected: set[int] = set()  # by GroupRun.order
         self._identities: set[tuple[str, int | None]] = set()  # `_identity_of` all that were drawn
-        path = getattr(runner.state.args, "data_source_path", None)
+        self._most_drops = max(_MOST_DROPS, 10 * self.target)
+        path = getattr(self.runner.state.args, "data_source_path", None)
         self._source_name = named(path, "--data-source-path") if path else "the data source"
         self.verdicts: dict[int, Decision] = {}  # by GroupRun.order
         self.result = Collected([], [])
@@ -198,8 +186,8 @@ class DynamicSampler:
             self._next_certain += 1
 
     def _draw_some(self) -> None:
-        """Draw; a source of the user's own that fails is asked again, and a group that cannot be
-        used left out, as far as groups may fail."""
+        """Draw groups. A user's source that fails is asked again, and unusable groups are left out,
+        until more have failed than may."""
         try:
             started = time.monotonic()
             groups = self.source.get_samples(self.draw_size)
@@ -220,9 +208,8 @@ class DynamicSampler:
                 fix="give more data, or lower --rollout-batch-size",
             )
         for samples in groups:
-            if (
-                wrong := _wrong_group(samples, self.group_size, self._identities, self._source_name)
-            ) is not None:
+            wrong = _wrong_group(samples, self.group_size, self._identities, self._source_name)
+            if wrong is not None:
                 self._draw_failed(wrong)
                 continue
             self._identities |= _identity_of(samples)
@@ -243,11 +230,12 @@ class DynamicSampler:
         logger.warning("drawn anew: %s", error)
 
     def _taken_up(self, drawn: list[Sample]) -> GroupRun:
-        """A drawn group, as far as it has come before."""
+        """Return a drawn group in the state that the journal has of it, if it has any."""
         run = GroupRun.of(drawn, order=len(self.drawn))
-        if self._journal is not None and drawn:
+        if self.journal is not None and drawn:
             key = drawn[0].drawn_as or drawn_as(drawn)
-            found, is_noted = self._journal.restore(self._rollout_id, drawn, key, self._restorable)
+            versions = self.versions._replace(newest=None) if self.deterministic else self.versions
+            found, is_noted = self.journal.restore(self._rollout_id, drawn, key, versions)
             if found is not drawn:
                 run = run.restored(found)
                 run.was_prompt = is_prompt(drawn)
@@ -255,21 +243,20 @@ class DynamicSampler:
             run.is_noted = is_noted
         return run
 
-    # -- too old -----------------------------------------------------------------------------------
+    # -- stale groups ------------------------------------------------------------------------------
 
     def _is_stale(self, run: GroupRun) -> bool:
         return run.order not in self._corrected and (
-            self._versions.stale_among(run.to_group().weight_versions()) is not None
+            self.versions.stale_among(run.to_group().weight_versions()) is not None
         )
 
     def _takes_stale(self, run: GroupRun) -> bool:
-        """Whether a drawn group that is stale is taken up all the same: as it is, or from its
-        prompt."""
-        self.result.stale[_BECAME[self._stale_samples]] += 1
-        if self._stale_samples == "drop":
+        """Tell whether a stale group that was drawn is used: as it is, or from its prompt."""
+        self.result.stale[_BECAME[self.stale_samples]] += 1
+        if self.stale_samples == "drop":
             self._decide(run, Decision.STALE)
             return False
-        if self._stale_samples == "correct":
+        if self.stale_samples == "correct":
             self._corrected.add(run.order)
         else:
             run.is_noted = False
@@ -277,13 +264,13 @@ class DynamicSampler:
         return True
 
     def _turns_away(self, run: GroupRun) -> bool:
-        """Whether a group is not taken since it was generated with tokens that are too old, as no
-        engine of the run does: a generate function of the user's own has brought them. Another draw
-        takes its place."""
+        """Tell whether a generated group is refused because its tokens are too old. No engine of
+        the run makes such tokens; a user's generate function brought them. Another group is drawn
+        in its place."""
         if not self._is_stale(run):
             return False
-        self.result.stale[_BECAME[self._stale_samples]] += 1
-        if self._stale_samples == "correct":
+        self.result.stale[_BECAME[self.stale_samples]] += 1
+        if self.stale_samples == "correct":
             self._corrected.add(run.order)
             return False
         self._drops_in_a_row += 1
@@ -291,25 +278,25 @@ class DynamicSampler:
             raise UserError(
                 f"{self._drops_in_a_row} groups in a row were generated with tokens older than "
                 "--max-staleness allows",
-                why=f"{self._versions.allowed} are young enough; the generate function brings "
+                why=f"{self.versions.allowed} are young enough; the generate function brings "
                 "others",
                 fix="leave older tokens out there, or pass --stale-samples correct, which trains "
                 "on them",
             )
-        self._decide(run, Decision.STALE if self._stale_samples == "drop" else Decision.AGAIN)
+        self._decide(run, Decision.STALE if self.stale_samples == "drop" else Decision.AGAIN)
         return True
 
     def _note(self, kind: RecordKind, run: GroupRun) -> None:
         """Write the outcome of a group into the journal, for a run that resumes after a crash."""
-        if self._journal is not None and not (kind is RecordKind.FINISHED and run.is_noted):
-            self._journal.note(kind, self._rollout_id, run.drawn_as, run.samples)
+        if self.journal is not None and not (kind is RecordKind.FINISHED and run.is_noted):
+            self.journal.note(kind, self._rollout_id, run.drawn_as, run.samples)
 
     @property
     def _rollout_id(self) -> int:
         return self.runner.rollout_id or 0
 
     async def _wait_for_some(self) -> list[GroupRun]:
-        """The groups that have finished since the last call, at least one."""
+        """Wait until a group has finished; return all that have since the last call."""
         while self._finished.empty():
             try:
                 async with asyncio.timeout(self.watchdog.interval):
@@ -332,36 +319,31 @@ class DynamicSampler:
         if run.failure is not None or not run.is_generated:
             self._discard_failed(run)
             return
-        self._check_rewards(run)
+        if self.runner.rewards is not None and not run.is_scored:
+            raise UserError(
+                f"the reward function returned None in group {run.index}",
+                fix="return a number, or a dict of numbers",
+            )
         if self._turns_away(run):
             return
         self._note(RecordKind.FINISHED, run)
         try:
-            judged = call_dynamic_filter(
+            output = await call_dynamic_filter(
                 self.dynamic_filter, self.runner.state.args, run.samples, self.watchdog.limit
             )
-            output = await judged
         except UserError as error:
             self.runner.fail_group(run, error)
             self._discard_failed(run)
             return
-        expected = self._num_expected()
-        if should_drop_dynamic_filter_output(
-            output, remaining_batch_size=expected, target_data_size=self.target
+        if not should_drop_dynamic_filter_output(
+            output, remaining_batch_size=self._num_expected(), target_data_size=self.target
         ):
-            self.result.drops[output.reason or "unnamed"] += 1
-            self._drops_in_a_row += 1
-            self._decide(run, Decision.DROP)
-            self._check_drops()
-        else:
             self._drops_in_a_row = 0
             self._decide(run, Decision.KEEP)
-
-    @property
-    def _most_drops(self) -> int:
-        return max(_MOST_DROPS, 10 * self.target)
-
-    def _check_drops(self) -> None:
+            return
+        self.result.drops[output.reason or "unnamed"] += 1
+        self._drops_in_a_row += 1
+        self._decide(run, Decision.DROP)
         if self._drops_in_a_row >= self._most_drops:
             reasons = ", ".join(
                 f"{reason} ({count})" for reason, count in self.result.drops.most_common(3)
@@ -371,13 +353,6 @@ class DynamicSampler:
                 why=f"its reasons: {reasons}",
                 fix="take prompts on which the model sometimes succeeds, raise "
                 "--n-samples-per-prompt, or leave --dynamic-sampling-filter-path out",
-            )
-
-    def _check_rewards(self, run: GroupRun) -> None:
-        if self.runner.rewards is not None and not run.is_scored:
-            raise UserError(
-                f"the reward function returned None in group {run.index}",
-                fix="return a number, or a dict of numbers",
             )
 
     def _discard_failed(self, run: GroupRun) -> None:
@@ -402,7 +377,9 @@ class DynamicSampler:
             # tasks that have just been created see the abort before anything is sent
             await asyncio.sleep(0)
             end = time.monotonic() + self.abort_timeout
-            if self.client.in_flight or any(_is_generating(run) for run in self._tasks.values()):
+            running = [one for run in self._tasks.values() for one in run.trajectories]
+            is_generating = any(one.activity is Activity.GENERATING for one in running)
+            if self.client.in_flight or is_generating:
                 await self.client.abort_all(self.abort_timeout)
             _, late = await asyncio.wait(self._tasks, timeout=max(0.0, end - time.monotonic()))
             if late:
@@ -427,7 +404,7 @@ class DynamicSampler:
             await asyncio.wait(tasks, timeout=deadlines.DYNAMIC_SAMPLING_CANCEL)
         for task in tasks:
             if task.done() and not task.cancelled():
-                task.exception()  # seen: whatever was first has been raised already
+                task.exception()  # marks it as retrieved: the first error has been raised
 
     def _put_back(self, chosen: list[GroupRun]) -> None:
         taken = {run.order for run in chosen}
@@ -486,10 +463,6 @@ def _sample_index(run: GroupRun) -> int:
     index = run.trajectories[0].prompt.index
     assert index is not None
     return index
-
-
-def _is_generating(run: GroupRun) -> bool:
-    return any(trajectory.activity is Activity.GENERATING for trajectory in run.trajectories)
 
 
 def _wrong_group(

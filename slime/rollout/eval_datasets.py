@@ -31,20 +31,10 @@ from slime.hub import local_data
 from slime.rollout.generate import sampling_params, skips_special_tokens
 
 #: Keys of the reference system's files that are refused → why.
-_REFUSED = {
-    **dict.fromkeys(
-        (
-            *(
-                "app_service",
-                "eval_task_timeout",
-                "eval_early_stop_remaining",
-                "eval_early_stop_idle_timeout",
-            ),
-            *("message_processor", "reward_model", "remote_environment", "min_eval_samples"),
-        ),
-        "it belongs to agent services",
-    ),
-}
+_REFUSED = dict.fromkeys((
+    "app_service", "eval_task_timeout", "eval_early_stop_remaining", "eval_early_stop_idle_timeout",
+    "message_processor", "reward_model", "remote_environment", "min_eval_samples",
+), "it belongs to agent services")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,9 +221,16 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
             f"--eval-config {path} is not valid YAML", why=str(error), fix="mend the file"
         ) from error
     root = root.get("eval", root) if isinstance(root, dict) else root
-    datasets = root.get("datasets") if isinstance(root, dict) else None
-    rows = list(datasets.values()) if isinstance(datasets, dict) else datasets
-    if not rows or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    entries = root.get("datasets") if isinstance(root, dict) else None
+    if isinstance(entries, dict):  # by name
+        entries = [
+            {"name": name, **row} if isinstance(row, dict) else row for name, row in entries.items()
+        ]
+    if (
+        not isinstance(entries, list)
+        or not entries
+        or not all(isinstance(row, dict) for row in entries)
+    ):
         raise UserError(
             f"--eval-config {path} has no datasets",
             fix="see slime/rollout/eval_datasets.py for the form",
@@ -241,11 +238,6 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
     _refuse_unknown(root, {"defaults", "datasets"}, f"{path}")
     defaults = dict(root.get("defaults") or {})
     _refuse_unknown(defaults, _KEYS - _PER_SET_ONLY, f"{path}, defaults")
-    entries = (
-        [{"name": name, **row} for name, row in datasets.items()]
-        if isinstance(datasets, dict)
-        else rows
-    )
     for number, entry in enumerate(entries):
         where = f"{path}, data set {entry.get('name', number)}"
         _refuse_unknown(entry, _KEYS, where)

@@ -148,8 +148,8 @@ def progress_of(tasks: Tasks) -> dict[str, float]:
 
 
 async def _wait(tasks: Tasks, watchdogs: list[Watchdog]) -> None:
-    """Wait until all are done; the first exception ends it. The evaluation stands still only when
-    every set does."""
+    """Wait until all are done, or until the first exception. The evaluation has stalled only if
+    every set has."""
     pending = set(tasks)
     while pending:
         done, pending = await asyncio.wait(

@@ -22,7 +22,8 @@ def check_reward_nonzero_std(
     args: Any, samples: list[Sample], **kwargs: Any
 ) -> DynamicFilterOutput:
     """Keep groups whose rewards differ: equal rewards have advantage 0 (DAPO,
-    https://arxiv.org/abs/2503.14476, §3.2).
+    https://arxiv.org/abs/2503.14476, §3.2). As there, rewards count as the reward function gave
+    them: an overlong penalty alone makes no group worth training on.
 
     Example:
         rewards 1, 1, 1, 1 are dropped for the reason "zero_std_1.0"; rewards 1, 0, 1, 1 are kept.
@@ -38,7 +39,8 @@ def check_reward_nonzero_std(
 def check_reward_nonzero_std_with_fallback(
     args: Any, samples: list[Sample], **kwargs: Any
 ) -> DynamicFilterOutput:
-    """The same, but keeps the group after all when dropping it would mean drawing more prompts."""
+    """Drop groups as `check_reward_nonzero_std` does, unless more prompts would have to be
+    drawn."""
     verdict = check_reward_nonzero_std(args, samples)
     verdict.keep_when_insufficient = True
     return verdict

@@ -1,5 +1,5 @@
-"""How a rollout or an evaluation ends, however its samples came about: dump, the user's log
-function, metrics."""
+"""The end of a rollout or an evaluation, whatever made its samples: dump, the user's log function,
+metrics."""
 
 from __future__ import annotations
 
@@ -35,36 +35,37 @@ def logged_metrics() -> Metrics | None:
     return current_state().logged if found is None and is_in_run() else found
 
 
-async def _log(
+async def _logged(
     config: Config,
     path: str | None,
     flag: str,
     samples: list[Sample],
     metrics: Metrics,
     given: tuple[Any, ...],
-) -> tuple[bool, Metrics, Metrics]:
-    """Call the user's log function, if there is one.
+    completed: Callable[[Metrics], Metrics],
+) -> Metrics:
+    """Call the user's log function, if there is one, and return what is logged: the ``completed``
+    metrics, unless it takes over, and those that it has added by `logged_metrics`.
 
     Args:
         metrics: one of the arguments that it is ``given``; it may change them.
-    Returns:
-        Whether it takes over, the metrics, and those that it has added by `logged_metrics`.
     """
     known = logged_metrics()
     logged: Metrics = {} if known is None else known
-    if not path:
-        return False, metrics, logged
-    origin = named(path, flag)
-    token = _LOGGED.set(logged)
-    try:
-        with frozen(samples, origin):
-            limit = config.rollout.rollout_stall_timeout
-            takes_over = await call_user_function(path, *given, flag=flag, limit=limit)
-    finally:
-        _LOGGED.reset(token)
-    metrics = checked_metrics(metrics, origin) or {}
-    logged = checked_metrics(logged, origin) or {}
-    return is_true(takes_over, origin), metrics, logged
+    if path:
+        origin = named(path, flag)
+        token = _LOGGED.set(logged)
+        try:
+            with frozen(samples, origin):
+                limit = config.rollout.rollout_stall_timeout
+                takes_over = await call_user_function(path, *given, flag=flag, limit=limit)
+        finally:
+            _LOGGED.reset(token)
+        metrics = checked_metrics(metrics, origin) or {}
+        logged = checked_metrics(logged, origin) or {}
+        if is_true(takes_over, origin):
+            return logged
+    return completed(metrics) | logged
 
 
 async def finish_rollout(
@@ -75,8 +76,8 @@ async def finish_rollout(
     seconds: float,
     measure: Callable[[list[Sample]], Metrics] | None = None,
 ) -> RolloutFnTrainOutput:
-    """Dump the samples; the output with all its metrics, or with those alone that the user's log
-    function adds (`logged_metrics`) where it takes over.
+    """Dump the samples, and return the output with all its metrics. If the user's log function
+    takes over, only the metrics that it adds (`logged_metrics`) are left.
 
     Args:
         seconds: that the rollout took.
@@ -87,11 +88,12 @@ async def finish_rollout(
     metrics = dict(output.metrics or {})
     path = config.rollout.custom_rollout_log_function_path
     given = (rollout_id, args, samples[:], metrics, seconds)
-    takes_over, metrics, logged = await _log(config, path, ROLLOUT_LOG, samples, metrics, given)
-    if takes_over:
-        return RolloutFnTrainOutput(output.samples, logged)
-    measured = measure(samples) if measure is not None else {}
-    return RolloutFnTrainOutput(output.samples, measured | metrics | logged)
+
+    def completed(metrics: Metrics) -> Metrics:
+        return (measure(samples) if measure is not None else {}) | metrics
+
+    logged = await _logged(config, path, ROLLOUT_LOG, samples, metrics, given, completed)
+    return RolloutFnTrainOutput(output.samples, logged)
 
 
 async def finish_evaluation(
@@ -103,12 +105,12 @@ async def finish_evaluation(
     *,
     before_training: bool = False,
 ) -> RolloutFnEvalOutput:
-    """The same for an evaluation; ``eval/<name>`` is the mean reward where the evaluation function
-    gave none.
+    """Dump the samples of an evaluation, and return it with all its metrics; ``eval/<name>`` is the
+    mean reward where the evaluation function gave none.
 
     Args:
-        before_training: no rollout came before it: its dump must not be replaced by that of the one
-            after rollout 0.
+        before_training: no rollout came before it, so that its dump has a name of its own, and the
+            evaluation after rollout 0 does not replace it.
     Raises:
         FunctionFailed: a data set without a list of rewards; what the log function did besides
             logging.
@@ -125,10 +127,12 @@ async def finish_evaluation(
     await _dump(config, Evaluation(None if before_training else rollout_id), samples)
     path = config.rollout.custom_eval_rollout_log_function_path
     given = (rollout_id, args, output.data, metrics)
-    takes_over, metrics, logged = await _log(config, path, EVAL_LOG, samples, metrics, given)
-    if takes_over:
-        return RolloutFnEvalOutput(output.data, logged)
-    return RolloutFnEvalOutput(output.data, metrics | {"perf/eval_time": seconds} | logged)
+
+    def completed(metrics: Metrics) -> Metrics:
+        return metrics | {"perf/eval_time": seconds}
+
+    logged = await _logged(config, path, EVAL_LOG, samples, metrics, given, completed)
+    return RolloutFnEvalOutput(output.data, logged)
 
 
 def _check_evaluation(data: Any, origin: str) -> None:
@@ -146,17 +150,13 @@ def _check_evaluation(data: Any, origin: str) -> None:
             raise FunctionFailed(
                 f"{origin} returned no list of rewards for data set {name!r}", fix=fix
             )
-        roles = [
-            f"the reward of sample {position} of data set {name!r}"
-            for position in range(len(rewards))
-        ]
         values["rewards"] = [
-            reward_number(value, origin, role) for value, role in zip(rewards, roles)
+            reward_number(value, origin, f"the reward of sample {position} of data set {name!r}")
+            for position, value in enumerate(rewards)
         ]
         samples = values.get("samples") or ()
-        if not isinstance(samples, (list, tuple)) or not all(
-            isinstance(sample, Sample) for sample in samples
-        ):
+        is_list = isinstance(samples, (list, tuple))
+        if not is_list or not all(isinstance(sample, Sample) for sample in samples):
             raise FunctionFailed(
                 f"{origin} returned samples of data set {name!r} that are none", fix=fix
             )

@@ -34,17 +34,11 @@ from slime.engines.client import RequestRefused, RolloutClient
 from slime.engines.request_fields import BadRequest, parse_params
 from slime.errors import UserError
 from slime.log import get_logger, tell
-from slime.models.vision import placeholder_runs
+from slime.models.vision import one_placeholder_each, placeholder_runs
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns, render_messages, without_repeated_end
 from slime.prompts.conversation import ImageParts, read_messages
-from slime.prompts.images import (
-    ImagePrompts,
-    add_images,
-    bytes_of,
-    kept,
-    read_inline,
-)
+from slime.prompts.images import ImagePrompts, add_images, bytes_of, kept, read_inline
 from slime.prompts.tokenizer import with_opening
 from slime.rollout.resumed_requests import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
 from slime.samples.media import IMAGES, SPANS, references_of
@@ -54,9 +48,9 @@ from slime.user_code.overrides import follows_old_plugin, override_of
 logger = get_logger(__name__)
 
 _MASK64 = (1 << 64) - 1
-#: What a tokenizer makes of a part of a character.
+#: A tokenizer decodes a part of a character to this.
 _HALF = "\ufffd"
-#: What SGLang and the embedded engine say to a prompt that fills the context.
+#: In the errors of SGLang and of the embedded engine for a prompt that fills the context.
 _NO_ROOM = ("context length", "the context holds")
 
 
@@ -69,8 +63,9 @@ class GenerateState:
         sampling_params: defaults of this rollout; each request gets a copy of its own.
         max_context_len: most tokens of prompt plus response, None for no limit but the engine's.
         deterministic: requests carry a seed made from ``rollout_seed`` and the sample's index.
-        versions: of weights; what others have begun is stale (--stale-samples).
-        end_tokens: that end an answer unless ``ignore_eos`` is set.
+        versions: the current versions of the weights; a sample begun with others is stale
+            (--stale-samples).
+        end_tokens: tokens that end an answer unless ``ignore_eos`` is set.
         request_tokens: most new tokens to ask for in one request; a longer answer takes several.
         routed_experts: ask the engine which experts it used, for the trainer to use them again.
         sampling_mask: ask it which tokens each one was drawn from, too.
@@ -85,7 +80,7 @@ class GenerateState:
         logged: metrics that users' functions have added to those of this rollout.
         from_journal: by sample index, response tokens that nobody generated in this rollout.
         progress, waits: see `slime.rollout.loop.RolloutLoop`; a rollout function of the user's own
-            tells nothing.
+            reports nothing.
     """
 
     args: Any
@@ -123,10 +118,7 @@ class GenerateState:
     def params_for(self, sample: Sample) -> dict[str, Any]:
         """This sample's own copy of the sampling parameters, with its seed in deterministic
         mode."""
-        params = {
-            name: copy.deepcopy(value) if isinstance(value, (list, dict)) else value
-            for name, value in self.sampling_params.items()
-        }
+        params = copy.deepcopy(self.sampling_params)
         if self.deterministic:
             assert sample.index is not None, "samples get their index when they are drawn"
             params["sampling_seed"] = sample_seed(self.rollout_seed, sample.index)
@@ -146,13 +138,14 @@ def bind_state(state: GenerateState) -> None:
 
 
 def begin_state(state: GenerateState) -> None:
-    """`bind_state`; until the next rollout begins it is found in threads of the user's own, too."""
+    """Make ``state`` the one that `current_state` finds, until the next rollout begins also in
+    threads of the user's own."""
     bind_state(state)
     _newest[:] = [state]
 
 
 def forget_states(args: Any) -> None:
-    """No thread finds the rollout of ``args`` any more: its run has ended."""
+    """Forget the rollout of ``args``, whose run has ended: no thread finds it any more."""
     if _newest and _newest[0].args is args:
         _newest.clear()
 
@@ -266,7 +259,6 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.tokens = _with_images(sample, sample.tokens)
     sample.session_id = sample.session_id or uuid.uuid4().hex
     idle = 0
-    ends = state.end_tokens
     while idle < MOST_IDLE_CUTS:
         params = _remaining_params(state, sample, sampling_params)
         if params is None or _wrote_an_image(state, sample):
@@ -280,9 +272,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         whole_piece = asked < params["max_new_tokens"] and new == asked
         if whole_piece and sample.status is SampleStatus.TRUNCATED:
             sample.status = SampleStatus.ABORTED  # the request is over, the answer is not
-        if sample.status is SampleStatus.ABORTED and has_ended(
-            sample.tokens[len(sample.tokens) - new :], params, ends
-        ):
+        added = sample.tokens[len(sample.tokens) - new :]
+        if sample.status is SampleStatus.ABORTED and has_ended(added, params, state.end_tokens):
             sample.status = SampleStatus.COMPLETED
         if sample.status is not SampleStatus.ABORTED or state.aborted:
             return sample
@@ -311,10 +302,8 @@ def _remaining_params(
     if room <= 0:
         return None
     params = {**sampling_params, "max_new_tokens": room}
-    if params.get("min_new_tokens"):
-        params["min_new_tokens"] = min(
-            room, max(0, params["min_new_tokens"] - sample.response_length)
-        )
+    if least := params.get("min_new_tokens"):
+        params["min_new_tokens"] = min(room, max(0, least - sample.response_length))
     return params
 
 
@@ -337,7 +326,7 @@ def _wrote_an_image(state: GenerateState, sample: Sample) -> bool:
 
 
 async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, Any]) -> None:
-    """One ``/generate``; the answer goes into the sample."""
+    """Send one ``/generate`` request, and append the answer to the sample."""
     assert sample.session_id is not None
     before = _sampled_tail(sample)
     text = sample.response
@@ -405,19 +394,18 @@ async def _ask(state: GenerateState, sample: Sample, params: dict[str, Any]) -> 
     wanted: dict[str, Any] = {"return_routed_experts": True} if state.routed_experts else {}
     if state.sampling_mask:
         wanted["return_sampling_mask"] = True
+    tokens = sample.tokens
     if references := references_of(sample):
+        assert state.images is not None
+        tokens = one_placeholder_each(tokens, state.images.vision)
         wanted["image_data"] = await asyncio.to_thread(encoded_images, references)
     if (post := override_of("post")) is not None:
-        body = {
-            "input_ids": sample.tokens,
-            "sampling_params": params,
-            "return_logprob": True,
-            **wanted,
-        }
-        return GenerateResult.from_json(await post(f"{state.client.base_url}/generate", body))
+        asked = {"input_ids": tokens, "sampling_params": params, "return_logprob": True}
+        url = f"{state.client.base_url}/generate"
+        return GenerateResult.from_json(await post(url, asked | wanted))
     rid = f"{sample.session_id}-{uuid.uuid4().hex[:8]}"
     return await state.client.generate(
-        sample.tokens, params, rid=rid, routing_key=sample.session_id or "", **wanted
+        tokens, params, rid=rid, routing_key=sample.session_id or "", **wanted
     )
 
 
@@ -435,15 +423,15 @@ def _sampled_tail(sample: Sample) -> list[int]:
 def _read_anew(
     state: GenerateState, sample: Sample, params: dict[str, Any], before: list[int], text: str
 ) -> None:
-    """Give an answer of several requests the text of all its tokens: a cut may have been within a
-    character.
+    """Decode an answer of several requests anew, from all its tokens: one request may have ended
+    within a character.
 
     Args:
         before: its tokens until the last request; text: of the response until then.
     """
     known = text_of(state.tokenizer, before, params).rstrip(_HALF)
     text = text.rstrip(_HALF)
-    # else users' code has changed the text, and the answer's own parts must do
+    # else users' code has changed the text, which stays as it is
     if text.endswith(known):
         whole = text_of(state.tokenizer, _sampled_tail(sample), params)
         sample.response = text[: len(text) - len(known)] + whole
@@ -455,14 +443,12 @@ def is_too_long(refused: RequestRefused) -> bool:
 
 
 def note_too_long(state: GenerateState, sample: Sample, limit: str) -> None:
-    """Count a sample that has no room to generate (``rollout/prompt_too_long``); the first of the
-    run is told."""
+    """Count a sample that has no room to generate (``rollout/prompt_too_long``), and log the first
+    of the run."""
     state.counts["prompt_too_long"] += 1
-    unmeasured = (
-        "; of messages they are measured with --apply-chat-template"
-        if isinstance(sample.prompt, list)
-        else ""
-    )
+    unmeasured = ""
+    if isinstance(sample.prompt, list):
+        unmeasured = "; of messages they are measured with --apply-chat-template"
     tell(
         logger,
         "sample %s has %d tokens and no room to generate: %s; it counts as truncated, and leaves "
@@ -478,8 +464,8 @@ def note_too_long(state: GenerateState, sample: Sample, limit: str) -> None:
 
 
 def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
-    """Token ids of the prompt: chat messages through the chat template, plain text with what the
-    tokenizer puts before one (`with_opening`).
+    """Return the token ids of the prompt: chat messages through the chat template, plain text with
+    the tokens that the tokenizer puts before it (`with_opening`).
 
     The places of images are noted in the sample.
 
@@ -503,7 +489,7 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
 
 
 def _with_images(sample: Sample, ids: list[int]) -> list[int]:
-    """The prompt's tokens with all placeholders of its images, whose places are noted."""
+    """Return the prompt's tokens with all placeholders of its images, and note their places."""
     images = current_state().images if is_in_run() else None
     if sample.multimodal_inputs and (images is None or sample.multimodal_inputs.keys() != {IMAGES}):
         raise UserError(
@@ -548,9 +534,9 @@ def _template_kwargs(sample: Sample) -> dict[str, Any]:
 
 
 def append_message(sample: Sample, message: dict[str, Any]) -> None:
-    """Append what is no word of the model to its response, between two turns: a tool's answer, say.
-    In the chat template, with the end of the turn before and the head of the next one; never
-    trained on. ``sample.response`` gets the message's text on lines of its own.
+    """Append a message that the model did not write to its response, between two turns: a tool's
+    answer, say. The chat template renders it, with the end of the turn before and the head of the
+    next one. It is never trained on. ``sample.response`` gets its text on lines of its own.
 
     Images are parts of its content: ``{"type": "image", "image": data}`` with bytes, a data URI or
     base64.

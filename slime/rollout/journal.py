@@ -1,5 +1,5 @@
-"""The journal: what has been generated is in the run folder before it is trained on, so that no
-crash costs it.
+"""The journal: each finished group is in the run folder before it is trained on, so that no crash
+loses it.
 
 A checkpoint says which groups training has consumed; whoever goes on from it draws all others
 again, with the same indices and in the same order. What the journal has of such a group takes its
@@ -9,11 +9,11 @@ place:
                              ├─ begun ────► goes on where it was (--partial-rollout)
                              └─ no ───────► generated
 
-Along the weights that survive, each finished group is trained on once, and none is generated twice.
-Where timing decides which rollout draws a group, it may be an earlier one than in the life that
-finished it: what is of weights that training has reached counts there, too. Where a run goes on
-from its checkpoint with other flags of training (--lr), the weights that it had pushed behind it do
-not survive, and what they have generated is generated again.
+As long as training goes on in the same way, each finished group is trained on once, and none is
+generated twice. With other flags of training (--lr), the weights that were pushed after the
+checkpoint never come again, and what they generated is generated anew. If timing decides which
+rollout draws a group, an earlier rollout may draw it than in the launch that finished it; the group
+counts there, too, if training has reached its weights.
 
 A file per rollout, ``journal/rollout_000012.log``: records that are only ever appended,
 
@@ -184,11 +184,10 @@ class Journal:
         """Return the journal's state of a drawn group, or ``drawn`` if it has none.
 
         Args:
-            rollout_id: that draws; what later rollouts have made of the group does not count yet.
-                But in another order of events one of them may have drawn what this one draws now:
-                what was generated with the newest ``versions`` or older ones counts, whichever
-                rollout did it, unless they are ahead. Where the newest is None (deterministic
-                runs), that of later ones never does.
+            rollout_id: the rollout that draws. A record of a later rollout counts only if its
+                tokens are of the newest of ``versions`` or older ones, and of none that are ahead:
+                in another order of events, a later rollout may have drawn this group. With newest
+                None (deterministic runs) it never counts.
             key: `drawn_as` of it; where the journal has another, it is of other data.
             versions: groups of unreachable versions do not count, nor, if there are any, groups
                 of unknown ones.
@@ -332,13 +331,10 @@ class Journal:
             place: what of the samples no file can hold; a function of the user's has put it there.
         """
         self._is_open = False
-        said = (
-            f"a function of yours has set {place}"
-            if place
-            else f"{type(problem).__name__}: {problem}"
-        )
+        why = f"a function of yours has set {place}" if place else ""
         logger.error(
-            "the journal ends here, what is generated from now on is lost with a crash: %s", said
+            "the journal ends here, what is generated from now on is lost with a crash: %s",
+            why or f"{type(problem).__name__}: {problem}",
         )
 
     def _give_up_file(self, rollout_id: int, problem: OSError) -> None:

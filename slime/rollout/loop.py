@@ -116,7 +116,7 @@ class RolloutLoop:
         check_hooks(self.args)
         self._datasets = self.args.eval_datasets = eval_datasets(config)
         self._sampling_params = rollout_sampling_params(config)
-        self._eval_sets: list[EvalSet] | None = None
+        self._eval_sets: list[EvalSet] = []
         self._client: RolloutClient | None = None
         self._rewards: RewardPool | None = None
         self._model_urls = models
@@ -131,6 +131,8 @@ class RolloutLoop:
             config.checkpoint.hf_checkpoint, config.checkpoint.model_name
         )
         self._images = images_of(config)
+        if self._images is not None:
+            self._images.reader.take_seconds()  # of rows that were checked here
         self._watched: WatchedLoop | None = None
         self.record_failure: RecordFailure = lambda rollout_id, samples, while_, error: None
         """Called with each failure: rollout (None: an evaluation), samples, stage, error."""
@@ -146,29 +148,37 @@ class RolloutLoop:
             EngineError: the router does not answer.
             UserError: evaluation data that cannot be used.
         """
-        async with self._starting:
-            if self._client is None:
-                await self._start()
-
-    async def _start(self) -> None:
         config = self.config
-        loop = asyncio.get_running_loop()
-        policy = config.engine.router.get("policy") or "cache_aware"
-        async with EngineClient(self.base_url) as router:
-            engine_urls = [worker.url for worker in await list_workers(router)]
-        self._watched = watch_loop(loop, self._blocking_limit, lambda message: self.lost(message))
-        self._rewards = RewardPool(config, self.args)
-        if config.distillation.use_opd:
-            self._teachers = TeacherPool(config, self.tokenizer, self._model_urls, self.base_url)
-        self._eval_sets = await asyncio.to_thread(self._read_eval_sets)
-        self._client = RolloutClient(
-            self.base_url,
-            max_concurrency=config.engine.sglang_server_concurrency,
-            request_timeout=config.engine.sglang_router_request_timeout_secs,
-            retry_seconds=deadlines.LOOP_RETRY[config.fault_tolerance.use_fault_tolerance],
-            send_routing_key=wants_routing_key(policy),
-            engine_urls=engine_urls,
-        )
+        async with self._starting:
+            if self._client is not None:
+                return
+            async with EngineClient(self.base_url) as router:
+                engine_urls = [worker.url for worker in await list_workers(router)]
+            self._watched = watch_loop(
+                asyncio.get_running_loop(),
+                self._blocking_limit,
+                lambda message: self.lost(message),
+            )
+            self._rewards = RewardPool(config, self.args)
+            if config.distillation.use_opd:
+                self._teachers = TeacherPool(
+                    config, self.tokenizer, self._model_urls, self.base_url
+                )
+            self._eval_sets = [
+                EvalSet(
+                    one, await asyncio.to_thread(read_eval_prompts, one, config, self.tokenizer)
+                )
+                for one in self._datasets
+            ]
+            policy = config.engine.router.get("policy") or "cache_aware"
+            self._client = RolloutClient(
+                self.base_url,
+                max_concurrency=config.engine.sglang_server_concurrency,
+                request_timeout=config.engine.sglang_router_request_timeout_secs,
+                retry_seconds=deadlines.LOOP_RETRY[config.fault_tolerance.use_fault_tolerance],
+                send_routing_key=wants_routing_key(policy),
+                engine_urls=engine_urls,
+            )
 
     async def close(self) -> None:
         """Run the registered clean-ups, stop the reward workers and close the connections."""
@@ -211,20 +221,16 @@ class RolloutLoop:
         """Make a runner with this run's limits and record of failures; ``options`` are those of
         `GroupRunner`."""
         limit = self.config.rollout.rollout_stall_timeout
-        which = None if options.get("evaluation") else options["rollout_id"]
-        if not options.get("evaluation"):
-            options["teachers"] = self._teachers
+        is_evaluation = options.get("evaluation", False)
+        which = None if is_evaluation else options["rollout_id"]
+        teachers = None if is_evaluation else self._teachers
 
         def on_failure(trajectory: Trajectory, error: Exception) -> None:
             self.record_failure(which, trajectory.samples, trajectory.activity.value, error)
 
-        return GroupRunner(state, rewards, hook_limit=limit, on_failure=on_failure, **options)
-
-    def _read_eval_sets(self) -> list[EvalSet]:
-        return [
-            EvalSet(dataset, read_eval_prompts(dataset, self.config, self.tokenizer))
-            for dataset in self._datasets
-        ]
+        return GroupRunner(
+            state, rewards, hook_limit=limit, teachers=teachers, on_failure=on_failure, **options
+        )
 
     @property
     def rewards(self) -> RewardPool:
@@ -427,7 +433,7 @@ class RolloutLoop:
         self, rollout_id: int, state: GenerateState, names: Sequence[str] | None = None
     ) -> RolloutFnEvalOutput:
         """Score the evaluation sets, or those called ``names``."""
-        sets = [s for s in self._eval_sets or () if names is None or s.dataset.name in names]
+        sets = [s for s in self._eval_sets if names is None or s.dataset.name in names]
         if not sets:
             raise UserError(
                 "there is nothing to evaluate",
@@ -437,13 +443,14 @@ class RolloutLoop:
         rewards = self.rewards.fork()
 
         def make_runner(dataset: EvalDataset) -> GroupRunner:
-            limit = context_limit(
-                self.config.eval.eval_max_context_len, self.config.train.seq_length
-            )
             own = dataclasses.replace(
-                state, sampling_params=dataset.sampling_params(), max_context_len=limit
+                state,
+                sampling_params=dataset.sampling_params(),
+                max_context_len=context_limit(
+                    self.config.eval.eval_max_context_len, self.config.train.seq_length
+                ),
+                templated=dataset.apply_chat_template,
             )
-            own.templated = dataset.apply_chat_template
             return self.make_runner(
                 own,
                 rewards,
@@ -493,6 +500,8 @@ def _counters(collected: Collected, runner: GroupRunner) -> dict[str, float]:
     }
     for reason, count in collected.drops.items():
         metrics[f"rollout/dynamic_filter/drop_{reason}"] = count
+    if state.images is not None:
+        metrics["perf/images/rollout_time"] = state.images.reader.take_seconds()
     return metrics | collected.stale
 
 

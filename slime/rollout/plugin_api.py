@@ -95,17 +95,18 @@ async def post(
             past_router=asks_router and loses_fields(body),
         )
 
-    def count() -> None:
-        state.counts["continued"] += 1
-
-    whole: dict[str, Any] = {"tokenizer": state.tokenizer, "most_tokens": state.request_tokens}
-    whole["end_tokens"] = state.end_tokens
-    answer = await answered(send, payload, lambda: state.aborted, count, **whole)
-    return (
-        {"text": "", "output_ids": [], "meta_info": dict(_ABORTED_META)}
-        if answer is None
-        else answer
+    answer = await answered(
+        send,
+        payload,
+        lambda: state.aborted,
+        lambda: state.counts.update(["continued"]),
+        tokenizer=state.tokenizer,
+        most_tokens=state.request_tokens,
+        end_tokens=state.end_tokens,
     )
+    if answer is None:
+        return {"text": "", "output_ids": [], "meta_info": dict(_ABORTED_META)}
+    return answer
 
 
 @on_the_runs_loop
@@ -143,9 +144,8 @@ def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> st
 
 def _split(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}", url[
-        len(parts.scheme) + 3 + len(parts.netloc) :
-    ] or "/"
+    origin = f"{parts.scheme}://{parts.netloc}"
+    return origin, url[len(origin) :] or "/"
 
 
 @on_the_runs_loop
@@ -174,11 +174,9 @@ async def generate_and_rm_group(
         Exception: whatever the first failing sample failed of.
     """
     state = vars(current_loop()).get("plugin_state")
-    return (
-        group
-        if state is not None and state.aborted
-        else await _run_group(args, group, sampling_params, evaluation, ("group",))
-    )
+    if state is not None and state.aborted:
+        return group
+    return await _run_group(args, group, sampling_params, evaluation, ("group",))
 
 
 async def _run_group(

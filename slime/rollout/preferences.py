@@ -10,9 +10,7 @@ The rewards are the labels: training reads from them which sample is which.
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,27 +22,10 @@ from slime.prompts.preference_rows import conversation_of
 from slime.prompts.prepare import read_samples
 from slime.prompts.sft_encoding import Encoded, SftTotals, TrainedSequence
 from slime.prompts.source import prompt_checker
-from slime.rollout.finish import finish_rollout
-from slime.rollout.sft import draw_groups, sft_encoding, sft_limits, tell_drawn
+from slime.rollout.sft import draw_groups, sft_encoding, sft_limits
 from slime.samples.batch import CHOSEN, MISMATCHED, REJECTED
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
-
-
-async def preference_rollout(
-    config: Config, source: DataSource, tokenizer: Any, rollout_id: int
-) -> RolloutFnTrainOutput:
-    """`generate_preferences` as a step of the run: with --save-debug-rollout-data and the user's
-    log function.
-
-    Raises:
-        UserError: as `generate_preferences`.
-    """
-    started = time.monotonic()
-    output = await asyncio.to_thread(generate_preferences, config, source, tokenizer)
-    return await finish_rollout(
-        config, config.flat(), rollout_id, output, time.monotonic() - started
-    )
 
 
 def generate_preferences(
@@ -57,8 +38,7 @@ def generate_preferences(
         UserError: a row that cannot be encoded, only rows that are left out, or no more data.
     """
     encoder = PreferenceEncoder(config, tokenizer)
-    drawn = draw_groups(config, source, encoder)
-    tell_drawn(config, drawn, encoder, tokenizer)
+    drawn = draw_groups(config, source, encoder, tokenizer)
     tokens = sum(one.effective_response_length for group in drawn.groups for one in group.samples)
     counts = {
         "rollout/preference_trained_tokens": float(tokens),
@@ -128,7 +108,8 @@ class PreferenceEncoder:
         self.read_ahead_rows([(one.prompt, one.label) for one in samples])
 
     def read_ahead_rows(self, rows: Sequence[tuple[str | Messages, dict[str, Any]]]) -> None:
-        """The same for prompts with their answers."""
+        """Tokenise in one call the texts of prompts with their answers, which will be encoded
+        next."""
         if not self._templates_text:
             texts = (text for prompt, label in rows for text in (prompt, *label.values()))
             self._encoding.read_ahead(text for text in texts if isinstance(text, str))

@@ -32,7 +32,8 @@ _PRECISION = ("bf16", "fp16", "fp32")
 
 
 def reference_cache(config: Config, folder: Path) -> ReferenceCache | None:
-    """The cache of a run that compares with a reference model by preference; None for others."""
+    """Return the cache of a run whose preference loss compares with a reference model; None for
+    other runs."""
     preference = config.algorithm.preference
     if preference is None or not preference.needs_reference:
         return None
@@ -59,7 +60,7 @@ def _model_digest(config: Config) -> str:
 
 
 class ReferenceCache:
-    """Log-probs by the tokens that they are of.
+    """Log-probs of the reference model, found by the tokens that were scored.
 
     Args:
         path: the file; a record that a crash has cut off at its end is dropped.

@@ -4,10 +4,10 @@
                └──── joined: as if nothing had cut it ────┘
                      with the weight version of every token
 
-Engines abort what they are at before they take new weights, and when another rollout ends. And what
-an engine that dies was at is lost, so a long answer may be asked for piece by piece
-(--rollout-request-tokens). What has no token ids to go on from (text, chats, several prompts in one
-request) is asked anew, and never in pieces.
+Engines abort their requests before they take new weights, and when another rollout ends. An engine
+that dies loses its requests, so a long answer may be asked for in pieces
+(--rollout-request-tokens). A request without token ids to go on from (text, chats, several prompts)
+is sent anew, and never in pieces.
 """
 
 from __future__ import annotations
@@ -23,25 +23,16 @@ MOST_IDLE_CUTS = 64
 _DEFAULT_NEW_TOKENS = 128
 #: Sampling parameters under which an answer in pieces is the same; seeds give each position of a
 #: sequence its own.
-_DIVISIBLE = {
-    *(
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "max_new_tokens",
-        "stop_token_ids",
-        "ignore_eos",
-        "sampling_seed",
-    ),
-    *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
-}
+_DIVISIBLE = frozenset((
+    "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop_token_ids", "ignore_eos",
+    "sampling_seed", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim",
+))  # fmt: skip
 _NEUTRAL = {"n": 1, "repetition_penalty": 1.0}
 #: Lists of an answer's ``meta_info`` with an entry per generated token.
 _PER_TOKEN = (
-    *("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"),
-    *("output_token_sampling_mask", "output_token_sampling_logprobs"),
-)
+    "output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs",
+    "output_token_sampling_mask", "output_token_sampling_logprobs",
+)  # fmt: skip
 
 
 async def answered(
@@ -134,19 +125,12 @@ def _first_piece(body: Body, most_tokens: int | None) -> Body:
 
 def _is_piece(answer: Any, request: Body, body: Body, whole: Any) -> bool:
     """Whether the request alone is over, as it asked for a piece, and not the answer."""
-    if (
-        request is body
-        or not isinstance(answer, dict)
-        or not isinstance(answer.get("meta_info"), dict)
-    ):
+    if request is body or not isinstance(answer, dict):
         return False
-    asked = _wanted(_params(request))
-    wanted = _wanted(_params(body))
-    return (
-        _reason(answer) == "length"
-        and len(_tokens(answer)) == asked
-        and len(_tokens(whole)) < wanted
-    )
+    if not isinstance(answer.get("meta_info"), dict) or _reason(answer) != "length":
+        return False
+    is_whole = len(_tokens(answer)) == _wanted(_params(request))
+    return is_whole and len(_tokens(whole)) < _wanted(_params(body))
 
 
 def has_ended(tokens: list[int], params: Body, end_tokens: frozenset[int]) -> bool:
@@ -186,13 +170,8 @@ def is_cut(answer: Any) -> bool:
         return any(is_cut(one) for one in answer)
     if not isinstance(answer, dict):
         return False
-    reasons = [_reason(answer)]
-    reasons += [
-        choice.get("finish_reason")
-        for choice in answer.get("choices") or ()
-        if isinstance(choice, dict)
-    ]
-    return "abort" in reasons
+    choices = [one for one in answer.get("choices") or () if isinstance(one, dict)]
+    return "abort" in (_reason(answer), *(one.get("finish_reason") for one in choices))
 
 
 def rest_of(body: Body, answer: Any) -> Body | None:
@@ -227,14 +206,8 @@ def joined(first: Any, rest: Any, tokenizer: Any = None, body: Body | None = Non
         return rest if first is None else first
     before = first["meta_info"]
     after = rest["meta_info"]
-    meta = {
-        **after,
-        **{
-            name: before[name]
-            for name in before
-            if name.startswith(("prompt_", "input_", "cached_"))
-        },
-    }
+    of_prompt = ("prompt_", "input_", "cached_")
+    meta = after | {name: before[name] for name in before if name.startswith(of_prompt)}
     for name in _PER_TOKEN:
         if name in before or name in after:
             meta[name] = [*(before.get(name) or ()), *(after.get(name) or ())]
@@ -242,16 +215,18 @@ def joined(first: Any, rest: Any, tokenizer: Any = None, body: Body | None = Non
         if name in before and name in after:
             meta[name] = before[name] + after[name]
     count = len(_tokens(first))
-    later = (
-        [[start + count, version] for start, version in _versions(after)] if _tokens(rest) else []
-    )
-    meta["token_weight_versions"] = [*_versions(before), *later]
     tokens = [*_tokens(first), *_tokens(rest)]
+    meta["token_weight_versions"] = _versions(before)
+    if len(tokens) > count:
+        meta["token_weight_versions"] = [
+            *_versions(before),
+            *([start + count, version] for start, version in _versions(after)),
+        ]
     params = _params(body or {})
-    whole = (
-        text_of(tokenizer, tokens, params) if tokenizer is not None and keeps_text(params) else None
-    )
-    text = first.get("text", "") + rest.get("text", "") if whole is None else whole
+    if tokenizer is not None and keeps_text(params):
+        text = text_of(tokenizer, tokens, params)
+    else:
+        text = first.get("text", "") + rest.get("text", "")
     return {**rest, "text": text, "output_ids": tokens, "meta_info": meta}
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,17 +33,21 @@ logger = get_logger(__name__)
 _MOST_LEFT_OUT = 10_000
 
 
-async def sft_rollout(
-    config: Config, source: DataSource, tokenizer: Any, rollout_id: int
+async def data_rollout(
+    generate: Callable[[Config, DataSource, Any], RolloutFnTrainOutput],
+    config: Config,
+    source: DataSource,
+    tokenizer: Any,
+    rollout_id: int,
 ) -> RolloutFnTrainOutput:
-    """Run `generate_sft` as a step of the run, with --save-debug-rollout-data and the user's log
-    function.
+    """Run `generate_sft` or `generate_preferences` as a step of the run, with
+    --save-debug-rollout-data and the user's log function.
 
     Raises:
-        UserError: as `generate_sft`.
+        UserError: as ``generate``.
     """
     started = time.monotonic()
-    output = await asyncio.to_thread(generate_sft, config, source, tokenizer)
+    output = await asyncio.to_thread(generate, config, source, tokenizer)
     return await finish_rollout(
         config, config.flat(), rollout_id, output, time.monotonic() - started
     )
@@ -59,8 +65,7 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
         UserError: a row has nothing to train on, all rows are too long, or the data have ended.
     """
     encoder = SftEncoder(config, tokenizer)
-    drawn = draw_groups(config, source, encoder)
-    tell_drawn(config, drawn, encoder, tokenizer)
+    drawn = draw_groups(config, source, encoder, tokenizer)
     tokens = sum(one.effective_response_length for group in drawn.groups for one in group.samples)
     counts = {
         "rollout/sft_trained_tokens": float(tokens),
@@ -95,8 +100,11 @@ class DrawnGroups:
     left_out: list[Sample]
 
 
-def draw_groups(config: Config, source: DataSource, encoder: Encoder) -> DrawnGroups:
-    """Draw and encode rows until there are ``rollout_batch_size`` groups.
+def draw_groups(
+    config: Config, source: DataSource, encoder: Encoder, tokenizer: Any
+) -> DrawnGroups:
+    """Draw and encode rows until there are ``rollout_batch_size`` groups. The user is told once
+    what was found in the rows, and which are too long.
 
     Raises:
         UserError: as `generate_sft`.
@@ -107,7 +115,9 @@ def draw_groups(config: Config, source: DataSource, encoder: Encoder) -> DrawnGr
     left_out: list[Sample] = []
     num_left_out_before = 0  # length of left_out before the current run of skipped rows
     num_skipped = 0
-    max_skipped = _max_consecutive_skips(source)
+    # two epochs of rows contain a whole epoch, wherever they begin
+    epoch = source.rows_per_epoch if isinstance(source, PromptSource) else None
+    max_skipped = _MOST_LEFT_OUT if epoch is None else min(_MOST_LEFT_OUT, 2 * epoch)
     wanted = config.rollout.rollout_batch_size
     while len(groups) < wanted:
         drawn = source.get_samples(wanted - len(groups))
@@ -130,14 +140,14 @@ def draw_groups(config: Config, source: DataSource, encoder: Encoder) -> DrawnGr
                     raise failure from error
                 tell(logger, "%s; such rows are left out", failure, once=f"sft {error.what}")
                 samples = []
-            fitting = [
-                one
+            is_fitting = [
+                _fits(len(one.tokens), limit) and _fits(one.prompt_length, prompt_limit)
                 for one in samples
-                if _fits(len(one.tokens), limit) and _fits(one.prompt_length, prompt_limit)
             ]
-            if encoder.keeps_whole and len(fitting) < len(samples):
-                fitting = []
-            left_out += [one for one in samples if all(one is not kept for kept in fitting)]
+            if encoder.keeps_whole and not all(is_fitting):
+                is_fitting = [False] * len(samples)
+            fitting = list(itertools.compress(samples, is_fitting))
+            left_out += [one for one, fits in zip(samples, is_fitting) if not fits]
             if fitting:
                 groups.append(Group(index, [fitting]))
                 num_left_out_before = len(left_out)
@@ -150,14 +160,7 @@ def draw_groups(config: Config, source: DataSource, encoder: Encoder) -> DrawnGr
                 if not too_long:
                     raise UserError(f"none of {num_skipped} consecutive rows can be trained on")
                 raise _all_too_long(too_long, limit, prompt_limit)
-    return DrawnGroups(groups, left_out)
-
-
-def tell_drawn(config: Config, drawn: DrawnGroups, encoder: Encoder, tokenizer: Any) -> None:
-    """Tell the user once what was found in the rows, and which are too long."""
     encoder.totals.tell(tokenizer)
-    left_out = drawn.left_out
-    num_samples = sum(len(group.samples) for group in drawn.groups)
     if left_out:
         tell(
             logger,
@@ -165,7 +168,7 @@ def tell_drawn(config: Config, drawn: DrawnGroups, encoder: Encoder, tokenizer: 
             "tokens, %d before the first trained one): --seq-length %s, --rollout-max-context-len "
             "%s, --rollout-max-prompt-len %s. A metric counts them from here on",
             len(left_out),
-            len(left_out) + num_samples,
+            len(left_out) + sum(len(group.samples) for group in groups),
             max(len(sample.tokens) for sample in left_out),
             max(sample.prompt_length for sample in left_out),
             config.train.seq_length,
@@ -173,23 +176,14 @@ def tell_drawn(config: Config, drawn: DrawnGroups, encoder: Encoder, tokenizer: 
             config.data.rollout_max_prompt_len,
             once="sft too long",
         )
-
-
-def _max_consecutive_skips(source: DataSource) -> int:
-    """Return how many consecutive rows may be left out. Two epochs of rows contain a whole epoch,
-    wherever they begin."""
-    epoch = source.rows_per_epoch if isinstance(source, PromptSource) else None
-    return _MOST_LEFT_OUT if epoch is None else min(_MOST_LEFT_OUT, 2 * epoch)
+    return DrawnGroups(groups, left_out)
 
 
 def sft_limits(config: Config) -> tuple[int | None, int | None]:
     """Return the maximum tokens of a sample, and of its part before the first trained token."""
-    limits = [
-        n
-        for n in (config.train.seq_length, config.rollout.rollout_max_context_len)
-        if n is not None
-    ]
-    return min(limits, default=None), config.data.rollout_max_prompt_len
+    given = (config.train.seq_length, config.rollout.rollout_max_context_len)
+    limit = min((one for one in given if one is not None), default=None)
+    return limit, config.data.rollout_max_prompt_len
 
 
 def compared_rule(config: Config) -> str | None:
@@ -206,10 +200,8 @@ def _all_too_long(samples: list[Sample], limit: int | None, prompt_limit: int | 
     said = []
     if limit is not None and (shortest := min(len(sample.tokens) for sample in samples)) > limit:
         said.append(f"longer than {limit} tokens (shortest: {shortest})")
-    if (
-        prompt_limit is not None
-        and (shortest := min(sample.prompt_length for sample in samples)) > prompt_limit
-    ):
+    shortest = min(sample.prompt_length for sample in samples)
+    if prompt_limit is not None and shortest > prompt_limit:
         said.append(
             f"with a prompt of more than --rollout-max-prompt-len {prompt_limit} tokens (shortest: "
             f"{shortest})"

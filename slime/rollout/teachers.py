@@ -30,8 +30,8 @@ from slime.samples.types import Sample
 logger = get_logger(__name__)
 
 _CANARY_TOKENS = 16
-#: Of the deviation of the canary's log-probs, which other batches move by a few per cent in 16
-#: bits; and in nats, for models that find everything equally likely.
+#: A canary may differ by this share of the standard deviation of its log-probs (in 16 bits, other
+#: batches move them by a few per cent), or by so many nats if all tokens are equally likely.
 _CANARY_SHARE = 0.1
 _CANARY_LEAST = 0.01
 
@@ -214,19 +214,20 @@ class TeacherPool:
         for teacher in self._teachers.values():
             await teacher.client.close()
 
-    async def score(self, sample: Sample) -> None:
+    async def score(self, sample: Sample) -> Sample:
         """Set ``teacher_prompt_tokens`` if teachers see prompts of their own, and the scores of the
-        sample's teacher if an engine has it. Scores that users' code has set are kept.
+        sample's teacher if an engine has it. Scores that users' code has set are kept. Return the
+        sample.
 
         Raises:
             UserError: the sample names a teacher that there is not.
             EngineError: the teacher does not answer, or about other tokens.
         """
         if not sample.response_length:
-            return
+            return sample
         prompt = self._prompt_of(sample)
         if not self._teachers or sample.teacher_log_probs is not None:
-            return
+            return sample
         where = f"sample {sample.index}"
         name = teacher_of(sample.metadata, self._key, self._teachers.keys(), where)
         response = sample.tokens[sample.prompt_length :]
@@ -235,6 +236,7 @@ class TeacherPool:
         )
         sample.teacher_log_probs = [min(value, 0.0) for value in values]
         sample.teacher_top_tokens = pack_top_tokens(tops) if tops else None
+        return sample
 
     def _prompt_of(self, sample: Sample) -> list[int]:
         given = sample.metadata.get(self._prompt_key) if self._prompt_key else None

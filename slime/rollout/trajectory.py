@@ -19,9 +19,8 @@ import copy
 import inspect
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from typing import Any, TypeGuard, TypeVar
 
@@ -129,6 +128,11 @@ class Trajectory:
     def was_cut(self) -> bool:
         """Whether an abort has cut it short."""
         return any(sample.status is SampleStatus.ABORTED for sample in self.samples)
+
+    @property
+    def doing(self) -> str:
+        """What it is doing, in words: "reward in the function …"."""
+        return f"{self.activity.value}{f' in {self.function}' if self.function else ''}"
 
     def enter(self, activity: Activity) -> None:
         self.activity = activity
@@ -259,6 +263,7 @@ def copy_of_prompt(sample: Sample) -> Sample:
     return twin
 
 
+@dataclass(eq=False)
 class GroupRunner:
     """Runs groups, for training rollouts and evaluations. It has no state of a single group.
 
@@ -279,35 +284,23 @@ class GroupRunner:
         num_hung: samples that hung.
     """
 
-    def __init__(
-        self,
-        state: GenerateState,
-        rewards: RewardPool | None,
-        *,
-        rollout_id: int | None,
-        evaluation: bool = False,
-        group_rm: bool = False,
-        mask_offpolicy: bool = False,
-        teachers: TeacherPool | None = None,
-        hook_limit: float | None = None,
-        on_failure: Callable[[Trajectory, Exception], None] = lambda trajectory, error: None,
-        ours: tuple[str, ...] = (),
-    ) -> None:
-        self.hook_limit = hook_limit
-        self.on_failure = on_failure
-        self._ours = ours
+    state: GenerateState
+    rewards: RewardPool | None
+    _: KW_ONLY
+    rollout_id: int | None
+    evaluation: bool = False
+    group_rm: bool = False
+    mask_offpolicy: bool = False
+    teachers: TeacherPool | None = None
+    hook_limit: float | None = None
+    on_failure: Callable[[Trajectory, Exception], None] = lambda trajectory, error: None
+    ours: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
         self.num_failures = 0
         self.num_hung = 0
-        self._hooks_turn = asyncio.Lock()
-        self.state = state
-        self.rewards = rewards
-        self.teachers = teachers
-        self.rollout_id = rollout_id
-        self.evaluation = evaluation
-        self.group_rm = group_rm
-        self.mask_offpolicy = mask_offpolicy
         self.last_progress = time.monotonic()
-        self._default_path: str | None = getattr(state.args, "custom_generate_function_path", None)
+        self._hooks_turn = asyncio.Lock()
         self._functions: dict[str, Any] = {}
 
     def _checked(self, path: str, protocol: type) -> Any:
@@ -325,7 +318,7 @@ class GroupRunner:
             sample.session_id = sample.session_id or uuid.uuid4().hex
         with span(group.samples, "generate_and_rm_group"):
             whole = None
-            if "group" not in self._ours and not group.is_generated:
+            if "group" not in self.ours and not group.is_generated:
                 whole = override_of("generate_and_reward_group")
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -336,12 +329,7 @@ class GroupRunner:
             except BaseExceptionGroup as errors:  # only what must stop the run gets here
                 raise errors.exceptions[0] from None
             is_unscored = group.is_generated and not group.is_scored
-            if (
-                self.group_rm
-                and is_unscored
-                and group.failure is None
-                and all([await self._ask_teacher(one) for one in group.trajectories])
-            ):
+            if self.group_rm and is_unscored and group.failure is None:
                 await self._score_group(group)
 
     async def _run_whole(self, function: Any, group: GroupRun) -> None:
@@ -362,8 +350,9 @@ class GroupRunner:
                     what, fix="return for each sample of the group the sample, or a list of samples"
                 )
             for trajectory, samples in zip(group.trajectories, returned):
-                self._accept(trajectory, samples, name)
-                await self._score_unless_group_rm(trajectory)
+                with _blaming_users_code(trajectory):
+                    self._accept(trajectory, samples, name)
+                await self._score(trajectory)
                 trajectory.enter(Activity.DONE)
         except Exception as error:  # a failure of user code ends here, as in `_run_once`
             for trajectory in group.trajectories:
@@ -375,29 +364,6 @@ class GroupRunner:
             for trajectory in hung:
                 self._handle_cancellation(trajectory)
         self.last_progress = time.monotonic()
-
-    async def _score_unless_group_rm(self, trajectory: Trajectory) -> None:
-        if not trajectory.is_generated:
-            return
-        if await self._ask_teacher(trajectory) and not self.group_rm:
-            await self._score(trajectory)
-
-    async def _ask_teacher(self, trajectory: Trajectory) -> bool:
-        """Let teachers score the samples that they have not scored yet. Return False if the rollout
-        ended meanwhile: the samples get their scores and rewards in the next one."""
-        if self.teachers is None:
-            return True
-        trajectory.enter(Activity.TEACHER)
-        with span(trajectory.samples, "teacher"):
-            for sample in trajectory.samples:
-                if not await self._unless_aborted(self._score_by_teacher, sample):
-                    return False
-        return True
-
-    async def _score_by_teacher(self, sample: Sample) -> bool:
-        assert self.teachers is not None
-        await self.teachers.score(sample)
-        return True
 
     def _handle_error(self, trajectory: Trajectory, error: Exception) -> None:
         """Put the trajectory back during an abort, else fail it; raise what must stop the run."""
@@ -415,7 +381,14 @@ class GroupRunner:
         assert trajectory.task is not None
         trajectory.task.uncancel()
         self.num_hung += 1
-        self._fail(trajectory, _hung(trajectory))
+        where = f" in {trajectory.function}" if trajectory.function else ""
+        error = FunctionHangs(
+            f"sample {trajectory.prompt.index} hung{where}",
+            why=f"the rollout had made no progress for {trajectory.hung_seconds:.0f} s "
+            "(--rollout-stall-timeout)",
+            fix="set a deadline for whatever it waits for",
+        )
+        self._fail(trajectory, error)
 
     async def _run_trajectory(self, trajectory: Trajectory) -> None:
         with span(trajectory.samples, "generate_and_rm") as sample_span:
@@ -433,7 +406,7 @@ class GroupRunner:
             if not trajectory.is_generated:
                 await self._generate(trajectory)
                 sample_span.adopt(trajectory.samples)
-            await self._score_unless_group_rm(trajectory)
+            await self._score(trajectory)
             trajectory.enter(Activity.DONE)
         except Exception as error:  # a failure of a sample ends here; see the module
             if not self.state.client.aborting and self._retries(trajectory, error):
@@ -514,7 +487,7 @@ class GroupRunner:
         sample = trajectory.samples[0]
         if self.mask_offpolicy and sample.response_length:
             sample.loss_mask = [0] * sample.response_length
-        whole = None if "sample" in self._ours else override_of("generate_and_reward")
+        whole = None if "sample" in self.ours else override_of("generate_and_reward")
         # a plugin's function takes a slot when it calls ours
         async with contextlib.nullcontext() if whole else self.state.client.slots:
             if self.state.client.aborting:
@@ -522,7 +495,9 @@ class GroupRunner:
                 return
             trajectory.enter(Activity.GENERATING)
             for _ in range(_MAX_CUTS):
-                origin = await self._generate_once(trajectory, whole)
+                with _blaming_users_code(trajectory):
+                    returned, origin = await self._call_generate(trajectory, whole)
+                    self._accept(trajectory, returned, origin)
                 if self.state.client.aborting or not trajectory.was_cut:
                     break
                 # user code called the engines itself, and a weight push aborted its requests
@@ -537,13 +512,13 @@ class GroupRunner:
             trajectory.enter(Activity.HOOKS)
             await self._run_hooks(trajectory)
 
-    async def _call_generate(
-        self, trajectory: Trajectory, sample: Sample, whole: Any
-    ) -> tuple[Any, str]:
+    async def _call_generate(self, trajectory: Trajectory, whole: Any) -> tuple[Any, str]:
         """Call the generate function (``whole``: a plugin's, which scores as well); return its
         result and its name."""
+        sample = trajectory.samples[0]
         params = self.state.params_for(sample)
-        path = sample.generate_function_path or self._default_path
+        default = getattr(self.state.args, "custom_generate_function_path", None)
+        path = sample.generate_function_path or default
         if getattr(self.state.args, "rollout_sample_hook_path", None):
             trajectory.prompt = copy_of_prompt(sample)
         if whole is not None:
@@ -551,7 +526,7 @@ class GroupRunner:
             fn = whole
         elif path:
             fn = self._checked(path, GenerateFunction)
-            path = self._generate_name(path)
+            path = named(path, "--custom-generate-function-path" if path == default else _OF_SAMPLE)
         elif (fn := override_of("generate")) is not None:
             path = "the plugin's generate"
         else:
@@ -578,44 +553,27 @@ class GroupRunner:
             )
             return truncated(sample, prompt, ids), path
 
-    async def _generate_once(self, trajectory: Trajectory, whole: Any) -> str:
-        """Call the generate function and take what it returns.
-
-        Returns:
-            The function's name.
-        Raises:
-            FunctionFailed: the user's function misuses ours, or returned something unusable.
-        """
-        try:
-            returned, origin = await self._call_generate(trajectory, trajectory.samples[0], whole)
-        except UserError as error:
-            if not trajectory.function:
-                raise
-            raise FunctionFailed.of(error) from error
-        self._accept(trajectory, returned, origin)
-        return origin
-
     def _accept(self, trajectory: Trajectory, returned: Any, origin: str) -> None:
         """Take what a generate function returned.
 
         Raises:
-            FunctionFailed: the user's function returned something unusable.
+            UserError: it cannot be used.
         """
         prompt = trajectory.prompt
         is_fan_out = isinstance(returned, list)
-        aborting = self.state.client.aborting
-        try:
-            samples = samples_of(returned, origin)
-            options = {"is_fan_out": is_fan_out, "aborting": aborting}
-            from_text = finish_samples(samples, prompt, self.state.tokenizer, origin, **options)
-            for sample in samples if trajectory.function else ():
-                check_values(sample, origin, self.state.vocab_size, self.state.args)
-                if not is_fan_out:
-                    tell_of_other_prompt(sample, prompt, origin)
-        except UserError as error:
-            if not trajectory.function:
-                raise
-            raise FunctionFailed.of(error) from error
+        samples = samples_of(returned, origin)
+        from_text = finish_samples(
+            samples,
+            prompt,
+            self.state.tokenizer,
+            origin,
+            is_fan_out=is_fan_out,
+            aborting=self.state.client.aborting,
+        )
+        for sample in samples if trajectory.function else ():
+            check_values(sample, origin, self.state.vocab_size, self.state.args)
+            if not is_fan_out:
+                tell_of_other_prompt(sample, prompt, origin)
         if not self.evaluation:
             tell_of_text_alone(from_text, origin, self.state)
         trajectory.samples = samples
@@ -628,35 +586,37 @@ class GroupRunner:
             origin = named(path, "--rollout-sample-hook-path")
             hook = self._checked(path, SampleHook)
             trajectory.function = origin
+            # each call of a sync hook has a thread, and it may keep state: one at a time
+            turn = contextlib.nullcontext() if is_async(hook) else self._hooks_turn
             for position, sample in enumerate(trajectory.samples):
                 trajectory_id = sample.rollout_id
-                async with self._turn_of(hook):
+                async with turn:
                     own = await apply_sample_hook(
                         hook, origin, self.state.args, sample, optional, self.hook_limit
                     )
-                try:
+                with _blaming_users_code(trajectory):
                     check_values(own, origin, self.state.vocab_size, self.state.args)
-                except UserError as error:
-                    raise FunctionFailed.of(error) from error
                 keep_identity(own, trajectory.prompt, origin)
                 own.rollout_id = trajectory_id
                 trajectory.samples[position] = own
         trajectory.function = ""
 
-    def _generate_name(self, path: str) -> str:
-        return named(
-            path, "--custom-generate-function-path" if path == self._default_path else _OF_SAMPLE
-        )
-
-    def _turn_of(self, hook: Any) -> AbstractAsyncContextManager[Any]:
-        """Serialise sync hooks, although each call has a thread: they may keep state."""
-        return contextlib.nullcontext() if is_async(hook) else self._hooks_turn
-
     # -- rewards -----------------------------------------------------------------------------------
 
     async def _score(self, trajectory: Trajectory) -> None:
+        """Have teachers and the reward function score what has no scores yet, except that a group
+        of --group-rm gets its rewards together. If the rollout ends meanwhile, the samples get
+        their scores in the next one."""
+        if not trajectory.is_generated:
+            return
+        if self.teachers is not None:
+            trajectory.enter(Activity.TEACHER)
+            with span(trajectory.samples, "teacher"):
+                for sample in trajectory.samples:
+                    if await self._unless_aborted(self.teachers.score, sample) is None:
+                        return
         unscored = [sample for sample in trajectory.samples if sample.reward is None]
-        if not unscored or self.rewards is None:
+        if not unscored or self.rewards is None or self.group_rm:
             return
         trajectory.enter(Activity.REWARD)
         with span(unscored, "reward_model"):
@@ -758,6 +718,18 @@ async def apply_sample_hook(
     return own
 
 
+@contextlib.contextmanager
+def _blaming_users_code(trajectory: Trajectory) -> Iterator[None]:
+    """Within the block, an error of our code is a failure of the user's function that runs, if one
+    does: it has misused ours, or returned something unusable."""
+    try:
+        yield
+    except UserError as error:
+        if not trajectory.function:
+            raise
+        raise FunctionFailed.of(error) from error
+
+
 def truncated(sample: Sample, prompt: Sample, prompt_ids: list[int]) -> Sample:
     """Return the sample as users' code left it when the context was full. If it is inconsistent
     (another prompt, or lengths that do not fit), return it as that code received it."""
@@ -800,18 +772,7 @@ def _failure_text(trajectory: Trajectory, error: Exception) -> str:
     # a failed reward function has added notes that say where
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
     lines = notes or (f"\n  {frames}" if frames else "")
-    where = f" in {trajectory.function}" if trajectory.function else ""
-    return f"while {trajectory.activity.value}{where}: {type(error).__name__}: {error}{lines}"
-
-
-def _hung(trajectory: Trajectory) -> FunctionHangs:
-    return FunctionHangs(
-        f"sample {trajectory.prompt.index} hung"
-        f"{' in ' + trajectory.function if trajectory.function else ''}",
-        why=f"the rollout had made no progress for {trajectory.hung_seconds:.0f} s "
-        "(--rollout-stall-timeout)",
-        fix="set a deadline for whatever it waits for",
-    )
+    return f"while {trajectory.doing}: {type(error).__name__}: {error}{lines}"
 
 
 # -- failed groups ---------------------------------------------------------------------------------
@@ -825,9 +786,7 @@ def why_failed(run: GroupRun) -> str:
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, UserError):
                 reason = f"{error.what} ({error.why})" if error.why else error.what
-            where = f" in {trajectory.function}" if trajectory.function else ""
-            doing = f"{trajectory.activity.value}{where}"
-            return f"sample {trajectory.prompt.index} while {doing}: {reason}"
+            return f"sample {trajectory.prompt.index} while {trajectory.doing}: {reason}"
     statuses = {sample.status.value for sample in run.samples} - {SampleStatus.COMPLETED.value}
     return f"the generate function returned samples with status {', '.join(sorted(statuses))}"
 

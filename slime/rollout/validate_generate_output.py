@@ -140,10 +140,9 @@ def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:
 
 
 def tell_of_text_alone(samples: Sequence[Sample], origin: str, state: GenerateState) -> None:
-    """Say it once where answers that came as text, and have ended, are trained on without their
-    end.
+    """Warn once if answers that came as text are trained without the token that ended them.
 
-    No token is added: which one the model has sampled there, or whether it has, text does not tell.
+    No token is added: text does not tell which one the model sampled there, or whether it did.
     """
     params = state.sampling_params
     stop = params.get("stop") or ()
@@ -258,8 +257,8 @@ def keep_identity(sample: Sample, prompt: Sample, origin: str) -> None:
 
 
 def tell_of_other_prompt(sample: Sample, prompt: Sample, origin: str) -> None:
-    """Say it once where a function returns other prompt tokens than it was given, and calls the
-    prompt the same."""
+    """Warn once if a function returns other prompt tokens than it was given, and has not changed
+    ``sample.prompt``."""
     drawn = prompt.tokens[: prompt.prompt_length]
     own = sample.tokens[: sample.prompt_length]
     if sample.prompt == prompt.prompt and drawn and own[: len(drawn)] != drawn:

@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,7 +53,7 @@ from slime.prompts.row_format import Prompt
 from slime.prompts.sft_encoding import Encoded
 from slime.prompts.source import model_context, prompt_checker
 from slime.prompts.tokenizer import load_tokenizer
-from slime.rollout.eval_datasets import eval_datasets
+from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import eval_checker
 from slime.rollout.preferences import PreferenceEncoder
 from slime.rollout.rewards.row_checks import RewardJudge
@@ -61,12 +61,53 @@ from slime.rollout.sft import compared_rule, sft_encoding, sft_limits
 
 logger = get_logger(__name__)
 
-#: Share of rows from which on a remark refuses a run: there is none.
+#: `RowProblem.refuse_at` of a remark that never refuses a run.
 _NEVER = 2.0
 #: Conversations that are compared with what another rule for loss masks would train.
 _MOST_COMPARED = 100
 #: Rows that the process beside a run checks between two reports.
 _REPORTED_ROWS = 2_000
+
+
+class DataInput(NamedTuple):
+    """A data set that the flags name, and how its rows are checked.
+
+    Attributes:
+        splits: see `open_rows`.
+        make_checker, make_judge: functions of the tokenizer.
+    """
+
+    path: str
+    splits: Sequence[str]
+    make_checker: Callable[[Any], Checker]
+    make_judge: Callable[[Any], RowJudge | None]
+    is_streamed: bool = False
+
+
+def data_inputs(config: Config) -> Iterator[DataInput]:
+    """The data sets whose rows this run reads itself."""
+    data = config.data
+    checker = functools.partial(prompt_checker, config)
+    if data.rollout_global_dataset and data.prompt_data and not data.data_source_path:
+        judge = functools.partial(_training_judge, config)
+        yield DataInput(data.prompt_data, TRAINING, checker, judge, data.streaming_data)
+    if held_out := config.preference.eval_preference_data:
+        yield DataInput(held_out, EVALUATION, checker, functools.partial(PreferenceJudge, config))
+    for dataset in [] if config.eval.eval_function_path else eval_datasets(config):
+        yield DataInput(
+            dataset.path,
+            EVALUATION,
+            functools.partial(eval_checker, dataset, config),
+            functools.partial(_evaluation_judge, dataset, config),
+        )
+
+
+def _training_judge(config: Config, tokenizer: Any) -> RowJudge | None:
+    return data_judge(config, tokenizer) or RewardJudge.of_training(config)
+
+
+def _evaluation_judge(dataset: EvalDataset, config: Config, tokenizer: Any) -> RowJudge | None:
+    return RewardJudge.of_evaluation(dataset, config)
 
 
 @dataclass
@@ -133,52 +174,19 @@ def validate_data(config: Config, tokenizer: Any) -> DataReport:
 
 def _data_sets(config: Config, tokenizer: Any, errors: list[UserError]) -> Iterator[DataSet]:
     """Data sets that can be opened; ``errors`` gets what is wrong with the others."""
-    data = config.data
-    if data.rollout_global_dataset and data.prompt_data and not data.data_source_path:
-        yield from _opened(
-            data.prompt_data,
-            lambda path: _FirstRows(path) if data.streaming_data else open_rows(path, TRAINING),
-            lambda: prompt_checker(config, tokenizer),
-            lambda: data_judge(config, tokenizer) or RewardJudge.of_training(config),
-            errors,
-        )
-    if config.preference.eval_preference_data:
-        yield from _opened(
-            config.preference.eval_preference_data,
-            lambda path: open_rows(path, EVALUATION),
-            lambda: prompt_checker(config, tokenizer),
-            lambda: PreferenceJudge(config, tokenizer),
-            errors,
-        )
-    for dataset in [] if config.eval.eval_function_path else eval_datasets(config):
-        yield from _opened(
-            dataset.path,
-            lambda path: open_rows(path, EVALUATION),
-            functools.partial(eval_checker, dataset, config, tokenizer),
-            functools.partial(RewardJudge.of_evaluation, dataset, config),
-            errors,
-        )
-
-
-def _opened(
-    path: str,
-    open_path: Callable[[str], Rows],
-    make_checker: Callable[[], Checker],
-    make_judge: Callable[[], RowJudge | None],
-    errors: list[UserError],
-) -> Iterator[DataSet]:
-    """The data set; a file that is not there is told besides flags that are missing."""
-    rows = checker = None
-    try:
-        rows = open_path(path)
-    except UserError as error:
-        errors.append(error)
-    try:
-        checker = replace(make_checker(), judge=make_judge())
-    except UserError as error:
-        errors.append(error)
-    if rows is not None and checker is not None:
-        yield DataSet(path, rows, checker)
+    for one in data_inputs(config):
+        rows: Rows | None = None
+        checker: Checker | None = None
+        try:
+            rows = _FirstRows(one.path) if one.is_streamed else open_rows(one.path, one.splits)
+        except UserError as error:
+            errors.append(error)
+        try:  # flags that are missing are told beside a file that is missing
+            checker = replace(one.make_checker(tokenizer), judge=one.make_judge(tokenizer))
+        except UserError as error:
+            errors.append(error)
+        if rows is not None and checker is not None:
+            yield DataSet(one.path, rows, checker)
 
 
 def _check(data_set: DataSet, num_workers: int, report: DataReport) -> None:
@@ -208,8 +216,7 @@ def _check(data_set: DataSet, num_workers: int, report: DataReport) -> None:
     else:
         report.notes.append(
             f"{path}: {len(positions)} of {len(rows)} rows were checked (the first, the last, and "
-            "some evenly spaced "
-            "between them); the others are while the run goes on"
+            "some evenly spaced between them); the others are while the run goes on"
         )
 
 
@@ -289,9 +296,10 @@ class SftJudge:
         messages = read_messages(prompt.text, tools=tools)
         if not any(message["role"] == "assistant" for message in messages):
             messages.append({"role": "assistant", "content": str(prompt.label)})
-        if difference := mask_difference(
+        difference = mask_difference(
             self._rule, self._tokenizer, messages, tools, encoded.sequences
-        ):
+        )
+        if difference:
             kind = f"have other loss masks than --loss-mask-type {self._rule} gives them"
             yield RowProblem(
                 kind,
@@ -477,31 +485,14 @@ class RemainingRows:
 
 
 def _has_large(config: Config) -> bool:
-    if (
-        config.rollout.num_rollout == 0
-        or config.debug.debug_train_only
-        or config.debug.load_debug_rollout_data
-    ):
+    debug = config.debug
+    if config.rollout.num_rollout == 0 or debug.debug_train_only or debug.load_debug_rollout_data:
         return False
-    for path, splits in _paths(config):
+    for one in data_inputs(config):
         with contextlib.suppress(UserError):  # told by those who draw from it
-            if len(open_rows(path, splits)) > ALL_ROWS:
+            if not one.is_streamed and len(open_rows(one.path, one.splits)) > ALL_ROWS:
                 return True
     return False
-
-
-def _paths(config: Config) -> Iterator[tuple[str, Sequence[str]]]:
-    """Data sets that are not streamed."""
-    data = config.data
-    if (
-        data.rollout_global_dataset
-        and data.prompt_data
-        and not data.data_source_path
-        and not data.streaming_data
-    ):
-        yield data.prompt_data, TRAINING
-    if not config.eval.eval_function_path:
-        yield from ((dataset.path, EVALUATION) for dataset in eval_datasets(config))
 
 
 def _check_beside(config: Config, sender: Connection) -> None:

@@ -15,6 +15,7 @@ _WAITS_FOR = {
     Activity.QUEUED: "a free slot (--sglang-server-concurrency)",
     Activity.GENERATING: "the generate function",
     Activity.HOOKS: "the sample hooks",
+    Activity.TEACHER: "the teacher",
     Activity.REWARD: "the reward function",
     Activity.FILTER: "the dynamic filter",
 }
@@ -55,11 +56,11 @@ class Watchdog:
 
     @property
     def interval(self) -> float:
-        """Seconds between two calls of `check` that make sense."""
+        """Seconds to wait between two calls of `check`."""
         return min(10.0, self.limit / 2)
 
     async def check(self, groups: Iterable[GroupRun]) -> None:
-        """Call now and then while waiting.
+        """Check for progress; to be called every `interval` seconds while waiting.
 
         Raises:
             RolloutStalled: see the class.
@@ -67,8 +68,8 @@ class Watchdog:
         now = time.monotonic()
         last = self._looked
         self._looked = now
-        # something blocked the event loop, and answers have not been read yet; or others have
-        # moved so often that nobody looked
+        # the event loop was blocked, and answers have not been read yet; or groups finished so
+        # often that this was not called
         if now - last > 2 * self.interval + deadlines.WATCHDOG_BLOCKED:
             self._started = now
         moved = max(
@@ -92,10 +93,10 @@ class Watchdog:
         self.words = "; ".join(line.strip() for line in stalled.why.splitlines())
 
     def give_up_hung(self, groups: Iterable[GroupRun], seconds: float) -> int:
-        """End the trajectories that hang in users' code, when nothing has moved for ``seconds``;
-        how many there are.
+        """End the trajectories that hang in users' code when nothing has moved for ``seconds``;
+        return their number.
 
-        Whoever waits for an engine, by a request that is on its way, does not.
+        A trajectory with a request under way waits for an engine, and does not hang.
         """
         asked = [request.name for request in self._client.in_flight.values()]
         hung = [

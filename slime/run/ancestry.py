@@ -124,8 +124,8 @@ class PushLog:
         return {number for number in range(1, end) if number not in self._by_version}
 
     def _is_reachable(self, push: Push) -> bool:
-        """Return whether training reaches the weights of a push again; true if it is not known,
-        which is so for pushes of long ago."""
+        """Return whether training reaches the weights of a push again; true for pushes so old that
+        it is not known."""
         known = self._ancestry(push.trained)
         return not push.ancestry or known is None or push.ancestry == known
 

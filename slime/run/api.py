@@ -132,9 +132,7 @@ def train(
 
     inputs = _new_inputs_folder(Path(output_dir) / _INPUTS, name)
     name = name or inputs.name
-    files = {
-        part: str(_write_rows(content, inputs / f"{part}.jsonl")) for part, content in rows.items()
-    }
+    files = {part: _write_rows(content, inputs / f"{part}.jsonl") for part, content in rows.items()}
     settings |= {"prompt_data": files["train"], "output_dir": str(output_dir), "run_name": name}
     if "eval" in files:
         settings["eval_prompt_data"] = ["eval", files["eval"]]
@@ -178,11 +176,8 @@ class TrainingRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """One dict per step so far (docs/metrics.md)."""
-        return [
-            row
-            for rows in rows_by_stage(read_lines(self.path / "metrics.jsonl")).values()
-            for row in rows
-        ]
+        stages = rows_by_stage(read_lines(self.path / "metrics.jsonl")).values()
+        return list(itertools.chain.from_iterable(stages))
 
     def series(self, name: str) -> list[float]:
         """Return the values of one metric, over the steps that have it."""
@@ -232,12 +227,9 @@ class TrainingRun:
         return self.path / "report.html"
 
     def __repr__(self) -> str:
-        rewards = self.series("rollout/raw_reward")
-        shown = (
-            f", reward {rewards[0]:.3f} → {rewards[-1]:.3f} in {len(rewards)} steps"
-            if rewards
-            else ""
-        )
+        shown = ""
+        if rewards := self.series("rollout/raw_reward"):
+            shown = f", reward {rewards[0]:.3f} → {rewards[-1]:.3f} in {len(rewards)} steps"
         return f"<run {self.path}: {self.state}{shown}>"
 
     # -- control -----------------------------------------------------------------------------------
@@ -350,12 +342,8 @@ def _check_flags(settings: Mapping[str, Any]) -> None:
     """
     from slime.config.parse import given_by_name
 
-    given_by_name(
-        {
-            name: "a.function" if callable(value) else _plain(value)
-            for name, value in settings.items()
-        }
-    )
+    functions = {name: "a.function" for name, value in settings.items() if callable(value)}
+    given_by_name(_plain({**settings, **functions}))
 
 
 @contextlib.contextmanager
@@ -426,13 +414,13 @@ def _rows(data: Any) -> str | list[dict[str, Any]]:
     return rows
 
 
-def _write_rows(rows: str | list[dict[str, Any]], file: Path) -> str | Path:
+def _write_rows(rows: str | list[dict[str, Any]], file: Path) -> str:
     """Write rows to ``file``, and return its path; return the path of rows that are in a file."""
     if isinstance(rows, str):
         return rows
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(file, "".join(lines).encode())
-    return file
+    return str(file)
 
 
 def _data_keys(rows: str | list[dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, str]:

@@ -21,6 +21,8 @@ from slime.run.ancestry import affects_training
 from slime.user_code.hooks import HOOKS
 from slime.user_code.loading import fingerprint
 
+#: Flags of data that is scored, and never trained on.
+_HELD_OUT = ("eval_prompt_data", "eval_preference_data")
 _AGAIN = "groups in the journal are generated again"
 _STAYS = "what was trained on before stays in the weights"
 
@@ -49,11 +51,9 @@ def changes(
             were changed on purpose and are left out.
         checkpoint: the checkpoint from which the run resumes; None if it has none yet.
     """
-    weights = (
-        f"the weights are those of {checkpoint}"
-        if checkpoint
-        else "the run begins anew with the weights of it"
-    )
+    weights = "the run begins anew with the weights of it"
+    if checkpoint:
+        weights = f"the weights are those of {checkpoint}"
     return [
         f"{name} has changed since the last launch of this run: {_consequence(flag, weights)}"
         for flag, value in _inputs(config)
@@ -70,7 +70,7 @@ def _consequence(flag: str, weights: str) -> str:
             "and the first, middle and last of them are the same, else prompts are drawn from the "
             f"beginning; {_STAYS}"
         )
-    if flag == "eval_prompt_data":
+    if flag in _HELD_OUT:
         return (
             "scores before and after do not compare; training, the journal and the position in "
             "the data stay"
@@ -110,6 +110,7 @@ def _inputs(config: Config) -> Iterator[tuple[str, str]]:
     """Yield (flag, value) for each input that the run reads."""
     flags = config.values()
     reads = ["prompt_data", "hf_checkpoint", "lora_adapter_path", *HOOKS, "data_source_path"]
+    reads.append("eval_preference_data")
     if config.algorithm.needs_reference and flags["ref_load"] != flags["hf_checkpoint"]:
         reads.append("ref_load")
     for flag in reads:
@@ -129,7 +130,7 @@ def _fingerprint(flag: str, value: str) -> str:
     """Return a hash of the content, "" if the input does not exist."""
     if flag in ("hf_checkpoint", "ref_load", "lora_adapter_path", "opd_teacher_load"):
         return content_fingerprint(Path(value))
-    if flag not in ("prompt_data", "eval_prompt_data"):
+    if flag not in ("prompt_data", *_HELD_OUT):
         return fingerprint(None, [value])
     try:
         return content_fingerprint(Path(split_name(split_slice(value)[0])[0]), whole=True)

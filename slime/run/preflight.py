@@ -41,7 +41,6 @@ from slime.models.layout_rules import check_critic_layout, check_layout
 from slime.models.model_flags import check_model_flags, merge_transformer
 from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec
-from slime.models.vision import seeing
 from slime.observe.run_folder import RunFolder, check_no_run_writes
 from slime.paths import FIELDS, fill, fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
@@ -78,55 +77,51 @@ def from_the_hub(config: Config) -> Config:
     Raises:
         UserError: something is neither here nor available from the hub.
     """
-    model = config.checkpoint.hf_checkpoint
-    data = config.data.prompt_data
-    eval_sets = list(config.eval.eval_prompt_data)
-    local: dict[str, tuple[str | None, str]] = {}
-    if model is not None and is_hub_name(model):
-        local["hf_checkpoint"] = (model, str(fetch_model(model)))
-    teachers = _local_teachers(config)
-    if teachers != config.distillation.opd_teacher_load:
-        local["opd_teacher_load"] = (" ".join(config.distillation.opd_teacher_load), "")
-    if data is not None and (copy := local_data(data)) != data:
-        local["prompt_data"] = (data, copy)
-    # the list alternates between names and paths
-    local_sets = [
-        value if number % 2 == 0 else local_data(value) for number, value in enumerate(eval_sets)
+    flags = config.checkpoint
+    model = flags.hf_checkpoint
+    folder = str(fetch_model(model)) if model is not None and is_hub_name(model) else model
+    prompts = config.data.prompt_data
+    held_out = config.preference.eval_preference_data
+    distillation = config.distillation
+    local: list[tuple[str, str, Any]] = [
+        ("checkpoint", "hf_checkpoint", folder),
+        (
+            "distillation",
+            "opd_teacher_load",
+            tuple(
+                f"{teacher.name}={fetch_model(teacher.source)}"
+                if is_hub_name(teacher.source)
+                else value
+                for teacher, value in zip(distillation.teachers, distillation.opd_teacher_load)
+            ),
+        ),
+        ("data", "prompt_data", prompts and local_data(prompts)),
+        ("preference", "eval_preference_data", held_out and local_data(held_out)),
+        (
+            "eval",
+            "eval_prompt_data",
+            tuple(
+                local_data(value) if number % 2 else value  # names and paths take turns
+                for number, value in enumerate(config.eval.eval_prompt_data)
+            ),
+        ),
     ]
     if config.eval.eval_config:
         for dataset in eval_datasets(config):  # later calls of local_data find the copies
             local_data(dataset.path)
-    if not local and local_sets == eval_sets:
-        return config
-    origins = config.origins | {
-        flag: f"{config.origins[flag]}: {name}" for flag, (name, _) in local.items()
-    }
-    checkpoint = config.checkpoint
-    rows = config.data
-    if "hf_checkpoint" in local:
-        path = local["hf_checkpoint"][1]
-        reference = path if checkpoint.ref_load == model else checkpoint.ref_load
-        checkpoint = replace(checkpoint, hf_checkpoint=path, ref_load=reference)
-    if "prompt_data" in local:
-        rows = replace(rows, prompt_data=local["prompt_data"][1])
-    return replace(
-        config,
-        checkpoint=checkpoint,
-        data=rows,
-        eval=replace(config.eval, eval_prompt_data=tuple(local_sets)),
-        distillation=replace(config.distillation, opd_teacher_load=teachers),
-        origins=origins,
-    )
-
-
-def _local_teachers(config: Config) -> tuple[str, ...]:
-    """--opd-teacher-load with local paths in place of names on the hub."""
-    return tuple(
-        f"{teacher.name}={fetch_model(teacher.source)}" if is_hub_name(teacher.source) else value
-        for teacher, value in zip(
-            config.distillation.teachers, config.distillation.opd_teacher_load
-        )
-    )
+    if flags.ref_load == model:
+        config = replace(config, checkpoint=replace(flags, ref_load=folder))
+    for group, flag, value in local:
+        values = getattr(config, group)
+        given = getattr(values, flag)
+        if value != given:
+            name = given if isinstance(given, str) else " ".join(given)
+            config = replace(
+                config,
+                **{group: replace(values, **{flag: value})},
+                origins=config.origins | {flag: f"{config.origins[flag]}: {name}"},
+            )
+    return config
 
 
 def check_flags(config: Config) -> None:
@@ -175,13 +170,11 @@ def warn_of_old_plugins(config: Config) -> None:
 def check_architecture(config: Config) -> None:
     """Check that the model's family is known, that no flag contradicts the model or has no effect,
     and that the parallel layout fits. Reads only config.json."""
-    from slime.models import family_of, read_hf_config
+    from slime.memory.plan import run_hf_config
+    from slime.models import family_of
 
     flags = config.checkpoint
-    assert flags.hf_checkpoint is not None
-    hf_config = read_hf_config(flags.hf_checkpoint)
-    if config.images.multimodal_keys:
-        hf_config = seeing(hf_config)
+    hf_config = run_hf_config(config)
     spec = family_of(hf_config, flags.model_name).model_spec(hf_config)
     check_model_flags(config.megatron, spec)
     _check_longest_sequence(config, spec)
@@ -216,12 +209,10 @@ def _check_longest_sequence(config: Config, spec: ModelSpec) -> None:
     prompt = config.data.rollout_max_prompt_len
     bounds = {"--seq-length": config.train.seq_length}
     if not config.algorithm.trains_on_data:
-        bounds |= {
-            "--rollout-max-context-len": config.rollout.rollout_max_context_len,
-            "--rollout-max-prompt-len and --rollout-max-response-len": None
-            if prompt is None
-            else prompt + config.rollout.rollout_max_response_len,
-        }
+        bounds["--rollout-max-context-len"] = config.rollout.rollout_max_context_len
+        if prompt is not None:
+            longest = prompt + config.rollout.rollout_max_response_len
+            bounds["--rollout-max-prompt-len and --rollout-max-response-len"] = longest
     given = {option: bound for option, bound in bounds.items() if bound is not None}
     if min(given.values(), default=limit + 1) <= limit:
         return
@@ -477,9 +468,10 @@ def check_rewards(config: Config) -> None:
 
     reward = config.reward
     datasets = eval_datasets(config)
-    for rm_type in (reward.rm_type, *(dataset.rm_type for dataset in datasets)):
-        if rm_type:
-            check_rm_type(rm_type)
+    given = (reward.rm_type, *(dataset.rm_type for dataset in datasets))
+    rm_types = [rm_type for rm_type in given if rm_type]
+    for rm_type in rm_types:
+        check_rm_type(rm_type)
     for dataset in datasets:
         if dataset.rm_type and (judge := dataset.custom_rm_path or reward.custom_rm_path):
             logger.warning(
@@ -517,13 +509,9 @@ def check_rewards(config: Config) -> None:
             "rm_type in their metadata",
             fix="pass one of them; --rm-type math compares with the label",
         )
-    rm_types = {
-        str(rm_type).removeprefix("boxed_")
-        for rm_type in (reward.rm_type, *(dataset.rm_type for dataset in datasets))
-    }
-    if reward_model.NAME in rm_types:
+    if reward_model.NAME in rm_types:  # it has no variant with boxed_
         reward_model.check_directory(reward.rm_path)
-    if "remote_rm" in rm_types and not reward.rm_url:
+    if {"remote_rm", "boxed_remote_rm"}.intersection(rm_types) and not reward.rm_url:
         raise UserError(
             "--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path"
         )
@@ -599,13 +587,15 @@ def data_report(config: Config, tokenizer: Any = None) -> DataReport:
     Raises:
         UserError: the tokenizer cannot be read, or a dump does not exist.
     """
+    from slime.prompts.dataset_folders import split_notice
     from slime.prompts.tokenizer import load_tokenizer
     from slime.rollout.debug_data import check_dumps
-    from slime.rollout.validate_rows import validate_data
+    from slime.rollout.validate_rows import data_inputs, validate_data
 
     check_dumps(config)
-    for notice in _split_notices(config):
-        logger.info("%s", notice)
+    for one in data_inputs(config):
+        if notice := split_notice(one.path, one.splits):
+            logger.info("%s", notice)
     assert config.checkpoint.hf_checkpoint is not None
     if tokenizer is None:
         tokenizer = load_tokenizer(
@@ -621,23 +611,6 @@ def data_report(config: Config, tokenizer: Any = None) -> DataReport:
         except UserError as error:
             report.errors.append(error)
     return report
-
-
-def _split_notices(config: Config) -> Iterator[str]:
-    """Yield a line for each data set whose path names no split, with the split that is read."""
-    from slime.prompts.dataset_folders import EVALUATION, TRAINING, split_notice
-
-    paths: list[tuple[str, tuple[str, ...]]] = []
-    if config.data.prompt_data:
-        paths.append((config.data.prompt_data, TRAINING))
-    paths += (
-        []
-        if config.eval.eval_function_path
-        else [(one.path, EVALUATION) for one in eval_datasets(config)]
-    )
-    for path, splits in paths:
-        if notice := split_notice(path, splits):
-            yield notice
 
 
 def _check_batch(config: Config, size: DataSize) -> None:
@@ -765,11 +738,9 @@ def check_slots(config: Config) -> None:
     limit = gpus or max(_MIN_SLOTS, _SLOTS_PER_CORE * cores)
     if plan.total <= limit:
         return
-    here = (
-        f"this host has {gpus} GPUs"
-        if gpus
-        else f"this host has no GPU, and its {cores} cores carry {limit}"
-    )
+    here = f"this host has no GPU, and its {cores} cores carry {limit}"
+    if gpus:
+        here = f"this host has {gpus} GPUs"
     raise UserError(
         f"this run needs {plan.total} {'GPUs' if gpus else 'process slots (CPUs)'}, {here}",
         why=plan.formula,
@@ -824,8 +795,6 @@ def _is_gcs(host: str, port: int) -> bool:
         try:
             channel.unary_unary(_CHECK_ALIVE)(b"", timeout=max(0.1, end - time.monotonic()))
         except grpc.RpcError as error:
-            return error.code() in (
-                grpc.StatusCode.UNAUTHENTICATED,
-                grpc.StatusCode.PERMISSION_DENIED,
-            )
+            code = grpc.StatusCode
+            return error.code() in (code.UNAUTHENTICATED, code.PERMISSION_DENIED)
     return True

@@ -27,7 +27,7 @@ class Profiling:
         self._folder: Path | None = None  # while the profilers run
 
     def step_begins(self, step: int, *, is_over: bool = False) -> None:
-        """Begin or end, where ``step`` is the next to be trained, and the one before is logged.
+        """Begin or end the profile; ``step`` is trained next, and the one before is logged.
 
         Args:
             is_over: no step follows.
@@ -63,7 +63,7 @@ class Profiling:
 
 
 def _name(file: Path, folder: Path) -> str:
-    """What a file is of: "trainer rank 0", "engine 1 TP-0"."""
+    """Return what a trace file belongs to: "trainer rank 0", "engine 1 TP-0"."""
     within = file.relative_to(folder)
     name = within.name.removesuffix(TRACE_SUFFIX)
     if len(within.parts) == 1:

@@ -73,15 +73,12 @@ class Saving:
         flags = self._flags
         interval = self._schedule.save_interval
         often = "after every rollout" if interval == 1 else f"every {interval} rollouts"
-        timed = (
-            f" or {deadlines.RUN_SAVING_EVERY / 60:.0f} minutes"
-            if self._is_timed and interval != 1
-            else ""
-        )
-        least = flags.save_min_seconds
-        timed += f", at least {least:g} s apart" if least else ""
+        if self._is_timed and interval != 1:
+            often += f" or {deadlines.RUN_SAVING_EVERY / 60:.0f} minutes"
+        if least := flags.save_min_seconds:
+            often += f", at least {least:g} s apart"
         kept = f"the newest {flags.save_retain} are kept" if flags.save_retain else "all are kept"
-        return f"{often}{timed}, in {flags.save}; {kept}"
+        return f"{often}, in {flags.save}; {kept}"
 
     def is_due(self, rollout_id: int) -> bool:
         if not self.keeps or self.last == rollout_id:
@@ -132,11 +129,12 @@ class Saving:
         if newest is None or newest.name != iteration_name(done):
             return
         left = newest_model(self._run.path)
-        named = self._flags.save_hf
         if left.is_exported:
             self.model = left.path
-        elif named or self._flags.export_model:
-            self._export(fill(named, done) if named else self._run.model)
+        elif named := self._flags.save_hf:
+            self._export(fill(named, done))
+        elif self._flags.export_model:
+            self._export(self._run.model)
 
     def _export(self, path: Path) -> None:
         with self._sinks.phase("save_model"):
@@ -166,13 +164,11 @@ class Saving:
         """
         flags = self._flags
         rollout_id = self.last
-        if (
-            not (flags.async_save and flags.save)
-            or rollout_id is None
-            or is_saved(Path(flags.save), rollout_id)
-        ):
+        if not flags.async_save or not flags.save or rollout_id is None:
             return
         root = Path(flags.save)
+        if is_saved(root, rollout_id):
+            return
         logger.warning(
             "the checkpoint of rollout %d is still being written: waiting for it, %.0f s at most; "
             "Ctrl-C gives it up",

@@ -202,11 +202,8 @@ class StalenessTracker:
         """The age above which a sample is too old: --max-staleness, or the staleness that
         --async-buffer-size implies; None for synchronous runs without --max-staleness."""
         sync = self._config.sync
-        return (
-            sync.staleness
-            if sync.max_staleness is None and sync.async_buffer_size
-            else sync.max_staleness
-        )
+        is_implied = sync.max_staleness is None and sync.async_buffer_size
+        return sync.staleness if is_implied else sync.max_staleness
 
     @property
     def put_back_policy(self) -> str:

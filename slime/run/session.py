@@ -139,12 +139,10 @@ class Session:
         if self.config.rollout.num_rollout is None:
             self.cluster.set_run_length(schedule.num_rollout)
         saved = launch.saved_metrics if self._resuming else {}
-        self.sinks.begin(
-            schedule.start_rollout_id, schedule.num_rollout, sum(launch.seconds.values()), saved
-        )
-        logger.info(
-            "launched: %s", ", ".join(f"{name} {t:.1f} s" for name, t in launch.seconds.items())
-        )
+        seconds = launch.seconds
+        total = sum(seconds.values())
+        self.sinks.begin(schedule.start_rollout_id, schedule.num_rollout, total, saved)
+        logger.info("launched: %s", ", ".join(f"{name} {t:.1f} s" for name, t in seconds.items()))
         logger.info("what your own functions print is in %s", self.run.logs / "rollout.log")
         self.staleness.remember(
             launch.pushes | {push.version: push.trained for push in self._pushes.earlier}
@@ -211,10 +209,8 @@ class Session:
         for line in self._memory.compare(metrics) if self._memory is not None else ():
             logger.warning("%s", line)
         self._unlogged_metrics = {}
-        if (
-            self._background_evaluation is not None
-            and self._background_evaluation.evaluating.ends_within(0.0)
-        ):
+        background = self._background_evaluation
+        if background is not None and background.evaluating.ends_within(0.0):
             self.finish_evaluation()
 
     @property
@@ -241,8 +237,7 @@ class Session:
 
     def wait_for(self, generating: Iterable[Generating]) -> None:
         """Wait until these rollouts are generated; they are collected afterwards."""
-        pending = list(generating)
-        if pending:
+        if pending := list(generating):
             with self.sinks.phase("generation_wait"):
                 for one in pending:
                     self.cluster.collect(one)
@@ -250,10 +245,10 @@ class Session:
     def train(self, batch: RolloutResult) -> dict[str, float]:
         """Do all optimizer steps of a rollout; callers may extend the metrics until logged."""
         with self.sinks.phase("train"):
-            staleness = (
-                self.staleness.metrics(batch.versions, self.step) if self._tracks_staleness else {}
-            )
-            metrics = batch.metrics | staleness | self.cluster.train(batch)
+            metrics = dict(batch.metrics)
+            if self._tracks_staleness:
+                metrics |= self.staleness.metrics(batch.versions, self.step)
+            metrics |= self.cluster.train(batch)
         self.trained(batch.rollout_id, metrics)
         return metrics
 
@@ -270,19 +265,14 @@ class Session:
     def _pushed(self, version: int) -> None:
         is_new = version != self.staleness.version
         self.staleness.pushed(version, self.step)
-        if (
-            is_new
-            and self._tracks_staleness
-            and (self.config.fault_tolerance.journal or self._pushes.earlier)
-        ):
+        is_logged = self.config.fault_tolerance.journal or self._pushes.earlier
+        if is_new and self._tracks_staleness and is_logged:
             self._pushes.note(version, self.step)
         self.staleness.unreachable = self._pushes.unreachable
 
     def save(self, rollout_id: int) -> None:
-        pushed = {
-            "pushes": self.staleness.recent_pushes(),
-            "lineages": self._pushes.recent_ancestries(self.step),
-        }
+        lineages = self._pushes.recent_ancestries(self.step)
+        pushed = {"pushes": self.staleness.recent_pushes(), "lineages": lineages}
         self.saving.save(rollout_id, pushed, self._unlogged_metrics)
 
     def may_restart_trainer(self, error: Exception) -> bool:
@@ -351,11 +341,10 @@ class Session:
                     metrics |= self.cluster.collect_evaluation(evaluating)
                 return metrics
         evaluating = self.cluster.begin_evaluation(rollout_id)
-        self._background_evaluation = (
-            _BackgroundEvaluation(self.step, self.staleness.version, evaluating)
-            if evaluating is not None
-            else None
-        )
+        self._background_evaluation = None
+        if evaluating is not None:
+            version = self.staleness.version
+            self._background_evaluation = _BackgroundEvaluation(self.step, version, evaluating)
         return {}
 
     def finish_evaluation(self) -> None:
@@ -386,15 +375,14 @@ class Session:
         self._state = "stopped"
         self.log(self._unlogged_metrics)
         self._save_last()
-        if self._background_evaluation is not None:
-            if self._background_evaluation.evaluating.ends_within(
-                0.0 if stopped_parts() else deadlines.RUN_SESSION_EVALUATION
-            ):
+        background = self._background_evaluation
+        if background is not None:
+            patience = 0.0 if stopped_parts() else deadlines.RUN_SESSION_EVALUATION
+            if background.evaluating.ends_within(patience):
                 self.finish_evaluation()
             else:
                 logger.warning(
-                    "the evaluation of step %d had not ended and is given up",
-                    self._background_evaluation.step,
+                    "the evaluation of step %d had not ended and is given up", background.step
                 )
 
     def _save_last(self) -> None:
@@ -432,26 +420,15 @@ class Session:
     def _report_forced_exit(self, error: BaseException) -> None:
         """Called by the monitor thread when the main thread is stuck in a call."""
         folder = self.run.write_crash(error, note=f"phase: {self.sinks.open_phase}")
-        lines = [
-            str(error),
-            f"details: {folder}; every process's log: {self.run.logs}",
-            self._weights_note(),
-        ]
-        print(
-            "error: " + "\n".join([*lines, self.saving.resume_hint()]).rstrip(),
-            file=sys.stderr,
-            flush=True,
-        )
+        where = f"details: {folder}; every process's log: {self.run.logs}"
+        lines = [str(error), where, self._weights_note(), self.saving.resume_hint()]
+        print("error: " + "\n".join(lines).rstrip(), file=sys.stderr, flush=True)
 
     def _weights_note(self) -> str:
-        last = (
-            f"version {version} was pushed last"
-            if (version := self.staleness.version)
-            else "none were pushed"
-        )
-        return f"weights: {last}" + (
-            f", {self.step} rollouts are trained on" if not self._is_restarting else ""
-        )
+        version = self.staleness.version
+        last = f"version {version} was pushed last" if version else "none were pushed"
+        trained = "" if self._is_restarting else f", {self.step} rollouts are trained on"
+        return f"weights: {last}{trained}"
 
     def interrupted(self) -> None:
         """Leave after Ctrl-C, once a checkpoint that is being written is complete."""
@@ -474,11 +451,8 @@ class Session:
 
             keep_failed_step(error, folder, self.config, lambda: self.cluster.failed_step())
         self.saving.wait_for_async_save(self.signals)
-        has_steps = (
-            self._last_trained is not None
-            or self.schedule.start_rollout_id > 0
-            or self._restarts > 0
-        )
+        has_trained = self._last_trained is not None or self._restarts > 0
+        has_steps = has_trained or self.schedule.start_rollout_id > 0
         if has_steps and (resume_hint := self.saving.resume_hint()):
             error.add_note(resume_hint)
         where = f"details: {folder or 'not written, see above'}; report: {self.run.report_path}"
@@ -486,10 +460,8 @@ class Session:
         if isinstance(error, RunFailed) and self._was_launched:
             error.add_note(self._weights_note())
         if not is_mistake:
-            error.add_note(
-                f"cause and remedies, as far as they are known: {slime_command()} explain "
-                f"{self.run.path}"
-            )
+            explain = f"{slime_command()} explain {self.run.path}"
+            error.add_note(f"cause and remedies, as far as they are known: {explain}")
 
     def stop_if_asked(self) -> None:
         """Raise `StopRequested` after a SIGTERM."""
@@ -505,10 +477,9 @@ class Session:
         saving = self.saving
         flags = self.config.checkpoint
         stands = f", {self.step} of {length} steps" if length else ""
-        lines = [
-            f"{name}{self._state}"
-            + (", as the trainer was started again" if self._is_restarting else stands)
-        ]
+        if self._is_restarting:
+            stands = ", as the trainer was started again"
+        lines = [f"{name}{self._state}{stands}"]
         has_trained = self._last_trained is not None or self._restarts > 0
         if (has_trained or saving.model) and not self.config.debug.debug_rollout_only:
             newest = saving.newest()
@@ -596,8 +567,6 @@ def rewinds(config: Config) -> bool:
 def _loads_from_save(config: Config) -> bool:
     # the same command is repeated until the run is done, whether or not something was saved yet
     flags = config.checkpoint
-    return (
-        flags.load is not None
-        and flags.save is not None
-        and Path(flags.load).resolve() == Path(flags.save).resolve()
-    )
+    if flags.load is None or flags.save is None:
+        return False
+    return Path(flags.load).resolve() == Path(flags.save).resolve()

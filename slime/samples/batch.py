@@ -173,11 +173,9 @@ def _joined(value: Any) -> Any:
 
     if isinstance(value, dict):
         return {name: _joined(part) for name, part in value.items()}
-    if (
-        not isinstance(value, list)
-        or not value
-        or not all(isinstance(item, torch.Tensor) for item in value)
-    ):
+    if not isinstance(value, list) or not value:
+        return value
+    if not all(isinstance(item, torch.Tensor) for item in value):
         return value
     # one array has one dtype, and NumPy has no bfloat16
     if len({item.dtype for item in value}) > 1 or value[0].dtype is torch.bfloat16:

@@ -56,7 +56,7 @@ class SampleBuffer:
         self.groups.extend(group for group in groups if group)
 
     def take(self, count: int, rollout_id: int | None = None) -> list[list[Sample]]:
-        """At most ``count`` groups.
+        """Take at most ``count`` groups out of the buffer.
 
         Raises:
             FunctionFailed: the filter returned no list of groups, more than asked, or left what it
@@ -81,7 +81,7 @@ class SampleBuffer:
 
     @property
     def group_indices(self) -> set[int]:
-        """Draws that wait here."""
+        """Return the group indices that wait here."""
         return {group[0].group_index for group in self.groups if group[0].group_index is not None}
 
     def state_dict(self) -> list[list[dict[str, Any]]]:

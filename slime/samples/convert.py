@@ -95,10 +95,9 @@ def to_batches_of_roles(
     if preference is not None:
         check_preferences(columns.trajectory_ids, columns.rewards, preference)
     algorithm = config.algorithm
-    by_group = (
-        algorithm.loss_type == "policy_loss" and FACTS[algorithm.advantage_estimator].averages_group
-    )
-    mask_sums = columns.group_mask_means() if by_group else columns.rollout_mask_sums()
+    mask_sums = columns.rollout_mask_sums()
+    if algorithm.loss_type == "policy_loss" and FACTS[algorithm.advantage_estimator].averages_group:
+        mask_sums = columns.group_mask_means()
 
     def sharded(columns: Columns, layout: TrainLayout) -> list[TrainBatch]:
         schedule = _plan(columns, config, layout)
@@ -137,12 +136,8 @@ def _check_lengths(columns: Columns, config: Config) -> None:
     cap = config.train.seq_length
     if cap is None:
         return
-    long = [
-        (len(tokens), index)
-        for tokens, index in zip(columns.tokens, columns.sample_indices)
-        if len(tokens) > cap
-    ]
-    if long:
+    pairs = zip(map(len, columns.tokens), columns.sample_indices)
+    if long := [(length, index) for length, index in pairs if length > cap]:
         length, index = max(long)
         raise UserError(
             f"{len(long)} samples are longer than --seq-length {cap} (longest: index {index}, "
@@ -168,12 +163,11 @@ def _check_media(columns: Columns, config: Config) -> None:
         )
     vision = family_of(path, config.checkpoint.model_name).describe(seeing(read_hf_config(path)))
     assert vision.vision is not None
-    for position, media in enumerate(columns.media):
-        token = vision.vision.image_token
-        problem = media_problem(media, columns.tokens[position], token)
-        if problem:
+    found = zip(columns.media, columns.tokens, columns.sample_indices)
+    for media, tokens, index in found:
+        if problem := media_problem(media, tokens, vision.vision.image_token):
             raise UserError(
-                f"the sample with index {columns.sample_indices[position]} has {problem}",
+                f"the sample with index {index} has {problem}",
                 why="the features of an image take the place of its placeholder tokens",
                 fix="change sample.tokens through append_response_tokens and append_message alone",
             )
@@ -203,9 +197,9 @@ def _check_sampling_mask(columns: Columns, config: Config) -> None:
             why="the samples of this rollout carry none",
             fix="pass the engine's meta_info to sample.append_response_tokens, and ask the engine "
             "for return_sampling_mask (--custom-convert-samples-to-train-data-path returns "
-            "rollout_top_p_token_ids and rollout_top_p_token_offsets); or "
-            "sample without --rollout-top-k, --rollout-top-p and "
-            "--rollout-min-p; or --no-use-sampling-mask, for samples of an earlier run, say",
+            "rollout_top_p_token_ids and rollout_top_p_token_offsets); or sample without "
+            "--rollout-top-k, --rollout-top-p and --rollout-min-p; or --no-use-sampling-mask, for "
+            "samples of an earlier run, say",
         )
     none: list[Any] = [[] for _ in columns.tokens]
     masks = zip(
@@ -253,12 +247,9 @@ def _refused(columns: Columns, position: int, what: str, fix: str) -> UserError:
 
 def _plan(columns: Columns, config: Config, layout: TrainLayout) -> PackingPlan:
     train = config.train
-    dynamic = train.use_dynamic_batch_size
-    max_tokens = (
-        train.max_tokens_per_gpu * layout.context_parallel_size
-        if dynamic and train.max_tokens_per_gpu
-        else None
-    )
+    max_tokens = None
+    if train.use_dynamic_batch_size and train.max_tokens_per_gpu:
+        max_tokens = train.max_tokens_per_gpu * layout.context_parallel_size
     lengths = [len(tokens) for tokens in columns.tokens]
     costs = None
     path = config.checkpoint.hf_checkpoint
@@ -309,6 +300,9 @@ def _scheduled(
             [sum(columns.loss_masks[i]) for i in positions],
             rules,
             None if costs is None else [costs[i] for i in positions],
+            [tuple(one.reference for one in columns.media[i]) for i in positions]
+            if columns.media
+            else None,
         )
 
     everything = range(len(lengths))
@@ -330,19 +324,22 @@ def _global_stats(
     columns: Columns, trainable: Trainable, schedule: PackingPlan
 ) -> dict[str, float]:
     count = len(columns.tokens)
+    num_tokens = sum(map(len, columns.tokens))
     stats = {
         "rollout/raw_reward": sum(columns.raw_rewards) / count,
         "rollout/rewards": sum(columns.rewards) / count,
         "rollout/response_lengths": sum(columns.response_lengths) / count,
-        "rollout/total_lengths": sum(len(tokens) for tokens in columns.tokens) / count,
+        "rollout/total_lengths": num_tokens / count,
         "rollout/truncated": sum(columns.truncated) / count,
         "rollout/num_samples": float(count),
         "rollout/num_trajectories": float(len(set(columns.trajectory_ids))),
-        "rollout/num_tokens": float(sum(len(tokens) for tokens in columns.tokens)),
+        "rollout/num_tokens": float(num_tokens),
         "rollout/num_loss_tokens": float(sum(sum(mask) for mask in columns.loss_masks)),
         "rollout/num_oversize": float(len(schedule.oversize)),
         "rollout/num_steps": float(len(schedule.steps[0])),
     }
+    if columns.media:
+        stats["rollout/num_images"] = float(sum(map(len, columns.media)))
     for reason, dropped in trainable.dropped.items():
         stats[f"rollout/dropped_{reason}"] = float(dropped)
     return stats

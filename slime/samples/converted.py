@@ -44,12 +44,8 @@ def columns_from_hook(
     """
     data = _columns(result, origin)
     count = len(data["tokens"])
-    lengths = {
-        _OUR_NAMES.get(name, name): len(column)
-        for name, column in data.items()
-        if len(column) != count
-    }
-    if lengths:
+    sizes = {_OUR_NAMES.get(name, name): len(column) for name, column in data.items()}
+    if lengths := {name: size for name, size in sizes.items() if size != count}:
         raise FunctionFailed(
             f"{origin} returned {count} tokens lists but {lengths}",
             fix="one entry per sample in each",
@@ -77,11 +73,10 @@ def columns_from_hook(
             "weight_versions": [()] * count,
             "metadata": [None] * count,
         }
-    payloads = {name: data.pop(name) for name in PAYLOADS if name in data}
+    given = {name: data.pop(name) for name in PAYLOADS if name in data}
+    # a converter copies what samples lack
     payloads = {
-        name: column
-        for name, column in payloads.items()
-        if any(value is not None for value in column)  # a converter copies what samples lack
+        name: column for name, column in given.items() if any(one is not None for one in column)
     }
     columns = Columns(**({"raw_rewards": data["rewards"]} | defaults | data), payloads=payloads)
     _check_tokens(columns, data.keys(), origin, vocab_size)
@@ -183,12 +178,9 @@ def _check_tokens(
         for name in names:
             column = getattr(columns, name)
             values = column[position] = as_list(column[position])
-            field = "loss_mask" if name == "loss_masks" else name
-            problem = (
-                number_problem(field, values)
-                if isinstance(values, list)
-                else f"{described(values)} as {name}"
-            )
+            problem = f"{described(values)} as {name}"
+            if isinstance(values, list):
+                problem = number_problem("loss_mask" if name == "loss_masks" else name, values)
             if problem:
                 fix = f"give {_PER_TOKEN[name]} for each response token"
                 raise FunctionFailed(f"{origin} returned for sample {position} {problem}", fix=fix)
@@ -197,13 +189,11 @@ def _check_tokens(
             for name in {"loss_masks": 0, **dict.fromkeys(names)}
         }
         if not 0 < length < len(tokens) or any(size != length for size in sizes.values()):
-            also = "".join(
-                f", {size} {name}" for name, size in sizes.items() if name != "loss_masks"
-            )
+            mask = sizes.pop("loss_masks")
+            also = "".join(f", {size} {name}" for name, size in sizes.items())
             raise FunctionFailed(
                 f"{origin}: sample {position} has {len(tokens)} tokens, response_length {length} "
-                "and a loss mask of "
-                f"{sizes['loss_masks']}{also}",
+                f"and a loss mask of {mask}{also}",
                 why="tokens hold the prompt, at least one token, and the response",
                 fix="loss masks and log-probs have one entry per response token",
             )

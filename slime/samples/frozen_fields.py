@@ -86,11 +86,9 @@ def frozen(
         ids = [id(sample) for sample in given]
         ids_before = [id(sample) for sample in kept]
         if (ids != ids_before) if is_ordered else (sorted(ids) != sorted(ids_before)):
-            what = (
-                "the order"
-                if len(ids) == len(ids_before)
-                else f"the length ({len(ids_before)}, now {len(ids)})"
-            )
+            what = "the order"
+            if len(ids) != len(ids_before):
+                what = f"the length ({len(ids_before)}, now {len(ids)})"
             given[:] = kept
             raise FunctionFailed(
                 f"{origin} changed {what} of a list of samples that it was given",
@@ -145,7 +143,7 @@ def _copy(value: Any) -> Any:
 
 
 def _set_back(sample: Any, copies: Sequence[Any]) -> str:
-    """Give the frozen fields their values back; the first change, in words."""
+    """Give the frozen fields their values back, and return the first change, in words."""
     told = ""
     fields = vars(sample)
     for name, before in zip(FROZEN, copies):

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -73,6 +74,7 @@ def plan_steps(
     mask_sums: Sequence[int],
     rules: PackingRules,
     costs: Sequence[float] | None = None,
+    images: Sequence[Hashable] | None = None,
 ) -> PackingPlan:
     """Plan all optimizer steps of one rollout.
 
@@ -81,6 +83,8 @@ def plan_steps(
         trajectory_ids: samples with one id stay in one step.
         mask_sums: trained tokens of each sample.
         costs: what is balanced, e.g. FLOPs (`slime.models.flops`); tokens when None.
+        images: of each sample, compared only. A micro-batch computes the features of an image once,
+            so that samples with the same images are put together.
 
     Example (at most 10 tokens, two ranks, so four micro-batches: 8 | 7 | 4 | 3 + 2):
         >>> rules = PackingRules(global_batch_size=5, data_parallel_size=2, max_tokens=10)
@@ -90,11 +94,12 @@ def plan_steps(
     assert len(lengths) == len(trajectory_ids) == len(mask_sums)
     costs = lengths if costs is None else costs
     if rules.keeps_trajectories:
+        assert images is None, "preferences and images are refused together"
         return _plan_trajectories(lengths, trajectory_ids, mask_sums, rules, costs)
     shards: list[list[int]] = [[] for _ in range(rules.data_parallel_size)]
     plans: list[list[StepPlan]] = [[] for _ in range(rules.data_parallel_size)]
     for members in split_steps(trajectory_ids, rules.global_batch_size):
-        bins = pack_micro_batches(members, lengths, costs, rules)
+        bins = pack_micro_batches(members, lengths, costs, rules, images)
         num_trajectories = len({trajectory_ids[i] for i in members})
         num_loss_tokens = sum(mask_sums[i] for i in members)
         for rank, rank_bins in enumerate(assign_ranks(bins, costs, rules)):
@@ -209,28 +214,42 @@ def _even_chunks(items: list[T], count: int) -> list[list[T]]:
 
 
 def pack_micro_batches(
-    members: list[int], lengths: Sequence[int], costs: Sequence[float], rules: PackingRules
+    members: list[int],
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    rules: PackingRules,
+    images: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
     """The micro-batches of one step over all ranks: as few as the cap allows, rounded up to what
     the layout needs.
 
     The count is a multiple of ``data_parallel_size × micro_batch_multiple``; micro-batches that no
     sample is left for stay empty. With ``balance`` they are filled evenly (largest cost first into
-    the least filled); without it samples keep their order.
+    the least filled, or along ``images`` where there are any); without it samples keep their order.
     """
+
+    def filled(sizes: Sequence[int], count: int, cap: int) -> list[list[int]] | None:
+        if images is not None:
+            place = {key: i for i, key in reversed([*enumerate(images)])}
+            order = sorted(members, key=lambda i: (place[images[i]], i))
+            together = _fill_in_order(order, sizes, costs, count, cap)
+            if together is not None:
+                return together
+        return _fill_evenly(members, sizes, costs, count, cap)
+
     unit = rules.data_parallel_size * rules.micro_batch_multiple
     if rules.max_tokens is None:
         count = _round_up(len(members), unit * rules.micro_batch_size) // rules.micro_batch_size
         if not rules.balance:
             return _even_chunks(members, count)
-        even = _fill_evenly(members, [1] * len(lengths), costs, count, rules.micro_batch_size)
+        even = filled([1] * len(lengths), count, rules.micro_batch_size)
         assert even is not None, "count × micro_batch_size samples always fit"
         return even
     order = sorted(members, key=lambda i: -lengths[i]) if rules.balance else members
     tight = _first_fit(order, lengths, rules.max_tokens)
     count = _round_up(len(tight), unit)
     if rules.balance:
-        even = _fill_evenly(members, lengths, costs, count, rules.max_tokens)
+        even = filled(lengths, count, rules.max_tokens)
         if even is not None:
             return even
     return _split_to(tight, costs, count)
@@ -301,6 +320,35 @@ def _fill_evenly(
         for entry in full:
             heapq.heappush(heap, entry)
     return bins
+
+
+def _fill_in_order(
+    members: Sequence[int], sizes: Sequence[int], costs: Sequence[float], count: int, cap: int
+) -> list[list[int]] | None:
+    """``count`` bins of neighbours, the costliest about as cheap as can be; None when they do not
+    fit into so many."""
+
+    def cut(limit: float) -> list[list[int]]:
+        bins: list[list[int]] = []
+        cost, size = math.inf, 0
+        for member in members:
+            cost += costs[member]
+            size += sizes[member]
+            if cost > limit or size > cap:
+                bins.append([])
+                cost, size = costs[member], sizes[member]
+            bins[-1].append(member)
+        return bins
+
+    high = sum(costs[member] for member in members)
+    if len(cut(high)) > count:
+        return None
+    low = 0.0
+    while high - low > 1e-3 * high:
+        limit = (low + high) / 2
+        low, high = (low, limit) if len(cut(limit)) <= count else (limit, high)
+    bins = cut(high)
+    return bins + [[] for _ in range(count - len(bins))]
 
 
 def _split_to(bins: list[list[int]], costs: Sequence[float], count: int) -> list[list[int]]:

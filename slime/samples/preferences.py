@@ -18,20 +18,17 @@ def check_preferences(
     Raises:
         UserError: samples of another origin (a dump, a conversion of the user's).
     """
-    wanted = sorted((CHOSEN, REJECTED)) if facts.takes_pairs else None
+    labels = (CHOSEN, REJECTED)
+    second = labels if facts.takes_pairs else (MISMATCHED,)
     found: dict[int, list[float]] = {}
     for trajectory, reward in zip(trajectory_ids, rewards, strict=True):
         found.setdefault(trajectory, []).append(reward)
     for trajectory, of_trajectory in found.items():
-        is_right = (
-            sorted(of_trajectory) == wanted
-            if wanted
-            else len(of_trajectory) == 2
-            and of_trajectory[0] in (CHOSEN, REJECTED)
-            and of_trajectory[1] == MISMATCHED
-        )
-        if not is_right:
-            told = "one of 1 and one of -1" if wanted else "one of 1 or -1, then one of 0"
+        is_pair = len(of_trajectory) == 2 == len(set(of_trajectory))
+        if not is_pair or of_trajectory[0] not in labels or of_trajectory[1] not in second:
+            told = "one of 1 and one of -1"
+            if not facts.takes_pairs:
+                told = "one of 1 or -1, then one of 0"
             raise UserError(
                 f"trajectory {trajectory} of the rollout cannot be learned from by --preference-"
                 f"loss {facts.name}: its samples have the rewards {of_trajectory}",

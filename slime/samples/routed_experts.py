@@ -38,11 +38,8 @@ def experts_problem(experts: Any, num_tokens: int) -> str:
             f"of {found.dtype} and shape {list(found.shape)}, not whole numbers [tokens - 1, "
             "layers, experts]"
         )
-    return (
-        f"for {len(found)} of {num_tokens - 1} tokens"
-        if found.ndim and len(found) >= max(num_tokens, 1)
-        else ""
-    )
+    is_longer = found.ndim and len(found) >= max(num_tokens, 1)
+    return f"for {len(found)} of {num_tokens - 1} tokens" if is_longer else ""
 
 
 def decode_routed_experts(
@@ -85,11 +82,8 @@ def decode_routed_experts(
             fix="use an SGLang version that is supported",
         ) from error
     rows = num_tokens - 1 - start
-    if (
-        rows <= 0
-        or values.size % rows
-        or (shape is not None and values.size != rows * shape[0] * shape[1])
-    ):
+    is_of_shape = shape is None or values.size == rows * shape[0] * shape[1]
+    if rows <= 0 or values.size % rows or not is_of_shape:
         raise UserError(
             f"the engine returned {values.size} routed experts for {max(rows, 0)} tokens",
             why=f"the sample has {num_tokens} tokens, the answer covers them from token {start} on"

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import operator
@@ -86,8 +87,8 @@ def _anything(value: Any) -> bool:
 
 
 def _unread(why: str) -> SampleField:
-    """A field of the contract that this version cannot train with: what needs it would be trained
-    without it."""
+    """Describe a field of the contract that this version does not train with. It must be None:
+    training would ignore its content."""
     return SampleField(f"None, since nothing reads it: {why}", lambda value: value is None)
 
 
@@ -206,14 +207,8 @@ def token_problem(tokens: Any, vocab_size: int | None) -> str:
     if found is None or (found.size and found.dtype.kind not in "iu"):
         if not _is_list(tokens := as_list(tokens)):
             return "no list"
-        odd = next(
-            (
-                token
-                for token in tokens
-                if not _is_count(token) or abs(operator.index(token)) >= 2**31
-            ),
-            None,
-        )
+        are_odd = (not _is_count(one) or abs(operator.index(one)) >= 2**31 for one in tokens)
+        odd = next(itertools.compress(tokens, are_odd), None)
         return f"{shown(odd, 40)} among its tokens, which are ids of tokens"
     if not found.size:
         return ""
@@ -280,8 +275,8 @@ def _packed(values: Any, code: str, kind: type) -> np.ndarray | None:
 
 
 def _are_plain(name: str, values: Any) -> bool:
-    """Whether nothing is wrong with a list, by tests that are several times faster than NumPy's
-    array of it."""
+    """Tell whether a list is certainly valid, by tests that are several times faster than making a
+    NumPy array of it."""
     if type(values) is not list:
         return False
     if name == "loss_mask":
@@ -299,12 +294,10 @@ def unpicklable(samples: Iterable[Any]) -> str:
     is none."""
     for sample in samples:
         for name, value in vars(sample).items():
-            parts = (
-                {f"{name}[{key!r}]": part for key, part in value.items()}
-                if isinstance(value, dict)
-                else {}
-            )
-            for place, part in (parts or {name: value}).items():
+            parts = {name: value}
+            if isinstance(value, dict) and value:
+                parts = {f"{name}[{key!r}]": part for key, part in value.items()}
+            for place, part in parts.items():
                 try:
                     pickle.dumps(part)
                 except Exception as error:  # whatever the class of the user's raises

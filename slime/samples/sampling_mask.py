@@ -124,7 +124,7 @@ def mask_ids_problem(ids: Any, num_tokens: int) -> str:
 
 
 def mask_offsets_problem(offsets: Any, num_tokens: int) -> str:
-    """The same of offsets, for a sample of ``num_tokens``."""
+    """Return why offsets of sampling masks do not fit a sample of ``num_tokens``; "" if they do."""
     import numpy as np
 
     if problem := _problem(offsets):

@@ -74,11 +74,8 @@ class SpecInfo:
 
     @property
     def spec_accept_rate(self) -> float:
-        return (
-            self.spec_accept_token_num / self.spec_draft_token_num
-            if self.spec_draft_token_num
-            else 0.0
-        )
+        drafted = self.spec_draft_token_num
+        return self.spec_accept_token_num / drafted if drafted else 0.0
 
     @property
     def spec_accept_length(self) -> float:
@@ -214,17 +211,16 @@ class Sample:
 
     def get_reward_value(self, args: Any) -> float:
         """The reward as a number; a dict reward is looked up under ``args.reward_key``."""
-        if not isinstance(self.reward, dict):
-            if self.reward is None:
-                raise UserError(
-                    f"sample {self.index} has no reward",
-                    why=f"its status is '{self.status.value}'",
-                    fix="let the reward function return a number for it, or drop the sample in a "
-                    "filter",
-                )
-            return reward_number(
-                self.reward, "a function of yours", f"the reward of sample {self.index}"
+        origin = "a function of yours"
+        if self.reward is None:
+            raise UserError(
+                f"sample {self.index} has no reward",
+                why=f"its status is '{self.status.value}'",
+                fix="let the reward function return a number for it, or drop the sample in a "
+                "filter",
             )
+        if not isinstance(self.reward, dict):
+            return reward_number(self.reward, origin, f"the reward of sample {self.index}")
         key = getattr(args, "reward_key", None)
         if key not in self.reward:
             raise UserError(
@@ -232,9 +228,8 @@ class Sample:
                 why=f"its keys are: {', '.join(map(str, self.reward))}",
                 fix="pass --reward-key with one of them",
             )
-        return reward_number(
-            self.reward[key], "a function of yours", f"the reward {key!r} of sample {self.index}"
-        )
+        role = f"the reward {key!r} of sample {self.index}"
+        return reward_number(self.reward[key], origin, role)
 
     def token_versions(self) -> tuple[int, ...]:
         """Weight versions of its tokens, each once, in the order of their numbers; () where none is
@@ -300,18 +295,14 @@ class Sample:
         if text is not None:
             self.response += text
         self._extend_sampling_mask(before, len(tokens), of_tokens.get("output_token_sampling_mask"))
-        runs = (meta.get("token_weight_versions") if trainable else None) or [
-            [0, meta.get("weight_version")]
-        ]
+        runs: list[list[Any]] = [[0, None]]
+        if trainable:
+            runs = meta.get("token_weight_versions") or [[0, meta.get("weight_version")]]
         bounds = [before + int(start) for start, _ in runs] + [self.response_length]
         for (_, version), start, end in zip(runs, bounds, bounds[1:]):
             if start < end:
-                numeric = (
-                    int(version)
-                    if trainable and version is not None and str(version).isdigit()
-                    else None
-                )
-                self._extend_spans(start, end, numeric)
+                is_number = version is not None and str(version).isdigit()
+                self._extend_spans(start, end, int(version) if is_number else None)
         if meta_info is not None and update_terminal_info:
             self._update_experts(args, meta_info)
             self._apply_terminal_info(meta_info)
@@ -543,12 +534,11 @@ def groups_from_nested(nested: list[Any], origin: str = "the rollout function") 
             for sample in samples:
                 key = id(sample) if sample.rollout_id is None else ("rollout_id", sample.rollout_id)
                 trajectories.setdefault(key, []).append(sample)
-        first = next(
-            (sample for trajectory in trajectories.values() for sample in trajectory), None
-        )
-        if first is not None:
-            index = position if first.group_index is None else first.group_index
-            groups.append(Group(index, list(trajectories.values())))
+        group = Group(position, list(trajectories.values()))
+        if samples := group.samples:
+            if samples[0].group_index is not None:
+                group.index = samples[0].group_index
+            groups.append(group)
     return groups
 
 
@@ -578,12 +568,10 @@ class VersionWindow(NamedTuple):
     @property
     def allowed(self) -> str:
         """The versions that are young enough, in words."""
-        but = (
-            f", without {', '.join(map(str, sorted(self.stale)))} of other steps"
-            if self.stale
-            else ""
-        )
-        return f"weights {self.oldest} and newer{but}"
+        allowed = f"weights {self.oldest} and newer"
+        if self.stale:
+            allowed += f", without {', '.join(map(str, sorted(self.stale)))} of other steps"
+        return allowed
 
     def stale_among(self, versions: Iterable[int]) -> int | None:
         """The oldest stale one of ``versions``; None if none is stale."""

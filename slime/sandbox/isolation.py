@@ -39,8 +39,8 @@ _PDEATHSIG = 1
 _CAPBSET_DROP = 24
 _SECCOMP = 22
 _NO_NEW_PRIVS = 38
-#: Above every user of a host: one for each sandbox of root's, so that the kernel counts its
-#: processes alone.
+#: Root gives each of its sandboxes a user of its own from this number on, above every user of a
+#: host, so that the kernel counts the processes of that sandbox alone.
 FIRST_UID = 2_000_000_000
 _NOBODY = 65534
 

@@ -54,7 +54,8 @@ def main() -> None:
 
 
 def _start(request: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """
+    """Start the program in a session of its own.
+
     Raises:
         OSError: it cannot be started.
     """

@@ -91,7 +91,7 @@ class Ran:
 
     @property
     def text(self) -> str:
-        """The output and the reason for its end, for the model."""
+        """Return the output and the reason for its end, for the model."""
         if not self.ended_by:
             return self.output
         return f"{self.output}\n[ended: {_ENDED[self.ended_by].format(**asdict(self.limits))}]"
@@ -214,7 +214,8 @@ class Sandbox:
         return Ran(result["status"], result["output"], result["ended_by"], holds, asked)
 
     def _check_places(self, folders: Mapping[str, str | Path]) -> None:
-        """
+        """Check where folders of the host will be shown.
+
         Raises:
             UserError: there are no namespaces, or a folder would lie where none can be shown.
         """

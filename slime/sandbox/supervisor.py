@@ -310,7 +310,7 @@ class Supervisor:
         return os.waitpid(pid, 0)[1] == 0
 
 
-# -- all that came of this process -----------------------------------------------------------------
+# -- the descendants of this process ---------------------------------------------------------------
 
 
 def usage() -> tuple[int, int]:

@@ -92,6 +92,8 @@ def _sample(
         if batch.weight_versions
         else None,
     }
+    if batch.media:
+        sample["images"] = [[one.reference, *one.span] for one in batch.media[i]]
     columns: dict[str, Any] = {name: getattr(data, name) for name in _TENSORS}
     columns |= {"loss_mask": data.loss_masks, "teacher_log_probs": data.teacher_log_probs(batch)}
     columns |= more

@@ -1,5 +1,5 @@
-"""What an optimizer step on preferences knows before its first micro-batch, and the labels of each
-micro-batch."""
+"""Counts of an optimizer step on preferences, taken before its first micro-batch, and the labels of
+each micro-batch."""
 
 from __future__ import annotations
 

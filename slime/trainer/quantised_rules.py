@@ -29,7 +29,7 @@ def check_ignore_list(config: Config) -> None:
         family = family_of(flags.hf_checkpoint, flags.model_name)
         spec = family.describe(flags.hf_checkpoint)
         if config.lora.lora_rank:
-            # nothing is quantised by this list: what the files have plain was spared
+            # the frozen base is served as it is: this list decides nothing, but may have idle rules
             found = ignore_list.examine(ignore_list.matrices(family, spec), quantisation)
             tensors = (name for name, _ in family.hf_tensors(spec))
             idle = ignore_list.idle_among(found, tensors)
@@ -46,7 +46,7 @@ def check_quantised_library(config: Config) -> None:
     embedded engines compute on this host; on a cluster each process looks for itself.
 
     Raises:
-        UserError: it is not.
+        UserError: it is not installed.
     """
     path = config.checkpoint.hf_checkpoint
     assert path is not None
@@ -60,11 +60,11 @@ def check_quantised_library(config: Config) -> None:
 
 
 def check_quantised_flags(config: Config) -> None:
-    """Refuse flags for quantised weights that would have no effect.
+    """Refuse flags for quantised weights that would have no effect or contradict others.
 
     Raises:
-        UserError: engines hold plain weights, nothing of the model would be rounded, or Transformer
-            Engine would round it once more, or has before.
+        UserError: engines hold plain weights, no tensor would be rounded, or Transformer
+            Engine rounds the weights, too.
     """
     flags = config.quantised
     path = config.checkpoint.hf_checkpoint

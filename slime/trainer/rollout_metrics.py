@@ -40,7 +40,7 @@ def sum_metrics(
     return dict(zip(names, sums.tolist()))
 
 
-def rollout_metrics(
+def token_means(
     config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors
 ) -> dict[str, float]:
     """Token means of the rollout's tensors, weighted as in the loss.
@@ -52,12 +52,12 @@ def rollout_metrics(
         return {}
     weights = _weights(config, ranks, batch, data, None)
     columns = {
-        "ref_log_probs": data.ref_log_probs,
-        "rollout_log_probs": data.rollout_log_probs,
-        "advantages": data.advantages,
-        "returns": data.returns,
-        "values": data.values,
-        "kl": data.kl if data.ref_log_probs is not None else None,
+        "rollout/ref_log_probs": data.ref_log_probs,
+        "rollout/rollout_log_probs": data.rollout_log_probs,
+        "rollout/advantages": data.advantages,
+        "rollout/returns": data.returns,
+        "rollout/values": data.values,
+        "rollout/kl": data.kl if data.ref_log_probs is not None else None,
     }
     sums = {
         name: _weighted_sum(values, weights)
@@ -65,13 +65,13 @@ def rollout_metrics(
         if values is not None
     }
     if data.log_probs is not None:
-        sums["log_probs"] = _weighted_sum(
+        sums["rollout/log_probs"] = _weighted_sum(
             data.log_probs, _weights(config, ranks, batch, data, data.before_training)
         )
     if not sums:
         return {}
     totals = ranks.sum_over_replicas(torch.stack(list(sums.values())).float())
-    return {f"rollout/{name}": value for name, value in zip(sums, totals.tolist())}
+    return dict(zip(sums, totals.tolist()))
 
 
 def distillation_metrics(

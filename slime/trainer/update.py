@@ -57,8 +57,8 @@ from slime.trainer.rollout_metrics import (
     mean_of_steps,
     quantisation_metrics,
     reference_tokens,
-    rollout_metrics,
     sum_metrics,
+    token_means,
     trained_tokens,
     worst_mismatch,
 )
@@ -263,7 +263,7 @@ class Update:
         _dump(trainer, batch, data)
         trainer.trained_tokens = trained_tokens(ranks, batch, data)
         trainer.trained_tokens += reference_tokens(config, ranks, batch, data)
-        metrics = {**batch.global_stats, **rollout_metrics(config, ranks, batch, data)}
+        metrics = {**batch.global_stats, **token_means(config, ranks, batch, data)}
         metrics |= mean_of_steps(steps, first_only=config.algorithm.use_rollout_logprobs)
         metrics |= mean_of_steps(self.critic_steps)
         metrics |= worst_mismatch(ranks, data)
@@ -960,6 +960,10 @@ class _Timers:
         tokens = batch.global_stats.get("rollout/num_tokens", float(sum(batch.total_lengths)))
         metrics = self.seconds_of_phases()
         if "actor_train" in self.seconds:
-            metrics["perf/actor_train_tok_per_s"] = tokens / max(self.seconds["actor_train"], 1e-9)
+            seconds = max(self.seconds["actor_train"], 1e-9)
+            metrics["perf/actor_train_tok_per_s"] = tokens / seconds
+            if "rollout/num_images" in batch.global_stats:
+                images = batch.global_stats["rollout/num_images"]
+                metrics["perf/actor_train_images_per_s"] = images / seconds
         metrics["perf/train_time"] = time.perf_counter() - self.started
         return metrics

@@ -115,8 +115,8 @@ async def _contained(work: Awaitable[T]) -> T:
 
 
 def _as_exception(error: BaseException) -> RuntimeError:
-    """What would end the event loop, so that everyone else would wait, as a failure of whoever
-    raised it."""
+    """Turn what would end the event loop, and so keep everyone else waiting, into an exception of
+    the code that raised it."""
     what = "it hung, and was ended" if isinstance(error, UserCodeKilled) else f"it raised {error!r}"
     return RuntimeError(what).with_traceback(error.__traceback__)
 
@@ -334,7 +334,7 @@ class WatchedLoop:
                 self._end(what)
 
     def _users_code(self) -> str:
-        """What of the user's runs on the loop now; "" where it is something else."""
+        """Name the user's code that runs on the loop now; "" if it is something else."""
         task = asyncio.current_task(self.loop)
         name = task.get_name() if task is not None else ""
         return name.removeprefix(_TASK) if name.startswith(_TASK) else _running.get(self.thread, "")
@@ -433,8 +433,8 @@ _overseer = _Overseer()
 
 
 def _leave_loops() -> None:
-    """In a process that was forked on a watched loop: back on that loop, it ends before anything
-    else runs there."""
+    """End a process that was forked on a watched loop, as soon as it is back on that loop and
+    before anything else runs there."""
     for watched in list(_overseer.loops.values()):
         if watched.thread == threading.get_ident():
             ready = getattr(watched.loop, "_ready", None)

@@ -38,9 +38,10 @@ USER_FOLDERS = "SLIME_USER_FOLDERS"
 
 
 def save_function(function: Any, file: Path) -> str:
-    """A path at which other processes of this host find ``function``: its own where it can be
-    imported, else that of ``file``, into which it is written with what it refers to (a lambda, a
-    closure, what a notebook defines).
+    """Return a path by which other processes of this host find ``function``.
+
+    A function that can be imported has such a path. Others (a lambda, a closure, what a notebook
+    defines) are written to ``file``, with the objects that they refer to.
 
     Raises:
         UserError: it refers to something that cannot be written, an open file or a lock.
@@ -133,8 +134,8 @@ def file_of(path: str) -> Path | None:
 
 
 def fingerprint(values: Any, functions: Iterable[str]) -> str:
-    """A text that tells these values (for JSON), and the files of the functions at these paths,
-    with the files of the user's own that they import, from others.
+    """Return a hash of ``values`` (plain JSON), of the files of the functions at these paths, and
+    of the user's own files that they import.
 
     Raises:
         UserError: as `load_function`.
@@ -154,8 +155,8 @@ def fingerprint(values: Any, functions: Iterable[str]) -> str:
 
 
 def _imported_files(function: Any) -> set[Path]:
-    """Files of modules that the module of a function imports, but for packages that are
-    installed."""
+    """Return the files of the modules that a function's module imports, except installed
+    packages."""
     found: set[Path] = set()
     while isinstance(function, functools.partial):
         function = function.func
@@ -342,12 +343,12 @@ def is_async(fn: Any) -> bool:
 
 class FunctionFailed(UserError):
     """A function of the user's raised, hung, or returned what it should not. Where it was called
-    for one sample, or one group, it costs that one alone (`slime.rollout.trajectory`)."""
+    for one sample, or one group, only that one is lost (`slime.rollout.trajectory`)."""
 
     @classmethod
     def of(cls, error: UserError) -> FunctionFailed:
-        """The same, for what our code has raised when the user's called it, or of what it
-        returned."""
+        """Convert an error that our code raised when the user's function called it, or because of
+        what the function returned."""
         if isinstance(error, FunctionFailed):
             return error
         return with_user_frames(cls(error.what, error.why, error.fix), error).with_traceback(
@@ -356,7 +357,7 @@ class FunctionFailed(UserError):
 
 
 class FunctionHangs(FunctionFailed):
-    """It did not return in time."""
+    """A function of the user's did not return in time."""
 
 
 _SLIME = str(Path(__file__).parents[1]) + os.sep
@@ -366,9 +367,9 @@ _MOST_FRAMES = 12
 
 
 def user_frames(error: BaseException) -> str:
-    """Where in the user's code ``error`` was raised: the frames of its traceback that are not ours
-    nor Python's own, as Python prints them, with what led to a failure inside a library; "" where
-    there are none."""
+    """Return where in the user's code ``error`` was raised: the frames of its traceback that are
+    not ours nor Python's own, as Python prints them, with what led to a failure inside a library;
+    "" where there are none."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -385,7 +386,7 @@ def user_frames(error: BaseException) -> str:
 
 
 def where_to_mend(error: BaseException) -> str:
-    """The advice that goes with `with_user_frames`; a function of a library's has no line of the
+    """Return the fix that goes with `with_user_frames`. A library's function has no line of the
     user's."""
     return (
         "mend it at the line below"
@@ -395,8 +396,8 @@ def where_to_mend(error: BaseException) -> str:
 
 
 def with_user_frames(failure: AnyUserError, error: BaseException) -> AnyUserError:
-    """``failure`` with a note of where in the user's code ``error`` was raised, for terminal and
-    crash folder; once."""
+    """Add to ``failure`` a note of where in the user's code ``error`` was raised, for terminal and
+    crash folder, and return it."""
     frames = user_frames(error).replace("\n", "\n  ")
     known = getattr(failure, "__notes__", ())
     for note in [*getattr(error, "__notes__", ()), *([frames] if frames else [])]:
@@ -408,9 +409,9 @@ def with_user_frames(failure: AnyUserError, error: BaseException) -> AnyUserErro
 
 @contextlib.contextmanager
 def failures_of(what: str) -> Iterator[None]:
-    """What fails in the block is ``what``, code of the user's. An error of its own (or of a library
-    that it called) becomes a `UserError`; one that our code raised, called from there, stays what
-    it is. Both tell the user's lines.
+    """Run code of the user's in the block; ``what`` is its name in messages. An error that it
+    raises, itself or in a library, becomes a `FunctionFailed`. An error of our own code that it
+    called stays what it is. Both show the user's lines.
 
     Raises:
         FunctionFailed: the user's code raised.
@@ -449,7 +450,7 @@ def shown(value: Any, most: int = 60) -> str:
         return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
 
 
-#: Flags of functions that make what is trained on, the first to suspect first.
+#: Flags of functions that make training data, the likeliest cause of an error first.
 _MAKERS = (
     "custom_convert_samples_to_train_data_path",
     "custom_generate_function_path",
@@ -472,8 +473,7 @@ def makers_of_samples(flags: Mapping[str, Any]) -> list[str]:
 
 
 def named_functions(flags: Mapping[str, Any], dests: Iterable[str]) -> list[str]:
-    """The functions that those of the flags name which are called ``dests``, as messages name
-    them."""
+    """Return the user's functions that the flags ``dests`` name, as messages write them."""
     found = []
     for dest in dests:
         given = flags.get(dest) or ()
@@ -548,7 +548,7 @@ async def call_hook(
     **kwargs: Any,
 ) -> Any:
     """Call a hook, and return what it returns: sync functions in a thread, async ones in a task of
-    their own (`slime.user_code.calls`), so that whoever waits can leave them.
+    their own (`slime.user_code.calls`), so that the caller can stop waiting.
 
     Args:
         optional: keyword arguments passed only if ``fn`` accepts them.
@@ -569,7 +569,7 @@ async def call_hook(
             result = await run_in_thread(functools.partial(fn, *args, **kwargs), what, **seconds)
             return await run_isolated(result, what) if inspect.isawaitable(result) else result
     except TimeoutError:
-        if clock is None or not clock.expired():  # one of its own making
+        if clock is None or not clock.expired():  # the function's own
             raise
         raise FunctionHangs(
             f"'{what}' has not returned within {limit:g} s",

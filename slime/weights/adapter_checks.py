@@ -17,7 +17,7 @@ from slime.models.parameters import Shape
 from slime.weights.adapter_layout import AdapterLayout
 
 _SIDES: tuple[Side, ...] = ("A", "B")
-#: Of 30,000 numbers around 0.01 some change in bfloat16 by a step of this size.
+#: A step of this size changes some of 30,000 numbers around 0.01 in bfloat16.
 _LEAST_RATE = 1e-7
 _OURS = "this is a fault of slime: please report it with the run's flags"
 

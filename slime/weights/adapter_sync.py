@@ -8,9 +8,9 @@
     push():  gather ─► check ─► load as policy-<version> ─► compare ─► update_weight_version
 
 Engines go on with the adapters that they have, and no request is aborted; SGLang is paused while it
-is asked what it holds, in `connect` and in pushes, with its requests in place. Who asks for which
-version is the rollout client's business (`slime.engines.client`), and who unloads old ones is
-`slime.cluster.adapter_versions`.
+is asked what it holds, in `connect` and in pushes, with its requests in place. Which version a
+request names is decided by `slime.engines.client`; `slime.cluster.adapter_versions` unloads old
+ones.
 
 All calls are collective over the trainer ranks: each takes part in gathering, rank 0 sends to all
 engines, and every rank gets the same receipt or raises the same error.
@@ -18,8 +18,10 @@ engines, and every rank gets the same receipt or raises the same error.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import logging
+import pickle
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,55 +29,43 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing import reductions
 
 from slime import deadlines
 from slime.checkpoints.quantised_reader import QuantisedReader
 from slime.config.config import Config
-from slime.engines import keys
 from slime.engines.adapters import LOAD_ADAPTER, UNLOAD_ADAPTER, adapter_name
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet, is_local
 from slime.engines.wire.abilities import Abilities
-from slime.engines.wire.buckets import dtype_in, fingerprint, unpack
+from slime.engines.wire.buckets import TensorEntry, dtype_in, dtype_of, fingerprint, unpack
 from slime.errors import UserError
 from slime.models.adapters import AdapterConfig
 from slime.models.parameters import Shape
-from slime.models.quantised import Quantisation
-from slime.models.spec import HfConfig, read_hf_config
+from slime.models.spec import HfConfig
 from slime.weights.adapter_checks import check_engine, check_names, check_sets, check_values
 from slime.weights.adapter_layout import AdapterLayout
-from slime.weights.adapter_payload import AdapterBuffer
 from slime.weights.distributed import own_address
-from slime.weights.engine_check import (
-    AdapterCheck,
-    EngineCheck,
-    RankAdapterCheck,
-    SliceCheck,
-    WholeAdapterCheck,
-    WholeTensorCheck,
-)
+from slime.weights.engine_check import SliceCheck, WholeTensorCheck
+from slime.weights.ipc import Handle, Opened, storage_handle
 from slime.weights.receipt import Receipt, WeightMismatch, compare
 from slime.weights.route import Route, find_route
 from slime.weights.source import ModelSource, exhaust
-from slime.weights.sync import REMEDIES, naming_engine
-from slime.weights.trainer_ranks import TrainerRanks
+from slime.weights.sync import EngineSync, naming_engine, register_engines
 from slime.weights.transport import EngineSlots, NamedTensors, deadline_for
 
 logger = logging.getLogger(__name__)
 
 
-class AdapterSync:
-    """One trainer rank's side.
+class AdapterSync(EngineSync):
+    """Pushes of adapters.
 
     Args:
         model_chunks: this rank's model, with adapters in it.
-        hf_config: what the model was built from.
         adapters: what is trained.
-        rank, world_size: of the trainer.
-        start_version: version of the last push, when a run is resumed.
+        options: see `EngineSync`.
 
     Attributes:
-        version: of the adapter that the engines have.
         layout: what each push brings.
     """
 
@@ -85,37 +75,19 @@ class AdapterSync:
         model_chunks: Sequence[nn.Module],
         hf_config: HfConfig,
         adapters: AdapterConfig,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        start_version: int = 0,
+        **options: int,
     ) -> None:
-        self.config = config
-        self.rank = rank
-        self.version = start_version
-        self._hf_config = hf_config
-        self._quantisation = Quantisation.read(read_hf_config(hf_config))
-        self._ranks = TrainerRanks(rank, world_size)
-        self._base = ModelSource(model_chunks, hf_config, model_name=config.checkpoint.model_name)
-        self._source = ModelSource(
-            model_chunks, hf_config, model_name=config.checkpoint.model_name, adapters=adapters
-        )
+        super().__init__(config, hf_config, **options)
+        name = config.checkpoint.model_name
+        self._base = ModelSource(model_chunks, hf_config, model_name=name)
+        self._source = ModelSource(model_chunks, hf_config, model_name=name, adapters=adapters)
         self.layout = AdapterLayout.of(self._source.parameters)
-        self._fleet: EngineFleet | None = None
         self._engines: list[EngineSlots] = []
         self._route: Route | None = None
         self._shares_memory = False
         self._is_base_compared = False
         self._packs_base = False  # engines pack quantised weights for their kernels
-        self._base_check: EngineCheck | None = None
-        self._check: AdapterCheck | None = None
         self._previous: dict[str, str] = {}  # fingerprints of the last push; rank 0
-        faults = config.fault_tolerance
-        # an engine that gives no sign of life is given up on, and started again
-        self._patience = faults.rollout_health_check_timeout if faults.use_fault_tolerance else None
-        self._control_seconds = min(
-            self._patience or deadlines.SYNC_CONTROL, deadlines.SYNC_CONTROL
-        )
 
     def connect(self, engines: Sequence[str | EngineSlots], *, on_this_node: bool = True) -> None:
         """Reach the engines. Collective; call again when the engines change.
@@ -126,11 +98,7 @@ class AdapterSync:
             UserError: an engine cannot be reached, or cannot serve these adapters.
         """
         self.close()
-        self._engines = [
-            EngineSlots(engine, ()) if isinstance(engine, str) else engine for engine in engines
-        ]
-        for engine in self._engines:
-            keys.know(engine.url, engine.key)
+        self._engines = register_engines(engines)
         self._is_base_compared = False
         limit = 3 * deadlines.SYNC_CONTROL
         with self._ranks.round("connecting trainer and engines", limit):
@@ -166,15 +134,6 @@ class AdapterSync:
         logger.info("%s", receipt)
         return receipt
 
-    def close(self) -> None:
-        """Give up connections; engines keep their adapters."""
-        for check in (self._base_check, self._check):
-            if check is not None:
-                check.close()
-        if self._fleet is not None:
-            self._fleet.close()
-        self._fleet = self._base_check = self._check = None
-
     # -- rank 0 ------------------------------------------------------------------------------------
 
     def _open(self, on_this_node: bool) -> None:
@@ -193,7 +152,6 @@ class AdapterSync:
         self._packs_base = self._route.asks_ranks and self._quantisation is not None
         if self._route.asks_ranks:
             address = own_address(fleet.urls)
-            self._check = RankAdapterCheck(fleet, self._engines, address)
             parameters = dataclasses.replace(self._base.parameters, quantisation=self._quantisation)
             plain = parameters.stored
             shapes = {
@@ -202,10 +160,9 @@ class AdapterSync:
                 if name in plain and not dtype  # the others are parts of quantised weights
             }
             with self._paused():
-                self._base_check = SliceCheck(fleet, self._engines, address, shapes)
+                self._check = SliceCheck(fleet, self._engines, address, shapes)
         else:
-            self._check = WholeAdapterCheck(fleet)
-            self._base_check = WholeTensorCheck(fleet)
+            self._check = WholeTensorCheck(fleet)
 
     def _compare_base(self) -> None:
         """Compare the base's weights with the engines', which started from files. Collective.
@@ -225,7 +182,7 @@ class AdapterSync:
         self._is_base_compared = True
 
     def _compare(self, tensors: NamedTensors) -> None:
-        assert self._base_check is not None and self._route is not None
+        assert self._check is not None and self._route is not None
         dtype = self._route.dtype
         files = self._quantised_files()
         sent: dict[str, Any] = {}
@@ -242,14 +199,14 @@ class AdapterSync:
                     packed += 1
                     continue
             for part, stored in held.items():
-                digest = self._base_check.digest(part, stored)
+                digest = self._check.digest(part, stored)
                 if digest:  # else no engine holds it in a known form
                     sent[part] = digest
         if unlike:
             raise self._other_base(unlike)
         limit = deadline_for(self._base.nbytes())
         with self._paused():
-            wrong = self._base_check.compare(sent, set(), False, limit).wrong
+            wrong = self._check.compare(sent, set(), False, limit).wrong
         if wrong:
             raise UserError(
                 f"{len(wrong)} weights of the engines' base are not the trainer's: "
@@ -300,7 +257,7 @@ class AdapterSync:
             self._load(name, buffer)
         with self._phase("check", version, seconds), self._paused():
             shapes = {one: list(view.shape) for one, view in views.items()}
-            held = self._check.fingerprints(name, shapes, deadline_for(len(buffer.buffer)))
+            held = self._check.adapter_fingerprints(name, shapes, deadline_for(len(buffer.buffer)))
             wrong = compare(prints, held, set(prints))
         if wrong:
             raise WeightMismatch(version, wrong)
@@ -375,7 +332,7 @@ class AdapterSync:
         }
         limit = deadline_for(len(buffer.buffer))
         answers = self._fleet.post_to(LOAD_ADAPTER, dict.fromkeys(self._fleet.urls, body), limit)
-        # of a push that was repeated, because another engine died
+        # engines that have it from a push that was repeated because another engine died
         again = [url for url, one in answers.items() if _is_loaded_already(one)]
         if again:
             unload: dict[str, dict[str, Any]] = {url: {"lora_name": name} for url in again}
@@ -409,23 +366,70 @@ class AdapterSync:
         finally:
             self._fleet.post("/continue_generation", {}, self._control_seconds)
 
-    @contextmanager
-    def _phase(self, phase: str, version: int, seconds: dict[str, float]) -> Iterator[None]:
-        """Time a phase; turn the failure of an engine into a message with remedies."""
-        started = time.perf_counter()
-        try:
-            yield
-        except EngineError as error:
-            waited = time.perf_counter() - started
-            raise UserError(
-                f"the push of adapter version {version} failed in the phase '{phase}' after "
-                f"{waited:.1f} s: {error}",
-                why=f"trainer rank 0 waited for {error.url}; engines go on with the adapters that "
-                "they have",
-                fix=REMEDIES,
-            ) from error
-        seconds[phase] = time.perf_counter() - started
+    def _describe(self, version: int) -> str:
+        return f"the push of adapter version {version}"
+
+    def _state_after(self, phase: str) -> str:
+        return "engines go on with the adapters that they have"
 
 
 def _is_loaded_already(answer: object) -> bool:
     return isinstance(answer, EngineError) and "already" in answer.what
+
+
+class AdapterBuffer:
+    """Host memory for one version of an adapter, and its form for
+    ``/load_lora_adapter_from_tensors``: a pickle of {name: tensor}, as text.
+
+    All tensors lie in one flat buffer. For engines on this host the pickle says how to map it, and
+    they keep what they have mapped as long as the adapter is loaded: SGLang holds adapters in host
+    memory and copies them to its GPU when a request asks for them. For others the pickle holds the
+    numbers.
+
+    Args:
+        entries: of one dtype.
+        is_shared: other processes of this host may map it.
+
+    Attributes:
+        buffer: uint8 [nbytes].
+    """
+
+    def __init__(self, entries: Sequence[TensorEntry], *, is_shared: bool) -> None:
+        self.entries = list(entries)
+        nbytes = sum(entry.nbytes for entry in entries)
+        self._is_shared = is_shared
+        if is_shared:
+            storage: Any = torch.UntypedStorage
+            self.buffer = torch.empty(0, dtype=torch.uint8).set_(
+                storage._new_using_filename_cpu(nbytes), 0, (nbytes,), (1,)
+            )
+        else:
+            self.buffer = torch.empty(nbytes, dtype=torch.uint8)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return views into the buffer by name."""
+        return dict(unpack(self.buffer, self.entries))
+
+    def payload(self, readers: int) -> str:
+        """Return the text for ``serialized_tensors``.
+
+        Args:
+            readers: processes that will unpickle it, each of them once.
+        """
+        tensors = self._mapped(readers) if self._is_shared else self._copied()
+        return base64.b64encode(pickle.dumps(tensors)).decode()
+
+    def _copied(self) -> dict[str, torch.Tensor]:
+        # a view would take the whole buffer with it
+        return {name: tensor.clone() for name, tensor in self.tensors().items()}
+
+    def _mapped(self, readers: int) -> dict[str, Opened]:
+        dtype = dtype_of(self.entries[0].dtype)
+        # one object, which a pickle holds once: readers map the buffer once
+        whole = Opened(storage_handle(self.buffer, dtype, readers))
+        tensors = {}
+        for entry, tensor in zip(self.entries, self.tensors().values(), strict=True):
+            place = (entry.offset // dtype.itemsize, tensor.size(), tensor.stride(), False)
+            handle = Handle(reductions.rebuild_tensor, (torch.Tensor, whole, place))
+            tensors[entry.name] = Opened(handle)
+        return tensors

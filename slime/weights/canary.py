@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ from slime.models.quantised import Fp8, Quantisation
 from slime.models.spec import read_hf_config
 from slime.prompts.images import images_of
 from slime.user_code.loading import named_functions
-from slime.weights.image_canary import ImageCanary
+from slime.weights.image_canary import ImageCanary, scoring_request
 
 logger = get_logger(__name__)
 
@@ -84,7 +84,7 @@ _SHARE_OF_EFFECT = 0.1  # of the effect in the trainer, which an adapter must ha
 
 
 class Canary:
-    """The tokens, what the trainer said of them, and the question to the engines.
+    """The canary's tokens, the trainer's log-probs of them, and the comparison with the engines'.
 
     Attributes:
         tokens: input ids.
@@ -120,7 +120,7 @@ class Canary:
         is_fp8 = quantisation is not None and isinstance(quantisation.scheme, Fp8)
         abilities = [Abilities.read(info) for info in infos]
         self._rounds_activations = is_fp8 and any(one.rounds_activations for one in abilities)
-        self._rounding_error: float | None = None  # mean difference in nats, which that makes
+        self._rounding_error: float | None = None  # mean difference in nats
         whole = not self._rounds_activations and all(
             info.get("dtype") in ("float32", "float") for info in infos
         )
@@ -246,12 +246,7 @@ class Canary:
         return {"train/canary_adapter_abs_diff": least}
 
     def _ask(self, event: str, adapter: str) -> list[list[float]]:
-        body: dict[str, Any] = {
-            "input_ids": self.tokens,
-            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
+        body = scoring_request(self.tokens)
         if adapter:
             body[ADAPTER_FIELD] = adapter
         try:
@@ -312,7 +307,7 @@ class Canary:
             else "the first token, which sees no other, agrees: attention, positions (rope) or "
             "cache"
         )
-        causes = self._causes(at_first)
+        causes = list(self._causes(at_first))
         fixes = ["slime align with the run's flags ranks the causes", *(fix for _, fix in causes)]
         fixes += ["--no-check-canary goes on regardless"]
         return UserError(
@@ -326,63 +321,48 @@ class Canary:
             fix="  ".join(f"{number}. {fix}" for number, fix in enumerate(fixes, start=1)),
         )
 
-    def _causes(self, at_first: bool) -> list[tuple[str, str]]:
-        """Causes that nothing has excluded, with what to do; the likeliest first."""
-        found: list[tuple[str, str]] = []
+    def _causes(self, at_first: bool) -> Iterator[tuple[str, str]]:
+        """Yield causes that nothing has excluded, with what to do; the likeliest first."""
         pushed = self.pushed
         if pushed is not None:
             sent = int(pushed.get("perf/update_weights/sent_tensors", 0))
             loaded = int(pushed.get("perf/update_weights/loaded_tensors", 0))
             compared = int(pushed.get("perf/update_weights/checked_tensors", 0))
             if loaded < sent or not sent:
-                seen = (
-                    f"{loaded} of {sent} tensors are known to be loaded"
-                    if sent
-                    else "nothing was counted"
-                )
+                seen = "nothing was counted"
+                if sent:
+                    seen = f"{loaded} of {sent} tensors are known to be loaded"
                 what = "a tensor, or half of a pair that it fuses," if self._fuses else "a tensor"
-                found.append(
-                    (
-                        f"the engine dropped {what} ({seen})",
-                        "the trainer's log names the tensors that are not compared after pushes",
-                    )
+                yield (
+                    f"the engine dropped {what} ({seen})",
+                    "the trainer's log names the tensors that are not compared after pushes",
                 )
             if compared < sent or not sent:
-                found.append(
-                    (
-                        f"weights that arrived changed ({compared} of {sent} fingerprints "
-                        "compared)",
-                        "--check-weight-update-equal compares all weights",
-                    )
+                yield (
+                    f"weights that arrived changed ({compared} of {sent} fingerprints compared)",
+                    "--check-weight-update-equal compares all weights",
                 )
         if self._releases:
-            found.append(
-                (
-                    "buffers (rotary tables, scales) lost when the engine released memory",
-                    "--no-offload-rollout tells whether a release loses something",
-                )
+            yield (
+                "buffers (rotary tables, scales) lost when the engine released memory",
+                "--no-offload-rollout tells whether a release loses something",
             )
         if at_first:
-            found.append(
-                (
-                    "a config.json other than the trainer's (norm, activation, router)",
-                    "compare the settings of --hf-checkpoint with the engine's log",
-                )
+            yield (
+                "a config.json other than the trainer's (norm, activation, router)",
+                "compare the settings of --hf-checkpoint with the engine's log",
             )
         else:
-            found += [
-                (
-                    "a config.json or rope other than the trainer's",
-                    "compare rope and norm settings of --hf-checkpoint with the engine's log",
-                ),
-                (
-                    "the attention backend",
-                    "another --sglang-attention-backend or --attention-backend",
-                ),
-            ]
+            yield (
+                "a config.json or rope other than the trainer's",
+                "compare rope and norm settings of --hf-checkpoint with the engine's log",
+            )
+            yield (
+                "the attention backend",
+                "another --sglang-attention-backend or --attention-backend",
+            )
         if self._quantised or self._rounds_activations:
-            found.append(("quantisation", "the same run with a --hf-checkpoint of plain weights"))
-        return found
+            yield "quantisation", "the same run with a --hf-checkpoint of plain weights"
 
 
 @dataclass(frozen=True)
@@ -401,7 +381,8 @@ class Difference:
 
     @staticmethod
     def of(expected: Sequence[float], said: Sequence[float]) -> Difference:
-        """
+        """Compare two lists of log-probs.
+
         Example:
             >>> Difference.of([-1.0, -2.0], [-1.0, -2.5])
             Difference(mean=0.25, largest=0.5, at=1, first=0.0)
@@ -433,7 +414,7 @@ def without_images(tokens: list[int], config: Config) -> list[int]:
 
 
 def _log_probs_behind(url: str, answer: Mapping[str, Any], images: ImageCanary) -> list[float]:
-    """The engine's log-probs of the tokens around a picture.
+    """Read the engine's log-probs of the tokens around a picture.
 
     Raises:
         EngineError: the answer is about other tokens.
@@ -450,7 +431,7 @@ def _log_probs_behind(url: str, answer: Mapping[str, Any], images: ImageCanary) 
 
 
 def _log_probs(url: str, answer: Mapping[str, Any], tokens: Sequence[int]) -> list[float]:
-    """The engine's log-probs of ``tokens[1:]``; null (not a number, in JSON) becomes NaN.
+    """Read the engine's log-probs of ``tokens[1:]``; null (not a number, in JSON) becomes NaN.
 
     Raises:
         EngineError: the answer is about other tokens.
@@ -465,7 +446,7 @@ def _log_probs(url: str, answer: Mapping[str, Any], tokens: Sequence[int]) -> li
         raise EngineError(
             url,
             f"asked for log-probs of {len(tokens)} given tokens, answered those of {len(told)}; "
-            "the first difference is"
-            f" at place {place}: {told[place : place + 4]} for {list(tokens[place : place + 4])}",
+            f"the first difference is at place {place}: {told[place : place + 4]} for "
+            f"{list(tokens[place : place + 4])}",
         )
     return [math.nan if entry[0] is None else float(entry[0]) for entry in entries[1:]]

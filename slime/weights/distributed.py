@@ -23,7 +23,7 @@ import torch
 from slime import deadlines
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet, is_local
-from slime.engines.wire.buckets import Bucket, BufferPair, Together, pack
+from slime.engines.wire.buckets import Bucket, BufferPair, Packing, own_device
 from slime.engines.wire.process_group import ExternalGroup, address_towards
 from slime.weights.transport import NamedTensors, Observer, Transferred, Transport, deadline_for
 
@@ -48,15 +48,13 @@ class DistributedTransport(Transport):
 
     Args:
         fleet: the engines.
-        buffer_size: bytes per bucket; two are held from the first push on.
-        dtype: dtype of the engines' floating-point weights.
+        packing: of the buckets, of which two are held from the first push on.
         backend: "nccl" or "gloo".
         ranks_per_engine: processes that hold weights, by engine; one each by default.
         timeout: seconds to wait for a member (``NCCL_TIMEOUT`` or the flag), on top of the time
             that the bytes need.
         stage: pipeline stage of this rank; its number is part of the group's name.
         await_turn: called when the first bucket is packed; returns when it may be sent.
-        together: tensors that must share a bucket.
     Raises:
         EngineError: an engine did not join; names it and what it said.
     """
@@ -64,30 +62,23 @@ class DistributedTransport(Transport):
     def __init__(
         self,
         fleet: EngineFleet,
-        buffer_size: int,
-        dtype: torch.dtype,
+        packing: Packing,
         backend: str,
         ranks_per_engine: Sequence[int] | None,
         timeout: float,
         stage: int = 0,
         await_turn: Callable[[], None] = lambda: None,
-        together: Together | None = None,
     ) -> None:
-        self._together = together
         self.name = f"{backend} broadcast"
         self._fleet = fleet
-        self._buffer_size = buffer_size
-        self._dtype = dtype
+        self._packing = packing
         self._timeout = timeout
         self._backend = backend
         self._ranks = list(ranks_per_engine or [1] * len(fleet.urls))
         self._stage = stage
         self._await_turn = await_turn
-        on_gpu = backend == "nccl"
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        )
-        self._buffers = BufferPair(buffer_size, device)
+        device = own_device() if backend == "nccl" else torch.device("cpu")
+        self._buffers = BufferPair(packing.limit, device)
         self._sending: _Sending | None = None
         self._group: ExternalGroup | None = None
         self._is_broken = False
@@ -98,9 +89,7 @@ class DistributedTransport(Transport):
         num_tensors = nbytes = 0
         self._buffers.rewind()
         try:
-            for bucket in pack(
-                tensors, self._buffer_size, self._dtype, self._allocate, self._together
-            ):
+            for bucket in self._packing.buckets(tensors, self._allocate):
                 if num_tensors == 0:
                     self._await_turn()
                     if self._is_broken:
@@ -110,7 +99,7 @@ class DistributedTransport(Transport):
                 nbytes = nbytes + bucket.nbytes
                 self._finish()
                 self._start(bucket, version)
-                for name, tensor in bucket.tensors():
+                for name, tensor in bucket.tensors:
                     observe(name, tensor)
             self._finish()
         except Exception:

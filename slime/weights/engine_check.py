@@ -89,11 +89,22 @@ class EngineCheck(Protocol):
     def close_layers(self, timeout: float) -> None:
         """Have engines convert what arrived for their kernels; call it after `compare`."""
 
+    def adapter_fingerprints(
+        self, name: str, shapes: Mapping[str, Sequence[int]], timeout: float
+    ) -> dict[str, dict[str, str]]:
+        """Return the fingerprints (xxh3-128) of an adapter's tensors, under the names and in the
+        form in which they were sent, by place: an engine, or a rank of it.
+
+        Args:
+            name: of the adapter.
+            shapes: of the tensors that were sent, by name.
+        """
+
     def close(self) -> None: ...
 
 
 def whole_tensor_digest(name: str, tensor: torch.Tensor) -> str:
-    """The tensor's fingerprint; a `Digest`."""
+    """Return the tensor's fingerprint; a `Digest`."""
     return fingerprint(tensor)
 
 
@@ -162,6 +173,14 @@ class WholeTensorCheck:
     def open_layers(self, timeout: float) -> None: ...
 
     def close_layers(self, timeout: float) -> None: ...
+
+    def adapter_fingerprints(
+        self, name: str, shapes: Mapping[str, Sequence[int]], timeout: float
+    ) -> dict[str, dict[str, str]]:
+        body = {"action": "fingerprint", "lora_name": name, "names": None}
+        answers = self._fleet.post("/weights_checker", body, timeout)
+        found = (answer["fingerprints"] for answer in answers)
+        return dict(zip(self._fleet.urls, found, strict=True))
 
     def close(self) -> None: ...
 
@@ -234,75 +253,9 @@ class RankQuestions:
         return answer
 
 
-class AdapterCheck(Protocol):
-    """Asks engines what they hold of an adapter."""
-
-    def fingerprints(
-        self, name: str, shapes: Mapping[str, Sequence[int]], timeout: float
-    ) -> dict[str, dict[str, str]]:
-        """Return the fingerprints (xxh3-128) of an adapter's tensors, under the names and in the
-        form in which they were sent, by place: an engine, or a rank of it.
-
-        Args:
-            name: of the adapter.
-            shapes: of the tensors that were sent, by name.
-        """
-
-    def close(self) -> None: ...
-
-
-class WholeAdapterCheck:
-    """Asks engines that state fingerprints by themselves."""
-
-    def __init__(self, fleet: EngineFleet) -> None:
-        self._fleet = fleet
-
-    def fingerprints(
-        self, name: str, shapes: Mapping[str, Sequence[int]], timeout: float
-    ) -> dict[str, dict[str, str]]:
-        body = {"action": "fingerprint", "lora_name": name, "names": None}
-        answers = self._fleet.post("/weights_checker", body, timeout)
-        return {
-            url: answer["fingerprints"]
-            for url, answer in zip(self._fleet.urls, answers, strict=True)
-        }
-
-    def close(self) -> None: ...
-
-
-class RankAdapterCheck:
-    """Asks each rank of SGLang engines through the weight probe; each rank holds whole tensors.
-
-    Args:
-        engines, address: see `RankQuestions`.
-    """
-
-    def __init__(self, fleet: EngineFleet, engines: Sequence[EngineSlots], address: str) -> None:
-        self._engines = engines
-        self._ranks = RankQuestions(fleet, engines, address)
-
-    def fingerprints(
-        self, name: str, shapes: Mapping[str, Sequence[int]], timeout: float
-    ) -> dict[str, dict[str, str]]:
-        request = {
-            "action": "adapter",
-            "lora_name": name,
-            "tensors": {one: list(shape) for one, shape in shapes.items()},
-        }
-        answers = self._ranks.ask(request, timeout)
-        found = {}
-        for engine, ranks in zip(self._engines, answers, strict=True):
-            for number, answer in enumerate(ranks):
-                where = engine.url if len(ranks) == 1 else f"{engine.url} (rank {number})"
-                found[where] = answer["fingerprints"]
-        return found
-
-    def close(self) -> None:
-        self._ranks.close()
-
-
 def serialized(tensor: torch.Tensor) -> str:
-    """One payload of ``serialized_named_tensors`` with the bytes of a small CPU tensor in it."""
+    """Make one payload of ``serialized_named_tensors`` with the bytes of a small CPU tensor in
+    it."""
     return base64.b64encode(pickle.dumps([("request", tensor)])).decode()
 
 
@@ -371,7 +324,7 @@ class SliceCheck:
         )
         for engine, slices, ranks in zip(self._engines, self._slices, answers, strict=True):
             for number, (held, answer) in enumerate(zip(slices, ranks, strict=True)):
-                where = engine.url if len(ranks) == 1 else f"{engine.url} (rank {number})"
+                where = _place(engine, number)
                 untouched = set(answer["untouched"]) & set(names)
                 dropped += [(name, where) for name in sorted(untouched)]
                 for name, expected in sent.items():
@@ -391,6 +344,20 @@ class SliceCheck:
         countable = sum(name.endswith(SIZE) or self._is_held_everywhere(name) for name in names)
         return HeldWeights(lines, dropped, countable - len({name for name, _ in dropped}))
 
+    def adapter_fingerprints(
+        self, name: str, shapes: Mapping[str, Sequence[int]], timeout: float
+    ) -> dict[str, dict[str, str]]:
+        request = {
+            "action": "adapter",
+            "lora_name": name,
+            "tensors": {one: list(shape) for one, shape in shapes.items()},
+        }
+        return {
+            _place(engine, number): answer["fingerprints"]
+            for engine, ranks in zip(self._engines, self._ranks.ask(request, timeout), strict=True)
+            for number, answer in enumerate(ranks)
+        }
+
     def close(self) -> None:
         self._ranks.close()
 
@@ -404,11 +371,16 @@ class SliceCheck:
         return all(any(rank.get(name) is not None for rank in ranks) for ranks in self._slices)
 
     def _is_whole(self, name: str) -> bool:
-        """On every engine the ranks' slices make up the whole tensor."""
+        """Tell whether on every engine the ranks' slices make up the whole tensor."""
         return all(
             _covers([rank.get(name) for rank in ranks], self._shapes[name])
             for ranks in self._slices
         )
+
+
+def _place(engine: EngineSlots, rank: int) -> str:
+    """Name a rank of an engine, or the engine if it has one alone."""
+    return engine.url if engine.num_ranks == 1 else f"{engine.url} (rank {rank})"
 
 
 def _slices(answer: Mapping[str, Any]) -> dict[str, Slice | None]:

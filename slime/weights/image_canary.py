@@ -31,6 +31,16 @@ _SIDE = 96
 _TEXT = 8
 
 
+def scoring_request(tokens: list[int]) -> dict[str, Any]:
+    """Make the request for the log-probs of given tokens."""
+    return {
+        "input_ids": tokens,
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
 @dataclass(frozen=True)
 class ImageCanary:
     """Tokens around one place for a picture, and the pictures that come there.
@@ -88,13 +98,9 @@ class ImageCanary:
 
     def body(self, picture: bytes) -> dict[str, Any]:
         """Return the request for log-probs with one of the pictures."""
-        return {
-            "input_ids": self.tokens,
-            "image_data": [base64.b64encode(picture).decode("ascii")],
-            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
+        image = base64.b64encode(picture).decode("ascii")
+        tokens = [*self.tokens[: self.span.start + 1], *self.tokens[self.span.end :]]
+        return {**scoring_request(tokens), "image_data": [image]}
 
     def is_about_it(self, told: Sequence[Any]) -> bool:
         """Tell whether an engine's answer has these tokens. Engines may give placeholders numbers

@@ -29,7 +29,14 @@ from torch.multiprocessing import reductions
 
 from slime.engines.api import WEIGHT_LOADER
 from slime.engines.fleet import EngineFleet
-from slime.engines.wire.buckets import Bucket, BufferPair, Together, dtype_of, pack
+from slime.engines.wire.buckets import (
+    Bucket,
+    BufferPair,
+    Packing,
+    TensorEntry,
+    dtype_of,
+    own_device,
+)
 from slime.errors import UserError
 from slime.weights.transport import (
     EngineSlots,
@@ -50,10 +57,8 @@ class IpcTransport(Transport):
         fleet: the engines; rank 0 only.
         engines: their slots; slot s is the GPU of trainer rank s.
         group: gloo group of all trainer ranks; None for one rank alone.
-        buffer_size: bytes per bucket; two are held during a push.
-        dtype: of the engines' floating-point weights.
+        packing: of the buckets, of which two are held during a push.
         in_runs: experts come in runs, which only our own loader inside the engines understands.
-        together: tensors that must share a bucket.
     Raises:
         UserError: an engine stands on a GPU without a trainer rank, or this process's memory cannot
             be shared.
@@ -66,19 +71,15 @@ class IpcTransport(Transport):
         fleet: EngineFleet | None,
         engines: Sequence[EngineSlots],
         group: dist.ProcessGroup | None,
-        buffer_size: int,
-        dtype: torch.dtype,
+        packing: Packing,
         in_runs: bool = False,
-        together: Together | None = None,
     ) -> None:
-        self._together = together
         self._fleet = fleet
         self._engines = engines
         self._group = group
+        self._packing = packing
         self._in_runs = in_runs
-        self._buffer_size = buffer_size
-        self._dtype = dtype
-        self._buffers = BufferPair(buffer_size, _own_device())
+        self._buffers = BufferPair(packing.limit, own_device())
         # buffer number → engines' answers
         self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}
         self._failure: BaseException | None = None
@@ -95,7 +96,7 @@ class IpcTransport(Transport):
             if self._failure is not None:
                 continue
             try:
-                for name, tensor in bucket.tensors():
+                for name, tensor in bucket.tensors:
                     observe(name, tensor)
                 limit = deadline_for(bucket.nbytes)
                 answers = self._fleet.start(
@@ -121,9 +122,7 @@ class IpcTransport(Transport):
         nothing held."""
         self._failure = None
         try:
-            for bucket in pack(
-                tensors, self._buffer_size, self._dtype, self._allocate, self._together
-            ):
+            for bucket in self._packing.buckets(tensors, self._allocate):
                 yield bucket, self._gather(handle_of(bucket.buffer))
             for number in (0, 1):
                 self._wait_for_readers(number)
@@ -216,52 +215,48 @@ def handle_of(buffer: torch.Tensor) -> Handle:
         return Handle(
             function, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
         )
+    place = (buffer.storage_offset(), buffer.size(), buffer.stride(), False)
+    return Handle(
+        reductions.rebuild_tensor, (torch.Tensor, storage_handle(buffer, torch.uint8), place)
+    )
+
+
+def storage_handle(buffer: torch.Tensor, dtype: torch.dtype, readers: int = 1) -> Handle:
+    """Make a handle of a buffer's host memory as a storage of ``dtype``, for so many readers, each
+    of which opens it once."""
     storage: Any = buffer.untyped_storage()
     manager, name, nbytes = storage._share_filename_cpu_()
-    storage._shared_incref()  # the reader takes it back
+    for _ in range(readers):
+        storage._shared_incref()  # each reader takes one back
     untyped = Handle(
         reductions.rebuild_storage_filename, (torch.UntypedStorage, manager, name, nbytes)
     )
-    typed = Handle(reductions.rebuild_typed_storage, (untyped, torch.uint8))
-    place = (buffer.storage_offset(), buffer.size(), buffer.stride(), False)
-    return Handle(reductions.rebuild_tensor, (torch.Tensor, typed, place))
+    return Handle(reductions.rebuild_typed_storage, (untyped, dtype))
 
 
 def _flattened_bucket(bucket: Bucket) -> Callable[[Opened], Any]:
-    """The format of SGLang's own reader of buckets, around the opened buffer."""
-    table = [
-        _row(entry.name, entry.shape, entry.dtype, entry.offset, entry.nbytes)
-        for entry in bucket.entries
-    ]
+    """Make what SGLang's own reader of buckets takes, around the opened buffer."""
+    table = [_row(entry) for entry in bucket.entries]
     return lambda buffer: {"flattened_tensor": buffer, "metadata": table}
 
 
 def _bucket_and_table(bucket: Bucket) -> Callable[[Opened], Any]:
-    """The pairs that `slime.engines.sglang.weight_loader.load` takes, around the opened buffer."""
+    """Make the pairs that `slime.engines.sglang.weight_loader.load` takes, around the opened
+    buffer."""
     words = json.dumps([entry.to_json() for entry in bucket.entries]).encode()
     table = torch.frombuffer(bytearray(words), dtype=torch.uint8)
     return lambda buffer: [("bucket", buffer), ("table", table)]
 
 
-def _row(
-    name: str, shape: tuple[int, ...], dtype: str, offset: int, nbytes: int
-) -> SimpleNamespace:
-    """A row of the table, with the attributes that SGLang's reader looks at."""
+def _row(entry: TensorEntry) -> SimpleNamespace:
+    """Return a row of the table, with the attributes that SGLang's reader looks at."""
     return SimpleNamespace(
-        name=name,
-        shape=torch.Size(shape),
-        dtype=dtype_of(dtype),
-        start_idx=offset,
-        end_idx=offset + nbytes,
-        numel=nbytes,
-    )
-
-
-def _own_device() -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
+        name=entry.name,
+        shape=torch.Size(entry.shape),
+        dtype=dtype_of(entry.dtype),
+        start_idx=entry.offset,
+        end_idx=entry.offset + entry.nbytes,
+        numel=entry.nbytes,
     )
 
 

@@ -5,6 +5,8 @@ torch is imported only if the model is quantised.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.sglang.command import adapts_experts
@@ -14,6 +16,7 @@ from slime.engines.wire.abilities import SGLANG
 from slime.errors import UserError
 from slime.models import family_of, ignore_list
 from slime.models.adapters import AdapterConfig
+from slime.models.ignore_list import WeightMatrix
 from slime.models.quantised import Quantisation
 from slime.models.spec import read_hf_config
 from slime.placement import needs_engines
@@ -34,8 +37,11 @@ def check_route(config: Config) -> None:
     quantisation = Quantisation.read(hf_config)
     if engine_of(config).computed_here or not needs_engines(config) or quantisation is None:
         return
-    _check_output_layer(flags.hf_checkpoint, flags.model_name, quantisation)
-    _check_adapted_experts(config, flags.hf_checkpoint, quantisation)
+    family = family_of(flags.hf_checkpoint, flags.model_name)
+    weights = ignore_list.matrices(family, family.describe(flags.hf_checkpoint))
+    quantised = ignore_list.examine(weights, quantisation).quantised
+    _check_output_layer(flags.hf_checkpoint, quantised, quantisation)
+    _check_adapted_experts(config, flags.hf_checkpoint, quantised, quantisation)
     if config.debug.debug_rollout_only or version is None:
         return  # nothing is pushed, or all engines are external and have versions of their own
     from slime.weights.route import choose_route
@@ -51,16 +57,15 @@ def check_route(config: Config) -> None:
         quantised_route(hf_config, {**engine, "version": version}, kind)
 
 
-def _check_adapted_experts(config: Config, path: str, quantisation: Quantisation) -> None:
+def _check_adapted_experts(
+    config: Config, path: str, quantised: Sequence[WeightMatrix], quantisation: Quantisation
+) -> None:
     adapters = AdapterConfig.of(config)
-    if adapters is None:
+    has_experts = any(matrix.kernel.endswith(".experts") for matrix in quantised)
+    if adapters is None or not has_experts:
         return
     family = family_of(path, config.checkpoint.model_name)
-    spec = family.model_spec(path)
-    weights = ignore_list.matrices(family, spec)
-    quantised = ignore_list.examine(weights, quantisation).quantised
-    has_experts = any(matrix.kernel.endswith(".experts") for matrix in quantised)
-    if has_experts and adapts_experts(family, spec, adapters):
+    if adapts_experts(family, family.model_spec(path), adapters):
         raise UserError(
             f"{path} has routed experts in {quantisation}, beside which SGLang serves no adapters "
             "of experts",
@@ -71,10 +76,9 @@ def _check_adapted_experts(config: Config, path: str, quantisation: Quantisation
         )
 
 
-def _check_output_layer(path: str, model_name: str | None, quantisation: Quantisation) -> None:
-    family = family_of(path, model_name)
-    weights = ignore_list.matrices(family, family.describe(path))
-    quantised = ignore_list.examine(weights, quantisation).quantised
+def _check_output_layer(
+    path: str, quantised: Sequence[WeightMatrix], quantisation: Quantisation
+) -> None:
     found = [matrix.module for matrix in quantised if matrix.module.endswith("lm_head")]
     if found:
         raise UserError(

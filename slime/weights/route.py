@@ -20,7 +20,7 @@ from slime.engines.fleet import EngineFleet, is_local
 from slime.engines.kinds import engine_of
 from slime.engines.sglang.quantised_routes import QuantisedRoute, quantised_route
 from slime.engines.wire.abilities import Abilities
-from slime.engines.wire.buckets import Together, dtype_name, dtype_of
+from slime.engines.wire.buckets import Packing, Together, dtype_name, dtype_of
 from slime.errors import UserError
 from slime.models.quantised import Quantisation
 from slime.models.spec import HfConfig, named_dtype, read_hf_config
@@ -160,9 +160,9 @@ def open_transport(
         EngineError: an engine did not join the broadcast group.
     """
     flags = config.sync
-    size = config.sync.update_weight_buffer_size
+    packing = Packing(flags.update_weight_buffer_size, route.dtype, together)
     if route.kind == "ipc":
-        return IpcTransport(fleet, engines, group, size, route.dtype, route.in_runs, together)
+        return IpcTransport(fleet, engines, group, packing, route.in_runs)
     assert fleet is not None and stage is not None
     if route.kind == "disk":
         if flags.update_weight_disk_dir is None or config.checkpoint.hf_checkpoint is None:
@@ -175,21 +175,13 @@ def open_transport(
         assets = config.checkpoint.hf_checkpoint
         return DiskTransport(fleet, flags.update_weight_disk_dir, route.dtype, assets, keep)
     if route.kind == "shm":
-        return SharedMemoryTransport(fleet, size, route.dtype, together)
+        return SharedMemoryTransport(fleet, packing)
     await_turn()
     ranks = [engine.num_ranks if route.asks_ranks else 1 for engine in engines]
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     timeout = 60.0 * config.cluster.distributed_timeout_minutes
     return DistributedTransport(
-        fleet,
-        size,
-        route.dtype,
-        backend,
-        ranks,
-        timeout,
-        stage=stage,
-        await_turn=await_turn,
-        together=together,
+        fleet, packing, backend, ranks, timeout, stage=stage, await_turn=await_turn
     )
 
 

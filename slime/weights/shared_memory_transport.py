@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
-from slime.engines.wire.buckets import Bucket, Together, pack
+from slime.engines.wire.buckets import Bucket, Packing
 from slime.engines.wire.shared_memory import Segment, SegmentPool, remove_stale
 from slime.weights.transport import NamedTensors, Observer, Transferred, Transport, deadline_for
 
@@ -20,25 +21,14 @@ class SharedMemoryTransport(Transport):
 
     Args:
         fleet: engines on this host.
-        buffer_size: bytes per bucket.
-        dtype: of the engines' floating-point weights.
-        together: tensors that must share a bucket.
     """
 
     name = "shared memory"
 
-    def __init__(
-        self,
-        fleet: EngineFleet,
-        buffer_size: int,
-        dtype: torch.dtype,
-        together: Together | None = None,
-    ) -> None:
+    def __init__(self, fleet: EngineFleet, packing: Packing) -> None:
         remove_stale()
-        self._together = together
         self._fleet = fleet
-        self._buffer_size = buffer_size
-        self._dtype = dtype
+        self._packing = packing
         self._pool = SegmentPool(count=2)
         # segment number → engines' answers
         self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}
@@ -47,10 +37,8 @@ class SharedMemoryTransport(Transport):
         num_tensors = nbytes = 0
         self._pool.rewind()  # nothing is read between pushes
         try:
-            for bucket in pack(
-                tensors, self._buffer_size, self._dtype, self._allocate, self._together
-            ):
-                for name, tensor in bucket.tensors():
+            for bucket in self._packing.buckets(tensors, self._allocate):
+                for name, tensor in bucket.tensors:
                     observe(name, tensor)
                 limit = deadline_for(bucket.nbytes)
                 body = _request(bucket, self._current, version)
@@ -59,8 +47,7 @@ class SharedMemoryTransport(Transport):
                 num_tensors = num_tensors + len(bucket.entries)
                 nbytes = nbytes + bucket.nbytes
         finally:
-            for number in sorted(self._reading):
-                self._wait_for_readers(number)
+            self._wait_for_all()
         return Transferred(num_tensors, nbytes)
 
     def close(self) -> None:
@@ -70,6 +57,17 @@ class SharedMemoryTransport(Transport):
         self._wait_for_readers(self._pool.turn)
         self._number, self._current = self._pool.take(nbytes)
         return self._current.tensor[:nbytes]
+
+    def _wait_for_all(self) -> None:
+        """Wait until no engine reads; raise the first failure, and leave none for the next push."""
+        failures = []
+        for number in sorted(self._reading):
+            try:
+                self._wait_for_readers(number)
+            except EngineError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def _wait_for_readers(self, number: int) -> None:
         if number in self._reading:

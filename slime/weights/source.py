@@ -55,10 +55,10 @@ class WeightSource(Protocol):
     zeros: list[str]
 
     def names(self) -> list[str]:
-        """Names of all tensors that `tensors` yields, in order."""
+        """Return the names of all tensors that `tensors` yields, in order."""
 
     def nbytes(self) -> int:
-        """An upper bound of the tensors' size, for deadlines."""
+        """Return an upper bound of the tensors' size, for deadlines."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole tensor), the same on every rank; copy a tensor to keep it."""
@@ -137,7 +137,7 @@ class ModelSource:
                     yield from zip(match.exports, tensors, strict=True)
 
     def nbytes(self) -> int:
-        """The size in the model's dtypes, with padding."""
+        """Return the size in the model's dtypes, with padding."""
         return sum(
             whole_bytes(held, self._placement) for held, match in self._plan if match.exports
         )
@@ -270,7 +270,7 @@ class QuantisedSource:
         return [part for name in self._source.names() for part in self._parts(name)]
 
     def nbytes(self) -> int:
-        """The size, counting the plain form of quantised weights as well."""
+        """Return the size, counting the plain form of quantised weights as well."""
         parts = [facts for name in self._source.names() for facts in self._parts(name).values()]
         stored = sum(math.prod(shape) * dtype_of(dtype).itemsize for dtype, shape in parts if dtype)
         return stored + self._source.nbytes()

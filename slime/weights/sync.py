@@ -59,21 +59,22 @@ logger = logging.getLogger(__name__)
 _CONNECTING = "connecting trainer and engines"
 
 
-class WeightSync:
-    """One trainer rank's side.
+class EngineSync:
+    """One trainer rank's side of pushes of whole weights, or of adapters.
 
     Args:
-        model_chunks: this rank's model.
         hf_config: what the model was built from.
         rank, world_size: of the trainer.
         start_version: version of the last push, when a run is resumed; the engines start with the
             weights of ``--hf-checkpoint``, which are version 0.
+
+    Attributes:
+        version: of the last push, which the engines have.
     """
 
     def __init__(
         self,
         config: Config,
-        model_chunks: Sequence[nn.Module],
         hf_config: HfConfig,
         *,
         rank: int = 0,
@@ -84,28 +85,89 @@ class WeightSync:
         self.rank = rank
         self.world_size = world_size
         self.version = start_version
-        self._model_chunks = model_chunks
         self._hf_config = hf_config
-        self._source: WeightSource | None = None
-        self._groups = LoadGroups()
         self._quantisation = Quantisation.read(read_hf_config(hf_config))
         self._ranks = TrainerRanks(rank, world_size)
+        self._fleet: EngineFleet | None = None
+        self._check: EngineCheck | None = None
+        faults = config.fault_tolerance
+        # an engine that gives no sign of life is given up on, and started again
+        self._patience = faults.rollout_health_check_timeout if faults.use_fault_tolerance else None
+        self._control_seconds = min(
+            self._patience or deadlines.SYNC_CONTROL, deadlines.SYNC_CONTROL
+        )
+
+    def close(self) -> None:
+        """Give up connections."""
+        if self._check is not None:
+            self._check.close()
+        if self._fleet is not None:
+            self._fleet.close()
+        self._fleet = self._check = None
+
+    def _describe(self, version: int) -> str:
+        """Name a push in messages."""
+        raise NotImplementedError
+
+    def _state_after(self, phase: str) -> str:
+        """Say in which state the failure of a phase leaves the engines."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _phase(self, name: str, version: int, seconds: dict[str, float]) -> Iterator[None]:
+        """Time a phase; turn the failure of an engine or a stage into a message with remedies."""
+        started = time.perf_counter()
+        try:
+            yield
+        except (EngineError, StageError) as error:
+            waited = time.perf_counter() - started
+            late = error.url if isinstance(error, EngineError) else error.where
+            raise UserError(
+                f"{self._describe(version)} failed in the phase '{name}' after {waited:.1f} s: "
+                f"{error}",
+                why=f"trainer rank 0 waited for {late}; {self._state_after(name)}",
+                fix=REMEDIES,
+            ) from error
+        seconds[name] = time.perf_counter() - started
+
+
+def register_engines(engines: Sequence[str | EngineSlots]) -> list[EngineSlots]:
+    """Make this process know the engines' keys."""
+    found = [EngineSlots(engine, ()) if isinstance(engine, str) else engine for engine in engines]
+    for engine in found:
+        keys.know(engine.url, engine.key)
+    return found
+
+
+class WeightSync(EngineSync):
+    """Pushes of whole weights.
+
+    Args:
+        model_chunks: this rank's model.
+        options: see `EngineSync`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_chunks: Sequence[nn.Module],
+        hf_config: HfConfig,
+        **options: int,
+    ) -> None:
+        super().__init__(config, hf_config, **options)
+        self._model_chunks = model_chunks
+        self._source: WeightSource | None = None
+        self._groups = LoadGroups()
         self._stage_seconds: list[float] = []  # that each pipeline stage may take to send
         self._names: list[str] = []  # of all tensors of a push; rank 0
         self._sampler = Sampler()
-        self._fleet: EngineFleet | None = None
         self._transport: Transport | None = None
-        self._check: EngineCheck | None = None
         self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
         self._opens = self._has_begun = False
         # a push failed after its pause: engines may hold a mix, and have layers that are open
         self._broke_off = False
         self._last_seconds = 0.0
-        faults = config.fault_tolerance
-        self._control_seconds = deadlines.SYNC_CONTROL
-        if faults.use_fault_tolerance:
-            self._control_seconds = min(faults.rollout_health_check_timeout, deadlines.SYNC_CONTROL)
 
     def connect(self, engines: Sequence[str | EngineSlots], *, on_this_node: bool = True) -> None:
         """Reach the engines and set the transport up. Collective; call again when the engines
@@ -121,11 +183,7 @@ class WeightSync:
             UserError: an engine cannot be reached, or the wanted transport is not possible.
         """
         self.close()
-        found = [
-            EngineSlots(engine, ()) if isinstance(engine, str) else engine for engine in engines
-        ]
-        for engine in found:
-            keys.know(engine.url, engine.key)
+        found = register_engines(engines)
         with self._ranks.round(_CONNECTING, 2 * deadlines.SYNC_CONTROL) as reached:
             if self.rank == 0:
                 self._fleet = EngineFleet([engine.url for engine in found])
@@ -200,8 +258,8 @@ class WeightSync:
         return True
 
     def _always_compared(self, names: Sequence[str], digest: Digest) -> list[list[str]]:
-        """Return lists of names, one of each of which every push compares: the kinds of tensors,
-        and the groups that engines fuse."""
+        """Return lists of names. Every push compares one name of each list: of each kind of
+        tensors, and of each group that engines fuse."""
         if isinstance(digest, SliceDigest):
             names = [name for name in names if digest.slices.get(name)]
         return kinds_of(names) + [
@@ -267,11 +325,8 @@ class WeightSync:
         if self._transport is not None:
             with self._ranks.in_order(2 * deadlines.DISTRIBUTED_LEAVE):
                 self._transport.close()
-        if self._check is not None:
-            self._check.close()
-        if self._fleet is not None:
-            self._fleet.close()
-        self._transport = self._fleet = self._check = None
+        self._transport = None
+        super().close()
 
     # -- each rank that takes part -----------------------------------------------------------------
 
@@ -293,12 +348,12 @@ class WeightSync:
 
     @property
     def _timeout(self) -> float:
-        """--distributed-timeout-minutes in seconds."""
+        """Return --distributed-timeout-minutes in seconds."""
         return 60.0 * self.config.cluster.distributed_timeout_minutes
 
     @property
     def _push_seconds(self) -> float:
-        """The seconds that all phases of a push may take together."""
+        """Return the seconds that all phases of a push may take together."""
         return 6 * deadlines.SYNC_CONTROL + (3 if self._opens else 2) * sum(self._stage_seconds)
 
     def _gloo_group(self) -> dist.ProcessGroup | None:
@@ -426,29 +481,15 @@ class WeightSync:
         paired = f" (SGLang loads it only together with {', '.join(others)})" if others else ""
         return f"{name} was sent and not loaded by {where}{paired}"
 
-    @contextmanager
-    def _phase(self, name: str, version: int, seconds: dict[str, float]) -> Iterator[None]:
-        """Time a phase; turn the failure of an engine or a stage into a message with remedies."""
-        started = time.perf_counter()
-        try:
-            yield
-        except (EngineError, StageError) as error:
-            waited = time.perf_counter() - started
-            mixed = "the engines stay paused, because they may hold a mix of old and new weights"
-            state = {
-                "pause": mixed
-                if self._broke_off
-                else "no engine was changed; they go on with the weights they have",
-                "continue": "the engines have the new weights; some may still be paused",
-            }.get(name, mixed)
-            late = error.url if isinstance(error, EngineError) else error.where
-            raise UserError(
-                f"weight update to version {version} failed in the phase '{name}' after "
-                f"{waited:.1f} s: {error}",
-                why=f"trainer rank 0 waited for {late}; {state}",
-                fix=REMEDIES,
-            ) from error
-        seconds[name] = time.perf_counter() - started
+    def _describe(self, version: int) -> str:
+        return f"weight update to version {version}"
+
+    def _state_after(self, phase: str) -> str:
+        if phase == "pause" and not self._broke_off:
+            return "no engine was changed; they go on with the weights they have"
+        if phase == "continue":
+            return "the engines have the new weights; some may still be paused"
+        return "the engines stay paused, because they may hold a mix of old and new weights"
 
 
 REMEDIES = (
@@ -510,7 +551,8 @@ class _StageSent:
 
 @contextmanager
 def naming_engine() -> Iterator[None]:
-    """Turn the failure of an engine or a stage, as both get ready, into a message with remedies."""
+    """Turn a failure of an engine or a stage during the preparation of pushes into a message with
+    remedies."""
     try:
         yield
     except EngineError as error:

@@ -87,7 +87,7 @@ class TrainerRanks:
 
     @property
     def stage(self) -> int | None:
-        """The stage that this rank sends for, if any."""
+        """Return the stage that this rank sends for, if any."""
         return self.sources.index(self.rank) if self.rank in self.sources else None
 
     @contextmanager

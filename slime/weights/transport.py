@@ -75,7 +75,7 @@ class Transport:
 
 
 def deadline_for(nbytes: int, floor: float | None = None) -> float:
-    """Seconds that a step moving ``nbytes`` may take.
+    """Return the seconds that a step moving ``nbytes`` may take.
 
     Args:
         floor: seconds that it may take whatever its size; `deadlines.TRANSPORT_FLOOR` when None.

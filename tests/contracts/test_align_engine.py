@@ -18,14 +18,25 @@ from slime.processes.host import free_port
 from tests.support.contract_servers import PROMPT, Server
 
 TOKENS = [PROMPT, [*PROMPT, 5, 9, 200], [7, 7, 64, 12]]
+#: All but the first token of each are its response.
+SAMPLES = [
+    Scored(
+        f"sample {number}",
+        torch.tensor(ids),
+        torch.zeros(len(ids) - 1).double(),
+        None,
+        torch.ones(len(ids) - 1).bool(),
+    )
+    for number, ids in enumerate(TOKENS)
+]
 
 
 def test_it_scores_given_tokens_alone_and_in_company(engine: Server, model_dir: Path) -> None:
     there, here = EngineThere(engine.url), EngineHere(model_dir, "float32", longest=64)
     for together in (False, True):
         said, expected = (
-            there.score(TOKENS, together=together),
-            here.score(TOKENS, together=together),
+            there.score(SAMPLES, together=together),
+            here.score(SAMPLES, together=together),
         )
         assert [len(one) for one in said] == [len(ids) - 1 for ids in TOKENS]
         for one, other in zip(said, expected):
@@ -43,7 +54,7 @@ def test_its_weights_are_compared(engine: Server, model_dir: Path, other_dir: Pa
     same = examine(case, weights, always=True)
     assert "are the trainer's" in same.ranked[0].best.what
     engine.ok("/update_weights_from_disk", {"model_path": str(other_dir), "weight_version": "1"})
-    said = torch.tensor(there.score([TOKENS[1]], together=False)[0][-6:]).double()
+    said = torch.tensor(there.score([SAMPLES[1]], together=False)[0][-6:]).double()
     found = examine(replace(case, samples=[replace(trained, engine=said)]), weights)
     best = found.reported[0].best
     assert best.share > 0.99 and "tensors differ" in best.what and "of its norm" in best.details[0]

@@ -26,7 +26,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.engines.api import GET_ROUTES, POST_ROUTES, EngineClient, EngineError
+from slime.engines.api import EngineClient, EngineError, GenerateResult
 from slime.engines.client import RolloutClient
 from slime.engines.router import register_workers
 from slime.engines.wire.buckets import fingerprint, pack
@@ -50,6 +50,32 @@ from tests.support.contract_servers import (
     wait_until,
 )
 from tests.support.embedded_models import EOS, byte_tokenizer
+
+#: Routes that every engine answers.
+GET_ROUTES = (
+    "/health",
+    "/health_generate",
+    "/model_info",
+    "/get_model_info",
+    "/server_info",
+    "/v1/loads",
+)
+POST_ROUTES = (
+    "/generate",
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/flush_cache",
+    "/update_weights_from_tensor",
+    "/update_weights_from_distributed",
+    "/update_weights_from_disk",
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/weights_checker",
+    "/v1/chat/completions",
+)
 
 # -- generation ------------------------------------------------------------------------------------
 
@@ -183,9 +209,9 @@ def test_a_client_that_leaves_frees_its_slot(engine: Server) -> None:
     async def leave() -> None:
         async with EngineClient(engine.url) as client:
             with pytest.raises(EngineError, match="no answer within"):
-                await client.generate(
-                    PROMPT, {"max_new_tokens": 240, "ignore_eos": True}, timeout=0.05
-                )
+                params = {"max_new_tokens": 240, "ignore_eos": True}
+                body = {"input_ids": PROMPT, "sampling_params": params}
+                await client.post("/generate", body, timeout=0.05)
 
     asyncio.run(leave())
     wait_until(lambda: num_running(engine) == 0, 5.0)
@@ -592,7 +618,9 @@ def test_through_the_router(engine: Server, tmp_path: Path) -> None:
         async with EngineClient(router.url) as client:
             assert [worker.url for worker in await list_workers(client)] == [engine.url]
             params = {"max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 2}
-            results = await asyncio.gather(*(client.generate(PROMPT, params) for _ in range(10)))
+            body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True}
+            answers = await asyncio.gather(*(client.post("/generate", body) for _ in range(10)))
+            results = [GenerateResult.from_json(answer) for answer in answers]
         direct = engine.generate(PROMPT, max_new_tokens=5, sampling_seed=2)
         assert all(result.token_ids == direct["output_ids"] for result in results)
         assert all(

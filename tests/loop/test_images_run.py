@@ -79,6 +79,11 @@ def test_a_run_learns_from_images(run: Run, seeing: tuple[object, ...]) -> None:
     check_samples(result, 2)
     assert max(result.series("train/train_rollout_logprob_abs_diff")) <= 1e-5
     assert min(result.series("train/canary_image_abs_diff")) > 1e-4
+    assert min(result.series("perf/actor_train_images_per_s")) > 0
+    assert sum(result.series("perf/images/trainer_time")) > 0
+    # the check of rows has prepared them all in this process
+    assert sum(result.series("perf/images/rollout_time")) == 0
+    assert 0 < max(result.series("perf/images/step_ratio")) < 1
     assert max(result.series("train/canary_logprob_abs_diff_max")) <= 1e-5
     before = load_file(Path(str(seeing[1])) / "model.safetensors")
     [file] = result.path.glob("model/*.safetensors")

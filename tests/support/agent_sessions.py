@@ -40,7 +40,7 @@ def talk(play: Play, *conversations: Messages | Ask, **options: Any) -> AgentSes
             ask = asked if isinstance(asked, Ask) else Ask([])
             messages = ask.messages if isinstance(asked, Ask) else asked
             said = [
-                session.book.turns[m].reading.message() if isinstance(m, int) else m
+                session.tree.turns[m].reading.message() if isinstance(m, int) else m
                 for m in messages
             ]
             await session.answer(Ask(**{**vars(ask), "messages": clean(said)}))
@@ -50,7 +50,7 @@ def talk(play: Play, *conversations: Messages | Ask, **options: Any) -> AgentSes
 
 
 def samples(session: AgentSession) -> list[Sample]:
-    ends = session.book.branches()
+    ends = session.tree.branches()
     return samples_of(session.sample, ends, session.cut_short(ends))
 
 
@@ -58,10 +58,10 @@ def check(play: Play, session: AgentSession) -> list[Sample]:
     """What holds for any tree; its samples."""
     found = samples(session)
     for turn, asked, said in zip(
-        session.book.turns, play.model.asked, play.model.said, strict=True
+        session.tree.turns, play.model.asked, play.model.said, strict=True
     ):
         assert turn.tokens() == asked + said
-    for end, sample in zip(session.book.branches(), found, strict=True):
+    for end, sample in zip(session.tree.branches(), found, strict=True):
         sample.validate()
         assert sample.tokens == end.tokens()
     trained = [

@@ -86,6 +86,7 @@ class Model(FakeClient):
         self.held: asyncio.Event | None = None
         self.cancelled = 0
         self.tells_masks = False
+        self.prompt_length: Callable[[list[int]], int] = len
 
     async def _answer(
         self, number: int, input_ids: list[int], params: dict[str, Any]
@@ -106,7 +107,7 @@ class Model(FakeClient):
         )
         meta = {"finish_reason": {"type": reason}, "weight_version": str(number // 2 + 1)}
         meta |= {
-            "prompt_tokens": len(input_ids),
+            "prompt_tokens": self.prompt_length(input_ids),
             "cached_tokens": len(input_ids) // 2,
             "completion_tokens": len(tokens),
         }

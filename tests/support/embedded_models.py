@@ -7,18 +7,19 @@ import base64
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from slime.embedded.adapters import AdapterTable
 from slime.embedded.architecture import Architecture
 from slime.embedded.kv_cache import KVCache
 from slime.embedded.scheduler import Scheduler
 from slime.embedded.sequence import Sequence, TextStream
-from slime.embedded.weights import make_store
+from slime.embedded.weights import WeightStore, make_store
 from slime.engines.request_fields import parse_params
 
 VOCAB = 384
@@ -252,6 +253,16 @@ def make_scheduler(
     store = make_store(directory, arch, dtype, torch.device(device), max_length, deterministic)
     cache = KVCache(arch, store.dtype, store.device, max_slots, kv_bytes, deterministic)
     return Scheduler(store, cache, prefill_tokens, deterministic, record_experts)
+
+
+def no_adapters() -> AdapterTable:
+    """Make the table of an engine that was started without adapters."""
+    return AdapterTable(cast(WeightStore, None), enabled=False)
+
+
+def bytes_per_token(cache: KVCache) -> int:
+    """Count the bytes of a token in all layers that keep keys and values."""
+    return (cache._num_whole + cache._num_windowed) * cache._layer_bytes
 
 
 def make_sequence(

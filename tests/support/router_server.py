@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from slime.engines.api import EngineClient, EngineError
 from slime.engines.keys import VARIABLE
 from slime.engines.router import router_flags
 from slime.processes.host import free_port
@@ -54,3 +56,14 @@ def router_process(policy: str, worker_urls: Sequence[str] = (), key: str = "") 
             if process.poll() is None:
                 process.kill()
                 process.wait(timeout=10)
+
+
+async def wait_healthy(server: EngineClient, seconds: float = 30.0) -> None:
+    """Ask a router or an engine until it answers."""
+    async with asyncio.timeout(seconds):
+        while True:
+            try:
+                await server.get("/health", timeout=5)
+                return
+            except EngineError:
+                await asyncio.sleep(0.05)

@@ -33,8 +33,7 @@ from slime.weights.adapter_checks import (
     has_visibly_learned,
 )
 from slime.weights.adapter_layout import AdapterLayout
-from slime.weights.adapter_payload import AdapterBuffer
-from slime.weights.adapter_sync import AdapterSync
+from slime.weights.adapter_sync import AdapterBuffer, AdapterSync
 from slime.weights.receipt import WeightMismatch
 from tests.support.fake_adapter_engine import FakeAdapterEngine
 from tests.support.hf_configs import config_of

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from slime.cluster.adapter_versions import AdapterVersions
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config, make_config
-from slime.embedded.command import embedded_command
+from slime.embedded.kind import embedded_command
 from slime.engines.fleet import EngineFleet
 from slime.engines.launch import ONE_GPU, EnginePlace
 from slime.errors import UserError

@@ -83,7 +83,7 @@ def test_of_branches_the_one_that_was_too_long_is_truncated() -> None:
     asyncio.run(run())
     found = [sample.status for sample in check(play, session)]
     assert found == [SampleStatus.TRUNCATED, SampleStatus.COMPLETED, SampleStatus.COMPLETED]
-    assert session.cut_short(session.book.turns[1:]) is None, "it is left out"
+    assert session.cut_short(session.tree.turns[1:]) is None, "it is left out"
 
 
 def test_a_request_that_the_template_refuses_is_no_turn() -> None:
@@ -133,7 +133,7 @@ def test_of_a_clients_sampling_only_fewer_tokens_and_more_stops_count() -> None:
         and second["stop"] == ["STOP"]
     )
     assert (
-        session.book.turns[1].reading.text == "x " and session.book.turns[1].reading.stop == "STOP"
+        session.tree.turns[1].reading.text == "x " and session.tree.turns[1].reading.stop == "STOP"
     )
 
 
@@ -200,7 +200,7 @@ def test_a_prompt_that_opens_reasoning_is_seen() -> None:
         '{% if add_generation_prompt %}{{ "<think>\\n" }}{% endif %}'
     )
     session = talk(play, [user("1")])
-    assert session.book.turns[0].reading.message() == {
+    assert session.tree.turns[0].reading.message() == {
         "role": "assistant",
         "content": "Yes",
         "reasoning_content": "hm",

@@ -48,7 +48,7 @@ def test_a_conversation_is_one_sample_with_the_turns_between_masked() -> None:
 def test_history_is_kept_once_however_often_it_is_sent() -> None:
     play = Play(["a<|im_end|>", "b<|im_end|>"])
     session = talk(play, [user("x" * 50)], [user("x" * 50), 0, user("2")])  # type: ignore[list-item]
-    first, second = session.book.turns
+    first, second = session.tree.turns
     assert second.ask.messages[0] is first.ask.messages[0] and len(second.ask.messages) == 3
 
 
@@ -103,7 +103,7 @@ def test_what_comes_back_goes_on_with_its_tokens(line: Any) -> None:
     first = Ask([user("Hi")], tools=TOOLS)
     session = talk(play, first, Ask([user("Hi"), 0, user("on")], tools=TOOLS))  # type: ignore[list-item]
     (sample,) = check(play, session)
-    assert session.book.turns[1].parent is session.book.turns[0]
+    assert session.tree.turns[1].parent is session.tree.turns[0]
     assert sample.tokens[sample.prompt_length :][: len(play.model.said[0])] == play.model.said[0]
 
 
@@ -161,7 +161,7 @@ def test_an_answer_of_reasoning_alone_keeps_its_tokens_in_a_branch() -> None:
     play = Play(["a<|im_end|>", [*tokenizer().encode("<think>never"), 255], "c<|im_end|>"])
     session = talk(play, [user("1")], [user("1"), 0, user("2")], [user("in short"), 1, user("3")])  # type: ignore[list-item]
     check(play, session)
-    assert session.book.turns[2].parent is None and _holds(play.model.asked[2], play.model.said[1])
+    assert session.tree.turns[2].parent is None and _holds(play.model.asked[2], play.model.said[1])
 
 
 def test_messages_may_say_what_we_ask_the_template_with() -> None:
@@ -226,7 +226,7 @@ def test_a_twin_of_what_was_said_goes_on_from_its_own_call() -> None:
     play = Play([f"{CALL}<|im_end|>", f"{CALL} <|im_end|>", "c<|im_end|>"])
     ask = Ask([user("1")], tools=TOOLS)
     session = talk(play, ask, ask, Ask([user("1"), 0, user("2")], tools=TOOLS))  # type: ignore[list-item]
-    assert session.book.turns[2].parent is session.book.turns[0]
+    assert session.tree.turns[2].parent is session.tree.turns[0]
     check(play, session)
 
 
@@ -234,7 +234,7 @@ def test_chosen_branches_train_what_they_share() -> None:
     play = Play(["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
     again: Messages = [user("1"), 0, user("2")]  # type: ignore[list-item]
     session = talk(play, [user("1")], again, again)
-    (only,) = samples_of(session.sample, session.book.branches()[1:])
+    (only,) = samples_of(session.sample, session.tree.branches()[1:])
     assert play.text(play.trained(only)) == "a<|im_end|>c<|im_end|>"
 
 
@@ -292,16 +292,16 @@ def test_any_tree_trains_each_sampled_token_once_and_is_what_the_engine_saw(
 
     async def run() -> None:
         for number, (what, which, _, _) in enumerate(steps):
-            turns = session.book.turns
+            turns = session.tree.turns
             base = turns[which % len(turns)] if turns else None
             await session.answer(_next_ask(what, which, number, base))
 
     asyncio.run(run())
     check(play, session)
-    for turn, asked in zip(session.book.turns, play.model.asked):
+    for turn, asked in zip(session.tree.turns, play.model.asked):
         for message in turn.ask.messages:
             written = [
-                known.output for known in session.book.turns if known.reading.message() == message
+                known.output for known in session.tree.turns if known.reading.message() == message
             ]
             if message["role"] == "assistant" and message["content"] and written:
                 assert any(_holds(asked, output) for output in written), (

@@ -358,10 +358,8 @@ def test_weights_that_did_not_arrive(directory: Path) -> None:
         "model.layers.1.mlp.up_proj.weight",
     )
     engine.scheduler.store.update([(name, torch.zeros_like(engine.tensor(name)))])
-    tokens = [sample.tokens.tolist() for sample in case.samples]
-    scores = dict(
-        zip([sample.name for sample in case.samples], engine.score(tokens, together=True))
-    )
+    answers = engine.score(case.samples, together=True)
+    scores = dict(zip([sample.name for sample in case.samples], answers))
     held = with_engine(
         case, lambda sample: torch.tensor(scores[sample.name][-COUNT:]).double(), engine=engine
     )
@@ -391,7 +389,7 @@ class Sociable:
     def __init__(self, scores: Sequence[Tensor]) -> None:
         self.scores = scores
 
-    def score(self, tokens: Sequence[Sequence[int]], *, together: bool) -> list[list[float]]:
+    def score(self, samples: Sequence[Scored], *, together: bool) -> list[list[float]]:
         noise = torch.Generator().manual_seed(0)
         added = [torch.randn(COUNT, generator=noise) * 0.1 * together for _ in self.scores]
         return [(score + more).tolist() for score, more in zip(self.scores, added)]
@@ -426,13 +424,13 @@ def test_the_first_part_that_differs(directory: Path) -> None:
     model.hidden(sample.tokens, sample.prompt_length, model.setting, watcher=watcher)
     config = make_config(hf_checkpoint=str(directory), fp32=True, rollout_batch_size=1)
     with TrainerHere(config, str(directory)) as trainer:
-        sound = compare(trainer.parts(sample), engine.parts(sample.tokens), watcher.seen)
+        sound = compare(trainer.parts(sample), engine.parts(sample), watcher.seen)
         assert sound.first is None and max(sound.apart.values()) < 1e-5 and len(sound.apart) == 12
         assert (trainer.log_probs([sample], TEMPERATURE)[0] - sample.engine).abs().max() < 1e-4
         norm = trainer.chunks[0].decoder.layers[1].pre_mlp_layernorm
         with torch.no_grad():
             norm.weight.mul_(1.5)
-        found = compare(trainer.parts(sample), engine.parts(sample.tokens), watcher.seen)
+        found = compare(trainer.parts(sample), engine.parts(sample), watcher.seen)
         assert (found.first, found.side) == ("1.mlp norm", "trainer")
         with torch.no_grad():
             norm.weight.div_(1.5)
@@ -443,7 +441,7 @@ def test_the_first_part_that_differs(directory: Path) -> None:
             return whole(x, residual, adapted) + 0.1 * x  # type: ignore[return-value]
 
         layer.mlp = louder  # type: ignore[assignment]
-        found = compare(trainer.parts(sample), engine.parts(sample.tokens), watcher.seen)
+        found = compare(trainer.parts(sample), engine.parts(sample), watcher.seen)
         assert (found.first, found.side) == ("0.mlp", "engine")
         assert "the mlp of layer 0 is the first that differs" in found.lines()[0]
 

@@ -57,9 +57,10 @@ def test_an_engine_of_quantised_weights(
     samples = []
     for seed in range(3):
         tokens = torch.randint(256, (40,), generator=torch.Generator().manual_seed(seed))
-        scores = torch.tensor(engine.score([tokens.tolist()], together=False)[0][-32:]).double()
-        sample = Scored(f"sample {seed}", tokens, scores, None, torch.ones(32).bool())
-        samples.append(replace(sample, trainer=reference.log_probs(sample)))
+        counted = torch.ones(32).bool()
+        sample = Scored(f"sample {seed}", tokens, torch.zeros(32).double(), None, counted)
+        scores = torch.tensor(engine.score([sample], together=False)[0][-32:]).double()
+        samples.append(replace(sample, engine=scores, trainer=reference.log_probs(sample)))
     result = examined(config, samples, Options(plain, with_parts=False), engine)
     best = result.reported[0]
     assert best.cause.trouble.name == "align-quantisation" and best.best.share > 0.99, text(result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -313,6 +314,28 @@ def test_no_exception_is_swallowed() -> None:
 def test_the_check_for_swallowed_exceptions(code: str, swallows: bool) -> None:
     (handler,) = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ExceptHandler)]
     assert (_catches_everything(handler) and _swallows(handler)) is swallows
+
+
+#: Beginnings of a docstring that only the name above it completes.
+INCOMPLETE = re.compile(r"(Of|Those|To be|Who|By|As|Such|Likewise|The same)\b")
+
+
+@pytest.mark.parametrize(
+    ("text", "incomplete"),
+    [("The same for a batch.", True), ("Assign rows.", False), ("Return the same rows.", False)],
+)
+def test_the_check_for_incomplete_docstrings(text: str, incomplete: bool) -> None:
+    assert bool(INCOMPLETE.match(text)) is incomplete
+
+
+def test_docstrings_make_sense_without_the_name_above_them() -> None:
+    described = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    assert [
+        f"{path.name}: {node.name}"
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, described) and INCOMPLETE.match(ast.get_docstring(node) or "")
+    ] == []
 
 
 def test_public_modules_have_docstrings() -> None:

@@ -334,3 +334,19 @@ def test_late_parameters_are_awaited_for_norms_that_are_not_called(ranks: Pools)
             torch.allclose(ours["weights"][n], theirs["weights"][n], atol=1e-4)
             for n in theirs["weights"]
         )
+
+
+@pytest.mark.parametrize(("window", "size"), [(None, (-1, 0)), (4, (3, 0))])
+def test_torchs_kernel_is_given_the_window(
+    window: int | None, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """-1 is no limit; a window counts the token itself."""
+
+    def kernel(*given: Any, scale: float, window_size: tuple[int, int], enable_gqa: bool) -> Tensor:
+        assert window_size == size and scale == 0.5 and enable_gqa
+        query: Tensor = given[0]
+        return query
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    query, key = torch.randn(5, 4, 64), torch.randn(5, 2, 64)
+    assert torch.equal(attention.torch_varlen(query, key, key, SEQUENCES, 0.5, window), query)

@@ -140,6 +140,23 @@ def test_large_weight_files_are_told_apart_by_pieces(tmp_path: Path) -> None:
     assert content_fingerprint(tmp_path / "nothing") == ""
 
 
+def test_held_out_preferences_that_change_are_told(tmp_path: Path) -> None:
+    rows = tmp_path / "pairs.jsonl"
+    rows.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
+    config = make_config(
+        loss_type="preference_loss",
+        prompt_data=str(rows),
+        eval_preference_data=str(rows),
+        rollout_batch_size=1,
+        num_rollout=1,
+    )
+    before = fingerprints(config)
+    rows.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "4"}\n')
+    told = changes(config, fingerprints(config), before, None)
+    assert any(line.startswith(f"--eval-preference-data {rows} has changed") for line in told)
+    assert "scores before and after do not compare" in told[-1]
+
+
 def test_installed_packages_are_no_files_of_the_users(config: Config) -> None:
     files = hook_loading._imported_files(
         hook_loading.load_function(str(config.reward.custom_rm_path))

@@ -319,3 +319,14 @@ def test_a_flag_is_shown_with_its_declaration_and_its_value_in_a_run(
     shown = capsys.readouterr().out
     assert "value: not set" in shown and "hidden" not in shown
     assert main(["flags", "lr", str(tmp_path / "none")]) == UserError.exit_status
+
+
+def test_a_flag_of_a_run_with_stages_is_that_of_the_newest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for age, (stage, rate) in enumerate([("grpo", 2e-6), ("sft", 1e-5)]):
+        file = tmp_path / f"config.{stage}.json"
+        make_config(lr=rate).save(file)
+        os.utime(file, (2000 - age, 2000 - age))
+    assert main(["flags", "lr", str(tmp_path)]) == 0
+    assert "value: 2e-06" in capsys.readouterr().out

@@ -28,7 +28,7 @@ from slime.rollout.generate import bind_state
 from slime.rollout.plugin_api import post
 from tests.support.fake_engine import FakeEngine, answer
 from tests.support.fake_rollout import make_state
-from tests.support.router_server import router_process
+from tests.support.router_server import router_process, wait_healthy
 
 PARAMS = {"max_new_tokens": 6, "sampling_seed": 3}
 
@@ -433,7 +433,7 @@ def test_num_requests_counts_all_data_parallel_ranks() -> None:
 def test_real_router_registers_routes_aborts_and_removes() -> None:
     async def main(url: str) -> None:
         async with FakeEngine() as a, FakeEngine() as b, EngineClient(url) as api:
-            await api.wait_healthy(30)
+            await wait_healthy(api)
             await register_workers(url, [a.url, b.url], timeout=20)
             await register_workers(url, [a.url, b.url], timeout=20)  # a second time changes nothing
             assert {worker.url for worker in await list_workers(api)} == {a.url, b.url}
@@ -482,7 +482,7 @@ def test_real_router_registers_routes_aborts_and_removes() -> None:
 def test_sampling_parameters_that_the_real_router_drops_reach_the_engine() -> None:
     async def main(url: str) -> None:
         async with FakeEngine() as engine, EngineClient(url) as api:
-            await api.wait_healthy(30)
+            await wait_healthy(api)
             await register_workers(url, [engine.url], timeout=20)
             async with RolloutClient(url, max_concurrency=8) as client:
                 forwarded = {
@@ -511,7 +511,7 @@ def test_what_generate_functions_post_reaches_engines_whole() -> None:
 
     async def main(url: str) -> None:
         async with FakeEngine() as engine, EngineClient(url) as api:
-            await api.wait_healthy(30)
+            await wait_healthy(api)
             await register_workers(url, [engine.url], timeout=20)
             async with RolloutClient(url, max_concurrency=8) as client:
                 bind_state(make_state(client))
@@ -526,7 +526,7 @@ def test_what_generate_functions_post_reaches_engines_whole() -> None:
 def test_requests_for_experts_go_past_the_real_router_which_drops_the_field() -> None:
     async def main(url: str) -> None:
         async with FakeEngine() as a, FakeEngine() as b, EngineClient(url) as api:
-            await api.wait_healthy(30)
+            await wait_healthy(api)
             await register_workers(url, [a.url, b.url], timeout=20)
             async with RolloutClient(url, max_concurrency=8) as client:
                 body = {"input_ids": [5], "sampling_params": PARAMS, "return_routed_experts": True}
@@ -564,7 +564,7 @@ def test_requests_for_experts_go_past_the_real_router_which_drops_the_field() ->
 def test_real_router_keeps_a_session_on_one_engine_under_the_manual_policy() -> None:
     async def main(url: str) -> None:
         async with FakeEngine() as a, FakeEngine() as b, EngineClient(url) as api:
-            await api.wait_healthy(30)
+            await wait_healthy(api)
             await register_workers(url, [a.url, b.url], timeout=20)
             async with RolloutClient(url, max_concurrency=8, send_routing_key=True) as client:
                 for i in range(48):
@@ -582,7 +582,7 @@ def test_real_router_sends_requests_where_fewer_tokens_are_under_power_of_two() 
             a.num_tokens, b.num_tokens = 1000, 10
             with router_process("power_of_two", [a.url, b.url]) as url:
                 async with EngineClient(url) as api:
-                    await api.wait_healthy(30)
+                    await wait_healthy(api)
                 await register_workers(url, [a.url, b.url], timeout=20, policy="power_of_two")
                 while (
                     min(a.num_load_reports, b.num_load_reports) < 2

@@ -14,7 +14,7 @@ from slime.engines.api import EngineClient, EngineError
 from slime.engines.client import RolloutClient
 from slime.engines.router import register_workers
 from tests.support.fake_engine import FakeEngine
-from tests.support.router_server import router_process
+from tests.support.router_server import router_process, wait_healthy
 
 PARAMS = {"max_new_tokens": 6, "sampling_seed": 3}
 
@@ -140,7 +140,7 @@ def test_answers_of_every_kind_are_marked() -> None:
 def test_the_real_router_forwards_the_name() -> None:
     async def main(url: str) -> None:
         async with FakeEngine() as engine, EngineClient(url) as api:
-            await api.wait_healthy(30)
+            await wait_healthy(api)
             await register_workers(url, [engine.url], timeout=20)
             async with RolloutClient(url, max_concurrency=8) as client:
                 await client.use_adapter(adapter_name(2), cut=False)

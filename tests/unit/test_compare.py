@@ -115,6 +115,9 @@ def test_the_exit_status_says_whether_a_range_is_missed(
     ("changes", "said"),
     [
         ({"steps": [1]}, "is not complete"),
+        ({"steps": [2, 1]}, "is empty"),
+        ({"most": 0.4}, "is empty"),
+        ({"max": 2}, "has an unknown max"),
         ({"basis": "guessed"}, "unknown statistic or basis"),
         ({"statistic": "mode"}, "unknown statistic or basis"),
     ],
@@ -124,6 +127,16 @@ def test_a_wrong_file_is_named(changes: dict[str, object], said: str, tmp_path: 
         read_expected(write_ranges(tmp_path, **changes))
 
 
-def test_a_recipe_without_ranges_is_named(tmp_path: Path) -> None:
+def test_a_range_without_bounds_is_refused(tmp_path: Path) -> None:
+    file = write_ranges(tmp_path) / NAME
+    file.write_text(file.read_text().replace("least = 0.5", ""))
+    with pytest.raises(UserError, match="has neither least nor most"):
+        read_expected(file)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"range = 3", b"[[ranges]]", b"\xff"])
+def test_a_recipe_without_ranges_is_named(content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / NAME).write_bytes(content)
     with pytest.raises(UserError, match="holds no ranges"):
         read_expected(tmp_path)

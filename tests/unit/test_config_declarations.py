@@ -97,6 +97,7 @@ WITH_NEEDS = {dest: spec for dest, spec in ALL_WORKING.items() if spec.meta.need
 
 #: What a setting asks for beside itself, by cross-checks that no declaration tells.
 COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
+    ("profile_ranks", (7,)): {"actor_num_gpus_per_node": 8},
     ("loss_type", "custom_loss"): {"custom_loss_function_path": "a.b"},
     ("advantage_estimator", "reinforce_plus_plus"): {"normalize_advantages": True},
     ("use_sampling_mask", True): {"rollout_top_k": 7},

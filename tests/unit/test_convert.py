@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.algorithms.baseline import (
-    group_deviation,
-    group_mean,
-    leave_one_out_mean,
-    mean_reward,
-    normalise_rewards,
-)
 from slime.algorithms.estimators import ESTIMATORS
 from slime.algorithms.reduce import token_weights
 from slime.config import make_config
@@ -66,72 +58,7 @@ def convert(
     )
 
 
-# -- group normalisation ---------------------------------------------------------------------------
-
-
-@st.composite
-def rewards_of_groups(draw: st.DrawFn) -> list[tuple[float, int, int]]:
-    rows, trajectory = [], 0
-    for group in range(draw(st.integers(1, 4))):
-        for _ in range(draw(st.integers(1, 5))):
-            for _ in range(draw(st.integers(1, 3))):
-                rows.append((draw(st.floats(-100, 100)), group, trajectory))
-            trajectory += 1
-    return rows
-
-
-@given(
-    rewards_of_groups(),
-    st.sampled_from([group_mean, leave_one_out_mean]),
-    st.sampled_from([None, group_deviation]),
-)
-def test_advantages_of_a_group_sum_to_zero_over_trajectories(rows, baseline, divisor) -> None:
-    advantages = normalise_rewards(*map(list, zip(*rows)), baseline=baseline, divisor=divisor)
-    for group in {row[1] for row in rows}:
-        by_trajectory: dict[int, list[float]] = {}
-        for advantage, (_, g, trajectory) in zip(advantages, rows):
-            if g == group:
-                by_trajectory.setdefault(trajectory, []).append(advantage)
-        means = [math.fsum(values) / len(values) for values in by_trajectory.values()]
-        # rounding of a mean near 100 is divided by the deviation, which is at least 1e-6
-        assert abs(math.fsum(means)) < 1e-6 * max(1.0, max(map(abs, means)))
-
-
-@given(rewards_of_groups(), st.randoms(use_true_random=False))
-def test_advantages_do_not_depend_on_the_order_of_samples(rows, rng: random.Random) -> None:
-    expected = {}
-    for row, advantage in zip(rows, normalise_rewards(*map(list, zip(*rows)))):
-        expected.setdefault(row, advantage)
-    shuffled = rng.sample(rows, len(rows))
-    for row, advantage in zip(shuffled, normalise_rewards(*map(list, zip(*shuffled)))):
-        assert advantage == expected[row]
-
-
-@given(st.lists(st.floats(-10, 10), min_size=2, max_size=8))
-def test_matches_the_formula_for_one_plain_group(rewards) -> None:
-    values = torch.tensor(rewards, dtype=torch.float64)
-    expected = (values - values.mean()) / (values.std() + 1e-6)
-    got = normalise_rewards(rewards, [0] * len(rewards), list(range(len(rewards))))
-    assert torch.allclose(torch.tensor(got, dtype=torch.float64), expected, atol=1e-6, rtol=1e-6)
-
-
-@given(st.lists(st.floats(-10, 10), min_size=1, max_size=8))
-def test_the_leave_one_out_baseline_knows_the_other_rewards_alone(rewards) -> None:
-    baseline = leave_one_out_mean(rewards)
-    for i, subtracted in enumerate(baseline):
-        others = rewards[:i] + rewards[i + 1 :]
-        expected = sum(others) / len(others) if others else rewards[i]
-        assert subtracted == pytest.approx(expected, abs=1e-9)
-
-
-@given(st.integers(0, 8), st.integers(1, 8))
-def test_maxrl_weighs_a_success_by_one_over_the_success_rate(right: int, wrong: int) -> None:
-    rewards = [1.0] * right + [0.0] * wrong
-    ids = list(range(len(rewards)))
-    got = normalise_rewards(rewards, [0] * len(ids), ids, divisor=mean_reward)
-    rate = right / len(rewards)
-    expected = [(reward - rate) / rate if right else 0.0 for reward in rewards]
-    assert got == pytest.approx(expected, rel=1e-4)
+# -- rewards and their groups ----------------------------------------------------------------------
 
 
 def test_maxrl_refuses_rewards_that_are_no_rates() -> None:
@@ -243,10 +170,6 @@ def test_cispo_averages_over_the_tokens_of_a_group(
     assert per_execution.rollout_mask_sums == [
         max(mask.sum().item(), 1.0) for mask in per_execution.loss_masks
     ]
-
-
-def test_two_players_whose_rewards_add_up_to_zero_are_not_divided_by_nothing() -> None:
-    assert normalise_rewards([1, -1, -1, 1], [0] * 4, [0, 0, 1, 1]) == [1.0, -1.0, -1.0, 1.0]
 
 
 @pytest.mark.parametrize(

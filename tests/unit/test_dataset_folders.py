@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 
-from slime.config import make_config
+from slime.config import Config, make_config
 from slime.data_path import split_name
 from slime.errors import UserError
 from slime.hub import dataset_name, local_data, shown_path
@@ -97,18 +97,19 @@ def test_which_split_is_taken_is_said_in_one_line(sums: Path) -> None:
 
 
 def test_a_launch_says_which_split_it_takes_once(sums: Path) -> None:
-    from slime.run.preflight import _split_notices
+    from slime.rollout.validate_rows import data_inputs
+
+    def notices(config: Config) -> list[str | None]:
+        return [split_notice(one.path, one.splits) for one in data_inputs(config)]
 
     flags: dict[str, Any] = {"num_rollout": 1, "prompt_data": f"{sums}/main"}
     config = make_config(**flags, eval_prompt_data=("sums", f"{sums}/main@[:1]"), eval_interval=1)
-    train, evaluation = _split_notices(config)
-    assert (
-        "training takes the split train" in train
-        and "evaluation takes the split test" in evaluation
-    )
+    train, evaluation = notices(config)
+    assert "training takes the split train" in str(train)
+    assert "evaluation takes the split test" in str(evaluation)
     yaml = sums.parent / "eval.yaml"
     yaml.write_text(f"datasets: [{{name: sums, path: '{sums}/main'}}]")
-    assert list(_split_notices(make_config(**flags, eval_config=str(yaml), eval_interval=1))) == [
+    assert notices(make_config(**flags, eval_config=str(yaml), eval_interval=1)) == [
         train,
         evaluation,
     ]

@@ -17,7 +17,7 @@ from slime.errors import UserError
 from slime.paths import fill
 from slime.prompts.source import PromptSource
 from slime.rollout.debug_data import check_dumps, load_rollout, save_rollout
-from slime.rollout.sft import sft_rollout
+from slime.rollout.sft import data_rollout, generate_sft
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Sample, SampleStatus, TokenSpan
 from slime.trainer.dumps import RankDump, save_train_data
@@ -115,7 +115,7 @@ def dumped_answers(pattern: str, folder: Path) -> None:
     tokenizer = make_tokenizer()
     source = PromptSource(config, tokenizer)
     for rollout_id in range(2):
-        asyncio.run(sft_rollout(config, source, tokenizer, rollout_id))
+        asyncio.run(data_rollout(generate_sft, config, source, tokenizer, rollout_id))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slime.embedded.architecture import Architecture
-from slime.embedded.command import STATE_COPIES
+from slime.embedded.kind import STATE_COPIES
 from slime.errors import UserError
 from slime.memory.engine import EngineSettings
 from slime.models import family_of
@@ -36,7 +36,7 @@ from slime.models.layouts import DeltaNetSizes, Shard
 from slime.models.mixers import GATED_DELTA_NET
 from slime.trainer.megatron.delta_net import _with_torch
 from slime.trainer.megatron.packed import DeltaRuns
-from tests.support.embedded_models import make_scheduler, make_sequence, run
+from tests.support.embedded_models import bytes_per_token, make_scheduler, make_sequence, run
 from tests.support.hf_configs import config_of
 from tests.support.tiny_models import DELTA, SHAPE, save_tiny
 from tests.support.trainer_ranks import make_batch
@@ -84,6 +84,20 @@ def test_float32_is_as_exact_as_float32_can_be() -> None:
     q, k, v, g, b = (x.float() for x in exact)
     ours = chunked(q, k, v, g, b, TokenRuns.of([200]))[0]
     torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_gradients_of_decays_are_as_exact_as_float32_can_be() -> None:
+    """Where a state fades fast they are small differences of large sums."""
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        q, k, v, g, b = inputs(128, 2, 2, dtype)
+        leaf = torch.full_like(g, -8.0).requires_grad_()
+        output, _ = chunked(q, k, v, leaf, b, TokenRuns.of([128]))
+        output.square().sum().backward()
+        assert leaf.grad is not None
+        found.append(leaf.grad.double())
+    exact, ours = found
+    assert (ours - exact).abs().max() <= 2e-6 * exact.abs().max()
 
 
 @settings(max_examples=10, deadline=None)
@@ -350,5 +364,5 @@ def test_the_memory_plan_counts_what_the_engine_keeps(tmp_path: Path) -> None:
     states = scheduler.cache.states
     assert states is not None
     assert planned.state_per_sequence == (1 + STATE_COPIES) * states.slot_bytes
-    assert planned.kv_per_token == scheduler.cache.bytes_per_token
+    assert planned.kv_per_token == bytes_per_token(scheduler.cache)
     assert planned.kv_cache(0.0) == 8 * (64 * planned.kv_per_token + planned.state_per_sequence)

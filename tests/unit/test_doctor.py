@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -370,6 +371,12 @@ def no_key(f: Fault) -> None:
     f.add("--use-wandb")
 
 
+@provokes("tracker-missing")
+def no_tracker(f: Fault) -> None:
+    f.patch.setitem(sys.modules, "trackio", None)
+    f.add("--use-trackio")
+
+
 def always_nothing(args: Any, sample: Sample) -> float:
     return 0.0
 
@@ -587,6 +594,8 @@ def test_a_node_is_asked_for_its_own_gpus_alone(
     for here, found in ((8, []), (4, ["gpus-missing"])):
         monkeypatch.setattr("slime.diagnosis.checks_plan.num_gpus", lambda here=here: here)
         assert [one.trouble.name for one in examine(argv, checks=[check]).findings] == found
+    monkeypatch.setattr("slime.diagnosis.checks_plan.num_gpus", lambda: 0)  # and no size was told
+    assert examine(world.flags("examined"), checks=[check]).findings == []
 
 
 def test_the_command_looks_at_a_node(
@@ -595,6 +604,6 @@ def test_the_command_looks_at_a_node(
     monkeypatch.setenv("RAY_ADDRESS", "")
     monkeypatch.delenv("RAY_ADDRESS")  # and what the command sets goes at the end of the test
     monkeypatch.setattr("slime.diagnosis.checks_plan.num_gpus", lambda: 1)
-    doctor_command.main(["train", "--node", *map(str, world.flags("examined"))])
+    doctor_command.main(["--node", "train", *map(str, world.flags("examined"))])
     assert "1 on this node" in capsys.readouterr().out
     assert os.environ["RAY_ADDRESS"] == "auto"

@@ -18,7 +18,7 @@ from slime.errors import UserError
 from slime.rollout import dynamic_sampling as collect
 from slime.rollout.dynamic_sampling import Collected, DynamicSampler
 from slime.rollout.generate import sample_seed
-from slime.rollout.trajectory import GroupRun, GroupRunner, too_many_failed
+from slime.rollout.trajectory import Activity, GroupRun, GroupRunner, too_many_failed
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import Sample, SampleStatus, VersionWindow
 from slime.user_code.hooks import DynamicFilterOutput
@@ -463,6 +463,14 @@ def test_watchdog_names_who_waits_for_whom() -> None:
         assert "http://engine-0: 1 requests" in said
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("activity", [one for one in Activity if one is not Activity.DONE])
+def test_watchdog_says_what_is_waited_for_in_each_stage(activity: Activity) -> None:
+    client, run = FakeClient(), GroupRun.of([Sample(index=0)])
+    run.trajectories[0].enter(activity)
+    watchdog = Watchdog(client, GroupRunner(make_state(client), None, rollout_id=0), limit=1.0)  # type: ignore[arg-type]
+    assert "1 samples wait for " in watchdog.report([run], {}, 60.0).why
 
 
 def test_watchdog_is_patient_while_engines_move() -> None:

@@ -3,6 +3,7 @@ and refuses what it could not compute."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from slime.embedded.adapters import Adapter, AdapterLimits, AdapterTable
+from slime.embedded.adapters import Adapter, AdapterTable
 from slime.embedded.scheduler import Scheduler
 from slime.embedded.sequence import Sequence
 from slime.embedded.weights import WeightError
@@ -53,7 +54,7 @@ def base(directories: dict[str, Path]) -> Path:
 
 
 def table_of(scheduler: Scheduler, **limits: int) -> AdapterTable:
-    return AdapterTable(scheduler.store, AdapterLimits(**limits))
+    return AdapterTable(scheduler.store, **limits)
 
 
 def sequence_with(adapter: Adapter | None, **params: Any) -> Sequence:
@@ -518,7 +519,7 @@ def test_names_and_limits(base: Path, tmp_path: Path) -> None:
     table.unload("a")
     table.load_directory("c", str(save_adapter(tmp_path / "saved", config, tensors)))
     assert table.find("c").path == str(tmp_path / "saved")
-    off = AdapterTable(make_scheduler(base).store, None)
+    off = AdapterTable(make_scheduler(base).store, enabled=False)
     for refused in (lambda: off.find("a"), lambda: off.load("a", config, tensors)):
         with pytest.raises(BadRequest, match="without --enable-lora"):
             refused()
@@ -556,3 +557,26 @@ def test_peft_loads_what_the_tests_write(base: Path, tmp_path: Path) -> None:
     sequence = sequence_with(table_of(scheduler).load("a", config, tensors))
     run(scheduler, [sequence])
     assert_same(given(sequence), wanted(model, sequence), atol=2e-5)
+
+
+def test_memory_that_comes_back_while_an_adapter_is_loaded_has_it_too(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = make_scheduler(base)
+    table = table_of(scheduler)
+    table._released = True  # `release` does nothing for a model on a CPU
+    fill = Adapter.fill
+    threads: list[threading.Thread] = []
+
+    def fill_meanwhile(adapter: Adapter, *given: Any) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=table.resume))
+            threads[0].start()
+            threads[0].join(0.2)  # the load may hold it up
+        fill(adapter, *given)
+
+    monkeypatch.setattr(Adapter, "fill", fill_meanwhile)
+    config, tensors = random_adapter(base, targets=["q_proj"])
+    adapter = table.load("a", config, tensors)
+    threads[0].join(30)
+    assert adapter.products

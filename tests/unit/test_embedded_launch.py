@@ -17,7 +17,7 @@ from sglang_router.launch_router import parse_router_args
 from slime.checkpoints.gguf import find_smollm2, gguf_to_hf
 from slime.config import make_config
 from slime.embedded.__main__ import parse_args
-from slime.embedded.command import embedded_command
+from slime.embedded.kind import embedded_command
 from slime.engines.launch import EnginePlace
 from slime.engines.router import router_command
 from slime.errors import UserError

@@ -18,6 +18,7 @@ from slime.embedded.layers import Linear
 from slime.errors import UserError
 from tests.support.embedded_models import (
     SHAPES,
+    bytes_per_token,
     make_scheduler,
     make_sequence,
     run,
@@ -105,7 +106,7 @@ def test_layers_with_a_window_keep_a_window(
     cache = scheduler.cache
     assert cache.ring is not None and cache.ring.size == cache.ring_size == 64
     assert cache.capacity >= 220
-    assert cache.nbytes < cache.num_slots * cache.capacity * cache.bytes_per_token
+    assert cache.nbytes < cache.num_slots * cache.capacity * bytes_per_token(cache)
 
 
 def test_bfloat16_stays_close_to_float32(directories: dict[str, Path]) -> None:

@@ -68,7 +68,7 @@ def test_an_update_in_buckets_is_what_it_holds(small: Path, tmp_path: Path) -> N
     store.reset()
     # a weight and its scale have different dtypes, and come in different buckets
     for bucket in pack(sent.items(), 2000, torch.bfloat16):
-        store.update(bucket.tensors(), "7")
+        store.update(bucket.tensors, "7")
     assert store.missing() == [] and store.version == "7"
     assert store.fingerprints() == {name: fingerprint(tensor) for name, tensor in sent.items()}
     assert log_probs(scheduler) == log_probs(engine(other))

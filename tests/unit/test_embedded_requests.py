@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.embedded.engine import Engine, EngineDead, Hub
 from slime.embedded.generate_request import RequestLimits, parse_generate
 from slime.embedded.generate_routes import final_text
 from slime.embedded.openai_request import parse_chat, parse_completion
-from slime.embedded.sequence import TextStream, find_stop, hold_back, trim_stop
+from slime.embedded.sequence import Sequence, TextStream, find_stop, hold_back, trim_stop
 from slime.engines.request_fields import BadRequest, SamplingParams, parse_params
-from tests.support.embedded_models import EOS, VOCAB, byte_tokenizer
+from tests.support.embedded_models import EOS, VOCAB, byte_tokenizer, make_sequence, no_adapters
 
 TOKENIZER = byte_tokenizer()
 
@@ -27,6 +29,7 @@ def limits(context: int = 64, **changes: Any) -> RequestLimits:
         "eos_token_ids": frozenset({EOS}),
         "tokenizer": TOKENIZER,
         "noise": random.Random(0),
+        "adapters": no_adapters(),
     }
     return RequestLimits(**(fields | changes))
 
@@ -233,7 +236,7 @@ def test_openai_requests_are_generate_requests() -> None:
         "temperature": None,
     }
     [job] = parse_chat(chat, limits(), TOKENIZER, "m").generate.jobs
-    assert job.sequence.max_new_tokens == 5 and job.params.temperature == 1.0
+    assert job.sequence.max_new_tokens == 5 and job.sequence.params.temperature == 1.0
     [free] = parse_chat({"messages": chat["messages"]}, limits(), TOKENIZER, "m").generate.jobs
     assert free.sequence.max_new_tokens == 64 - len(free.sequence.prompt)
 
@@ -244,3 +247,23 @@ def test_stop_strings() -> None:
     assert trim_stop("yes\nno", "\n", keep=False) == "yes"
     assert trim_stop("yes\nno", "\n", keep=True) == "yes\n"
     assert trim_stop("yes", 17, keep=False) == "yes"
+
+
+def test_requests_that_a_dead_engine_did_not_take_are_not_in_flight() -> None:
+    class DeadEngine:
+        def submit(self, sequences: list[Sequence]) -> None:
+            raise EngineDead("the engine stopped")
+
+        def abort(self, *_: Any) -> None:
+            raise EngineDead("the engine stopped")
+
+    async def ask() -> list[Sequence]:
+        hub = Hub(asyncio.get_running_loop())
+        engine = cast(Engine, DeadEngine())
+        with pytest.raises(EngineDead):
+            await hub.run(engine, [make_sequence([1])])
+        with pytest.raises(EngineDead):
+            await anext(hub.stream(engine, [make_sequence([1])]))
+        return hub.in_flight
+
+    assert asyncio.run(ask()) == []

@@ -11,6 +11,7 @@ import pytest
 from slime.embedded.scheduler import Scheduler
 from slime.embedded.sequence import Sequence, SequenceStatus
 from tests.support.embedded_models import (
+    bytes_per_token,
     experts_of,
     make_scheduler,
     make_sequence,
@@ -89,7 +90,7 @@ def steps(scheduler: Scheduler, count: int) -> None:
 
 
 def test_retracted_and_pushed_out_by_memory(directory: Path) -> None:
-    per_token = make_scheduler(directory).cache.bytes_per_token
+    per_token = bytes_per_token(make_scheduler(directory).cache)
     scheduler = make_scheduler(directory, kv_bytes=per_token * 2 * 64, record_experts=True)
     sequences = [
         make_sequence([i, *LONG], rid=str(i), max_new_tokens=50, sampling_seed=i) for i in range(3)

@@ -16,6 +16,7 @@ from slime.embedded.kv_cache import common_prefix
 from slime.embedded.scheduler import Scheduler
 from slime.embedded.sequence import Sequence, SequenceStatus
 from tests.support.embedded_models import (
+    bytes_per_token,
     make_scheduler,
     make_sequence,
     run,
@@ -211,7 +212,7 @@ def test_retracted_sequences_go_on_where_they_were(directory: Path, steps: int) 
 
 
 def test_too_little_memory_retracts_instead_of_failing(directory: Path) -> None:
-    arch_bytes = make_scheduler(directory).cache.bytes_per_token
+    arch_bytes = bytes_per_token(make_scheduler(directory).cache)
     scheduler = make_scheduler(directory, kv_bytes=arch_bytes * 2 * 128)  # two slots of 128 tokens
     sequences = [
         make_sequence([i], rid=str(i), max_new_tokens=150, sampling_seed=i) for i in range(4)

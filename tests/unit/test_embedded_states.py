@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime.embedded.command import STATE_COPIES
+from slime.embedded.kind import STATE_COPIES
 from slime.embedded.scheduler import Scheduler
 from slime.embedded.sequence import Sequence
 from slime.models.delta_rule import CHUNK

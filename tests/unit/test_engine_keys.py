@@ -24,7 +24,7 @@ from slime.engines.router import register_workers, router_flags
 from slime.engines.workers import list_workers
 from slime.errors import UserError
 from slime.weights.transport import EngineSlots
-from tests.support.router_server import router_process
+from tests.support.router_server import router_process, wait_healthy
 from tests.support.sglang_servers import fake_environment
 
 OWN, EXTERNAL = "http://10.0.0.1:1", "http://10.0.0.2:2"
@@ -203,7 +203,7 @@ def test_the_router_brings_each_engine_its_own(run: RunKeys, external_key: str) 
         ):
             keys.own(url, own.url)
             keys.external(external.url)
-            await router.wait_healthy(30)
+            await wait_healthy(router)
             await register_workers(url, [own.url, external.url], timeout=30)
             for _ in range(4):
                 await router.post("/generate", {"text": "x", "sampling_params": {}})
@@ -236,7 +236,7 @@ def test_the_router_tells_nobody_without_the_key_what_the_model_is_called(run: R
     async def ask(url: str) -> None:
         async with Guarded("of-the-run") as own, EngineClient(url) as router:
             keys.own(url, own.url)
-            await router.wait_healthy(30)
+            await wait_healthy(router)
             await register_workers(url, [own.url], timeout=30)
             async with ClientSession() as stranger, stranger.get(f"{url}/v1/models") as answer:
                 assert [

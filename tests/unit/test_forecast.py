@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.gpu.trainer import SHAPES
 from slime.cli import plan as command
 from slime.config import Config, make_config
+from slime.config.parse import read_argv
 from slime.errors import UserError
 from slime.forecast import calibrate
 from slime.forecast.engine import EngineSpeed, Fleet, Request, SimulatedEngine
@@ -104,6 +106,22 @@ def test_a_colocated_step_of_8b_on_four_h200(tmp_path: Path) -> None:
     assert phases["sleep and wake"] == pytest.approx(1.9, rel=CLOSE)
     assert phases["push"] == pytest.approx(0.28, rel=CLOSE)
     assert seconds(steps) == pytest.approx(109.5, rel=CLOSE)
+
+
+def test_rollouts_between_pushes_take_none(tmp_path: Path) -> None:
+    pushes = []
+    for interval in (1, 2, 4):
+        run = Run(
+            tmp_path,
+            SHAPES["qwen3-0.6b"],
+            entry="train_async",
+            rollout_num_gpus=1,
+            actor_num_gpus_per_node=1,
+            rollout_batch_size=8,
+            update_weights_interval=interval,
+        )
+        pushes.append(mean_phases(run.steps(H200, [256], 128))["push"])
+    assert pushes[1:] == pytest.approx([pushes[0] / 2, pushes[0] / 4])
 
 
 def recorded(scale: float = 4.0) -> list[int]:
@@ -314,38 +332,89 @@ def test_lengths_have_the_mean_that_was_asked_for(tmp_path: Path) -> None:
     assert read_lengths(file) == [3, 4, 5]
     samples = tmp_path / "run" / "samples"
     samples.mkdir(parents=True)
-    (samples / "0.jsonl").write_text('{"response_length": 7}\n{"response_length": 9}\n')
-    assert read_lengths(tmp_path / "run") == [7, 9]
-    file.write_text("[]")
-    with pytest.raises(UserError, match="holds no lengths"):
+    (samples / "eval_000000.jsonl").write_text('{"response_length": 5}\n')
+    rows = [{"response_length": length} for length in (7, 0, 9)]
+    (samples / "rollout_000000.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read_lengths(tmp_path / "run") == [7, 9]  # neither evaluations nor what was cut at once
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "holds no lengths"),
+        ("[[1, 2.5]]", "2.5 is no number of tokens"),
+        ("[-1]", "-1 is no number of tokens"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_file_of_lengths_that_cannot_be_used(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text(content)
+    with pytest.raises(UserError, match=message):
         read_lengths(file)
 
 
 # -- layouts, rates, the command -------------------------------------------------------------------
 
 
-def test_the_best_plans_fit_and_are_sorted(tmp_path: Path) -> None:
-    run = Run(
-        tmp_path,
-        SHAPES["qwen3-30b-a3b"],
-        colocate=True,
-        actor_num_gpus_per_node=8,
-        rollout_batch_size=32,
-        n_samples_per_prompt=8,
-        rollout_max_response_len=2048,
-        rollout_max_context_len=2304,
-    )
-    work = Workload.of(run.config, log_normal(512, 2048), 128)
-    plans = best_plans(run.facts, work, run.cost, H200, 16, 141e9)
+LOCK_STEP = {"colocate": True, "actor_num_gpus_per_node": 8}
+AHEAD = {
+    "actor_num_gpus_per_node": 4,
+    "rollout_num_gpus": 8,
+    "async_buffer_size": 3,
+    "update_weights_in_flight": True,
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "pipeline_model_parallel_size": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpus", "per_host", "given"),
+    [
+        ("qwen3-30b-a3b", 16, 8, LOCK_STEP | {"expert_model_parallel_size": 8}),
+        ("qwen3-30b-a3b", 16, 8, AHEAD),
+        ("qwen3-0.6b", 12, 8, LOCK_STEP | {"context_parallel_size": 2}),
+        ("qwen3-0.6b", 9, 8, LOCK_STEP),
+        ("qwen3-0.6b", 6, 4, AHEAD),
+    ],
+)
+def test_the_best_plans_are_sorted_and_are_what_their_flags_ask_for(
+    tmp_path: Path, shape: str, gpus: int, per_host: int, given: dict[str, Any]
+) -> None:
+    common = {
+        "rollout_batch_size": 32,
+        "n_samples_per_prompt": 8,
+        "rollout_max_response_len": 2048,
+        "rollout_max_context_len": 2304,
+    }
+    run = Run(tmp_path, SHAPES[shape], **common, **given)
+    lengths = log_normal(512, 2048)
+    work = Workload.of(run.config, lengths, 128)
+    rates = replace(H200, gpus_per_host=per_host)
+    now = plan_of(run.facts, work, run.cost, rates, 141e9)
+    plans = best_plans(run.facts, work, run.cost, rates, gpus, 141e9)
     assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
-    assert {plan.facts.colocate for plan in plans} == {True, False}
     for plan in plans:
-        assert plan.facts.placement.total == 16
+        assert plan.facts.placement.total == gpus
         assert plan.seconds == pytest.approx(sum(plan.phases.values()))
-        words = plan.flags.split()
-        assert words[0] == "--actor-num-nodes"
-    slower = plan_of(plans[-1].facts, work, run.cost, DEFAULTS["A100"], 80e9)
-    assert slower.seconds > plans[-1].seconds * 0.9
+        told = read_argv(plan.flags(now, per_host).split()).values
+        asked = Run(tmp_path, SHAPES[shape], **{**common, **given, **told})
+        assert Workload.of(asked.config, lengths, 128) == plan.work
+        assert layout(asked.facts) == layout(plan.facts)
+    assert {plan.facts.colocate for plan in plans} == (set() if gpus == 9 else {True, False})
+
+
+def layout(facts: Facts) -> tuple[Any, ...]:
+    assert facts.trainer is not None and facts.engine is not None
+    return (
+        facts.trainer.layout,
+        facts.placement.num_rollout,
+        facts.engine.tensor,
+        facts.colocate,
+        facts.trainer_sleeps,
+        facts.engine_sleeps,
+    )
 
 
 def test_a_critic_on_gpus_of_its_own_trains_meanwhile(tmp_path: Path) -> None:
@@ -384,9 +453,10 @@ def test_rates_go_through_a_file(tmp_path: Path) -> None:
     assert default_rates("NVIDIA H100 80GB HBM3") is DEFAULTS["H100"]
     with pytest.raises(UserError, match="no rates are known"):
         default_rates("RTX 4090")
-    (tmp_path / "rates.json").write_text("{}")
-    with pytest.raises(UserError, match="cannot be read"):
-        load_rates(tmp_path / "rates.json")
+    for changes in ({"memory": 0}, {"products": "fast"}, {"gpu": 3}, {"unknown": 1}):
+        (tmp_path / "rates.json").write_text(json.dumps(asdict(H200) | changes))
+        with pytest.raises(UserError, match="cannot be read"):
+            load_rates(tmp_path / "rates.json")
 
 
 def test_the_kind_of_gpu_is_asked_of_the_driver(
@@ -407,21 +477,70 @@ def test_the_measurements_of_the_calibration_are_positive() -> None:
     assert 0 < calibrate.operation_seconds("cpu", 0.01, count=10) < 1
 
 
-def test_the_command_says_memory_time_and_what_to_try(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]))
+    found = ["--hf-checkpoint", str(tmp_path), "--prompt-data", "x.jsonl", "--num-rollout", "1"]
+    found += ["--custom-rm-path", "recipes.gsm8k.reward", "--rollout-batch-size", "8", "--colocate"]
+    return [*found, "--actor-num-gpus-per-node", "2", "--rollout-max-context-len", "1024"]
+
+
+def test_the_command_says_memory_time_and_what_to_try(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lengths = tmp_path / "lengths.json"
-    lengths.write_text("[100, 200, 400]")
-    words = ["--hf-checkpoint", str(tmp_path), "--prompt-data", "x.jsonl", "--num-rollout", "1"]
-    words += ["--custom-rm-path", "recipes.gsm8k.reward", "--rollout-batch-size", "8", "--colocate"]
-    words += ["--actor-num-gpus-per-node", "2", "--rollout-max-context-len", "1024"]
+    lengths.write_text("[100, 200, 4000]")
     assert command.main([*words, "--gpus", "4", "--lengths", str(lengths), "--device", "A100"]) == 0
     said = capsys.readouterr().out
     assert "memory plan: 2 GPUs of 80.0 GB" in said
     assert "worth trying on 4 GPUs:" in said
     assert "s a step" in said and "limited by" in said
+    assert "768 at most; lengths of" in said and "cut at the 768 that the flags allow" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--calibrate", "rates.json"], "other flags would be ignored"),
+        (["--rates", "rates.json", "--device", "H100"], "both say which GPU"),
+        (["--prompt-tokens", "1024"], "leaves no room for a response"),
+        (["--gpu-memory-gb", "-3"], "--gpu-memory-gb is -3"),
+    ],
+)
+def test_what_would_be_ignored_or_is_impossible_is_refused(
+    words: list[str], more: list[str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        command.main([*words, *more])
+
+
+def test_a_plan_that_does_not_fit_comes_with_remedies(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([*words, "--gpu-memory-gb", "12", "--gpus", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "the memory plan does not fit: train needs" in said and "fix: " in said
+    assert "no layout divides 1 GPU and fits into the memory" in said
+
+
+def test_the_command_says_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs the flags"):
         command.main([])
     with pytest.raises(UserError, match="no GPU to calibrate"):
         command.main(["--calibrate", str(tmp_path / "rates.json")])
+
+
+def test_the_engine_and_the_gpu_are_those_of_the_flags_and_of_this_host(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An A100 has 40 or 80 GB; a configuration file may name the engine."""
+    monkeypatch.setattr(command, "gpu_name", lambda: "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr(command, "seen_gpu_memory", lambda: 40e9)
+    (tmp_path / "run.yaml").write_text("rollout_engine: embedded\n")
+    command.main([*words, "--config", str(tmp_path / "run.yaml")])
+    said = capsys.readouterr().out
+    assert "memory plan: 2 GPUs of 40.0 GB" in said
+    assert "--sglang-mem-fraction-static" not in said

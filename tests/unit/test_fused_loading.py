@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_no_group_is_split_whatever_sizes_and_order(drawn: Any, limit: int) -> N
     buckets = list(pack(iter(tensors), limit, together=lambda name: groups.get(name, ())))
     names = [entry.name for bucket in buckets for entry in bucket.entries]
     assert sorted(names) == sorted(name for name, _ in tensors)  # each once
-    sent = {name: tensor for bucket in buckets for name, tensor in bucket.tensors()}
+    sent = {name: tensor for bucket in buckets for name, tensor in bucket.tensors}
     assert all(torch.equal(sent[name], tensor) for name, tensor in tensors)
     where = {
         entry.name: number for number, bucket in enumerate(buckets) for entry in bucket.entries
@@ -221,7 +222,9 @@ def test_pairs_arrive_at_any_bucket_size(
 @pytest.mark.parametrize("way", ["IPC handles", "gloo broadcast"])
 def test_a_torn_pair_is_named_by_the_receipt(server: FakeSGLang, model_dir: Path, way: str) -> None:
     sync = connected(model_dir, server, 3, update_weight_buffer_size=6_000, **WAYS[way])
-    together, sync._transport._together = sync._transport._together, None  # type: ignore[union-attr]
+    transport: Any = sync._transport
+    packing = transport._packing
+    transport._packing = replace(packing, together=None)
     with pytest.raises(WeightMismatch) as caught:
         sync.push()
     lost = {line.split()[0] for line in caught.value.mismatches}
@@ -231,7 +234,7 @@ def test_a_torn_pair_is_named_by_the_receipt(server: FakeSGLang, model_dir: Path
         f"{q} was sent and not loaded by {server.url} (SGLang loads it only together with {kv})"
         in str(caught.value)
     )
-    sync._transport._together = together  # type: ignore[union-attr]
+    transport._packing = packing
     assert sync.push().loaded == len(sync._names)
     sync.close()
 

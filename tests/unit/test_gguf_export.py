@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.bpe_tokenizers import TEXT
 from slime.checkpoints.gguf import gguf_to_hf
 from slime.checkpoints.gguf_export import QWEN_WORDS, TEKKEN_WORDS, hf_to_gguf
+from slime.cli import export
 from slime.errors import UserError
 from tests.support.bpe_tokenizers import save_model_with_words
 from tests.support.embedded_models import save_tiny_model
@@ -256,3 +257,26 @@ def test_an_unknown_way_of_cutting_words_is_refused_and_can_be_named(tmp_path: P
     with pytest.raises(UserError, match=r"--pre-tokenizer with llama.cpp's name"):
         hf_to_gguf(directory, tmp_path / "model.gguf")
     assert hf_to_gguf(directory, tmp_path / "model.gguf", pre_tokenizer="qwen2").is_file()
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF\x03\0\0\0", b"no model"])
+def test_what_is_no_gguf_file_is_named(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="is not a GGUF file, or it is damaged"):
+        gguf_to_hf(file, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--to", "out", "--dtype", "float16"], "--dtype has an effect only on --gguf"),
+        (["--to", "out", "--pre-tokenizer", "gpt-2"], "--pre-tokenizer has an effect only on"),
+        (["--gguf", "out.gguf", "--experts", "peft-3d"], "--experts has an effect only on --to"),
+    ],
+)
+def test_flags_without_effect_are_refused(
+    exported: tuple[Path, Path], words: list[str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        export.main([str(exported[0]), *words])

@@ -117,6 +117,21 @@ def test_where_math_verify_is_wrong(label: str, answer: str, right: bool) -> Non
     assert grade_math(answer, label) == right
 
 
+@pytest.mark.parametrize(
+    ("label", "answer"),
+    [
+        ("1, 2", r"x \in \Z"),
+        ("f(x) = 2", "(x, y) = (1, 2)"),
+        ("x < 5", "(x, y) < 3"),
+        (r"x \equiv 2 \pmod{5}", "(x, y) = 1"),
+        (r"\frac{\pi}{4} + k\pi, k \in \Z", "k - 1e999999"),
+        ("3", "15:30 pm"),
+    ],
+)
+def test_an_answer_of_another_kind_than_its_label_is_wrong(label: str, answer: str) -> None:
+    assert grade_dapo(f"Answer: {answer}", label)["score"] == -1.0
+
+
 @pytest.mark.parametrize("label", ["", " ", r"\boxed{}", "####", None])
 @pytest.mark.parametrize("response", [r"\boxed{}", r"\boxed{ }", "", r"\boxed{4}"])
 def test_nothing_equals_an_empty_label(label: str | None, response: str) -> None:

@@ -8,10 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from slime.config import make_config
 from slime.hub import hub_name, is_hub_name, local_data
+from slime.run import preflight
 from tests.support.bpe_tokenizers import save_model_with_words
 from tests.support.stub_hub import COMMIT, stub_hub
 
@@ -146,6 +149,18 @@ def test_a_run_goes_by_the_local_copies_and_keeps_the_names_for_its_records(tmp_
     assert copy.endswith(f"models--me--tiny/snapshots/{COMMIT}") and reference == copy
     assert data.endswith(f"datasets--me--sums/snapshots/{COMMIT}/train.csv@[0:3]")
     assert model_origin.endswith(": me/tiny") and data_origin.endswith(": me/sums/train.csv@[0:3]")
+
+
+def test_held_out_preferences_come_from_the_hub_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "local_data", lambda path: path.replace("me/", "/copies/"))
+    given: dict[str, Any] = {"loss_type": "preference_loss", "rollout_batch_size": 2}
+    config = make_config(
+        **given, num_rollout=1, prompt_data="/rows", eval_preference_data="me/pairs:test"
+    )
+    local = preflight.from_the_hub(config)
+    assert local.preference.eval_preference_data == "/copies/pairs:test"
+    assert local.origins["eval_preference_data"].endswith(": me/pairs:test")
+    assert local.data == config.data
 
 
 def test_what_the_hub_does_not_have(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from slime.embedded.scheduler import Scheduler
 from slime.embedded.weight_update import ABILITIES
 from slime.errors import UserError
 from slime.models.images import ImageReader
+from slime.models.vision import ImageSpan
 from slime.weights.canary import Canary
-from tests.support.embedded_models import make_scheduler, run
+from slime.weights.image_canary import ImageCanary
+from tests.support.embedded_models import make_scheduler, no_adapters, run
 from tests.support.images import IMAGES, save_seeing_with_tokenizer
 from tests.support.trainers import trainer
 
@@ -35,7 +37,9 @@ class Engine:
         assert vision is not None
         images = ImageRequests(ImageReader(model), vision, 4)
         noise = random.Random(0)
-        self.limits = RequestLimits(272, 256, frozenset({257}), None, noise, images=images)
+        self.limits = RequestLimits(
+            272, 256, frozenset({257}), None, noise, no_adapters(), images=images
+        )
 
     def get(self, path: str, timeout: float) -> list[dict[str, Any]]:
         return [{"dtype": "float32", "abilities": ABILITIES.to_json()}]
@@ -95,7 +99,7 @@ def test_an_engine_that_ignores_a_part_of_images_is_found(
     else:
         decoder = engine.scheduler.store.model
         whole = decoder.forward
-        decoder.forward = lambda *given, turns=None, **named: whole(*given, **named)  # type: ignore
+        decoder.forward = lambda *given, axis_positions=None, **named: whole(*given, **named)  # type: ignore
     with pytest.raises(UserError, match="around a picture: the tower, the projector"):
         canary.check("a weight push")
 
@@ -122,7 +126,17 @@ def test_an_answer_about_other_placeholders_is_refused(model: Path) -> None:
     vision = engine.limits.images.vision
     small = ImageRequests(ImageReader(model, max_pixels=1024), vision, 4)
     canary.fleet.limits = RequestLimits(  # type: ignore[attr-defined]
-        272, 256, frozenset({257}), None, random.Random(0), images=small
+        272, 256, frozenset({257}), None, random.Random(0), no_adapters(), images=small
     )
-    with pytest.raises(Exception, match="4 x 4 = 16 tokens, the prompt has"):
+    with pytest.raises(Exception, match="answered those of 34: it prepares the picture"):
         canary.check("a weight push")
+
+
+def test_the_effect_of_a_picture_is_that_of_the_least_affected() -> None:
+    """Two tokens are behind the image; log-probs of both pictures follow one another."""
+    canary = ImageCanary([5, 9, 9, 6, 7], ImageSpan(1, 1, 2), (b"a", b"b"))
+    behind = {"http://a": [-1.0, -2.0, -1.5, -2.0], "http://b": [-1.0, -2.0, -3.0, -1.0]}
+    assert canary.check_effect("a push", [-4.0, -2.0, -1.0, -1.0], behind) == 0.25
+    with pytest.raises(UserError, match="http://b gives the same log-probs behind two"):
+        same = {**behind, "http://b": [-1.0, -2.0, -1.0, -2.0]}
+        canary.check_effect("a push", [-4.0, -2.0, -1.0, -1.0], same)

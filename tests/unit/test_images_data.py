@@ -6,6 +6,7 @@ import base64
 import functools
 import http.server
 import io
+import itertools
 import json
 import random
 import threading
@@ -19,13 +20,14 @@ from PIL import Image
 
 from slime.config import Config, make_config
 from slime.errors import UserError
-from slime.models.images import ImageError, ImageReader, decoded, upright
+from slime.models.images import ImageReader, decoded, upright
+from slime.models.vision import ImageError, ImageSpan
 from slime.prompts.images import image_prompts
 from slime.prompts.source import make_source
 from slime.prompts.tokenizer import load_tokenizer
 from slime.rollout.sft import SftEncoder
 from slime.rollout.validate_rows import validate_data
-from slime.samples.media import media_of, media_problem
+from slime.samples.media import Media, media_of, media_problem
 from tests.support.images import IMAGES, PICTURES, picture, save_seeing_with_tokenizer
 
 NAMES = ("portrait", "landscape", "square")
@@ -176,6 +178,13 @@ def test_parts_of_messages_bring_images_at_any_turn(
     assert media_problem(media, tokens, prompts.vision.image_token) == ""
 
 
+def test_the_place_of_an_image_has_tokens_on_both_sides() -> None:
+    for start, tokens in ((0, [9, 9, 5]), (1, [5, 9, 9])):
+        media = [Media(ImageSpan(start, 1, 2), "a.png")]
+        assert media_problem(media, tokens, 9) == "image 1 without tokens around it"
+    assert media_problem([Media(ImageSpan(1, 1, 2), "a.png")], [5, 9, 9, 5], 9) == ""
+
+
 @pytest.mark.parametrize(
     ("row", "flags", "message"),
     [
@@ -250,6 +259,38 @@ def test_a_hundred_malformed_files_are_refused_by_name(model: Path, tmp_path: Pa
     assert "sound" not in told
 
 
+def encoded(kind: str) -> bytes:
+    stream = io.BytesIO()
+    mode = "P" if kind == "BLP" else "RGB"
+    Image.open(io.BytesIO(picture(40, 30))).convert(mode).save(stream, kind)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(("kind", "places"), [("DDS", (80,)), ("BLP", (4,)), ("TIFF", (4, 8))])
+def test_damaged_files_of_any_format_are_images_that_cannot_be_read(
+    kind: str, places: tuple[int, ...]
+) -> None:
+    """Readers of rare formats raise errors of their own."""
+    whole = encoded(kind)
+    refused = 0
+    for place, value in itertools.product(places, range(256)):
+        data = bytearray(whole)
+        data[place] = value
+        try:
+            decoded(bytes(data))
+        except ImageError:
+            refused += 1
+    assert refused
+
+
+@pytest.mark.parametrize("url", ["http://[x/a.png", "http://127.0.0.1:port/a.png"])
+def test_addresses_that_are_none_are_refused_by_row(url: str, model: Path, tmp_path: Path) -> None:
+    data = write(tmp_path, {"input": "<image>", "images": [url]})
+    assert f"rows.jsonl:1: image 1 ({url})" in refusal(
+        config_of(model, data, allow_image_urls=True)
+    )
+
+
 def test_pictures_are_upright_and_of_one_frame() -> None:
     stream = io.BytesIO()
     turned = Image.new("RGB", (40, 20))
@@ -267,10 +308,41 @@ def test_pictures_are_upright_and_of_one_frame() -> None:
         decoded(stream.getvalue())
 
 
+def test_a_reader_counts_the_seconds_of_what_it_prepares(model: Path) -> None:
+    reader = ImageReader(model)
+    reader.read(picture(256, 128))
+    taken = reader.take_seconds()
+    assert taken > 0 and reader.take_seconds() == 0
+    reader.read(picture(256, 128))  # kept
+    assert reader.take_seconds() == 0
+
+
 def test_large_images_are_scaled_down_by_flag(model: Path) -> None:
     large = picture(256, 128)
     assert ImageReader(model).read(large).grid == (1, 10, 22)
     assert ImageReader(model, max_pixels=1024).read(large).grid == (1, 4, 10)
+
+
+@pytest.mark.parametrize("written", [1, 9])
+def test_a_tokenised_row_counts_all_placeholders(written: int, model: Path, tmp_path: Path) -> None:
+    """It has one or all of them; the limit of prompts knows the tokens of the image."""
+    (tmp_path / "a.png").write_bytes(PICTURES["square"])
+    vision = image_prompts(str(model), None).vision
+    ids = [5, vision.start_token, *[vision.image_token] * written, vision.end_token]
+    data = write(tmp_path, {"input": ids, "images": ["a.png"]})
+    flags: dict[str, Any] = {"rollout_max_prompt_len": 12}
+    ((sample, _),) = drawn(config_of(model, data, **flags))
+    assert sample.tokens == ids
+    told = refusal(config_of(model, data, rollout_max_prompt_len=11))
+    assert "12" in told
+
+
+def test_a_tokenised_row_with_other_placeholders_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PICTURES["square"])
+    vision = image_prompts(str(model), None).vision
+    ids = [5, vision.start_token, *[vision.image_token] * 2, vision.end_token]
+    told = refusal(config_of(model, write(tmp_path, {"input": ids, "images": ["a.png"]})))
+    assert "2 for image 1, which is 3 x 3 tokens" in told
 
 
 def test_supervised_conversations_have_images(model: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from slime.embedded.scheduler import Scheduler
 from slime.embedded.sequence import Sequence
 from slime.engines.request_fields import BadRequest
 from slime.models.images import ImageReader
-from tests.support.embedded_models import make_scheduler, make_sequence, run
+from tests.support.embedded_models import make_scheduler, make_sequence, no_adapters, run
 from tests.support.images import (
     CLOSE,
     END,
@@ -160,6 +160,7 @@ def limits(directory: Path, reader: ImageReader, limit: int = 2, **changes: Any)
         "eos_token_ids": frozenset(),
         "tokenizer": None,
         "noise": random.Random(0),
+        "adapters": no_adapters(),
         "images": ImageRequests(reader, vision, limit),
     }
     return RequestLimits(**(fields | changes))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slime.cluster.engine_fit import EngineInfo, check_fit
 from slime.config import make_config
+from slime.engines.api import WEIGHT_PROBE
+from slime.engines.sglang import model_faults
 from slime.engines.sglang.command import check_sglang
 from slime.engines.sglang.model_faults import check_model
 from slime.errors import UserError
@@ -20,7 +24,7 @@ from slime.models.flops import sequence_cost
 from slime.models.vision import VisionKind, VisionSpec, seeing
 from slime.run.preflight import check_architecture
 from tests.support.hf_configs import config_of
-from tests.support.images import IMAGES, save_seeing_with_tokenizer
+from tests.support.images import IMAGES, save_seeing, save_seeing_with_tokenizer
 from tests.support.tiny_models import save_tiny
 
 
@@ -85,16 +89,56 @@ def test_a_config_without_what_images_need_is_refused(missing: str) -> None:
         family_of(config).describe(seeing(config))
 
 
-def test_sglang_is_refused_where_it_computes_images_wrongly() -> None:
-    """Qwen3.5: a kernel reads one of three rows of positions."""
+@pytest.mark.parametrize(
+    ("version", "is_refused"), [("0.5.13", True), ("0.5.16.post1", True), ("0.5.17", False)]
+)
+def test_versions_of_sglang_that_compute_images_wrongly_are_refused(
+    version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3.5: a kernel reads one of three rows of positions. Launched engines are refused, and
+    those that others have started."""
+    monkeypatch.setattr(model_faults, "installed_version", lambda: version)
     config = config_of("qwen3_5")
     spec = family_of(config).describe(config)
+    vision = VisionSpec(VisionKind("", (1, 1, 1)), {}, 1, 2, 3, (1, 1, 1))
+    check_model(spec, config)  # text alone
+    check_model(replace(spec, vision=vision, transformer={}), config)  # another model
+    expected: AbstractContextManager[Any] = nullcontext()
+    if is_refused:
+        words = r"SGLang up to 0\.5\.16 computes images(.|\n)*--rollout-engine embedded"
+        expected = pytest.raises(UserError, match=words)
+    with expected:
+        check_model(replace(spec, vision=vision), config)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_vl"])
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.17"])
+def test_external_engines_that_compute_images_wrongly_are_refused(
+    version: str, kind: str, tmp_path: Path
+) -> None:
+    save_seeing(tmp_path, kind)
+    server = {"version": version, "dtype": "float32", "custom_weight_loader": [WEIGHT_PROBE]}
+    engine = EngineInfo({}, server)
+    for flags, is_refused in (({}, False), (IMAGES, (kind, version) == ("qwen3_5", "0.5.16"))):
+        config = make_config(hf_checkpoint=str(tmp_path), **flags)
+        expected: AbstractContextManager[Any] = nullcontext()
+        if is_refused:
+            words = r"SGLang 0\.5\.16(.|\n)*three rows(.|\n)*newer"
+            expected = pytest.raises(UserError, match=words)
+        with expected:
+            check_fit(config, "http://engine", engine, None, lambda text: None)
+
+
+def test_a_version_of_sglang_that_tokenises_prompts_anew_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = seeing(QWEN3_VL_8B)
+    spec = family_of(config).describe(config)
+    monkeypatch.setattr(model_faults, "installed_version", lambda: "0.5.13")
     check_model(spec, config)
-    with pytest.raises(UserError, match=r"SGLang up to 0\.5\.16 computes images of this model"):
-        check_model(
-            replace(spec, vision=VisionSpec(VisionKind("", (1, 1, 1)), {}, 1, 2, 3, (1, 1, 1))),
-            config,
-        )
+    monkeypatch.setattr(model_faults, "installed_version", lambda: "0.5.12")
+    with pytest.raises(UserError, match=r"SGLang 0\.5\.12 tokenises prompts with images anew"):
+        check_model(spec, config)
 
 
 def test_limits_that_sglang_would_not_know_are_refused() -> None:

@@ -15,6 +15,7 @@ from slime.models import family_of, read_hf_config
 from slime.models.images import ImageReader
 from slime.models.layout_rules import check_layout
 from slime.models.vision import seeing
+from slime.trainer.megatron.packed import PackingOptions, pack
 from tests.support.images import IMAGES, save_seeing
 from tests.support.parity import (
     CP2,
@@ -29,7 +30,7 @@ from tests.support.parity import (
     worst,
 )
 from tests.support.seeing_samples import batch_of
-from tests.support.trainer_ranks import Pools, shard
+from tests.support.trainer_ranks import Pools, shard, trainer_config
 
 #: Samples and micro-batches of two data-parallel ranks; the second one has a micro-batch of text
 #: alone.
@@ -51,8 +52,6 @@ CASES = [
     *(("qwen3_5", name) for name in ("TP2+SP", "CP2")),
     ("qwen3_5_moe", "EP2"),
 ]
-#: Layouts of hybrids agree up to the rounding that a small denominator magnifies.
-ROUNDING = {"qwen3_5": 5e-5, "qwen3_5_moe": 2e-4}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,7 @@ def test_a_layout_computes_what_one_process_does(
     kind: str, name: str, alone: Callable[[str], Any], pools: Pools
 ) -> None:
     flags, batch, expected = alone(kind)
-    tolerance = ROUNDING.get(kind, TOLERANCE)
+    tolerance = TOLERANCE
     own, shards = LAYOUTS[name]
     batches = [shard(batch, *one) for one in shards] or [batch]
     places = {index: place for place, index in enumerate(expected["samples"])}
@@ -97,6 +96,35 @@ def test_a_layout_computes_what_one_process_does(
             farthest = max(differences, key=differences.__getitem__)
             assert differences[farthest] <= tolerance, farthest
     assert any("visual." in name for name in expected["gradients"])
+
+
+def pixels_of_a_stage(info: Any, flags: dict[str, Any], batches: list[Any]) -> list[int]:
+    """How many numbers of pixels each micro-batch brings to a rank."""
+    from slime.trainer.megatron.backend import MegatronBackend
+
+    config = trainer_config(**flags, actor_num_gpus_per_node=info.world_size)
+    backend = MegatronBackend(config, info)
+    backend.setup()
+    packed = backend._pack(batches[0], batches[0].steps[0].micro_batches)
+    assert all(one.sequences.rotary_positions is not None for one in packed)
+    return [0 if (own := one.sequences.images) is None else own.pixels.numel() for one in packed]
+
+
+def test_later_stages_prepare_no_images(alone: Callable[[str], Any], pools: Pools) -> None:
+    flags, batch, _ = alone("qwen3_vl")
+    first, last = pools.run(2, pixels_of_a_stage, flags | PP2, [batch])
+    assert all(first) and not any(last)
+
+
+def test_pixels_stay_in_host_memory_until_the_tower_reads_them(alone: Callable[[str], Any]) -> None:
+    """All micro-batches of a step are packed at once."""
+    flags, batch, _ = alone("qwen3_vl")
+    read = ImageReader(flags["hf_checkpoint"]).read
+    options = PackingOptions(torch.device("meta"), read_image=read)
+    responses = batch.response_lengths
+    packed = pack([1], batch.tokens, responses, options, media=batch.media, images=batch.images)
+    images = packed.sequences.images
+    assert images is not None and images.rows.is_meta and not images.pixels.is_meta
 
 
 def test_features_behind_layers_of_another_stage_are_refused(alone: Callable[[str], Any]) -> None:

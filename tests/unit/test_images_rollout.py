@@ -14,9 +14,10 @@ from benchmarks.agent_clients import anthropic_of, openai_of
 from slime.agents.endpoint import AgentEndpoint
 from slime.engines.api import GenerateResult
 from slime.errors import UserError
+from slime.models.vision import one_placeholder_each, placeholder_runs
 from slime.prompts.images import ImagePrompts, image_prompts
 from slime.rollout.generate import append_message, bind_state, generate
-from slime.samples.media import media_of, media_problem
+from slime.samples.media import media_of, media_problem, references_of
 from slime.samples.types import Sample, SampleStatus
 from tests.support.agents import TEMPLATE, Play
 from tests.support.fake_rollout import FakeClient, hook_args, make_state
@@ -71,7 +72,10 @@ class Client(FakeClient):
     ) -> GenerateResult:
         self.bodies.append({"input_ids": list(input_ids), **extra})
         reason = self.reasons.pop(0) if self.reasons else "stop"
-        told = len(input_ids) if self.told is None else self.told
+        known = {encoded(name): size for name, size in SIZES.items()}
+        sizes = [known[image] for image in extra.get("image_data", [])]
+        read = len(input_ids) + sum(rows * columns - 1 for rows, columns in sizes)
+        told = read if self.told is None else self.told
         meta = {"finish_reason": {"type": reason}, "prompt_tokens": told, "weight_version": "1"}
         return GenerateResult(list(self.says), [-0.5, -0.5], "AB", reason, meta)
 
@@ -118,15 +122,19 @@ def check(sample: Sample, prompts: ImagePrompts, *names: str) -> None:
     sample.validate()
 
 
-def test_requests_carry_the_images_and_all_placeholders(
+def test_requests_carry_the_images_and_one_placeholder_of_each(
     prompts: ImagePrompts, tokenizer: Any, tmp_path: Path
 ) -> None:
+    """SGLang tokenises a prompt anew that has others."""
     client = Client()
     sample = sample_with(tmp_path, prompts, tokenizer, "portrait", "square")
     play(state_of(client, prompts, tokenizer, tmp_path), sample)
     (body,) = client.bodies
     assert body["image_data"] == [encoded("portrait"), encoded("square")]
-    assert body["input_ids"].count(prompts.vision.image_token) == 10 + 9
+    sent = body["input_ids"]
+    assert sent.count(prompts.vision.image_token) == 2
+    whole, _ = prompts.expand(sent, references_of(sample), "sample 0")
+    assert [*whole, 65, 66] == sample.tokens
     check(sample, prompts, "portrait", "square")
 
 
@@ -147,7 +155,7 @@ def test_what_goes_on_keeps_its_images(
     again = Sample.from_dict(stored)
     again.status = SampleStatus.ABORTED
     play(state, again)
-    assert client.bodies[-1]["input_ids"] == sample.tokens
+    assert client.bodies[-1]["input_ids"] == one_placeholder_each(sample.tokens, prompts.vision)
     assert client.bodies[-1]["image_data"] == [encoded("landscape")]
     check(again, prompts, "landscape")
 
@@ -276,7 +284,13 @@ async def messages_with_tools(endpoint: AgentEndpoint) -> None:
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>'
 
 
-def agent_play(prompts: ImagePrompts, tokenizer: Any, folder: Path, *lines: str) -> Play:
+def agent_play(
+    prompts: ImagePrompts,
+    tokenizer: Any,
+    folder: Path,
+    *lines: str,
+    shown: Sequence[str] = ("portrait", "square"),
+) -> Play:
     found = Play(
         lines,
         images=prompts,
@@ -284,6 +298,13 @@ def agent_play(prompts: ImagePrompts, tokenizer: Any, folder: Path, *lines: str)
         args={"images_per_sample": 4},
     )
     found.model.tokenizer = found.state.tokenizer = tokenizer
+
+    def expanded_length(ids: list[int]) -> int:
+        images = len(placeholder_runs(ids, prompts.vision))
+        sizes = [SIZES[name] for name in shown[:images]]
+        return len(ids) + sum(rows * columns - 1 for rows, columns in sizes)
+
+    found.model.prompt_length = expanded_length
     return found
 
 
@@ -295,7 +316,8 @@ def test_agents_send_images(
     played = agent_play(prompts, tokenizer, tmp_path, CALL, "Yes.<|im_end|>")
     (sample,) = played.run(agent).samples()
     check(sample, prompts, "portrait", "square")
-    assert sample.tokens == played.model.asked[-1] + played.model.said[-1]
+    asked = one_placeholder_each(sample.tokens, prompts.vision)
+    assert asked == played.model.asked[-1] + played.model.said[-1]
     spans = sample.multimodal_train_inputs["spans"]  # type: ignore[index]
     assert spans[0][0] < sample.prompt_length < spans[1][0]
     assert played.trained(sample) == [token for said in played.model.said for token in said]
@@ -322,7 +344,8 @@ def test_another_image_with_the_same_words_is_another_conversation(
             ]
             await client.chat.completions.create(model="m", messages=second)  # type: ignore
 
-    played = agent_play(prompts, tokenizer, tmp_path, "One.<|im_end|>", "Two.<|im_end|>")
+    lines = ("One.<|im_end|>", "Two.<|im_end|>")
+    played = agent_play(prompts, tokenizer, tmp_path, *lines, shown=["square"])
     samples = played.run(agent).samples()
     assert len(samples) == 2
     media = [media_of(one.multimodal_inputs, one.multimodal_train_inputs) for one in samples]

@@ -25,10 +25,12 @@ from slime.observe.recorder import sample_record
 from slime.observe.run_data import read_stages
 from slime.page import report_contents
 from slime.page.index import SampleIndex
+from slime.page.pictures import with_pictures
 from slime.page.rows import Query
 from slime.prompts.images import image_prompts
 from slime.prompts.tokenizer import load_tokenizer
 from slime.samples.types import Sample
+from tests.support.embedded_models import no_adapters
 from tests.support.images import PICTURES, save_seeing_with_tokenizer
 
 
@@ -74,6 +76,16 @@ def test_the_page_shows_the_images_of_a_sample(tmp_path: Path) -> None:
     assert size_of(picture) == (48, 16)
 
 
+def test_the_page_shows_photos_upright(tmp_path: Path) -> None:
+    """As the model sees them."""
+    photo = Image.new("RGB", (40, 20))
+    exif = photo.getexif()
+    exif[0x0112] = 6
+    photo.save(tmp_path / "a.jpg", exif=exif)
+    [picture] = with_pictures({"images": [str(tmp_path / "a.jpg")]})["pictures"]
+    assert size_of(picture) == (20, 40)
+
+
 def test_the_report_shows_them_too(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     [stage] = read_stages(run, {})
@@ -97,7 +109,9 @@ def parsed(model: Path, content: Any, *, sees: bool = True) -> Any:
     tokenizer: Any = load_tokenizer(str(model))
     vision = image_prompts(str(model), None).vision
     images = ImageRequests(ImageReader(model), vision, 2) if sees else None
-    limits = RequestLimits(272, 256, frozenset(), tokenizer, random.Random(0), images=images)
+    limits = RequestLimits(
+        272, 256, frozenset(), tokenizer, random.Random(0), no_adapters(), images=images
+    )
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 3}
     return parse_chat(body, limits, tokenizer, "m").generate.jobs[0].sequence
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,10 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
         "scontrol": "echo one; echo two",
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"',
         "hostname": "echo 10.0.0.1 fe80::1",
-        "ray": said + 'case "$*" in *--block*) exec sleep 30;; esac',
-        "slime": 'if [ "$1" = doctor ]; then ' + said + 'exit "${DOCTOR:-0}"; fi\n'
-        'until [ "$(grep -c "^ray .start" "$CALLS")" -ge "${STARTS:-0}" ]; do sleep 0.05; done\n'
-        + said
-        + 'exit "${TRAIN:-0}"',
+        "ray": said + 'case "$*" in *--block*) exec /bin/sleep 30;; esac',
+        "slime": said + '[ "$1" = doctor ] && exit "${DOCTOR:-0}"; exit "${TRAIN:-0}"',
+        "python3": '[ "$(grep -c "^ray .start" "$CALLS")" -ge "${JOINED:-1}" ]',
+        "sleep": "exec /bin/sleep 0.01",
     }
     for name, body in bodies.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -79,7 +79,7 @@ def test_slurm_examines_every_node_then_starts_ray_then_trains(
     assert "#SBATCH --nodes=2" in head
     assert "#SBATCH --gpus-per-node=8" in head
     assert "#SBATCH --partition=gpu" in head
-    status, calls = run(script, stand_ins | {"STARTS": "2"})
+    status, calls = run(script, stand_ins | {"JOINED": "2"})
     assert status == 0
     assert calls[0].startswith("slime [doctor] [train] [--node] [--hf-checkpoint]")
     assert "[a file.jsonl]" in calls[0]
@@ -100,6 +100,29 @@ def test_a_doctor_that_finds_something_ends_the_job(
     status, calls = run(script, stand_ins | {"DOCTOR": "1"})
     assert status == 1
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("kind", ["slurm", "skypilot"])
+def test_a_node_that_does_not_join_ends_the_job(
+    kind: str, flags: list[str], stand_ins: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = job([f"--{kind}", *flags], capsys)
+    script = text if kind == "slurm" else yaml.safe_load(text)["run"]
+    status, calls = run(script.replace("seq 150", "seq 9"), stand_ins | {"JOINED": "9"})
+    assert status == 1
+    assert not any(call.startswith("slime [train]") for call in calls)
+
+
+def test_the_nodes_that_have_joined_are_counted_by_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = shlex.split(launch._all_joined(2))[2]
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True}, {"Alive": False}])
+    with pytest.raises(SystemExit, match="1 of 2 nodes have joined Ray"):
+        exec(program)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True}] * 2)
+    exec(program)
 
 
 @pytest.mark.parametrize("kind", ["slurm", "skypilot"])
@@ -167,10 +190,54 @@ def test_kuberay_examines_in_an_init_container_of_every_pod(
             }
 
 
+def test_the_size_of_a_node_may_be_a_flag_of_the_run(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text("num_gpus_per_node: 4\n")
+    for given in (["--num-gpus-per-node", "4"], ["--config", str(tmp_path / "run.yaml")]):
+        nodes = ["--actor-num-nodes", "4", "--actor-num-gpus-per-node", "4"]
+        script = job(["--slurm", *flags[:-4], *nodes, *given], capsys)
+        assert "#SBATCH --gpus-per-node=4\n" in script
+        assert "#SBATCH --nodes=4\n" in script
+        assert "--num-gpus-per-node 8" not in script
+
+
+def test_a_job_has_all_the_memory_of_its_nodes(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--exclusive alone gives as much as the partition's default
+    (https://slurm.schedmd.com/sbatch.html)."""
+    assert "#SBATCH --mem=0\n" in job(["--slurm", *flags], capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--slurm", "--image", "me/slime:1"], "--slurm has no --image"),
+        (["--kuberay", "--gpu", "H100"], "--kuberay has no --gpu"),
+        (["--skypilot", "--volume-claim", "models"], "--skypilot has no --volume-claim"),
+        (["--slurm", "--nodes", "1"], "8 GPUs, and the run needs 16"),
+        (["--slurm", "--gpus-per-node", "8", "--num-gpus-per-node", "16"], "contradicts"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    words: list[str], message: str, flags: list[str]
+) -> None:
+    with pytest.raises(UserError, match=message):
+        launch.main([*words, *flags])
+
+
 def test_one_node_needs_no_workers(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--kuberay", *flags[:-4], "--actor-num-gpus-per-node", "4"]
     spec = yaml.safe_load(job(words, capsys))["spec"]
     assert "workerGroupSpecs" not in spec["rayClusterSpec"]
+
+
+def test_a_secret_in_the_job_is_told(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    launch.main(["--slurm", *flags])
+    assert capsys.readouterr().err == ""
+    launch.main(["--slurm", *flags, "--use-wandb", "--wandb-key", "0123456789abcdef"])
+    assert "the job has a secret in it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

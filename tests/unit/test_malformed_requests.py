@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from benchmarks.watched_runs import make_run
 from slime.agents.endpoint import AgentEndpoint
 from slime.embedded import control_routes, generate_routes, openai_routes
-from slime.embedded.engine import EngineOptions
+from slime.embedded.options import EngineOptions
 from slime.embedded.server import application, load
 from slime.http_access import EngineAccess
 from slime.page import server as watch

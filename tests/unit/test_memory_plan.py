@@ -20,6 +20,7 @@ from slime.memory.check import (
     changes,
     check_memory,
     check_memory_of_cluster,
+    host_changes,
     judge,
     refuse,
     remedies,
@@ -393,9 +394,31 @@ def test_a_host_that_is_too_small_is_refused(
         check_memory_of_cluster(config, 141e9, 120e9, on_gpu=True)
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.5")
     assert MemoryPlan.of(config, dataclasses.replace(gpu(141), host=140e9)).host_limit == 70e9
+    monkeypatch.setenv("RAY_memory_usage_threshold", "95%")
+    with pytest.raises(UserError, match="RAY_memory_usage_threshold is '95%'"):
+        MemoryPlan.of(config, dataclasses.replace(gpu(141), host=140e9)).host_limit  # noqa: B018
     monkeypatch.undo()
     roomy = MemoryPlan.of(config, dataclasses.replace(gpu(141), host=400e9))
     assert roomy.fits and " GB (limit 380.0 GB): trainer" in table(roomy)
+
+
+def test_offloads_that_exclude_each_other_are_not_suggested_together(
+    folders: dict[str, Path],
+) -> None:
+    """--offload-optimizer-states and --optimizer-cpu-offload: the second has what the first has."""
+    plan = plan_of(folders[DENSE], 40, max_tokens_per_gpu=32768)
+    together = next(text for text, _ in remedies(plan, "train") if " and " in text)
+    assert "--optimizer-cpu-offload" in together
+    assert "--offload-optimizer-states" not in together
+    given = plan_of(folders[DENSE], 40, max_tokens_per_gpu=32768, offload_optimizer_states=True)
+    wanted = "--optimizer-cpu-offload instead of --offload-optimizer-states"
+    assert wanted in [text for text, _ in remedies(given, "train")]
+    on_host = [change.text for change in host_changes(given.facts)]
+    assert any(
+        text.startswith("--optimizer-cpu-offload")
+        and text.endswith("instead of --offload-optimizer-states")
+        for text in on_host
+    )
 
 
 def test_sleeping_states_are_counted_wherever_they_are(folders: dict[str, Path]) -> None:
@@ -487,6 +510,7 @@ WORDS = {
     "--recompute-activations": ("recompute_activations", bool),
     "--sequence-parallel": ("sequence_parallel", bool),
     "--offload-optimizer-states": ("offload_optimizer_states", bool),
+    "--optimizer-cpu-offload": ("optimizer_cpu_offload", bool),
     "--max-tokens-per-gpu": ("max_tokens_per_gpu", int),
     "--rollout-max-context-len": ("rollout_max_context_len", int),
     "--tensor-model-parallel-size": ("tensor_model_parallel_size", int),

@@ -26,7 +26,7 @@ from slime.errors import UserError
 from slime.models import FAMILIES, family_of
 from slime.models.spec import ModelSpec
 from tests.support.embedded_models import make_scheduler, make_sequence, run
-from tests.support.tiny_models import DENSE_YARN, LLAMA3
+from tests.support.tiny_models import DENSE_YARN, HYBRIDS, LLAMA3, OTHER_FAMILIES
 from tests.support.trainer_ranks import VOCAB, make_batch
 from tests.support.trainers import trainer
 
@@ -97,7 +97,6 @@ BASE: dict[str, dict[str, Any]] = {
         },
     },
     "phi3": {**SHAPE, "sliding_window": 9},
-    "seed_oss": {**SHAPE, "head_dim": 12},
     "granite": {
         **SHAPE,
         "embedding_multiplier": 12.0,
@@ -162,6 +161,13 @@ BASE: dict[str, dict[str, Any]] = {
             "topk_method": "greedy",
         },
     },
+}
+# Other families as their models in tests/support/tiny_models.py, except those whose fields count on
+# four layers.
+BASE |= {
+    name: {**SHAPE, **fields}
+    for name, (_, fields) in OTHER_FAMILIES.items()
+    if "," not in name and name not in {*BASE, *HYBRIDS, "glm4_moe_lite"}
 }
 THETA = {"rope_theta": 1000.0}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -280,23 +286,11 @@ SHARED = {
     ),
     *("hidden_act", "rms_norm_eps", "vocab_size", "moe_intermediate_size"),
 }
-#: Families of which the full run alone tries every field.
-RARE = (
-    "ministral3",
-    "mixtral",
-    "qwen2_moe",
-    "deepseek_v2",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "seed_oss",
-    "granite",
-    "exaone4",
-    "glm",
-    "hunyuan_v1_dense",
-    "ernie4_5_moe",
-    "minimax_m2",
-)
+#: Families of which every run tries every field; of the others, the full run alone.
+COMMON = {
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "gemma3_text"),
+    *("smollm3", "gpt_oss", "deepseek_v3"),
+}
 COMPUTE_SHARED = ("llama", "glm4", "deepseek_v3")
 #: What must not be refused.
 SUPPORTED: list[tuple[str, dict[str, Any]]] = [
@@ -475,7 +469,7 @@ def _by_engine(directory: Path) -> list[torch.Tensor]:
 def _fields() -> Iterator[Any]:
     for family in BASE:
         for shared in (False, True):
-            rare = (shared and family not in COMPUTE_SHARED) or family in RARE
+            rare = (shared and family not in COMPUTE_SHARED) or family not in COMMON
             name = f"{family}, {'shared' if shared else 'own'} fields"
             yield pytest.param(family, shared, id=name, marks=[pytest.mark.full] if rare else [])
 

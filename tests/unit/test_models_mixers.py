@@ -30,6 +30,8 @@ from tests.support.trainer_ranks import trainer_config
 @pytest.mark.parametrize("mixer", MIXERS, ids=lambda mixer: mixer.name)
 def test_a_record_names_classes_that_exist(mixer: TokenMixer) -> None:
     assert callable(pkgutil.resolve_name(mixer.embedded).build)
+    if mixer.megatron_module is not None:
+        assert callable(pkgutil.resolve_name(mixer.megatron_module))
     fields = pkgutil.resolve_name(mixer.megatron_config).__dataclass_fields__
     assert {*mixer.megatron_overrides, *mixer.unread_flags} <= fields.keys()
 

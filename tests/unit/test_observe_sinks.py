@@ -106,6 +106,26 @@ def test_the_trainers_share_of_waiting(tmp_path: Path, monkeypatch: pytest.Monke
     assert "perf/trainer_wait_ratio" not in second
 
 
+def test_the_share_of_a_step_in_which_images_are_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 0.0
+    for asks in (sinks_module, phases_module):
+        monkeypatch.setattr(asks, "now", lambda: seconds)
+    config = config_for(tmp_path)
+    run = create_run(config)
+    with Sinks(config, run, quiet()) as sinks:
+        for metrics in (
+            {"perf/images/trainer_time": 0.5, "perf/images/rollout_time": 1.5},
+            {"perf/images/trainer_time": 0.5},  # supervised
+            {},
+        ):
+            seconds += 8
+            sinks.log(1, {"train/loss": 1.0, **metrics})
+    shares = [row.get("perf/images/step_ratio") for row in rows_of(run)]
+    assert shares == [0.25, 0.0625, None]
+
+
 def test_every_second_of_a_step_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a part says what it has worked, the rest of what the driver waited for it is told
     apart."""

@@ -47,11 +47,14 @@ def batches_of(schedule: PackingPlan) -> list[list[list[list[int]]]]:
     ]
 
 
-@given(packing_problems())
+@given(packing_problems(), st.none() | st.integers(1, 9))
 @settings(max_examples=300)
-def test_every_invariant(problem: tuple[list[int], list[int], list[int], PackingRules]) -> None:
+def test_every_invariant(
+    problem: tuple[list[int], list[int], list[int], PackingRules], num_images: int | None
+) -> None:
     lengths, ids, mask_sums, rules = problem
-    schedule = plan_steps(lengths, ids, mask_sums, rules)
+    images = num_images and [length % num_images for length in lengths]
+    schedule = plan_steps(lengths, ids, mask_sums, rules, images=images or None)
     steps = batches_of(schedule)
 
     placed = [i for step in steps for rank in step for batch in rank for i in batch]
@@ -117,6 +120,17 @@ def test_balancing_beats_round_robin_on_skewed_lengths() -> None:
         schedule = plan_steps(lengths, list(range(8)), lengths, rules)
         loads[balance] = [sum(lengths[i] for i in shard) for shard in schedule.shards]
     assert loads == {False: [400, 4], True: [202, 202]}
+
+
+@given(st.lists(st.integers(20, 60), min_size=64, max_size=64), st.integers(1, 4))
+def test_samples_with_the_same_images_are_together(lengths: list[int], ranks: int) -> None:
+    """Sixteen images of four samples each, which come in turns: a cut between two micro-batches
+    divides at most one group. Costs are as even as whole samples allow."""
+    images = [place % 16 for place in range(64)]
+    rules = PackingRules(64, data_parallel_size=ranks, max_tokens=max(lengths) + sum(lengths) // 6)
+    bins = pack_micro_batches(list(range(64)), lengths, lengths, rules, images)
+    assert sum(len({images[i] for i in one}) for one in bins) <= 16 + len(bins) - 1
+    assert max(sum(lengths[i] for i in one) for one in bins) <= sum(lengths) / len(bins) + 60
 
 
 def test_costs_replace_tokens_as_what_is_balanced() -> None:

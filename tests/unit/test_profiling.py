@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from slime.cluster.trainer_group import TrainerActor
 from slime.config import make_config
 from slime.errors import UserError
 from slime.observe.torch_profile import TRACE_SUFFIX, TorchProfile, merge_traces, read_trace
@@ -34,6 +35,12 @@ def test_steps_are_named_by_one_flag_or_by_three() -> None:
         ({"profile_steps": "5:5"}, "has no steps"),
         ({"profile_steps": "3:5", "profile_step_end": 9}, "say the same"),
         ({"profile_step_end": 9}, "profile-step-end"),
+        (
+            {"use_pytorch_profiler": True, "profile_step_start": 3, "profile_step_end": 2},
+            "is not before",
+        ),
+        ({"profile_steps": "9:12", "num_rollout": 9}, "no step would be profiled"),
+        ({"profile_steps": "3:5", "profile_ranks": [0, 4]}, "--profile-ranks 4 is no trainer rank"),
         ({"profile_steps": "3:5", "profile_target": ["train_actor"]}, "whole steps are profiled"),
         ({"record_memory_history": True, "memory_recorder": "memray"}, "py-spy"),
     ],
@@ -127,9 +134,18 @@ def test_profilers_run_in_the_window(
     assert cluster.asked == asked
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rollout_000000.json", b"{"),
+        (f"profile/steps-0-0/trainer-rank-0{TRACE_SUFFIX}", gzip.compress(b"{}")[:-9]),
+        (f"profile/steps-0-0/trainer-rank-0{TRACE_SUFFIX}", b""),
+    ],
+)
 def test_a_page_that_cannot_be_written_does_not_end_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    broken = tmp_path / name
     run: Any = SimpleNamespace(path=tmp_path, trace=tmp_path)
     profiling = Profiling(
         make_config(profile_steps="0:1"),
@@ -137,9 +153,22 @@ def test_a_page_that_cannot_be_written_does_not_end_the_run(
         RecordingCluster(),  # type: ignore[arg-type]
     )
     profiling.step_begins(0)
-    (tmp_path / "rollout_000000.json").write_text("{")
+    broken.write_bytes(content)
     profiling.step_begins(1)
     assert "were not put together" in caplog.text
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("Kineto")])
+def test_a_rank_that_cannot_write_its_profile_goes_on(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise error
+
+    rank: Any = SimpleNamespace(rank=3, _profile=SimpleNamespace(stop=fails))
+    TrainerActor.stop_profile(rank)
+    TrainerActor.stop_profile(rank)  # nothing is left to be written
+    assert caplog.text.count("rank 3 has no profile") == 1
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from slime.cli import export
 from slime.cli.model_source import chosen_model
 from slime.cli.push import card_of
 from slime.cluster.server_process import ServerProcess
-from slime.embedded.command import embedded_command
+from slime.embedded.kind import embedded_command
 from slime.engines.fleet import EngineFleet
 from slime.engines.launch import ONE_GPU, EnginePlace
 from slime.errors import UserError

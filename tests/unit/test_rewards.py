@@ -3,19 +3,23 @@ crashes."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +27,7 @@ from hypothesis import strategies as st
 from slime.cli.reward import main as reward_cli
 from slime.config import make_config
 from slime.errors import UserError
-from slime.rollout.rewards import grading_pool
+from slime.rollout.rewards import grading_pool, reward_model
 from slime.rollout.rewards.grading_pool import Grade, GradingPool
 from slime.rollout.rewards.math_grading import grade_deepscaler, grade_math
 from slime.rollout.rewards.pool import RewardPool
@@ -38,6 +42,7 @@ from slime.rollout.rewards.text import (
 from slime.samples.types import Sample
 from slime.user_code.loading import load_function
 from tests.support.processes import is_running, wait_until
+from tests.support.prompt_fixtures import make_tokenizer
 
 
 def make_pool(**flags: Any) -> RewardPool:
@@ -494,10 +499,25 @@ def test_remote_failures_that_last_stop_the_run(answers: list[Any], said: str, t
     with_server(answers, use)
 
 
+def test_connections_to_another_remote_model_are_shared_and_closed() -> None:
+    async def use(url: str, requests: list[Any]) -> None:
+        pool = make_pool(rm_type="remote_rm", rm_url="http://127.0.0.1:9/")
+        args = argparse.Namespace(rm_url=url)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ResourceWarning)
+            for _ in range(2):
+                assert await pool.reading(args).score(Sample()) == 0.5
+            await pool.close()
+            gc.collect()
+        assert [one for one in caught if "Unclosed" in str(one.message)] == []
+
+    with_server(["0.5"], use)
+
+
 def test_a_remote_model_that_hangs_scores_zero_and_needs_an_address() -> None:
     async def use(url: str, requests: list[Any]) -> None:
         pool = make_pool(rm_type="remote_rm", rm_url=url, rm_timeout=0.02)
-        pool._remote = RemoteReward(url, timeout=0.02, backoff=0.0)
+        pool._remotes[url] = RemoteReward(url, timeout=0.02, backoff=0.0)
         assert await pool.score(Sample()) == 0.0
         assert pool.metrics()["rollout/reward_timeout"] == 1.0
         await pool.close()
@@ -527,6 +547,10 @@ def test_the_command_scores_rows(
         reward_cli([*common, "--rm-type", "f1", "--response-key", "respons"])
     with pytest.raises(UserError, match="no reward function to run"):
         reward_cli(common)
+    with pytest.raises(UserError, match="not allowed with"):
+        reward_cli([*common, "--rm-type", "f1", "--response", "5", "--response-key", "response"])
+    with pytest.raises(UserError, match="--max-rows: must be a whole number, at least 1"):
+        reward_cli([*common, "--rm-type", "f1", "--max-rows", "-1"])
 
 
 def test_a_row_that_cannot_be_judged_ends_the_command_and_not_the_graders_of_others(
@@ -541,3 +565,34 @@ def test_a_row_that_cannot_be_judged_ends_the_command_and_not_the_graders_of_oth
     with pytest.raises(UserError, match="finds no instructions"):
         reward_cli(["--rm-type", "ifbench", "--prompt-data", str(data), "--response", "2"])
     assert "was lost" not in caplog.text
+
+
+def test_tokenizers_that_are_code_are_read_if_the_user_trusts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, policy = tmp_path / "judge", tmp_path / "policy"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["QwenForSequenceClassification"], "id2label": {"0": ""}})
+    )
+    trusted = {}
+
+    def load(path: str, *, trust_remote_code: bool = False) -> Any:
+        trusted[path] = trust_remote_code
+        return make_tokenizer()
+
+    monkeypatch.setattr(reward_model, "load_tokenizer", load)
+    monkeypatch.setattr(
+        "transformers.AutoModelForSequenceClassification.from_pretrained",
+        lambda path, **options: torch.nn.Linear(1, 1),
+    )
+    config = make_config(
+        hf_checkpoint=str(policy),
+        trust_remote_code=True,
+        rm_type="reward_model",
+        rm_path=str(folder),
+        rollout_batch_size=1,
+        num_rollout=1,
+    )
+    reward_model.RewardModelScorer(str(folder), config)._load()
+    assert trusted == {str(folder): True, str(policy): True}

@@ -1,267 +1,236 @@
-"""Metrics of an update: token means weighted as the loss is, counted out by hand on two samples."""
+"""Metrics of samples: rewards, lengths, groups without a signal, pass@k, throughput, load."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens
-from slime.trainer.records import MicroBatchResult, RolloutTensors, TeacherColumns
-from slime.trainer.rollout_metrics import (
-    distillation_metrics,
-    mean_of_steps,
-    quantisation_metrics,
-    reference_tokens,
+from slime.rollout.evaluate import eval_metrics
+from slime.rollout.metrics import (
+    distribution,
+    is_repetitive,
+    load_metrics,
+    pass_at_k,
+    pass_at_k_metrics,
+    powers_of_two,
+    reward_parts,
     rollout_metrics,
-    sum_metrics,
-    trained_tokens,
-    worst_mismatch,
+    throughput_metrics,
+    unsampled_trained_ratio,
 )
-from tests.support.trainer_ranks import trainer_config
-
-#: Two trajectories of two and three tokens; the first of the second one is not trained.
-MASKS = [[1.0, 1.0], [0.0, 1.0, 1.0]]
-
-
-def tensors(*rows: list[float]) -> list[Tensor]:
-    return [torch.tensor(row) for row in rows]
+from slime.rollout.trajectory import GroupRun
+from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
+from tests.support.fake_rollout import hook_args
 
 
-def batch(masks: list[list[float]] = MASKS) -> TrainBatch:
-    return TrainBatch(
-        rollout_id=0,
-        tokens=[torch.zeros(1 + len(mask)) for mask in masks],
-        response_lengths=[len(mask) for mask in masks],
-        loss_masks=tensors(*masks),
-        rewards=[0.0, 0.0],
-        raw_rewards=[0.0, 0.0],
-        sample_indices=[0, 1],
-        group_indices=[0, 0],
-        trajectory_ids=[0, 1],
-        rollout_mask_sums=[sum(mask) for mask in masks],
-        truncated=[False, False],
-        steps=[StepPlan([[0], [1]], 2, 4)],
+@settings(max_examples=80)
+@given(st.data())
+def test_pass_at_k_equals_counting_all_subsets(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 8))
+    correct, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    subsets = list(itertools.combinations(range(n), k))
+    hits = sum(any(i < correct for i in subset) for subset in subsets)
+    assert pass_at_k(n, correct, k) == pytest.approx(hits / len(subsets))
+
+
+def test_pass_at_k_takes_each_prompts_own_count() -> None:
+    assert pass_at_k_metrics([[1, 0, 0, 0], [1, 1]]) == {
+        "pass@1": 0.625,
+        "pass@2": 0.75,
+        "pass@4": 1.0,
+    }
+    assert pass_at_k_metrics([[1, 0, 0]], ks=(3,)) == {"pass@3": 1.0}
+    assert powers_of_two(6) == [1, 2, 4] and pass_at_k_metrics([]) == {}
+
+
+def sample(index: int, reward: Any, length: int = 4, **fields: Any) -> Sample:
+    return Sample(
+        index=index, tokens=[1] * (2 + length), response_length=length, reward=reward, **fields
     )
 
 
-def ranks(has_output: bool = True) -> Any:
-    return SimpleNamespace(
-        device=torch.device("cpu"),
-        has_output=has_output,
-        speaks_for_shard=True,
-        sum_over_replicas=lambda values: values,
-        max_over_replicas=lambda values: values,
-    )
-
-
-def data(masks: list[list[float]] = MASKS, /, **columns: Any) -> RolloutTensors:
-    return RolloutTensors(loss_masks=tensors(*masks), **columns)
-
-
-def test_a_rank_without_samples_asks_what_a_users_function_measures() -> None:
-    def union(names: list[str]) -> list[str]:
-        assert config.algorithm.custom_loss_function_path or config.algorithm.use_tis
-        return sorted({*names, "theirs"})
-
-    results = [
-        MicroBatchResult([], {"loss": torch.tensor(0.5)}, torch.zeros(0)),
-        MicroBatchResult([], {"loss": torch.tensor(0.25), "kl": torch.ones(())}, torch.zeros(0)),
+def test_rollout_metrics_count_groups_without_signal_and_versions() -> None:
+    spans = [TokenSpan(0, 2, 3), TokenSpan(2, 4, 5)]
+    groups = [
+        Group(
+            0,
+            [[sample(0, 1.0, token_spans=spans)], [sample(1, 1.0, status=SampleStatus.TRUNCATED)]],
+        ),
+        Group(1, [[sample(2, 0.0, length=8)], [sample(3, 1.0)]]),
     ]
-    own = {"kl": 1.0, "loss": 0.75}
-    for flags, expected in (
-        ({}, own),
-        ({"loss_type": "custom_loss", "custom_loss_function_path": "a.b"}, own | {"theirs": 0.0}),
-        ({"use_tis": True, "custom_tis_function_path": "a.b"}, own | {"theirs": 0.0}),
+    metrics = rollout_metrics(groups, hook_args())
+    assert metrics["rollout/zero_std/count_1.0"] == 1 and metrics["rollout/zero_std/ratio"] == 0.5
+    assert metrics["rollout/truncated_ratio"] == 0.25 and metrics["rollout/reward/mean"] == 0.75
+    assert metrics["rollout/response_len/mean"] == 5 and metrics["rollout/response_len/max"] == 8
+    assert metrics["rollout/weight_version/min"] == 3
+    for other in (
+        {"advantage_estimator": "reinforce_plus_plus"},
+        {"custom_advantage_function_path": "mine.advantages"},
     ):
-        config = trainer_config(**flags)
-        place = ranks()
-        place.union = union
-        assert sum_metrics(config, place, results) == expected
-        place.has_output = False
-        assert sum_metrics(config, place, results) == {}
+        assert "rollout/zero_std/ratio" not in rollout_metrics(groups, hook_args(**other)), (
+            "equal rewards do teach there"
+        )
 
 
-def test_means_are_over_trained_tokens_and_each_execution_counts_alike() -> None:
-    columns = {
-        "log_probs": tensors([-1.0, -3.0], [-9.0, -2.0, -4.0]),
-        "advantages": tensors([1.0, 3.0], [9.0, 0.0, 2.0]),
+def test_optional_metrics_follow_their_flags() -> None:
+    def rewarded(index: int, acc: float, kind: str) -> Sample:
+        return sample(index, {"acc": acc, "kind": kind}, metadata={"round_number": index})
+
+    groups = [Group(0, [[rewarded(0, 1.0, "ok")], [rewarded(1, 0.0, "format")]])]
+    flags = {
+        "log_multi_turn": True,
+        "log_passrate": True,
+        "log_reward_category": "kind",
+        "log_correct_samples": True,
     }
-    assert rollout_metrics(trainer_config(), ranks(), batch(), data(**columns)) == pytest.approx(
-        {"rollout/log_probs": (-2.0 - 3.0) / 2, "rollout/advantages": (2.0 + 1.0) / 2}
-    )
+    metrics = rollout_metrics(groups, hook_args(reward_key="acc", **flags))
+    assert metrics["rollout/error_cat/format"] == 0.5 and metrics["passrate/pass@2"] == 1.0
     assert (
-        rollout_metrics(trainer_config(), ranks(has_output=False), batch(), data(**columns)) == {}
+        metrics["multi_turn/round_number/max"] == 1
+        and metrics["rollout/correct_response_len/mean"] == 4
     )
-    assert rollout_metrics(trainer_config(), ranks(), batch(), data()) == {}
-
-
-def test_the_kl_is_shown_where_there_is_a_reference() -> None:
-    kl = tensors([0.5, 0.5], [9.0, 1.0, 2.0])
-    assert rollout_metrics(trainer_config(), ranks(), batch(), data(kl=kl)) == {}
-    found = rollout_metrics(
-        trainer_config(), ranks(), batch(), data(kl=kl, ref_log_probs=tensors([0.0] * 2, [0.0] * 3))
+    assert not any(
+        name.startswith(("passrate", "multi_turn"))
+        for name in rollout_metrics(groups, hook_args(reward_key="acc"))
     )
-    assert found == pytest.approx({"rollout/kl": 1.0, "rollout/ref_log_probs": 0.0})
 
 
-def test_the_worst_mismatch_is_of_a_trained_token() -> None:
-    columns = {
-        "log_probs": tensors([-1.0, -1.0], [-9.0, -1.0, -1.0]),
-        "rollout_log_probs": tensors([-1.5, -1.0], [0.0, -1.0, -0.25]),
+def test_numbers_beside_the_reward_are_metrics_where_they_are() -> None:
+    first = {
+        "score": 1.0,
+        "right": True,
+        "length": np.float32(3),
+        "said": "4",
+        "more": {"a": 1},
+        "none": None,
     }
-    found = worst_mismatch(ranks(), data(**columns))
-    assert found == {"train/train_rollout_logprob_abs_diff_max": 0.75}
-
-
-def test_what_the_format_moves_and_what_trainer_and_engine_differ_by() -> None:
-    columns = {
-        "engine_log_probs": tensors([-1.0, -2.0], [0.0, -1.0, -1.0]),
-        "log_probs": tensors([-1.5, -2.5], [-9.0, -1.0, -2.0]),
+    rewards = [first, {"score": 0.0, "right": np.bool_(False), 7: torch.tensor(2)}, 0.5]
+    samples = [sample(index, reward) for index, reward in enumerate(rewards)]
+    found = reward_parts(samples, "rollout", hook_args(reward_key="score"))
+    assert found == {
+        "rollout/reward_part/7": 2.0,
+        "rollout/reward_part/length": 3.0,
+        "rollout/reward_part/right": 0.5,
     }
-    config = trainer_config()
-    assert quantisation_metrics(config, ranks(), batch(), data(**columns)) == pytest.approx(
-        {"train/quantisation_logprob_abs_diff": (0.5 + 0.5) / 2}
+    group = Group(0, [[samples[0]], [samples[1]]])
+    assert found.items() <= rollout_metrics([group], hook_args(reward_key="score")).items()
+    assert not any(
+        "reward_part" in name for name in rollout_metrics([Group(0, [[samples[2]]])], hook_args())
     )
-    columns["rollout_log_probs"] = tensors([-1.0, -2.25], [-5.0, -1.0, -1.5])
-    assert quantisation_metrics(config, ranks(), batch(), data(**columns)) == pytest.approx(
-        {
-            "train/quantisation_logprob_abs_diff": 0.5,
-            "train/quantised_rollout_logprob_abs_diff": (0.125 + 0.25) / 2,
-        }
+
+
+def test_numbers_beside_the_reward_of_an_evaluation_are_metrics() -> None:
+    run = GroupRun.of(
+        [sample(0, {"score": 1.0, "acc": 0.0}), sample(1, {"score": 0.0, "acc": 1.0})]
     )
-    assert quantisation_metrics(config, ranks(has_output=False), batch(), data(**columns)) == {}
+    metrics = eval_metrics("a", [run], hook_args(reward_key="acc", eval_pass_k=[]))
+    assert metrics["eval/a"] == 0.5 == metrics["eval/a/reward_part/score"]
+    assert "eval/a/reward_part/acc" not in metrics
 
 
-def test_a_teacher_is_compared_with_the_policy_in_all_and_at_both_ends_of_an_answer() -> None:
-    """Quarters of five tokens are 2, 1, 1, 1 long, those of eight 2 each."""
-    masks = [[1.0, 0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0]]
-    apart = [[0.5, 9.0, -0.5, 0.0, 9.0], [1.0, -0.25, 2.0, 9.0, -1.0, 9.0, 3.0, 4.0]]
-    teacher = TeacherColumns(log_probs=tensors(*([-2.0 - d for d in row] for row in apart)))
-    own = tensors(*([-2.0] * len(row) for row in apart))
-    engine = tensors(*([-1.0] * len(row) for row in apart))
-    flags = {"use_opd": True, "opd_teacher_load": ["elsewhere"]}
-    config = trainer_config(**flags)
-    # each trained token has the weight 1/2 · 1/3 or 1/2 · 1/6
-    expected = {
-        "rollout/opd_reverse_kl": 0.0 / 6 + 8.75 / 12,
-        "rollout/opd_prefers_ratio": 1 / 6 + 2 / 12,
-        "rollout/opd_first_quarter_reverse_kl": (0.5 / 6 + 0.75 / 12) / (1 / 6 + 2 / 12),
-        "rollout/opd_last_quarter_reverse_kl": (7.0 / 12) / (2 / 12),
+def test_pass_at_k_counts_executions_not_what_they_fanned_out_into() -> None:
+    groups = [Group(0, [[sample(0, 0.0), sample(0, 1.0), sample(0, 0.0)], [sample(1, 0.0)]])]
+    metrics = rollout_metrics(groups, hook_args(log_passrate=True))
+    assert {name: metrics[name] for name in metrics if name.startswith("passrate")} == {
+        "passrate/pass@1": 0.5,
+        "passrate/pass@2": 1.0,
     }
-    given = data(masks, log_probs=own, rollout_log_probs=engine, teacher=teacher)
-    assert distillation_metrics(config, ranks(), batch(masks), given) == pytest.approx(expected)
-    of_first = data(masks, log_probs=own, teacher=teacher, before_training=[0])
-    found = distillation_metrics(config, ranks(), batch(masks), of_first)
-    assert found["rollout/opd_prefers_ratio"] == pytest.approx(1 / 6)
-    assert found["rollout/opd_last_quarter_reverse_kl"] == 0.0  # no token of it is trained
-
-    by_engine = trainer_config(**flags, use_rollout_logprobs=True)
-    found = distillation_metrics(by_engine, ranks(), batch(masks), given)
-    assert found["rollout/opd_reverse_kl"] == pytest.approx(1.0 + 8.75 / 12)
-
-    no_token = tensors([], [])
-    empty = data([[], []], log_probs=no_token, teacher=TeacherColumns(log_probs=no_token))
-    found = distillation_metrics(config, ranks(), batch([[], []]), empty)
-    assert found == dict.fromkeys(expected, 0.0)
-
-    nobody = [
-        (ranks(has_output=False), given),
-        (ranks(), data(masks, log_probs=own)),
-        (ranks(), data(masks, log_probs=own, teacher=TeacherColumns())),
-        (ranks(), data(masks, rollout_log_probs=engine, teacher=teacher)),
-    ]
-    for place, without in nobody:
-        assert distillation_metrics(config, place, batch(masks), without) == {}
 
 
-def test_steps_are_averaged_and_counted() -> None:
-    steps = [
-        {
-            "train/loss": 1.0,
-            "train/lr-pg_0": 0.1,
-            "train/skipped": 1.0,
-            "train/train_rollout_logprob_abs_diff": 0.25,
-        },
-        {
-            "train/loss": 2.0,
-            "train/lr-pg_0": 0.2,
-            "train/skipped": 1.0,
-            "train/train_rollout_logprob_abs_diff": 0.75,
-        },
-    ]
-    expected = {"train/loss": 1.5, "train/lr-pg_0": 0.2, "train/skipped_steps": 2.0}
-    assert mean_of_steps(steps) == {**expected, "train/train_rollout_logprob_abs_diff": 0.5}
-    assert mean_of_steps(steps, first_only=True) == {
-        **expected,
-        "train/train_rollout_logprob_abs_diff": 0.25,
+def test_distribution() -> None:
+    assert distribution("rollout/response_len", [1, 2, 6]) == {
+        "rollout/response_len/mean": 3,
+        "rollout/response_len/median": 2,
+        "rollout/response_len/max": 6,
+        "rollout/response_len/min": 1,
     }
-    assert mean_of_steps([]) == {}
+    assert distribution("x", []) == {}
 
 
-# -- single tokens ---------------------------------------------------------------------------------
-
-
-def told(tokens: list[TrainedTokens]) -> list[list[Any]]:
-    return [
-        [
-            one.key,
-            *(
-                None if values is None else values.tolist()
-                for values in (one.advantages, one.log_prob_diffs, one.ref_log_probs)
-            ),
-        ]
-        for one in tokens
+def test_throughput_counts_tokens_per_gpu_and_leaves_tools_out() -> None:
+    samples = [
+        sample(0, 1.0, length=30, non_generation_time=1.0),
+        sample(1, 1.0, length=10, loss_mask=[0] * 10),
     ]
+    metrics = throughput_metrics(samples, seconds=2.0, num_gpus=4, from_journal={})
+    assert metrics["perf/tokens_per_gpu_per_sec"] == 5.0
+    assert metrics["perf/effective_tokens_per_gpu_per_sec"] == 3.75
+    assert metrics["perf/longest_sample_tokens_per_sec"] == 15.0
+    assert metrics["perf/longest_sample_tokens_per_sec_without_non_generation"] == 30.0
+    assert metrics["perf/non_generation_time/max"] == 1.0
 
 
-def test_recorded_samples_get_their_advantages_and_differences() -> None:
-    columns = {
-        "advantages": tensors([0.5, 1.0], [2.0, 2.5, 3.0]),
-        "log_probs": tensors([-1.0, -2.0], [-3.0, -1.0, -4.0]),
-        "rollout_log_probs": tensors([-1.5, -1.0], [-3.0, -2.0, -3.5]),
+def test_throughput_leaves_out_what_came_out_of_the_journal() -> None:
+    masks = [[1] * 30, [0] * 4 + [1] * 6, [0] * 15 + [1] * 5]
+    samples = [sample(i, 1.0, length=len(mask), loss_mask=mask) for i, mask in enumerate(masks)]
+    metrics = throughput_metrics(samples, seconds=2.0, num_gpus=1, from_journal={0: 30, 2: 15})
+    assert metrics["perf/tokens_per_gpu_per_sec"] == (10 + 5) / 2
+    assert metrics["perf/effective_tokens_per_gpu_per_sec"] == (6 + 5) / 2
+    assert metrics["perf/longest_sample_tokens_per_sec"] == 5.0, (
+        "that which was generated as a whole"
+    )
+    all_known = throughput_metrics(
+        samples, seconds=0.1, num_gpus=1, from_journal={0: 30, 1: 10, 2: 20}
+    )
+    assert all_known == {
+        "perf/rollout_time": 0.1,
+        "perf/tokens_per_gpu_per_sec": 0.0,
+        "perf/effective_tokens_per_gpu_per_sec": 0.0,
     }
-    given = data(**columns)
-    recorded = batch()
-    assert trained_tokens(ranks(), recorded, given) == []
-    first, second = (recorded.key(i) for i in (0, 1))
-    recorded.recorded = frozenset({first, second})
-    both = [
-        [first, [0.5, 1.0], [0.5, -1.0], None],
-        [second, [2.0, 2.5, 3.0], [0.0, 1.0, -0.5], None],
+
+
+def test_engine_load_and_repetition() -> None:
+    assert load_metrics([]) == {} and load_metrics([{"a": 0}]) == {}
+    loads = load_metrics([{"a": 8, "b": 0}, {"a": 4, "b": 4}])
+    assert loads["rollout/engine_load/0"] == 6 and loads["rollout/engine_load/max_over_mean"] == 1.5
+    assert loads["rollout/engine_load/idle_ratio"] == 0.25
+    assert is_repetitive("ha " * 1000) and not is_repetitive("ha ha ha")
+
+
+def test_groups_are_flat_by_the_rewards_that_the_estimator_compares() -> None:
+    """A penalty makes equal rewards differ, and different ones equal."""
+    groups = [
+        Group(0, [[sample(0, 1.0)], [sample(1, 1.0, length=10)]]),
+        Group(1, [[sample(2, 0.0)], [sample(3, 1.0, length=10)]]),
+        Group(2, [[sample(4, 0.0)], [sample(5, 1.0)]]),
     ]
-    assert told(trained_tokens(ranks(), recorded, given)) == both
-    given.before_training = [1]
-    later = [[first, [0.5, 1.0], None, None], both[1]]
-    assert told(trained_tokens(ranks(), recorded, given)) == later
-    given.advantages = None
-    alone = [[second, None, [0.0, 1.0, -0.5], None]]
-    assert told(trained_tokens(ranks(), recorded, given)) == alone
-    recorded.recorded = frozenset({first})
-    assert trained_tokens(ranks(), recorded, given) == []
-    recorded.recorded = frozenset({second})
-    assert told(trained_tokens(ranks(), recorded, given)) == alone
-    assert trained_tokens(ranks(has_output=False), recorded, given) == []
-    silent = ranks()
-    silent.speaks_for_shard = False
-    assert trained_tokens(silent, recorded, given) == []
+    args = hook_args(
+        rollout_max_response_len=10,
+        overlong_buffer_len=5,
+        overlong_penalty_factor=1.0,
+        mask_offpolicy_in_partial_rollout=False,
+    )
+    metrics = rollout_metrics(groups, args)
+    assert metrics["rollout/zero_std/count_0.0"] == 1 and metrics["rollout/reward/mean"] == 4 / 6
+    assert metrics["rollout/zero_std/ratio"] == pytest.approx(1 / 3)
+    assert rollout_metrics(groups, hook_args())["rollout/zero_std/count_1.0"] == 1
 
 
-def test_log_probs_of_the_reference_are_remembered_where_preferences_ask_again() -> None:
-    config = trainer_config(loss_type="preference_loss", n_samples_per_prompt=1)
-    rows = [[-1.0, -2.0], [-3.0, -1.0, -4.0]]
-    given = data(ref_log_probs=tensors(*rows))
-    wanted = [[batch().key(i), None, None, rows[i]] for i in (0, 1)]
-    assert told(reference_tokens(config, ranks(), batch(), given)) == wanted
-    assert reference_tokens(trainer_config(), ranks(), batch(), given) == []
-    assert reference_tokens(config, ranks(has_output=False), batch(), given) == []
-    assert reference_tokens(config, ranks(), batch(), data()) == []
-    remembered = batch()
-    remembered.ref_log_probs = tensors(*rows)
-    assert reference_tokens(config, ranks(), remembered, given) == []
-    silent = ranks()
-    silent.speaks_for_shard = False
-    assert reference_tokens(config, silent, batch(), given) == []
+def test_what_no_engine_sampled_and_is_trained_on_is_counted() -> None:
+    def sample(**changes: Any) -> Sample:
+        sample = Sample(tokens=[1, 2], index=0)
+        sample.append(tokens=[3, 4, 5], log_probs=[-0.5] * 3, meta_info={"weight_version": "3"})
+        sample.append(tokens=[6, 7], trainable=False)  # what a tool answered
+        sample.append(tokens=[8], log_probs=[-0.5], meta_info={"weight_version": "4"})
+        for name, value in changes.items():
+            setattr(sample, name, value)
+        return sample
+
+    unmasked, all_trained = sample(loss_mask=[1] * 6), sample(loss_mask=None)
+    assert unsampled_trained_ratio([sample()]) == unsampled_trained_ratio([]) == 0.0
+    assert (
+        unsampled_trained_ratio([unmasked])
+        == unsampled_trained_ratio([all_trained])
+        == pytest.approx(2 / 6)
+    )
+    assert unsampled_trained_ratio([sample(), all_trained]) == pytest.approx(2 / 10)
+    assert unsampled_trained_ratio([sample(loss_mask=[1, 0, 0, 0, 0, 1])]) == 0.0
+    assert unsampled_trained_ratio([sample(token_spans=[])]) == 0.0, (
+        "nobody has said whose tokens these are"
+    )

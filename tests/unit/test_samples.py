@@ -21,7 +21,7 @@ from slime.models import family_of
 from slime.models.flops import sequence_cost
 from slime.prompts.source import PromptSource
 from slime.rollout.debug_data import load_samples
-from slime.rollout.sft import SftEncoder, generate_sft, sft_rollout
+from slime.rollout.sft import SftEncoder, data_rollout, generate_sft
 from slime.samples.batch import TrainLayout
 from slime.samples.buffer import SampleBuffer
 from slime.samples.convert import to_train_batches
@@ -405,7 +405,8 @@ def test_supervised_rollouts_are_dumped_and_logged_like_others(tmp_path: Path, n
         prompt_data=data, label_key="label", custom_rollout_log_function_path=hook, **flags
     )
     rollout_hooks.calls.clear()
-    output = asyncio.run(sft_rollout(config, PromptSource(config, TOKENIZER), TOKENIZER, 4))
+    source = PromptSource(config, TOKENIZER)
+    output = asyncio.run(data_rollout(generate_sft, config, source, TOKENIZER, 4))
     assert load_samples(tmp_path / "4.pt") == output.samples[0].samples
     [(_, (rollout_id, samples, metrics))] = rollout_hooks.calls
     assert (rollout_id, samples) == (4, output.samples[0].samples) and metrics[

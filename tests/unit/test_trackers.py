@@ -208,7 +208,12 @@ def test_mlflow_has_one_run_over_launches(tmp_path: Path, monkeypatch: pytest.Mo
     rows = [one for given in calls.of("log_batch") for one in given.get("metrics", ())]
     assert ("train/loss", 1.5, 1) in rows and ("train/loss", 2.5, 2) in rows
     assert any(name == "train/_" for name, _, _ in rows), "a sign that MLflow refuses"
-    assert len(calls.of("set_terminated")) == 2
+    assert [given["status"] for given in calls.of("set_terminated")] == ["FINISHED"] * 2
+    with pytest.raises(RuntimeError), Sinks(config, run, quiet()):
+        raise RuntimeError
+    Sinks(config, run, quiet()).close("stopped")
+    ends = [given["status"] for given in calls.of("set_terminated")]
+    assert ends[2] == "FAILED"
 
 
 def test_a_server_that_goes_away_does_not_end_the_run(

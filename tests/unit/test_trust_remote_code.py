@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.config import make_config
-from slime.embedded.command import embedded_command
+from slime.embedded.kind import embedded_command
 from slime.engines.launch import ONE_GPU
 from slime.engines.sglang.command import sglang_options
 from slime.errors import UserError

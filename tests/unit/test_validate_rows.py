@@ -24,7 +24,7 @@ from slime.prompts.prepare import ALL_ROWS, Checker, positions_to_check, remembe
 from slime.prompts.source import PromptSource
 from slime.rollout.rewards.row_checks import RewardJudge
 from slime.rollout.sft import generate_sft
-from slime.rollout.validate_rows import DataReport, RemainingRows, validate_data
+from slime.rollout.validate_rows import DataReport, RemainingRows, _has_large, validate_data
 from slime.run import preflight
 from tests.support import toy
 from tests.support.prompt_fixtures import make_tokenizer, write_jsonl
@@ -403,6 +403,15 @@ def test_the_rest_of_a_large_data_set_is_checked_beside_the_run(large: str, tmp_
         f"2 of 15000 rows have a label that --rm-type gpqa cannot grade (first: {large}:10004)"
         in last
     )
+
+
+def test_the_rest_of_held_out_preferences_is_checked_beside_the_run(
+    large: str, tmp_path: Path
+) -> None:
+    few = write_jsonl(tmp_path / "rows.jsonl", [GOOD])
+    flags: dict[str, Any] = {"loss_type": "preference_loss", "label_key": None}
+    assert _has_large(config_of(few, **flags, eval_preference_data=large))
+    assert not _has_large(config_of(few, **flags, eval_preference_data=few))
 
 
 def test_unchecked_rows_of_no_use_are_passed_over_and_told(large: str) -> None:

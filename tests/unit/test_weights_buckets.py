@@ -42,7 +42,7 @@ def named_tensors(draw: st.DrawFn) -> list[tuple[str, torch.Tensor]]:
 @given(tensors=named_tensors(), limit=st.integers(1, 600))
 def test_pack_and_unpack(tensors: list[tuple[str, torch.Tensor]], limit: int) -> None:
     buckets = list(pack(iter(tensors), limit))
-    back = {name: tensor for bucket in buckets for name, tensor in bucket.tensors()}
+    back = {name: tensor for bucket in buckets for name, tensor in bucket.tensors}
     assert len(back) == len(tensors)
     for name, tensor in tensors:
         assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor)
@@ -255,7 +255,7 @@ def test_what_routers_read_in_float32_stays_so() -> None:
     back = {
         name: tensor
         for bucket in pack(tensors, 100, torch.bfloat16)
-        for name, tensor in bucket.tensors()
+        for name, tensor in bucket.tensors
     }
     assert {name: tensor.dtype for name, tensor in back.items()} == {
         bias: torch.float32, weight: torch.bfloat16, "ids": torch.int64,

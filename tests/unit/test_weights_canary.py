@@ -33,7 +33,15 @@ from slime.engines.api import EngineError
 from slime.errors import UserError
 from slime.models.quantised import Fp8, Int4, Quantisation
 from slime.weights.canary import Canary, Difference, canary_tokens
-from tests.support.embedded_models import EOS, SHAPES, VOCAB, make_scheduler, run, save_tiny_model
+from tests.support.embedded_models import (
+    EOS,
+    SHAPES,
+    VOCAB,
+    make_scheduler,
+    no_adapters,
+    run,
+    save_tiny_model,
+)
 from tests.support.megatron_jobs import single
 
 MEAN, LARGEST = "train/canary_logprob_abs_diff", "train/canary_logprob_abs_diff_max"
@@ -68,7 +76,9 @@ class EmbeddedEngine(Fleet):
     def __init__(self, model: Path, dtype: str = "float32") -> None:
         super().__init__([], dtype=dtype, abilities=ABILITIES.to_json())
         self.scheduler: Scheduler = make_scheduler(model, dtype=dtype)
-        self.limits = RequestLimits(VOCAB, 256, frozenset({EOS}), None, random.Random(0))
+        self.limits = RequestLimits(
+            VOCAB, 256, frozenset({EOS}), None, random.Random(0), no_adapters()
+        )
 
     def post(self, path: str, body: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
         [job] = parse_generate(body, self.limits).jobs
@@ -320,10 +330,15 @@ def test_an_engine_that_does_not_answer_the_question(
     def refuse(*request: Any) -> Any:
         raise EngineError("http://engine-0", "/generate answered 503: loading", 503)
 
-    for answer in (refuse, lambda *request: [fleet.answer(EXPECTED[:7], canary.tokens[:8])]):
+    shorter = fleet.answer(EXPECTED[:7], canary.tokens[:8])
+    for answer, said in (
+        (refuse, "answered 503"),
+        (lambda *request: [shorter], r"answered those of 8; the first difference is at place 8"),
+    ):
         monkeypatch.setattr(fleet, "post", answer)
         with pytest.raises(
-            UserError, match=r"did not score the canary after a weight push: http://engine-0.*"
+            UserError,
+            match=f"did not score the canary after a weight push: http://engine-0.*{said}",
         ):
             canary.check("a weight push")
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.config import make_config
-from slime.embedded.command import embedded_command
-from slime.engines.api import EngineClient
+from slime.embedded.kind import embedded_command
+from slime.engines.api import EngineClient, GenerateResult
 from slime.errors import UserError
 from slime.models.spec import read_hf_config
 from slime.processes.host import free_port
@@ -28,6 +28,7 @@ from tests.support import stage_jobs
 from tests.support.embedded_models import save_tiny_model
 from tests.support.fake_weight_engine import FakeWeightEngine
 from tests.support.megatron_jobs import single
+from tests.support.router_server import wait_healthy
 from tests.support.trainer_ranks import RankPool
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -170,7 +171,7 @@ def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     async def healthy() -> None:
         async with EngineClient(url) as client:
-            await client.wait_healthy(120)
+            await wait_healthy(client, 120)
 
     try:
         asyncio.run(healthy())
@@ -198,7 +199,13 @@ def test_pushing_to_the_embedded_engine(
 
     async def log_probs() -> tuple[list[float], str]:
         async with EngineClient(engine_url) as client:
-            result = await client.generate(prompt, {"max_new_tokens": 1}, logprob_start_len=0)
+            body = {
+                "input_ids": prompt,
+                "sampling_params": {"max_new_tokens": 1},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+            }
+            result = GenerateResult.from_json(await client.post("/generate", body))
             given = [entry[0] for entry in result.meta_info["input_token_logprobs"][1:]]
             return given, result.meta_info["weight_version"]
 

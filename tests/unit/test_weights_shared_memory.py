@@ -6,13 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
+from slime.engines.api import EngineError
+from slime.engines.fleet import EngineFleet
+from slime.engines.wire.buckets import Packing
 from slime.engines.wire.shared_memory import Segment, SegmentPool, attach, remove_stale
 from slime.errors import UserError
+from slime.weights.shared_memory_transport import SharedMemoryTransport
 
 _OWNER = """
 import sys, time
@@ -94,3 +100,31 @@ def test_no_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="cannot reserve"):
         Segment(1, tmp_path / "nowhere")
+
+
+class Fleet:
+    """Engines that refuse everything until they are told not to."""
+
+    refuses = True
+
+    def start(self, path: str, body: Any, timeout: float) -> Future[list[Any]]:
+        answer: Future[list[Any]] = Future()
+        if self.refuses:
+            answer.set_exception(EngineError("http://engine", "refused"))
+        else:
+            answer.set_result([])
+        return answer
+
+    def wait(self, answers: Future[list[Any]], timeout: float) -> list[Any]:
+        return answers.result(timeout)
+
+
+def test_what_engines_refused_is_no_failure_of_the_next_push() -> None:
+    fleet = Fleet()
+    transport = SharedMemoryTransport(cast(EngineFleet, fleet), Packing(16, torch.float32))
+    tensors = [("a", torch.zeros(4)), ("b", torch.ones(4))]  # a bucket each
+    with pytest.raises(EngineError, match="refused"):
+        transport.send(tensors, 1, lambda name, tensor: None)
+    fleet.refuses = False
+    assert transport.send(tensors, 2, lambda name, tensor: None).num_tensors == 2
+    transport.close()

@@ -34,8 +34,8 @@ class Untested(Exception):
 class AskableEngine(Protocol):
     """An engine that still answers requests."""
 
-    def score(self, tokens: Sequence[Sequence[int]], *, together: bool) -> list[list[float]]:
-        """Return the log-probs at temperature 1 of each list's tokens but the first, with one
+    def score(self, samples: Sequence[Scored], *, together: bool) -> list[list[float]]:
+        """Return the log-probs at temperature 1 of each sample's tokens but the first, with one
         request at a time or all at once (``together``)."""
 
     def fingerprints(self) -> dict[str, str]:

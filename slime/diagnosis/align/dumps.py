@@ -16,7 +16,9 @@ from torch import Tensor
 
 from slime.diagnosis.align.evidence import Scored
 from slime.errors import UserError
+from slime.models.vision import ImageSpan
 from slime.rollout.debug_data import load_samples
+from slime.samples.media import Media, media_of
 from slime.samples.types import Sample
 
 
@@ -111,6 +113,8 @@ def _from_train_data(held: Mapping[str, Any], generated: Sample | None) -> Score
         scored.versions = [version] * count
     if generated is not None:
         _add(scored, generated)
+    if "images" in held:
+        scored.media = [Media(ImageSpan(*span), path) for path, *span in held["images"]]
     return scored
 
 
@@ -138,6 +142,7 @@ def _scored(
 def _add(scored: Scored, sample: Sample) -> None:
     """Add what only the rollout's dump has."""
     scored.prompt = sample.prompt
+    scored.media = media_of(sample.multimodal_inputs, sample.multimodal_train_inputs)
     if sample.rollout_routed_experts is not None:
         scored.experts = torch.as_tensor(sample.rollout_routed_experts).long()
     if sample.token_spans:
@@ -169,7 +174,9 @@ def most_telling(samples: Sequence[Scored], most: int) -> list[Scored]:
 
 
 def cut(sample: Scored, most: int) -> Scored:
-    """Cut a sample to its first ``most`` tokens, unless nothing of the response would be left."""
+    """Cut a sample to its first ``most`` tokens, before an image that reaches beyond them, unless
+    nothing of the response would be left."""
+    most = min([most, *(one.span.start for one in sample.media if one.span.end > most)])
     surplus = int(sample.tokens.numel()) - most
     kept = sample.response_length - surplus
     if surplus <= 0 or kept <= 0 or not sample.counted[:kept].any():
@@ -182,4 +189,5 @@ def cut(sample: Scored, most: int) -> Scored:
         counted=sample.counted[:kept],
         versions=None if sample.versions is None else sample.versions[:kept],
         sent=None if sample.sent is None else sample.sent[:most],
+        media=[one for one in sample.media if one.span.end <= most],
     )

@@ -17,8 +17,11 @@ from torch import Tensor
 
 from slime import deadlines
 from slime.diagnosis.align.case import Untested
+from slime.diagnosis.align.evidence import Scored
 from slime.diagnosis.align.reference import Watcher
+from slime.diagnosis.align.sight import read_images
 from slime.embedded.architecture import Architecture
+from slime.embedded.images import SequenceImages
 from slime.embedded.kv_cache import KVCache
 from slime.embedded.scheduler import Scheduler
 from slime.embedded.sequence import Sequence as Request
@@ -27,6 +30,8 @@ from slime.engines.api import WITHOUT_PROXIES
 from slime.engines.keys import VARIABLE, external, header_of, key_of
 from slime.engines.request_fields import parse_params
 from slime.errors import UserError
+from slime.models.images import ImageReader
+from slime.rollout.generate import encoded_images
 
 #: Rows that ``/get_weights_by_name`` gives at most.
 _MOST_ROWS = 10_000
@@ -43,6 +48,7 @@ class EngineHere:
         dtype: "float32" or "bfloat16".
         stands_in: it replaces an engine that cannot be asked: it computes the same, but its
             weights say nothing about that engine's.
+        images: prepares the samples' images; None: text alone is served.
     """
 
     def __init__(
@@ -54,25 +60,36 @@ class EngineHere:
         device: str = "cpu",
         deterministic: bool = False,
         stands_in: bool = False,
+        images: ImageReader | None = None,
     ) -> None:
         self._stands_in = stands_in
-        arch = Architecture.from_dir(directory)
+        self._images = images
+        arch = Architecture.from_dir(directory, sees_images=images is not None)
         store = make_store(
             directory,
             arch,
             dtype,
             torch.device(device),
-            min(longest, arch.max_positions),
+            min(longest, arch.spec.max_position_embeddings),
             deterministic,
         )
         cache = KVCache(arch, store.dtype, store.device, _SLOTS, _CACHE_BYTES)
         self.scheduler = Scheduler(store, cache, _PREFILL, deterministic)
 
-    def score(self, tokens: Sequence[Sequence[int]], *, together: bool) -> list[list[float]]:
+    def score(self, samples: Sequence[Scored], *, together: bool) -> list[list[float]]:
         params = parse_params({"max_new_tokens": 0, "temperature": 1.0})
         requests = [
-            Request(str(number), list(ids), params, 0, frozenset(), 0, logprob_start=0)
-            for number, ids in enumerate(tokens)
+            Request(
+                str(number),
+                sample.tokens.tolist(),
+                params,
+                0,
+                frozenset(),
+                0,
+                logprob_start=0,
+                images=self._images_of(sample),
+            )
+            for number, sample in enumerate(samples)
         ]
         for part in [requests] if together else [[request] for request in requests]:
             self.scheduler.flush()
@@ -80,6 +97,11 @@ class EngineHere:
             while self.scheduler.has_work:
                 self.scheduler.step()
         return [request.input_logprobs for request in requests]
+
+    def _images_of(self, sample: Scored) -> SequenceImages | None:
+        if self._images is None:
+            return None
+        return read_images(sample.media, len(sample.tokens), self._images.read)
 
     def fingerprints(self) -> dict[str, str]:
         if self._stands_in:
@@ -89,17 +111,17 @@ class EngineHere:
     def tensor(self, name: str) -> Tensor:
         return self.scheduler.store.parameter(name)
 
-    def parts(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Return the outputs of all parts for all tokens but the last, at most as many as one
-        prefill takes, by the names of `slime.embedded.model.Observer`."""
+    def parts(self, sample: Scored) -> dict[str, Tensor]:
+        """Return the outputs of all parts for all tokens but the last, of a sample that one prefill
+        takes, by the names of `slime.embedded.model.Observer`."""
         model = self.scheduler.store.model
         watcher = Watcher(keeps=True)
         model.forward = partial(model.forward, observer=watcher)  # type: ignore[method-assign]
         try:
-            self.score([tokens[:_PREFILL].tolist()], together=False)
+            self.score([sample], together=False)
         finally:
             del model.forward  # the class's own again
-        return {name: value[: len(tokens) - 1] for name, value in watcher.seen.items()}
+        return {name: value[: len(sample.tokens) - 1] for name, value in watcher.seen.items()}
 
 
 class EngineThere:
@@ -123,17 +145,19 @@ class EngineThere:
                 f"{VARIABLE}",
             ) from error
 
-    def score(self, tokens: Sequence[Sequence[int]], *, together: bool) -> list[list[float]]:
-        with ThreadPoolExecutor(len(tokens) if together else 1) as requests:
-            return list(requests.map(self._score, tokens))
+    def score(self, samples: Sequence[Scored], *, together: bool) -> list[list[float]]:
+        with ThreadPoolExecutor(len(samples) if together else 1) as requests:
+            return list(requests.map(self._score, samples))
 
-    def _score(self, ids: Sequence[int]) -> list[float]:
-        body = {
-            "input_ids": list(ids),
+    def _score(self, sample: Scored) -> list[float]:
+        body: dict[str, Any] = {
+            "input_ids": sample.tokens.tolist(),
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
+        if sample.media:
+            body["image_data"] = encoded_images([one.reference for one in sample.media])
         entries = self._ask("/generate", body)["meta_info"]["input_token_logprobs"]
         return [float("nan") if entry[0] is None else float(entry[0]) for entry in entries[1:]]
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.samples.media import Media
+
 
 @dataclass
 class Scored:
@@ -28,6 +30,7 @@ class Scored:
         versions: of the weights that sampled each token, [R]; None: not known.
         sent: int64 [L], the tokens that the engine had, where they are not ``tokens``; None: the
             same.
+        media: its images.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Scored:
     experts: Tensor | None = None
     versions: list[int | None] | None = None
     sent: Tensor | None = None
+    media: list[Media] = field(default_factory=list)
 
     @property
     def response_length(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slime.diagnosis.align import held, inside, outside
+from slime.diagnosis.align import held, inside, outside, vision
 from slime.diagnosis.align.case import ALIKE, Cause, Discrepancy, Side, Tried, Untested
 from slime.diagnosis.align.evidence import explained, size
 from slime.diagnosis.align.layers import PartByPart
@@ -38,6 +38,7 @@ CAUSES: tuple[Cause, ...] = tuple(
         "align-temperature": outside.temperature,
         "align-filters": outside.filters,
         "align-template": outside.template,
+        "align-images": vision.images,
         "align-routing": inside.routing,
         "align-position": inside.position,
         "align-quantisation": inside.quantisation,

@@ -26,7 +26,7 @@ def weights(case: Discrepancy) -> Iterator[Tried]:
     model = case.model()
     tried = False
     for label, directory in (case.facts.get("other_weights") or {}).items():
-        other = Reference(directory, model.dtype)
+        other = Reference(directory, model.dtype, images=model.images)
         with model.holding(other.store.named):
             yield case.tried(
                 f"log-probs are those of the weights in {label}", model.of_all(case.samples)
@@ -136,9 +136,8 @@ def batch(case: Discrepancy) -> Iterator[Tried]:
     """The engine's log-probs depend on the other requests in its batch."""
     if case.engine is None:
         raise Untested("there is no engine to ask: --engine URL, or a fresh round")
-    tokens = [sample.tokens.tolist() for sample in case.samples]
     alone, together = (
-        _as_tensors(case, case.engine.score(tokens, together=both)) for both in (False, True)
+        _as_tensors(case, case.engine.score(case.samples, together=both)) for both in (False, True)
     )
     change = case.flat(alone) - case.flat(together)
     apart = size(change)

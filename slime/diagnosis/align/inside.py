@@ -181,10 +181,16 @@ def routing(case: Discrepancy) -> Iterator[Tried]:
         if sample.experts is None:
             continue
         watcher = Watcher()
-        model.hidden(sample.tokens, sample.prompt_length, model.setting, watcher=watcher)
+        model.hidden(
+            sample.tokens,
+            sample.prompt_length,
+            model.setting,
+            watcher=watcher,
+            media=sample.media,
+        )
         mine = torch.stack(watcher.chosen, dim=1).cpu().sort(-1).values
         layers = [layer for layer, has in enumerate(model.arch.experts.in_layer) if has]
-        theirs = sample.experts.reshape(-1, model.arch.num_layers, model.arch.experts.chosen)[
+        theirs = sample.experts.reshape(-1, model.arch.spec.num_layers, model.arch.experts.chosen)[
             : len(mine), layers
         ]
         known = (theirs >= 0).all(-1)

@@ -11,6 +11,8 @@ from torch import Tensor
 #: Relative difference of a part's output up to which it is the same: in float32, and in 16 bits.
 _ALIKE = 1e-3
 _TIMES_ROUNDING = 5.0
+#: Parts that people call otherwise.
+_WORDS = {"norm": "last norm", "images": "features of images"}
 
 
 @dataclass(frozen=True)
@@ -109,5 +111,5 @@ def named(part: str) -> str:
     """
     layer, _, rest = part.partition(".")
     if not layer.isdecimal():
-        return f"the {'last norm' if part == 'norm' else part}"
+        return f"the {_WORDS.get(part, part)}"
     return f"the {rest} of layer {layer}" if rest else f"the output of layer {layer}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slime.diagnosis.align.case import Discrepancy, Side, Tried, Untested
 from slime.diagnosis.align.evidence import Scored, explained, size
-from slime.diagnosis.align.reference import Sampling
+from slime.diagnosis.align.reference import Reference, Sampling
 from slime.errors import UserError
 from slime.prompts.chat_template import render_messages, render_prompt
 
@@ -155,7 +155,7 @@ def _contexts(
     for what, make in makers.items():
         made = [make(sample) for sample in case.samples]
         changed = [
-            tokens if tokens and tokens != _prompt(s) else None
+            tokens if tokens and tokens != _prompt(s) and _has_images(model, s, tokens) else None
             for tokens, s in zip(made, case.samples)
         ]
         if not any(changed):
@@ -168,6 +168,10 @@ def _contexts(
             ],
             remedies=remedies,
         )
+
+
+def _has_images(model: Reference, sample: Scored, context: list[int]) -> bool:
+    return model.media_behind(sample, torch.tensor(context)) is not None
 
 
 def _prompt(sample: Scored) -> list[int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slime.config.config import Config
 from slime.diagnosis.align import dumps
@@ -21,10 +22,11 @@ from slime.diagnosis.align.reference import Reference, Sampling, Watcher
 from slime.diagnosis.align.trainer_here import TrainerHere
 from slime.diagnosis.check import LeftOut
 from slime.diagnosis.one_round import goes_round, how_it_failed, launch
-from slime.embedded.command import dtype_of
+from slime.embedded.kind import dtype_of
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.models import read_hf_config
+from slime.models.images import ImageReader
 from slime.models.quantised import Quantisation
 from slime.paths import fill
 from slime.prompts.tokenizer import generation_config_of, load_tokenizer
@@ -131,6 +133,7 @@ def case_of(
         rollout.rollout_min_p,
     )
     stored = _stored(config)
+    images = _images(config, samples, options.model)
     case = Discrepancy(
         samples, sampling, engine=engine, facts=_facts(config, options.model), stored=stored
     )
@@ -150,7 +153,7 @@ def case_of(
     try:
         replays = config.train.use_rollout_routing_replay
         case.reference = Reference(
-            options.model, parameter_dtype(config), plain, device, replays=replays
+            options.model, parameter_dtype(config), plain, device, replays=replays, images=images
         )
     except torch.OutOfMemoryError:
         case.without_reference = f"{options.model} in float32 does not fit on this GPU"
@@ -166,7 +169,7 @@ def case_of(
     except UserError:
         case.tokenizer = None
     if engine is None and engine_of(config).computed_here:
-        case.engine = _engine_here(config, options.model, samples)
+        case.engine = _engine_here(config, options.model, samples, images)
     return case
 
 
@@ -177,13 +180,41 @@ def _stored(config: Config) -> Quantisation | None:
     return Quantisation.read(read_hf_config(path)) if path is not None and path.is_file() else None
 
 
-def _engine_here(config: Config, model: Path, samples: Sequence[Scored]) -> EngineHere:
+def _images(config: Config, samples: Sequence[Scored], model: Path | None) -> ImageReader | None:
+    """Make what prepares images; None for a run that reads text alone.
+
+    Raises:
+        UserError: an image of a sample is gone.
+    """
+    directory = config.checkpoint.hf_checkpoint or model
+    if not config.images.multimodal_keys or directory is None:
+        return None
+    paths = [Path(one.reference) for sample in samples for one in sample.media]
+    gone = [path for path in paths if not path.is_file()]
+    if gone:
+        raise UserError(
+            f"{gone[0]} is gone, an image of a sample",
+            why="dumps refer to images and do not hold them",
+            fix="put it back, or call slime align with the run's flags for a fresh round",
+        )
+    return ImageReader(directory, config.images.image_max_pixels)
+
+
+def _engine_here(
+    config: Config, model: Path, samples: Sequence[Scored], images: ImageReader | None
+) -> EngineHere:
     longest = max(int(sample.tokens.numel()) for sample in samples) + 1
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = dtype_of(config)
     fixed = config.rollout.deterministic
     return EngineHere(
-        model, dtype, longest=longest, device=device, deterministic=fixed, stands_in=True
+        model,
+        dtype,
+        longest=longest,
+        device=device,
+        deterministic=fixed,
+        stands_in=True,
+        images=images,
     )
 
 
@@ -208,28 +239,52 @@ def _facts(config: Config, model: Path | None) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _by_transformers(case: Discrepancy) -> float:
-    """Measure how far the reference is from transformers on the first sample: mean over its
-    response, nats per token. Reference and embedded engine share their code, so a mistake in it
+    """Measure how far the reference is from transformers on one sample: mean over its response,
+    nats per token. Reference and embedded engine share their code, so a mistake in it
     would look like one of the trainer's.
 
     Raises:
         OSError, ValueError, KeyError, ImportError: transformers cannot read the model.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     model = case.model()
-    sample = case.samples[0]
+    number = _shown(case)
+    sample = case.samples[number]
     device = model.store.device
-    theirs = AutoModelForCausalLM.from_pretrained(
+    kind = AutoModelForCausalLM if model.images is None else AutoModelForImageTextToText
+    theirs = kind.from_pretrained(
         model.directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False
     )
     theirs = theirs.eval().to(device)
     for parameter in theirs.parameters():
         parameter.copy_(parameter.to(model.dtype))
-    rows = theirs(sample.tokens[None, :-1].to(device)).logits[0, sample.prompt_length - 1 :].float()
+    inputs = {"input_ids": sample.tokens[None, :-1], **_pictures(sample, model.images)}
+    logits = theirs(**{name: value.to(device) for name, value in inputs.items()}).logits
+    rows = logits[0, sample.prompt_length - 1 :].float()
     log_probs = torch.log_softmax(rows / model.setting.sampling.temperature, dim=-1)
     targets = sample.tokens[sample.prompt_length :, None].to(device)
-    return size(log_probs.gather(1, targets)[:, 0].double().cpu() - case.base[0])
+    return size(log_probs.gather(1, targets)[:, 0].double().cpu() - case.base[number])
+
+
+def _shown(case: Discrepancy) -> int:
+    """Choose the sample that parts and transformers are compared on: one with images, if any."""
+    return next((i for i, sample in enumerate(case.samples) if sample.media), 0)
+
+
+def _pictures(sample: Scored, reader: ImageReader | None) -> dict[str, Tensor]:
+    """Return transformers' arguments about the images of a sample."""
+    if reader is None or not sample.media:
+        return {}
+    images = [reader.read(Path(one.reference).read_bytes()) for one in sample.media]
+    kinds = torch.zeros(1, len(sample.tokens) - 1, dtype=torch.int)
+    for one in sample.media:
+        kinds[0, one.span.start : one.span.end] = 1
+    return {
+        "pixel_values": torch.cat([image.pixels for image in images]),
+        "image_grid_thw": torch.tensor([image.grid for image in images]),
+        "mm_token_type_ids": kinds,
+    }
 
 
 def _ask_transformers(case: Discrepancy, result: Result) -> None:
@@ -254,36 +309,55 @@ def _compare_parts(config: Config, case: Discrepancy, result: Result) -> None:
     """Compare the hidden states of the trainer's model, the embedded engine and the reference for
     one sample."""
     model = case.model()
-    sample = dumps.cut(case.samples[0], _TOKENS_OF_PARTS)
+    sample = dumps.cut(case.samples[_shown(case)], _TOKENS_OF_PARTS)
     with ExitStack() as stack:
         try:
-            trainer = stack.enter_context(TrainerHere(config, str(model.directory)))
+            here = TrainerHere(config, str(model.directory), model.images)
+            trainer = stack.enter_context(here)
         except UserError as error:
             result.without_parts = f"the trainer's model cannot be built in this process: {error}"
             return
         engine = (
             case.engine
             if isinstance(case.engine, EngineHere)
-            else _engine_here(config, model.directory, [sample])
+            else _engine_here(config, model.directory, [sample], model.images)
         )
         shown = {}
         for name, setting in {"exact": model.setting, "rounded": model.as_the_run()}.items():
             watcher = Watcher(keeps=True)
-            model.hidden(sample.tokens, sample.prompt_length, setting, watcher=watcher)
+            model.hidden(
+                sample.tokens,
+                sample.prompt_length,
+                setting,
+                watcher=watcher,
+                media=sample.media,
+            )
             shown[name] = watcher.seen
-        rounded = shown["rounded"] if model.as_the_run().rounded else None
-        result.parts = compare(
-            trainer.parts(sample), engine.parts(sample.tokens), shown["exact"], rounded
-        )
+        sides = [trainer.parts(sample), engine.parts(sample), shown["exact"]]
+        if model.as_the_run().rounded:
+            sides.append(shown["rounded"])
+        result.parts = compare(*(_images_apart(side, sample) for side in sides))
         if not engine_of(config).computed_here:
             result.notes.append(_NO_HIDDEN_STATES)
         if case.is_recorded:
-            here = trainer.log_probs([sample], case.sampling.temperature)[0]
+            again = trainer.log_probs([sample], case.sampling.temperature)[0]
             assert sample.trainer is not None
-            apart = size((here - sample.trainer)[sample.counted])
+            apart = size((again - sample.trainer)[sample.counted])
             if apart > case.tolerance:
                 result.notes.append(
                     "the trainer in this process, on one rank, says other log-probs than it did in "
                     f"the run, by {apart:.3g}: {model.directory} does not hold the weights of this "
                     "rollout, or its layout counts"
                 )
+
+
+def _images_apart(parts: dict[str, Tensor], sample: Scored) -> dict[str, Tensor]:
+    """Tell the features of images from the embeddings that they stand among."""
+    if not sample.media:
+        return parts
+    embedded = parts["embedding"]
+    is_image = torch.zeros(len(embedded), dtype=torch.bool)
+    for one in sample.media:
+        is_image[one.span.start : one.span.end] = True
+    images = {"images": embedded[is_image], "embedding": embedded[~is_image]}
+    return {**images, **{name: value for name, value in parts.items() if name != "embedding"}}

@@ -20,12 +20,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from slime.diagnosis.align.evidence import Scored
+from slime.diagnosis.align.sight import Sight, behind, read_images
 from slime.embedded.architecture import Architecture
 from slime.embedded.attention import sees, softmax_with_sinks
+from slime.embedded.model import Heads
 from slime.embedded.states import PrefillChunk, StateCache, StateRows
 from slime.embedded.weights import WeightStore, make_store
+from slime.models.images import ImageReader
 from slime.models.mixers import mixers_of
 from slime.models.spec import ModelSpec, RotaryKind
+from slime.samples.media import Media
 
 Part = Literal[
     "norms",
@@ -101,6 +105,7 @@ class ReferenceSettings:
         rotary: fields of the `ModelSpec` to take in place of the model's own.
         experts: replays what the samples' engines chose.
         cache_dtype: keys and values are rounded to it.
+        sight: how images are looked at.
     """
 
     rounded: frozenset[Part] = frozenset()
@@ -110,6 +115,7 @@ class ReferenceSettings:
     rotary: Mapping[str, Any] | None = None
     experts: bool = False
     cache_dtype: torch.dtype | None = None
+    sight: Sight = field(default_factory=Sight)
 
 
 class Reference:
@@ -119,6 +125,7 @@ class Reference:
         dtype: of the run, to which the weights are rounded. What is computed with them is not: each
             kernel rounds a little otherwise, so exact numbers are nearest to all of them.
         replays: the run's trainer takes the experts that the engine chose, and so does this model.
+        images: prepares the samples' images; None: the run reads text alone.
     """
 
     def __init__(
@@ -129,12 +136,20 @@ class Reference:
         device: str = "cpu",
         *,
         replays: bool = False,
+        images: ImageReader | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.dtype = dtype
-        self.arch = Architecture.from_dir(directory)
+        self.images = images
+        self.arch = Architecture.from_dir(directory, sees_images=images is not None)
+        longest = self.arch.spec.max_position_embeddings
         self.store: WeightStore = make_store(
-            directory, self.arch, "float32", torch.device(device), self.arch.max_positions, False
+            directory,
+            self.arch,
+            "float32",
+            torch.device(device),
+            longest,
+            False,
         )
         for linear in self.store.linears:
             linear.packs = False  # products go through F.linear, where they can be rounded
@@ -214,7 +229,11 @@ class Reference:
         response = sample.tokens[sample.prompt_length :]
         if context is None:
             context = sample.tokens[: sample.prompt_length]
-        hidden = self.hidden(torch.cat([context, response]), len(context), setting, sample.experts)
+        media = self.media_behind(sample, context)
+        assert media is not None, "a context without the places of its images"
+        hidden = self.hidden(
+            torch.cat([context, response]), len(context), setting, sample.experts, media=media
+        )
         rows = hidden[len(context) - 1 :]
         found: list[list[Tensor]] = [[] for _ in samplings]
         for begin in range(0, len(rows), _ROWS):
@@ -227,6 +246,14 @@ class Reference:
                 changed = _penalised(logits, tokens, len(context) + begin, sampling)
                 parts.append(sampling.log_probs(changed, targets))
         return [torch.cat(parts).double().cpu() for parts in found]
+
+    def media_behind(self, sample: Scored, context: Tensor) -> list[Media] | None:
+        """Return the images of a sample whose prompt is ``context``; None if they have no places
+        there."""
+        vision = self.arch.spec.vision
+        if vision is None or torch.equal(context, sample.tokens[: sample.prompt_length]):
+            return sample.media
+        return behind(sample.media, sample.prompt_length, context, vision)
 
     def _states(self, count: int) -> StateRows | None:
         """Storage for one sequence of ``count`` tokens; None for a model without gated delta
@@ -246,6 +273,7 @@ class Reference:
         setting: ReferenceSettings,
         experts: Tensor | None = None,
         watcher: Watcher | None = None,
+        media: Sequence[Media] = (),
     ) -> Tensor:
         """Return [L - 1, hidden] after the last norm; the last token predicts nothing."""
         model = self.store.model
@@ -258,7 +286,14 @@ class Reference:
         rope = self.arch.rope
         if setting.rotary:
             rope = replace(rope, spec=replace(self.arch.spec, **setting.rotary))
-        needed = int(positions.max()) + 1
+        turns = None
+        images = None
+        if self.images is not None:
+            images = read_images(media, len(tokens), setting.sight.read or self.images.read)
+        if images is not None:
+            moved = setting.sight.positions_of(images, count) + positions - torch.arange(count)
+            turns = moved.clamp(min=0)
+        needed = int((positions if turns is None else turns).max()) + 1
         angles: dict[RotaryKind, tuple[Tensor, Tensor]] = {}
         for kind in self.arch.spec.rotary_kinds:
             cos, sin = replace(rope, kind=kind).tables(max(needed, 1), torch.float32)
@@ -274,9 +309,20 @@ class Reference:
         try:
             with _Rounding(setting, self.arch.spec.num_experts):
                 attend = _Attention(setting, self.arch.spec, self._states(count))
-                chosen = watcher.chosen
+                seen = None
+                if images is not None:
+                    tower = self.store.tower
+                    assert tower is not None
+                    width = self.arch.hidden_size
+                    seen = setting.sight.see(tower, images, count, width)
                 return model.forward(
-                    tokens[:-1].to(device), positions.to(device), attend, chosen, watcher
+                    tokens[:-1].to(device),
+                    positions.to(device),
+                    attend,
+                    watcher.chosen,
+                    watcher,
+                    turns=None if turns is None else turns.to(device),
+                    seen=seen,
                 )
         finally:
             model.angles = before
@@ -310,8 +356,8 @@ def _rows_of(
 ) -> dict[int, Tensor]:
     """Layer → int64 [count, k], -1 where it is not known."""
     assert arch.experts is not None
-    whole = torch.full((count, arch.num_layers, arch.experts.chosen), -1, dtype=torch.int64)
-    known = experts.reshape(-1, arch.num_layers, arch.experts.chosen)[:count].to(torch.int64)
+    whole = torch.full((count, arch.spec.num_layers, arch.experts.chosen), -1, dtype=torch.int64)
+    known = experts.reshape(-1, arch.spec.num_layers, arch.experts.chosen)[:count].to(torch.int64)
     whole[: len(known)] = known
     whole = whole.to(device)
     return {layer: whole[:, layer] for layer, has in enumerate(arch.experts.in_layer) if has}
@@ -338,7 +384,9 @@ class _Rounding(TorchFunctionMode):
     def __init__(self, setting: ReferenceSettings, num_experts: int) -> None:
         super().__init__()
         parts: dict[Any, Part] = {F.rms_norm: "norms", F.linear: "products", F.silu: "activation"}
-        parts |= {
+        parts |= {  # the first two: a vision tower's
+            F.layer_norm: "norms",
+            F.gelu: "activation",
             torch.addcmul: "rotary embedding",
             Tensor.add: "products",
             Tensor.__add__: "products",
@@ -374,19 +422,13 @@ class _Attention:
         self._spec = spec
         self.states = states
 
-    def __call__(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
+        queries, keys, values, sinks = heads
         setting = self._setting
-        (count, heads, _) = queries.shape
+        count, num_heads, _ = queries.shape
         if setting.cache_dtype is not None:
             keys, values = (x.to(setting.cache_dtype).float() for x in (keys, values))
-        group = heads // keys.shape[1]
+        group = num_heads // keys.shape[1]
         keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
         window = self._spec.window(layer)
         blocks = [

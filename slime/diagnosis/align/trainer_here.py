@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,8 +16,10 @@ from slime.checkpoints.hf_io import load_hf
 from slime.config.config import Config
 from slime.diagnosis.align.evidence import Scored
 from slime.models import family_of
+from slime.models.images import ImageReader
 from slime.models.layout_rules import virtual_stages
 from slime.models.spec import read_hf_config
+from slime.models.vision import seeing
 from slime.processes.host import reserve_port
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.megatron import device
@@ -36,11 +39,14 @@ class TrainerHere:
 
     Use it in a ``with``: there is one set of process groups in a process.
 
+    Args:
+        images: prepares the samples' images; None: the run reads text alone.
     Raises:
         UserError: a model or flag that the trainer does not take.
     """
 
-    def __init__(self, config: Config, directory: str) -> None:
+    def __init__(self, config: Config, directory: str, images: ImageReader | None = None) -> None:
+        self._images = images
         self.config = in_one_piece(config)
         self.directory = directory
 
@@ -48,6 +54,8 @@ class TrainerHere:
         config = self.config
         te_layers.check(config)
         self.hf_config = read_hf_config(self.directory)
+        if self._images is not None:
+            self.hf_config = seeing(self.hf_config)
         self.spec = (
             family_of(self.hf_config, config.checkpoint.model_name)
             .model_spec(self.hf_config)
@@ -61,7 +69,8 @@ class TrainerHere:
             reserved.release()
         try:
             self.chunks: list[Any] = list(build_model_chunks(self.spec, config))
-            load_hf(self.chunks, self.directory, model_name=config.checkpoint.model_name)
+            name = config.checkpoint.model_name
+            load_hf(self.chunks, self.directory, self.hf_config, model_name=name)
             self.routing = guide_for(self.chunks, self.spec, config)
         except BaseException:
             parallel.shut_down()
@@ -95,7 +104,7 @@ class TrainerHere:
         seen: dict[str, Tensor] = {}
         (model,) = self.chunks
         hooks = [
-            _watch(model.embedding, "embedding", seen),
+            _watch_input(model.decoder, "embedding", seen),
             _watch(model.decoder.final_layernorm, "norm", seen),
         ]
         for number, layer in enumerate(model.decoder.layers):
@@ -125,7 +134,8 @@ class TrainerHere:
     def _run(self, sample: Scored, temperature: float) -> tuple[PackedMicroBatch, Tensor]:
         batch = batch_of(sample)
         dense = self.ranks.device.type == "cpu" or self.config.megatron.fp32
-        options = PackingOptions(self.ranks.device, dense=dense)
+        read = None if self._images is None else self._images.read
+        options = PackingOptions(self.ranks.device, dense=dense, read_image=read)
         packed = forward.packed_micro_batches(batch, [[0]], options)
         if self.routing is not None:
             self.routing.prepare(batch, packed, "reference")  # routes by itself
@@ -164,6 +174,8 @@ def batch_of(sample: Scored) -> TrainBatch:
         loss_masks=[mask],
         steps=[StepPlan([[0]], 1, count)],
         rollout_mask_sums=[count],
+        media=[sample.media] if sample.media else [],
+        images={one.reference: Path(one.reference).read_bytes() for one in sample.media},
     )
 
 
@@ -171,6 +183,16 @@ def _computes(module: Any) -> bool:
     """Whether a module is more than a placeholder: Transformer Engine's layers contain their
     norm."""
     return type(module).__name__ != "IdentityOp"
+
+
+def _watch_input(decoder: Any, name: str, seen: dict[str, Tensor]) -> Any:
+    """Keep what goes into the first layer: embeddings, with images in their places."""
+
+    def keep(_: Any, __: Any, given: dict[str, Any]) -> None:
+        value = given["hidden_states"]
+        seen[name] = value.detach().float().reshape(-1, value.shape[-1]).cpu().clone()
+
+    return decoder.register_forward_pre_hook(keep, with_kwargs=True)
 
 
 def _watch(module: Any, name: str, seen: dict[str, Tensor]) -> Any:

@@ -71,20 +71,21 @@ def _part_of(
 
 
 def _unrepeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """A tensor as it was sent. Where a checkpoint has a layer fused already, SGLang repeats the one
-    A for each part of it."""
+    """Return a tensor as it was sent. Where a checkpoint has a layer fused already, SGLang repeats
+    the one A for each part of it."""
     copies = tensor.split(rows, dim=-2)
     return copies[0] if all(torch.equal(copies[0], copy) for copy in copies) else tensor
 
 
 def _fused_name(name: str) -> str:
-    """SGLang's name of the tensor that a sent one is a part of; the name itself if it is none."""
+    """Return SGLang's name of the tensor that a sent one is a part of; the name itself if it is
+    none."""
     module, leaf, rest = _split(name)
     return f"{module}.{_FUSED[leaf]}.{rest}" if leaf in _FUSED else name
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """("….self_attn", "q_proj", "lora_A.weight")"""
+    """Return ("….self_attn", "q_proj", "lora_A.weight")"""
     path, _, side = name.partition(".lora_")
     module, _, leaf = path.rpartition(".")
     return module, leaf, f"lora_{side}"

@@ -39,8 +39,8 @@ from slime.processes.host import python_module
 if TYPE_CHECKING:
     from slime.config.config import Config
 
-#: Asked of an engine that is awake; what the router asks at any time is `HEALTH_GENERATES`'s
-#: business.
+#: Asked of engines that are awake. The router asks for /health at any time, which
+#: `HEALTH_GENERATES` keeps cheap.
 HEALTH_PATH = "/health_generate"
 
 #: Whether SGLang's /health generates a token, as /health_generate always does, or only answers.
@@ -48,8 +48,8 @@ HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
 #: What SGLang reads as false there; everything else, typing errors included, is true.
 _FALSE = ("false", "0", "no", "n")
 
-#: What it about chooses when ``--sglang-mem-fraction-static`` is not set: on a small GPU it leaves
-#: at least these bytes, beside a part of all.
+#: Roughly what SGLang chooses when ``--sglang-mem-fraction-static`` is not set: on a small GPU it
+#: leaves at least these bytes, and a share of all.
 _AUTOMATIC_FRACTION = 0.88
 _AUTOMATIC_PART = 0.95
 _AUTOMATIC_REST = 5.9e9
@@ -68,7 +68,7 @@ _DRAFTS_WITHOUT_WEIGHTS = ("NGRAM",)
 def sglang_command(
     config: Config, model_path: str, host: str, port: int, place: EnginePlace = ONE_GPU
 ) -> LaunchSpec:
-    """A stock SGLang server, or one node's part of it.
+    """Return how to start a stock SGLang server, or one node's part of it.
 
     Raises:
         UserError: SGLang is not installed, in no supported version, or cannot do what a flag asks
@@ -139,15 +139,8 @@ def check_adapters(config: Config, options: Mapping[str, Any], where: str = "") 
     _check_adapted_layers(config)
 
     def refuse(option: str, why: str, fix: str = "leave it out") -> NoReturn:
-        value = options[option]
-        name = f"--sglang-{option.replace('_', '-')} {value}"
-        raise UserError(
-            f"{where} has {option} {value}, which does not go with --lora-rank"
-            if where
-            else f"{name} does not go with --lora-rank",
-            why=why,
-            fix=fix,
-        )
+        what = f"{_named(option, options, where)} does not go with --lora-rank"
+        raise UserError(what, why=why, fix=fix)
 
     if int(options.get("dp_size") or 1) > 1:
         refuse(
@@ -253,19 +246,11 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
     Raises:
         UserError: names the option.
     """
-
-    def named(option: str) -> str:
-        value = options[option]
-        return (
-            f"{where} has {option} {value}, which"
-            if where
-            else f"--sglang-{option.replace('_', '-')} {value}"
-        )
-
     algorithm = options.get("speculative_algorithm")
     if algorithm is not None and str(algorithm).upper() not in _DRAFTS_WITHOUT_WEIGHTS:
         raise UserError(
-            f"{named('speculative_algorithm')} cannot follow the weights of a training run",
+            f"{_named('speculative_algorithm', options, where)} cannot follow the weights of a "
+            "training run",
             why="its draft model is no part of what the trainer trains, so that no push would "
             "update it, and fewer and fewer of its drafts would be accepted",
             fix="take NGRAM, which drafts without weights (--sglang-speculative-algorithm NGRAM), "
@@ -273,7 +258,8 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
         )
     if algorithm is not None and config.sync.update_weight_transport == "disk":
         raise UserError(
-            f"{named('speculative_algorithm')} does not go with --update-weight-transport disk",
+            f"{_named('speculative_algorithm', options, where)} does not go with "
+            "--update-weight-transport disk",
             why="SGLang has its drafting part read the files, too, which has no weights, and dies "
             "of that",
             fix="leave one of the two out; pushes by handles (--colocate) and broadcasts go well "
@@ -281,14 +267,14 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
         )
     if int(options.get("tokenizer_worker_num") or 1) > 1:
         raise UserError(
-            f"{named('tokenizer_worker_num')} cannot ask for the run's key",
+            f"{_named('tokenizer_worker_num', options, where)} cannot ask for the run's key",
             why="SGLang asks for keys with one tokenizer worker alone, and whoever reaches an "
             "engine without a key can replace its weights",
             fix="leave it out",
         )
     if int(options.get("pp_size") or 1) > 1:
         raise UserError(
-            f"{named('pp_size')} cannot take weight pushes",
+            f"{_named('pp_size', options, where)} cannot take weight pushes",
             why="stock SGLang numbers the members of a weight-update group by tensor-parallel "
             "rank only",
             fix="leave it out; more GPUs per engine (--rollout-num-gpus-per-engine) make engines "
@@ -296,11 +282,19 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
         )
     if int(options.get("dp_size") or 1) > 1 and not options.get("enable_dp_attention"):
         raise UserError(
-            f"{named('dp_size')} cannot take weight pushes without DP attention "
+            f"{_named('dp_size', options, where)} cannot take weight pushes without DP attention "
             "(--sglang-enable-dp-attention)",
             why="stock SGLang refuses them",
             fix="start more engines instead (raise --rollout-num-gpus), or add enable_dp_attention",
         )
+
+
+def _named(option: str, options: Mapping[str, Any], where: str) -> str:
+    """Name an option and its value in a sentence, as a flag or as part of a server group."""
+    value = options[option]
+    if where:
+        return f"{where} has {option} {value}, which"
+    return f"--sglang-{option.replace('_', '-')} {value}"
 
 
 def _check_override(name: str, value: Any) -> None:
@@ -330,8 +324,8 @@ GROUP_RULES = GroupRules(
 
 
 def _check_questions(config: Config) -> None:
-    """The router asks for a sign of life at any time: also while memory is released, when a token
-    ends the engine."""
+    """Refuse health checks of the router that generate a token: they also come while memory is
+    released, when a token would end the engine."""
     said = os.environ.get(HEALTH_GENERATES)
     path = str(config.engine.router.get("health_check_endpoint") or "")
     if said is not None and said.lower() not in _FALSE:
@@ -354,7 +348,7 @@ def _check_questions(config: Config) -> None:
 def sglang_options(
     config: Config, model_path: str, host: str, port: int, place: EnginePlace
 ) -> dict[str, Any]:
-    """All options by name: the user's, those of the server group, then ours."""
+    """Return all options by name: the user's, those of the server group, then ours."""
     given = {**config.engine.sglang, **place.overrides}
     stages = int(given.get("pp_size") or 1)
     is_policy = place.model_path is None
@@ -409,7 +403,7 @@ def sglang_options(
 
 
 def dtype_of(config: Config) -> str:
-    """The dtype of the policy's weights, in SGLang's words: --sglang-dtype, by default the
+    """Return the dtype of the policy's weights, in SGLang's words: --sglang-dtype, by default the
     trainer's precision."""
     trained = (
         "float32" if config.megatron.fp32 else "float16" if config.megatron.fp16 else "bfloat16"
@@ -418,7 +412,7 @@ def dtype_of(config: Config) -> str:
 
 
 def sglang_footprint(config: Config) -> EngineFootprint:
-    """The memory layout that SGLang's options give an engine's GPUs."""
+    """Return the memory layout that SGLang's options give an engine's GPUs."""
     options = config.engine.sglang
     pipeline = int(options.get("pp_size") or 1)
     tensor = max(1, config.cluster.rollout_num_gpus_per_engine // pipeline)
@@ -442,8 +436,8 @@ def sglang_footprint(config: Config) -> EngineFootprint:
 
 
 def adapter_words(adapters: Mapping[str, Path]) -> tuple[str, ...]:
-    """The words for adapters that are served from the start. The base takes a place among those
-    that a batch may have."""
+    """Return the words for adapters that are served from the start. The base takes a place among
+    those that a batch may have."""
     at_once = str(len(adapters) + 1)
     paths = named_paths(adapters)
     return ("--enable-lora", "--max-loras-per-batch", at_once, "--lora-paths", *paths)
@@ -456,7 +450,7 @@ def _automatic_fraction(nbytes: float) -> float:
 
 
 def sglang_environment(config: Config, place: EnginePlace) -> dict[str, str]:
-    """The environment variables of the server's processes, on top of the run's."""
+    """Return the environment variables of the server's processes, on top of the run's."""
     # The router's question whether the server answers must need no memory and no time: engines
     # sleep, and pause for pushes. Whether they generate is asked by those who know that they can,
     # at /health_generate.

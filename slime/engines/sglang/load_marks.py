@@ -59,7 +59,7 @@ class LoadMarks:
             torch._foreach_copy_(words, [mark] * len(words))
 
     def untouched(self) -> list[str]:
-        """Names of the tensors that still have their mark."""
+        """Return the names of the tensors that still have their mark."""
         found = []
         for (dtype, _), places in self._places.items():
             is_marked = (torch.stack(list(places.values())).cpu() == _mark(dtype)).all(dim=1)
@@ -103,8 +103,9 @@ def forget(model: nn.Module) -> None:
 
 
 def untouched(model: nn.Module) -> list[str]:
-    """Names that were marked and have not been loaded since; [] where nothing is marked. Marks are
-    read once: they would keep the memory of layers that were only opened for the transfer."""
+    """Return the names that were marked and have not been loaded since; [] where nothing is marked.
+    Marks are read once: they would keep the memory of layers that were only opened for the
+    transfer."""
     marks = _set.pop(model, None)
     return [] if marks is None else marks.untouched()
 

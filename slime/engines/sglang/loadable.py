@@ -68,7 +68,8 @@ class _Layer:
             setattr(module, mark, False)
 
     def close(self) -> None:
-        """
+        """Have what was loaded processed, and move the result to where the old parameters are.
+
         Raises:
             ValueError: what came out does not fit where the old parameters are.
         """
@@ -80,7 +81,7 @@ class _Layer:
         self._drop_surplus()
 
     def shut(self) -> None:
-        """As if it had not been opened; nothing was loaded meanwhile."""
+        """Undo the opening of a layer into which nothing was loaded."""
         _let_go(self.method)
         for owner, tensors in self.kept:
             for name, old in tensors.items():
@@ -97,7 +98,7 @@ class _Layer:
             del self.module._parameters[name]
 
 
-#: By model; layers that are loadable now.
+#: Model → its layers that are loadable now.
 _open: weakref.WeakKeyDictionary[nn.Module, dict[str, _Layer]] = weakref.WeakKeyDictionary()
 
 
@@ -128,7 +129,8 @@ def open_layers(model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def close_layers(model: nn.Module) -> list[str]:
-    """Have them processed, and give the engine back what it computes with.
+    """Process the weights of the open layers, and give the engine back the parameters that it
+    computes with.
 
     Returns:
         Their names; none where nothing was open.
@@ -157,8 +159,8 @@ def close_layers(model: nn.Module) -> list[str]:
 
 @contextmanager
 def opened_to_look(model: nn.Module) -> Iterator[None]:
-    """Layers are loadable within the block, to see where a push would put what; memory is not
-    touched, and may be away.
+    """Make layers loadable within the block, to find where a push would put each tensor. Memory is
+    not touched, and may be released.
 
     Raises:
         ValueError: as `open_layers`.
@@ -181,8 +183,8 @@ def _method(module: nn.Module) -> Any:
 
 
 def _is_quantised(module: nn.Module) -> bool:
-    """Has weights that a quantising method made; attention has methods of scales for its cache
-    alone."""
+    """Tell whether a quantising method made the module's weights. Attention has such methods for
+    the scales of its cache alone."""
     method = _method(module)
     if method is None or not any("weight" in name for name in module._parameters):
         return False
@@ -190,8 +192,8 @@ def _is_quantised(module: nn.Module) -> bool:
 
 
 def _with_cache_scales(model: nn.Module) -> list[Any]:
-    """Attention whose quantising method has made scales for the cache. Processing takes them for
-    what files brought."""
+    """Return the attention modules whose quantising method has made scales for the cache.
+    Processing takes these for scales from files."""
     names = ("k_scale", "v_scale")
     return [
         module
@@ -211,7 +213,7 @@ def _let_go(method: Any) -> None:
 
 
 def _create(method: Any, module: Any) -> None:
-    """As the layer's own constructor does it (SGLang 0.5.16, ``linear.py`` and
+    """Create a layer's parameters as its own constructor does (SGLang 0.5.16, ``linear.py`` and
     ``moe/fused_moe_triton/layer.py``)."""
     if type(method).__name__ in EXPERTS:
         method.create_weights(
@@ -244,8 +246,8 @@ def _dtype(module: Any) -> torch.dtype:
 
 @contextmanager
 def _default_dtype(module: nn.Module) -> Iterator[None]:
-    """Some parameters are made in the default dtype, which is the model's while a model is
-    loaded."""
+    """Set torch's default dtype to the model's within the block, as while a model is loaded: some
+    parameters are made in it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(_dtype(module))
     try:
@@ -262,8 +264,8 @@ def _tensors(owner: Any) -> dict[str, torch.Tensor]:
 def _realised(
     parameter: nn.Parameter, old: torch.Tensor | None, device: torch.device
 ) -> nn.Parameter:
-    """A parameter of the meta device as one of its class with its attributes, where the old one is
-    if sizes allow."""
+    """Make a real parameter of one on the meta device, with its class and attributes; it lies where
+    the old one is if sizes allow."""
     shape = parameter.shape
     dtype = parameter.dtype
     nbytes = parameter.numel() * dtype.itemsize

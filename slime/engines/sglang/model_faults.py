@@ -7,9 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.engines.sglang.versions import installed_version
+from slime.engines.wire.abilities import sglang_sees_in_hybrids
 from slime.errors import UserError
 from slime.models.quantised import is_mxfp4
 from slime.models.spec import ModelSpec
+from slime.processes.host import version_of
+
+#: The first version with ``SGLANG_MM_AVOID_RETOKENIZE``, which is on by default.
+KEEPS_TOKENS_OF_IMAGES = (0, 5, 13)
 
 
 def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
@@ -25,7 +31,8 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             afterwards. Queries that grow from another position on than SGLang lets them
             (``models/ministral3.py``). Text models of Qwen3.5 on their own, and hybrids whose kinds
             of layers it would not find (0.5.16, ``models/qwen3_5.py``, ``configs/qwen3_next.py``).
-            Images in hybrids (0.5.16, ``fused_qk_gemma_rmsnorm_rope_gate``).
+            Images in hybrids, up to 0.5.16 (`sglang_sees_in_hybrids`), and in versions that
+            tokenise their prompts anew.
             A gpt-oss without a field that it reads.
     """
     if is_mxfp4(config):
@@ -35,7 +42,17 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             fix="slime convert quantised-to-hf makes plain weights, which --hf-checkpoint then "
             "names; or pass --rollout-engine embedded, which holds plain weights",
         )
-    if spec.vision is not None and "linear_attention_freq" in spec.transformer:
+    version = installed_version() or ""
+    is_hybrid = "linear_attention_freq" in spec.transformer
+    if spec.vision is not None and version and version_of(version)[:3] < KEEPS_TOKENS_OF_IMAGES:
+        raise UserError(
+            f"SGLang {version} tokenises prompts with images anew",
+            why="it decodes the tokens of a request to text, and may answer to other tokens than "
+            "those that are trained",
+            fix=f"install SGLang {'.'.join(map(str, KEEPS_TOKENS_OF_IMAGES))} or newer, or pass "
+            "--rollout-engine embedded",
+        )
+    if spec.vision is not None and is_hybrid and not sglang_sees_in_hybrids(version):
         raise UserError(
             "SGLang up to 0.5.16 computes images of this model with wrong positions",
             why="a fused kernel of its hybrid models (Qwen3.5) reads one of the three rows of "

@@ -79,8 +79,8 @@ _OTHER_VERSION = (
     "not tried: pushes of quantised weights were tried with other versions of SGLang alone"
 )
 
-#: Version → format, as `form_of` names it → route, or why there is none. What stands nowhere was
-#: not tried.
+#: Version → format, as `form_of` names it → route, or why there is none. A format that is missing
+#: was not tried.
 ROUTES: dict[str, dict[str, QuantisedRoute | str]] = {
     "0.5.16": {
         "INT4 in groups of 128, symmetric": QuantisedRoute(opens=True),
@@ -93,7 +93,7 @@ ROUTES: dict[str, dict[str, QuantisedRoute | str]] = {
 
 
 def form_of(quantisation: Quantisation) -> str:
-    """The format's name in `ROUTES`; with the method's where this is not the usual one.
+    """Return the format's name in `ROUTES`; with the method's where this is not the usual one.
 
     Example:
         >>> form_of(Quantisation("fp8", Fp8((128, 128))))

@@ -13,8 +13,8 @@ _INSTALL = "pip install 'slime-rl[sglang]'"
 
 
 def installed_version() -> str | None:
-    """Version of the installed SGLang, found without importing it (which takes half a minute); None
-    without one."""
+    """Find the version of the installed SGLang without importing it, which takes half a minute;
+    None without one."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -22,7 +22,7 @@ def installed_version() -> str | None:
 
 
 def check_version(version: str | None) -> str:
-    """The version, if it is supported.
+    """Return the version, if it is supported.
 
     Raises:
         UserError: SGLang is not installed, or it is older or newer than what was tried.

@@ -83,10 +83,11 @@ class StackedExperts:
         return self._is_plain[kind]
 
     def _lies_plainly(self, run: ExpertRun, held: HeldExperts, sent: torch.Tensor) -> bool:
-        """One expert goes the long way: is it then where the short one would have put it?"""
+        """Load one expert through ``load_weights``; tell whether it then lies where a copy would
+        have put it."""
         model = self._model()
         wanted = held.of(sent)
-        # which some layers hold as floats
+        # sizes of quantised weights, which some layers hold as floats
         fits = wanted.dtype == held.target.dtype or run.leaf == SIZE
         if model is None or wanted.shape != held.target.shape or not fits:
             return False

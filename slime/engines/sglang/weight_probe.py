@@ -86,7 +86,7 @@ class HeldExperts:
     parameter: str
 
     def of(self, sent: torch.Tensor) -> torch.Tensor:
-        """The value that ``target`` must have."""
+        """Return the value that ``target`` must have."""
         return sent[self.first : self.stop].narrow(
             self.axis, self.start, self.target.shape[self.axis]
         )
@@ -146,8 +146,8 @@ _shapes: weakref.WeakKeyDictionary[nn.Module, dict[str, list[int]]] = weakref.We
 
 
 def _layout(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
-    """Slices by name (None: this rank has nothing of it), and the engine's parameters that belong
-    to no name."""
+    """Find the slices by name (None: this rank has nothing of it), and the engine's parameters that
+    belong to no name."""
     tree = Tree(model)
     _shapes[model] = shapes
     load_marks.forget(model)
@@ -182,7 +182,7 @@ def _mark(model: nn.Module, *, keep: bool) -> int:
 
 
 def _held(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
-    """This rank's parts of the tensors."""
+    """Find this rank's parts of the tensors."""
     tree = Tree(model)
     found = {name: tree.find(name, tuple(shape)) for name, shape in shapes.items()}
     return {name: held.tensor for name, held in found.items() if held is not None}
@@ -266,7 +266,7 @@ class Tree:
         return Held(tensor, dims[0], start, start + size, name)
 
     def _concatenated(self, owner: str, leaf: str, shape: tuple[int, ...]) -> Held | None:
-        """The first or the last part of a parameter that SGLang makes of several when it loads
+        """Find the first or the last part of a parameter that SGLang makes of several when it loads
         them. Such parameters are whole on every rank."""
         place = fused_place(_CONCATENATED, owner)
         tensor = None if place is None else self.parameters.get(f"{place[0]}.{leaf}")
@@ -293,7 +293,8 @@ class Tree:
         return Held(tensor, 0, rank * size, (rank + 1) * size, parameter)
 
     def _shared_expert(self, name: str) -> Held | None:
-        """A shared expert that SGLang stacks behind the routed ones, as it does for DeepSeek-V3."""
+        """Find a shared expert that SGLang stacks behind the routed ones, as it does for
+        DeepSeek-V3."""
         found = _SHARED_EXPERT.fullmatch(name)
         module = None if found is None else self.modules.get(f"{found[1]}.experts")
         if found is None or module is None or vars(module).get("num_fused_shared_experts") != 1:
@@ -321,7 +322,7 @@ class Tree:
         return Held(held.target, 0, held.first, held.stop, held.parameter) if whole else None
 
     def experts(self, run: ExpertRun, num_shared: int = 0) -> HeldExperts | None:
-        """This rank's part of a run, possibly nothing of it; None when its form is not known.
+        """Find this rank's part of a run, possibly nothing of it; None when its form is not known.
 
         SGLang's fused experts: w13 [experts, 2 x intermediate, hidden], w2 [experts, hidden,
         intermediate]; in w13 the gate is above, or below where `_gate_half` says so. Of quantised
@@ -365,22 +366,22 @@ class Tree:
 
 
 def _of_one(held: HeldExperts) -> Held:
-    """The first expert of a run."""
+    """Return the first expert of a run."""
     size = int(held.target.shape[held.axis])
     return Held(held.target[0], held.axis - 1, held.start, held.start + size, held.parameter)
 
 
 def _routed_experts(module: Any, stacked: int) -> tuple[int, int]:
-    """Number of this rank's first routed expert, and how many it has; shared ones may be stacked
-    behind them."""
+    """Return the number of this rank's first routed expert, and how many it has; shared ones may be
+    stacked behind them."""
     here = vars(module)
     count = int(here.get("_num_local_routed", stacked))
     return int(here.get("moe_ep_rank", 0)) * count, count
 
 
 def _gate_half(module: Any) -> int:
-    """The half of w13 that is the gate: kernels like FlashInfer's CUTLASS ones want it below, and
-    SGLang puts it there."""
+    """Return the half of w13 that is the gate: kernels like FlashInfer's CUTLASS ones want it
+    below, and SGLang puts it there."""
     method: Any = vars(module).get("quant_method") or vars(module).get("_modules", {}).get(
         "quant_method"
     )
@@ -391,5 +392,5 @@ def _gate_half(module: Any) -> int:
 
 
 def _tp_rank(module: Any) -> int:
-    """The rank of a parallel linear layer; 0 for layers that are whole on every rank."""
+    """Return the rank of a parallel linear layer; 0 for layers that are whole on every rank."""
     return int(vars(module).get("tp_rank", 0))

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from slime.engines.api import WEIGHT_LOADER
+from slime.processes.host import version_of
 
 #: SGLang's flags that put an expert elsewhere than its number says, or not as it was sent.
 _MOVES_EXPERTS = ("enable_eplb", "ep_num_redundant_experts")
@@ -42,6 +43,7 @@ class Abilities:
             experts; None where both forms can be loaded.
         adapts_lone_queries: an adapter of ``q_proj`` can be loaded where the layer has no
             ``k_proj`` and ``v_proj`` (latent attention).
+        sees_in_hybrids: images of models with gated delta nets have rows and columns.
     """
 
     engine: str
@@ -60,6 +62,7 @@ class Abilities:
     adapters_at_once: int = 0
     shares_outer_experts: bool | None = None
     adapts_lone_queries: bool = True
+    sees_in_hybrids: bool = True
 
     @staticmethod
     def read(info: Mapping[str, Any]) -> Abilities:
@@ -75,7 +78,7 @@ class Abilities:
         return Abilities(**stated | lists)
 
     def to_json(self) -> dict[str, Any]:
-        """The value of "abilities" in ``/server_info``."""
+        """Return the value of "abilities" in ``/server_info``."""
         return asdict(self)
 
 
@@ -89,6 +92,13 @@ SGLANG = Abilities(
 )
 
 
+def sglang_sees_in_hybrids(version: str) -> bool:
+    """Tell whether a version of SGLang computes images of hybrid models (Qwen3.5) rightly. Up to
+    0.5.16 its kernel ``fused_qk_gemma_rmsnorm_rope_gate`` reads one of the three rows of positions.
+    """
+    return version_of(version) > (0, 5, 16)
+
+
 def _from_sglang_arguments(info: Mapping[str, Any]) -> Abilities:
     weights = info.get("quantization") or info.get("torchao_config")
     return replace(
@@ -99,6 +109,7 @@ def _from_sglang_arguments(info: Mapping[str, Any]) -> Abilities:
         quantises=weights not in (None, "", "unquant"),
         coarse_cache=(info.get("kv_cache_dtype") or "auto") not in ("auto", "bf16", "bfloat16"),
         num_ranks=int(info.get("tp_size") or 1),
+        sees_in_hybrids=sglang_sees_in_hybrids(str(info.get("version"))),
         **_adapters_of_sglang(info),
     )
 

@@ -29,8 +29,8 @@ Together = Callable[[str], tuple[str, ...]]
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """xxh3-128 of the tensor's bytes in row-major order, as 32 hex digits. Shape and dtype do not
-    enter.
+    """Return xxh3-128 of the tensor's bytes in row-major order, as 32 hex digits. Shape and dtype
+    do not enter.
 
     Example:
         >>> fingerprint(torch.zeros(2, 3)) == fingerprint(torch.zeros(6))
@@ -47,8 +47,8 @@ _FOLD = 0x94D049BB133111EB
 
 
 def word_fingerprint(tensor: torch.Tensor) -> str:
-    """128 bits of the tensor's bytes in row-major order, as 32 hex digits; computed where the
-    tensor is.
+    """Return 128 bits of the tensor's bytes in row-major order, as 32 hex digits; computed where
+    the tensor is.
 
     Each word of 8 bytes is mixed with a key made from its place, and the results are summed up,
     which needs no order: a GPU can do it, where `fingerprint` would copy everything to the host.
@@ -94,7 +94,7 @@ def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _signed(word: int) -> int:
-    """The 64 bits as a torch.int64 has them."""
+    """Return the 64 bits as a torch.int64 has them."""
     return word - (1 << 64) if word >> 63 else word
 
 
@@ -165,13 +165,17 @@ class Bucket:
     def nbytes(self) -> int:
         return int(self.buffer.numel())
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, view into the buffer); writing to a view writes to the bucket."""
-        return iter(self._views)
-
     @functools.cached_property
-    def _views(self) -> list[tuple[str, torch.Tensor]]:
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return (name, view into the buffer); writing to a view writes to the bucket."""
         return list(unpack(self.buffer, self.entries))
+
+
+def own_device() -> torch.device:
+    """Return this process's GPU, or the CPU where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 class BufferPair:
@@ -198,8 +202,8 @@ class BufferPair:
         return self.turn
 
     def current(self, nbytes: int) -> torch.Tensor:
-        """The first ``nbytes`` of the buffer whose turn it is; larger than the others', if it has
-        to be."""
+        """Return the first ``nbytes`` of the buffer whose turn it is; larger than the others', if
+        it has to be."""
         buffer = self._buffers[self.turn]
         if buffer is None or buffer.numel() < nbytes:
             self._buffers[self.turn] = buffer = None  # give the smaller one back first
@@ -220,7 +224,7 @@ class BufferPair:
 def unpack(
     buffer: torch.Tensor, entries: Iterable[TensorEntry]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of the tensors in a flat uint8 buffer.
+    """Yield the views of the tensors in a flat uint8 buffer.
 
     Raises:
         ValueError: an entry reaches beyond the buffer.
@@ -241,8 +245,8 @@ SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
 
 
 def dtype_in(model_dtype: torch.dtype | None, name: str, own: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor in a model of ``model_dtype`` (None: the tensor's own). FP8 and scales
-    keep theirs.
+    """Return the dtype of a tensor in a model of ``model_dtype`` (None: the tensor's own). FP8 and
+    scales keep theirs.
 
     Example:
         >>> name = "model.layers.3.mlp.gate.e_score_correction_bias"
@@ -260,8 +264,8 @@ def dtype_in(model_dtype: torch.dtype | None, name: str, own: torch.dtype) -> to
 
 
 def entries_of(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[TensorEntry]:
-    """The table of a bucket from what ``/update_weights_from_distributed`` carries: tensors back to
-    back."""
+    """Return the table of a bucket from what ``/update_weights_from_distributed`` carries: tensors
+    back to back."""
     entries = []
     offset = 0
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
@@ -320,6 +324,20 @@ def pack(
         yield _fill(open_buckets.pop(target), target, allocate)
 
 
+@dataclass(frozen=True)
+class Packing:
+    """How a push packs its tensors: `pack`'s arguments that are the same for all pushes."""
+
+    limit: int
+    dtype: torch.dtype
+    together: Together | None = None
+
+    def buckets(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], allocate: Allocate
+    ) -> Iterator[Bucket]:
+        return pack(tensors, self.limit, self.dtype, allocate, self.together)
+
+
 def _complete_groups(
     tensors: Iterable[tuple[str, torch.Tensor]], together: Together | None
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -352,6 +370,6 @@ def _fill(
     bucket = Bucket(make(total), entries)
     # all in one call: a model of experts has ten thousand tensors and more
     torch._foreach_copy_(
-        [view for _, view in bucket.tensors()], [source.detach() for _, source in tensors]
+        [view for _, view in bucket.tensors], [source.detach() for _, source in tensors]
     )
     return bucket

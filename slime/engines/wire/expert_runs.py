@@ -72,21 +72,21 @@ class ExpertRun:
         )
 
     def expert_name(self, number: int) -> str:
-        """The name that a checkpoint has for one of its experts."""
+        """Return the name that a checkpoint has for one of its experts."""
         return f"{self.owner}.{number}.{self.projection}_proj.{self.leaf}"
 
     def name_of(self, leaf: str) -> str:
-        """The name of the run of another part of the same weights."""
+        """Return the name of the run of another part of the same weights."""
         return f"{self.owner}.{self.first}-{self.last}.{self.projection}_proj.{leaf}"
 
     def apart(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """[experts, out, in] → (name, [out, in]) of each, as views."""
+        """Split [experts, out, in] into (name, [out, in]) of each, as views."""
         return ((self.expert_name(self.first + place), one) for place, one in enumerate(tensor))
 
 
 def bounds(count: int, nbytes: int, limit: int = RUN_BYTES) -> list[tuple[int, int]]:
-    """Half-open ranges over ``count`` stacked experts of ``nbytes`` each; at least one in each
-    range.
+    """Return half-open ranges over ``count`` stacked experts of ``nbytes`` each; at least one in
+    each range.
 
     Example:
         >>> bounds(5, nbytes=10, limit=25)
@@ -97,8 +97,8 @@ def bounds(count: int, nbytes: int, limit: int = RUN_BYTES) -> list[tuple[int, i
 
 
 def first_of(megatron_name: str) -> tuple[str, int | None]:
-    """A Megatron parameter that the conversion tables know, and the last expert if the name is that
-    of a run.
+    """Return a Megatron parameter that the conversion tables know, and the last expert if the name
+    is that of a run.
 
     Example:
         >>> first_of("decoder.layers.0.mlp.experts.linear_fc1.weight8-15")

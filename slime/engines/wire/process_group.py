@@ -1,10 +1,10 @@
 """A process group of one trainer rank and the engines, outside ``torch.distributed``'s default
 group.
 
-Neither side's WORLD may notice it: the trainer's has its own ranks, a stock engine's too. So the
-backend object is built directly on a store of its own. The chain of key prefixes is the one that
-engines get who build their side with ``torch.distributed``'s ``_new_process_group_helper``, as
-SGLang does, so that the two sides find each other.
+It must not change either side's default group, which has ranks of its own. So the backend object
+is built directly on a store of its own. The chain of key prefixes is the one of
+``torch.distributed``'s ``_new_process_group_helper``, by which SGLang builds its side, so that the
+two sides find each other.
 
     trainer: store = ExternalGroup.open_store(…); ExternalGroup(store, …, rank=0)
     engine:  ExternalGroup.join(address, port, …, rank=1)
@@ -12,13 +12,10 @@ SGLang does, so that the two sides find each other.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
-import os
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
@@ -31,6 +28,7 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from slime import deadlines
 from slime.log import get_logger
+from slime.processes.host import environment_variable
 
 logger = get_logger(__name__)
 
@@ -79,15 +77,16 @@ class ExternalGroup:
         else:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
-            with _errors_left_to_us():
+            # NCCL's watchdog would end this process when a member is lost or late. Members are
+            # engines here, and the death of one must be an error that says so.
+            with environment_variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
                 self._group = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
             self._stream = torch.cuda.Stream()
 
     @staticmethod
-    def open_store(address: str, world_size: int, timeout: float, port: int = 0) -> TCPStore:
-        """The rendezvous that the trainer holds; port 0 picks a free one. Others can join as soon
-        as it exists."""
-        return listening_store(address, port, world_size, timeout, wait_for_workers=False)
+    def open_store(address: str, world_size: int, timeout: float) -> TCPStore:
+        """Open the rendezvous that the trainer holds, on a free port. Others can join at once."""
+        return listening_store(address, 0, world_size, timeout, wait_for_workers=False)
 
     @staticmethod
     def join(
@@ -161,7 +160,7 @@ class ExternalGroup:
             ) from error
 
     def abort(self) -> None:
-        """Give up what is under way; the group is of no use afterwards, but for `close`."""
+        """Abort the transfers in progress; afterwards the group can only be closed."""
         self._group.abort()
 
     def close(self, timeout: float = deadlines.PROCESS_GROUP_LEAVE) -> None:
@@ -211,7 +210,7 @@ def listening_store(
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
-    """A socket that listens on one address alone; None where that is not possible."""
+    """Open a socket that listens on one address alone; None where that is not possible."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
     except ValueError:  # a name
@@ -232,26 +231,9 @@ def _listener(address: str, port: int) -> socket.socket | None:
     return listener
 
 
-@contextlib.contextmanager
-def _errors_left_to_us() -> Iterator[None]:
-    """A group made within the block is not watched by NCCL's watchdog, which ends the whole process
-    when a member is lost or late. Here members are engines; that one of them died must be an error
-    that says so.
-    """
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
 def address_towards(host: str) -> str:
-    """This host's address as ``host`` would see it; sends nothing, the routing table tells."""
+    """Return this host's address as ``host`` would see it; sends nothing, the routing table
+    tells."""
     family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)

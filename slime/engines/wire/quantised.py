@@ -98,7 +98,8 @@ def _parts_of_stack(weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
 
 
 def _rows_together(scheme: Int4 | Fp8) -> int:
-    """Rows that share a scale, or a word of zero points; 0 stands for all of a weight."""
+    """Return the rows that share a scale, or a word of zero points; 0 stands for all of a
+    weight."""
     if isinstance(scheme, Fp8):
         return scheme.block[0]
     return 1 if scheme.symmetric else NIBBLES
@@ -124,7 +125,7 @@ def _kernels(weight: torch.Tensor, scheme: Int4 | Fp8) -> Any:
 def dequantise(
     module: str, stored: Mapping[str, torch.Tensor], scheme: Int4 | Fp8, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The weight [rows, columns] in ``dtype`` that engines compute with.
+    """Return the weight [rows, columns] in ``dtype`` that engines compute with.
 
     Raises:
         KeyError: a part of it is not in ``stored``.
@@ -162,7 +163,7 @@ def as_engines_compute(
 
 
 def config_of(quantisation: Quantisation) -> dict[str, Any]:
-    """``quantization_config`` for config.json, as engines read it.
+    """Make ``quantization_config`` for config.json, as engines read it.
 
     Raises:
         UserError: compressed-tensors is needed and not installed.
@@ -188,7 +189,7 @@ def config_of(quantisation: Quantisation) -> dict[str, Any]:
 
 
 def _in_rows(weight: torch.Tensor, unit: int, compute: Callable[[torch.Tensor], Stored]) -> Stored:
-    """``compute`` of pieces of so many rows, below each other."""
+    """Apply ``compute`` to pieces of so many rows, and put the results below each other."""
     rows = max(1, _PIECE // (weight.shape[1] * unit)) * unit
     pieces = [compute(weight[first : first + rows]) for first in range(0, weight.shape[0], rows)]
     return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
@@ -275,7 +276,7 @@ def _fp8(weight: torch.Tensor, scheme: Fp8) -> Stored:
 
 
 def _tiles(weight: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """[blocks down, height, blocks across, width], filled up with zeros."""
+    """Cut a weight into [blocks down, height, blocks across, width], filled up with zeros."""
     rows, columns = weight.shape
     filled = torch.nn.functional.pad(weight, (0, -columns % width, 0, -rows % height))
     return filled.unflatten(1, (-1, width)).unflatten(0, (-1, height))

@@ -78,27 +78,25 @@ class SegmentPool:
     """``count`` segments used in turn, so that one is packed while engines still read another.
 
     Segments grow to the largest request and are kept between pushes.
+
+    Attributes:
+        turn: number of the segment that `take` gives next.
     """
 
     def __init__(self, count: int = 2, directory: Path = SHM_DIR) -> None:
         self._segments: list[Segment | None] = [None] * count
-        self._next = 0
+        self.turn = 0
         self._directory = directory
-
-    @property
-    def turn(self) -> int:
-        """Number of the segment that `take` gives next."""
-        return self._next
 
     def rewind(self) -> None:
         """Start again with the first segment: a model of one bucket then needs only one."""
-        self._next = 0
+        self.turn = 0
 
     def take(self, nbytes: int) -> tuple[int, Segment]:
-        """The segment whose turn it is and its number; the caller sees to it that no one reads it
-        any more."""
-        number = self._next
-        self._next = (number + 1) % len(self._segments)
+        """Return the segment whose turn it is and its number; the caller sees to it that no one
+        reads it any more."""
+        number = self.turn
+        self.turn = (number + 1) % len(self._segments)
         segment = self._segments[number]
         if segment is None or segment.nbytes < nbytes:
             if segment is not None:
@@ -114,7 +112,7 @@ class SegmentPool:
 
 
 def attach(name: str, nbytes: int, directory: Path = SHM_DIR) -> torch.Tensor:
-    """A reader's view of a segment: uint8 [nbytes], mapped read-only; do not write to it.
+    """Return a reader's view of a segment: uint8 [nbytes], mapped read-only; do not write to it.
 
     Args:
         name: as in the request, relative to /dev/shm.

@@ -1,6 +1,6 @@
-"""The pool of grading processes. One that hangs or dies is replaced. Its sample gets no score only
-when it is what the process hung or died of: where the process was killed, or stopped, from outside,
-another one grades it."""
+"""The pool of grading processes. One that hangs or dies is replaced. A sample gets no score only if
+it made the process hang or die; if the process was killed or stopped from outside, another one
+grades the sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slime.log import get_logger
 
 logger = get_logger(__name__)
 
-#: How much later than the worker's own alarm the pool loses patience.
+#: Seconds after a worker's own alarm at which the pool gives it up.
 _GRACE = 5.0
 #: Longest answer line; requests have no limit.
 _LINE_LIMIT = 1 << 20
@@ -38,6 +38,7 @@ class Grade:
     failure: str = ""
 
 
+@dataclass(eq=False)
 class GradingPool:
     """A pool of up to ``num_workers`` processes, started when first needed. Use from one event
     loop.
@@ -52,15 +53,12 @@ class GradingPool:
         Grade(score=1.0, failure='')
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        module: str = "slime.rollout.rewards.math_grading",
-        package: str = "math_verify",
-    ) -> None:
-        self._module = module
-        self._package = package
-        self._limit = asyncio.Semaphore(num_workers)
+    num_workers: int
+    module: str = "slime.rollout.rewards.math_grading"
+    package: str = "math_verify"
+
+    def __post_init__(self) -> None:
+        self._limit = asyncio.Semaphore(self.num_workers)
         self._idle: list[_GradingWorker] = []
         self._all: set[_GradingWorker] = set()
 
@@ -110,10 +108,10 @@ class GradingPool:
 
     async def _start(self) -> _GradingWorker:
         try:
-            worker = await _GradingWorker.start(self._module, self._package)
+            worker = await _GradingWorker.start(self.module, self.package)
         except UserError as error:  # killed while it started, maybe
             logger.warning("%s; another one is tried", error)
-            worker = await _GradingWorker.start(self._module, self._package)
+            worker = await _GradingWorker.start(self.module, self.package)
         self._all.add(worker)
         return worker
 
@@ -123,20 +121,15 @@ class GradingPool:
         return await asyncio.shield(worker.end())
 
 
+@dataclass(eq=False)
 class _GradingWorker:
-    def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
-        self.process = process
-        self._errors = errors
+    process: asyncio.subprocess.Process
+    errors: IO[bytes]
 
     @staticmethod
     async def start(module: str, package: str) -> _GradingWorker:
-        package_parent = str(Path(slime.__file__).parent.parent)
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(
-                [package_parent, *filter(None, [os.getenv("PYTHONPATH")])]
-            ),
-        }
+        places = [str(Path(slime.__file__).parent.parent), os.getenv("PYTHONPATH")]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
         errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by end)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", module, str(os.getpid()),
@@ -185,8 +178,8 @@ class _GradingWorker:
             return False
 
     def last_error(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read()[-4000:].decode(errors="replace").strip().splitlines()
+        self.errors.seek(0)
+        lines = self.errors.read()[-4000:].decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
     async def end(self) -> str:
@@ -206,5 +199,5 @@ class _GradingWorker:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(deadlines.GRADING_POOL_KILL):
                         await self.process.wait()
-        self._errors.close()
+        self.errors.close()
         return "timeout" if hung or self.process.returncode == -signal.SIGALRM else "crash"

@@ -18,11 +18,11 @@ from slime.rollout.rewards.text import (
 
 #: A label for math is one answer. Longer text is a solution whose answer is not marked.
 _MOST_WORDS = 40
-#: What rows have whose labels are solutions; one column that is not meant makes all of them so.
+#: The finding for rows whose labels are whole solutions: mostly because the wrong column was named.
 UNMARKED = "have a long text for a label, all of which a response would have to repeat"
 #: What stands where there is no value; a response that is the same text gives no answer.
 _NOT_A_VALUE = frozenset({"nan", "null", "undefined label", "[invalid]"})
-#: The same, or an answer in words.
+#: Text that stands where there is no value, or is an answer in words.
 _PERHAPS_A_VALUE = frozenset({"none", "n/a"})
 
 _HAS_VALUE = re.compile(r"\w|\\(?:infty|emptyset|varnothing)|[∞∅√°%½⅓⅔¼¾]|\{\s*\\?\}")

@@ -29,8 +29,8 @@ from slime.rollout.rewards.math_values import (
     proportional,
     ratio_at,
     read_expression,
+    replaced,
     symbols_of,
-    with_sign,
 )
 from slime.rollout.rewards.measures import Unit, read_unit
 
@@ -97,12 +97,14 @@ class Relation:
 @dataclass(frozen=True)
 class Ratio:
     parts: tuple[Any, ...]
-    clock: tuple[int, int, int] | None
+    clock: ClockTime | None
 
 
 @dataclass(frozen=True)
-class WorkLimit:
-    minutes: int
+class ClockTime:
+    """A time of day; ``has_half`` if it says a.m. or p.m."""
+
+    seconds: int
     has_half: bool
 
 
@@ -368,19 +370,16 @@ def _read_special(text: str, _: int) -> Any:
 
 def _compound(found: re.Match[str]) -> Quantity | None:
     """5 ft 3 in, 2 hours and 30 minutes."""
-    parts = [(found[n], read_unit(found[n + 1], allow_words=False)) for n in (1, 3, 5) if found[n]]
-    known = [(Fraction(number.rstrip(".")), unit) for number, unit in parts if unit]
-    if (
-        len(known) < len(parts)
-        or len({unit.dimension for _, unit in known}) > 1
-        or not known[0][1].dimension
-    ):
+    numbers = [Fraction(found[n].rstrip(".")) for n in (1, 3, 5) if found[n]]
+    units = [read_unit(found[n], allow_words=False) for n in (2, 4, 6) if found[n]]
+    first = units[0]
+    if first is None or not first.dimension:
         return None
-    factors = [unit.factor for _, unit in known]
-    if factors != sorted(set(factors), reverse=True):
+    factors = [unit.factor for unit in units if unit and unit.dimension == first.dimension]
+    if len(factors) < len(units) or factors != sorted(set(factors), reverse=True):
         return None
-    total = sum((number * unit.factor for number, unit in known), Fraction(0)) / factors[0]
-    return Quantity(found[0], ("n", total), known[0][1])
+    total = sum((n * factor for n, factor in zip(numbers, factors)), Fraction(0)) / first.factor
+    return Quantity(found[0], ("n", total), first)
 
 
 def _based(digits: str, base: str) -> Based | None:
@@ -395,16 +394,13 @@ def _clock(found: re.Match[str]) -> Any:
     hour = int(found[1] or found[5])
     minute = int(found[2] or found[6] or 0)
     second = int(found[3] or found[7] or 0)
-    if not half:
-        whole = found[0]
-        if found[7] is None and "clock" not in whole:
-            return None  # a ratio, perhaps; its reader looks at both
-        return WorkLimit(hour * 3600 + minute * 60 + second, has_half=False)
-    if not 1 <= hour <= 12 or minute > 59:
-        return None
-    return WorkLimit(
-        (hour % 12 + (12 if half == "p" else 0)) * 3600 + minute * 60 + second, has_half=True
-    )
+    if half:
+        if not 1 <= hour <= 12 or minute > 59:
+            return None
+        hour = hour % 12 + (12 if half == "p" else 0)
+    elif found[7] is None and "clock" not in found[0]:
+        return None  # a ratio, perhaps; its reader looks at both
+    return ClockTime(hour * 3600 + minute * 60 + second, has_half=bool(half))
 
 
 def _date(found: re.Match[str]) -> Date | None:
@@ -433,9 +429,8 @@ def _read_congruence(text: str, depth: int) -> Any:
 
 
 def _read_family(text: str, depth: int) -> Any:
-    found = (
-        _FOR_INTEGERS.match(text) if r"\Z" in text or "integer" in text or "whole" in text else None
-    )
+    has_words = any(word in text for word in (r"\Z", "integer", "whole"))
+    found = _FOR_INTEGERS.match(text) if has_words else None
     if not found or re.search(r"\\[lg]e\b|[<>]", found["body"]):
         return None
     parameter = found["p1"] or found["p2"] or found["p3"] or found["p4"]
@@ -453,42 +448,30 @@ def _read_scaled_matrix(text: str, depth: int) -> Any:
     prefix = re.sub(r"(?:\(|\\cdot|\\times|\*) ?$", "", text[: max(at, 0)]).strip()
     if at < 1 or not prefix:
         return None
-    closing = text[at:].removesuffix(")") if text[:at].rstrip().endswith("(") else text[at:]
-    matrix = (
-        _read_matrix(closing.strip(), depth + 1) if _MATRIX.fullmatch(closing.strip()) else None
-    )
-    factor = ("-", ("n", Fraction(1))) if prefix == "-" else None
+    rest = text[at:].removesuffix(")") if text[:at].rstrip().endswith("(") else text[at:]
+    matrix = _read_matrix(rest.strip(), depth + 1) if _MATRIX.fullmatch(rest.strip()) else None
+    if not isinstance(matrix, MathMatrix) or matrix.kind != "matrix":
+        return None
+    if not all(isinstance(cell, Quantity) for row in matrix.rows for cell in row):
+        return None
     try:
-        factor = factor or read_expression(prefix)
+        factor = read_expression("-1" if prefix == "-" else prefix)
     except NotMath:
         return None
-    if not isinstance(matrix, MathMatrix) or not all(
-        isinstance(cell, Quantity) for row in matrix.rows for cell in row
-    ):
-        return None
-    rows = tuple(
-        tuple(Quantity("", ("*", factor, cell.node)) for cell in row) for row in matrix.rows
-    )
-    return MathMatrix(rows, matrix.kind) if matrix.kind == "matrix" else None
+    rows = (tuple(Quantity("", ("*", factor, cell.node)) for cell in row) for row in matrix.rows)
+    return MathMatrix(tuple(rows), matrix.kind)
 
 
 def _read_matrix(text: str, depth: int) -> Any:
     found = _MATRIX.fullmatch(text)
     if found:
-        rows = [
-            row
-            for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2].replace(r"\hline", ""))
-            if row.strip()
-        ]
-        cells = [[cell.strip(" ,.") for cell in row.split(r"&")] for row in rows]
         if r"\begin" in found[2]:
             return None
+        rows = re.split(r"\\\\(?:\[[^\]]*\])?", found[2].replace(r"\hline", ""))
+        cells = [[cell.strip(" ,.") for cell in row.split(r"&")] for row in rows if row.strip()]
         if found[1] == "cases":
             return _cases(cells, depth)
-        kind = "det" if found[1] in ("vmatrix", "Vmatrix") else "matrix"
-        return MathMatrix(
-            tuple(tuple(_read(cell, depth + 1) for cell in row) for row in cells), kind
-        )
+        return _matrix_of(cells, depth, "det" if found[1] in ("vmatrix", "Vmatrix") else "matrix")
     whole = enclosed(text)
     if whole and whole[0] == "[" and re.match(r"\[", whole[1]):
         rows, _ = split_top(whole[1], _ONLY_COMMA)
@@ -496,27 +479,27 @@ def _read_matrix(text: str, depth: int) -> Any:
         if all(row and row[0] == "[" and row[2] == "]" for row in inner):
             cells = [split_top(row[1], _ONLY_COMMA)[0] for row in inner if row]
             if len({len(row) for row in cells}) == 1:
-                return MathMatrix(
-                    tuple(tuple(_read(cell, depth + 1) for cell in row) for row in cells), "matrix"
-                )
+                return _matrix_of(cells, depth)
     if whole and r"\begin" in whole[1] and _MATRIX.fullmatch(whole[1]):
         return _read_matrix(whole[1], depth)
     return _read_scaled_matrix(text, depth) if r"\begin" in text else None
 
 
+def _matrix_of(cells: list[list[str]], depth: int, kind: str = "matrix") -> MathMatrix:
+    return MathMatrix(tuple(_read_all(row, depth) for row in cells), kind)
+
+
+def _read_all(texts: Iterable[str], depth: int) -> tuple[Any, ...]:
+    return tuple(_read(text, depth + 1) for text in texts)
+
+
 def _cases(cells: list[list[str]], depth: int) -> Any:
     if all(len([cell for cell in row if cell]) == 1 for row in cells):
-        items = tuple(_read("".join(row), depth + 1) for row in cells)
-        return Sequence_("", items, "")
+        return Sequence_("", _read_all(map("".join, cells), depth), "")
     condition = re.compile(r"^(?:if|for|when|where)\b\s*")
-    return Sequence_(
-        r"\{",
-        tuple(
-            Sequence_("(", tuple(_read(condition.sub("", cell), depth + 1) for cell in row), ")")
-            for row in cells
-        ),
-        r"\}",
-    )
+    plain = ([condition.sub("", cell) for cell in row] for row in cells)
+    pairs = tuple(Sequence_("(", _read_all(row, depth), ")") for row in plain)
+    return Sequence_(r"\{", pairs, r"\}")
 
 
 def _read_union(text: str, depth: int) -> Any:
@@ -529,7 +512,7 @@ def _read_union(text: str, depth: int) -> Any:
     head = re.match(r"[A-Za-z]\w* ?(?:\\in|=) ?", parts[0])
     if head:
         parts[0] = parts[0][head.end() :]
-    return Union_(tuple(_read(part, depth + 1) for part in parts), kinds.pop())
+    return Union_(_read_all(parts, depth), kinds.pop())
 
 
 def _read_list(text: str, depth: int) -> Any:
@@ -550,7 +533,7 @@ def _read_list(text: str, depth: int) -> Any:
         joined := _measured_thousands(text)
     ):
         return _read(joined, depth + 1)
-    return Sequence_("", tuple(_read(part, depth + 1) for part in parts), "")
+    return Sequence_("", _read_all(parts, depth), "")
 
 
 def _measured_thousands(text: str) -> str | None:
@@ -577,20 +560,16 @@ def _read_brackets(text: str, depth: int) -> Any:
         return Words(r"\emptyset", "no solution") if opening == r"\{" else None
     if opening == r"\{" and (found := _SET_BUILDER.fullmatch(inner)):
         condition = _read(found[1], depth + 1)
-        is_read = (
-            isinstance(condition, (Relation, Union_, Sequence_))
-            and _intervals(condition) is not None
-        )
-        return condition if is_read else Opaque(_squeezed(text))
+        return condition if _intervals(condition) is not None else Opaque(_squeezed(text))
     if opening == r"\langle":
         opening = "("
         closing = ")"
     parts, separators = split_top(inner, _ONLY_COMMA)
     parts = [part.strip() for part in parts]
     if separators and all(parts) and len(parts) <= _MAX_ITEMS:
-        if all(part in (r"\ldots",) for part in parts):
+        if set(parts) == {r"\ldots"}:
             return None
-        return Sequence_(opening, tuple(_read(part, depth + 1) for part in parts), closing)
+        return Sequence_(opening, _read_all(parts, depth), closing)
     if opening == r"\{":
         return Sequence_(opening, (_read(inner, depth + 1),), closing)
     if (opening, closing) in (("(", ")"), ("{", "}"), ("[", "]")):
@@ -608,7 +587,7 @@ def _read_relation(text: str, depth: int) -> Any:
     if not parts[0]:  # "= 5"
         return _read(" ".join(parts[1:]), depth + 1) if len(parts) == 2 else None
     signs = tuple(_SIGN_NAMES.get(sign.strip(), sign.strip()) for sign in separators)
-    return Relation(tuple(_read(part, depth + 1) for part in parts), signs, text)
+    return Relation(_read_all(parts, depth), signs, text)
 
 
 def _read_ratio(text: str, depth: int) -> Any:
@@ -617,9 +596,9 @@ def _read_ratio(text: str, depth: int) -> Any:
         return None
     clock = None
     found = _CLOCK.fullmatch(text)
-    if found and int(found[5]) < 24 and int(found[6]) < 60:
-        clock = (int(found[5]), int(found[6]), 0)
-    items = tuple(_read(part, depth + 1) for part in parts)
+    if found and found[5] and int(found[5]) < 24 and int(found[6]) < 60:
+        clock = ClockTime(int(found[5]) * 3600 + int(found[6]) * 60, has_half=False)
+    items = _read_all(parts, depth)
     if not all(isinstance(item, Quantity) for item in items):
         name = parts[0].strip()  # "Answer: 5", "Area: 12 cm"
         if len(parts) == 2 and re.fullmatch(r"[A-Za-z][A-Za-z ]*", name):
@@ -628,7 +607,7 @@ def _read_ratio(text: str, depth: int) -> Any:
     return Ratio(items, clock)
 
 
-def _read_quantity(text: str, depth: int) -> Any:
+def _read_quantity(text: str, depth: int) -> Quantity | None:
     return _number(text) or _measured(text, depth)
 
 
@@ -701,13 +680,9 @@ def _number_in_words(text: str) -> Fraction | None:
     *before, last = words
     part = _PARTS.get("half" if last == "halves" else last.removesuffix("s"))
     if part is not None:
-        top = (
-            _NUMBER_WORDS.get(before[0])
-            if len(before) == 1
-            else 1
-            if last == "half" and not before
-            else None
-        )
+        if last == "half" and not before:
+            return Fraction(1, 2)
+        top = _NUMBER_WORDS.get(before[0]) if len(before) == 1 else None
         return None if top is None else Fraction(top, part)
     total = group = 0
     room = 10**12  # what a further word may be worth at most
@@ -764,25 +739,23 @@ def _measured(text: str, depth: int) -> Quantity | None:
     if depth > 12:
         return None
     if found := _CURRENCY.fullmatch(text):
-        amount = _read_quantity(
-            (found[1] + found[4]).replace(" ", "", 1) if found[1] else found[4], depth + 1
-        )
+        signed = (found[1] + found[4]).replace(" ", "", 1) if found[1] else found[4]
+        amount = _read_quantity(signed, depth + 1)
         unit = read_unit((found[2] or found[3]).rstrip("."), allow_words=False)
-        if isinstance(amount, Quantity) and not amount.percent:
-            if unit and amount.unit and amount.unit != unit and not amount.unit.words:
-                unit = unit.times(amount.unit)
-            if unit:
-                return Quantity(text, amount.node, unit or amount.unit, False, amount.decimal)
-        return None
+        if amount is None or amount.percent or unit is None:
+            return None
+        if amount.unit and amount.unit != unit and not amount.unit.words:
+            unit = unit.times(amount.unit)
+        return Quantity(text, amount.node, unit, False, amount.decimal)
     if found := _PERCENT.fullmatch(text):
         number = _read_quantity(found[1], depth + 1)
-        if isinstance(number, Quantity) and number.unit is None and not number.percent:
-            return Quantity(text, number.node, None, True, number.decimal)
-        return None
+        if number is None or number.unit or number.percent:
+            return None
+        return Quantity(text, number.node, None, True, number.decimal)
     if found := _MULTIPLE.fullmatch(text):
         number = _read_quantity(found[1], depth + 1)
         unit = read_unit(found[3]) if found[3].strip() else None
-        if isinstance(number, Quantity) and number.unit is None and (unit or not found[3].strip()):
+        if number and number.unit is None and (unit or not found[3].strip()):
             times = _MULTIPLES[found[2]]
             decimal = _scaled(number.decimal, Fraction(times))
             return Quantity(text, ("*", number.node, ("n", Fraction(times))), unit, False, decimal)
@@ -809,8 +782,7 @@ def _with_unit(text: str) -> Quantity | None:
         if word and word[1].lower() in _NUMBER_WORDS and (unit := read_unit(word[2])):
             return Quantity(text, ("n", Fraction(_NUMBER_WORDS[word[1].lower()])), unit)
         return None
-    for cut in _cuts(found["number"] + found["gap"] + found["unit"], len(found["number"])):
-        number, unit_text = cut
+    for number, unit_text in _cuts(found[0], found.end("number")):
         unit = read_unit(unit_text, allow_words=number.endswith(" "))
         if unit is None:
             continue
@@ -823,9 +795,8 @@ def _with_unit(text: str) -> Quantity | None:
     return None
 
 
-def _cuts(text: str, first: int) -> Iterable[tuple[str, str]]:
+def _cuts(text: str, end: int) -> Iterable[tuple[str, str]]:
     r"""Places where the unit may begin: where letters begin, and before a \frac of units."""
-    end = first
     while end < len(text) and text[end] == " ":
         end += 1
     yield text[:end], text[end:]
@@ -834,9 +805,8 @@ def _cuts(text: str, first: int) -> Iterable[tuple[str, str]]:
 
 
 def _is_wordy(text: str) -> bool:
-    return bool(re.search(r"[^\W\d_]{2,}", re.sub(r"\\[A-Za-z]+", "", text))) or not re.search(
-        r"[\\^_{}]", text
-    )
+    has_words = re.search(r"[^\W\d_]{2,}", re.sub(r"\\[A-Za-z]+", "", text)) is not None
+    return has_words or not re.search(r"[\\^_{}]", text)
 
 
 def _words(text: str) -> Words:
@@ -914,11 +884,9 @@ def same_answer(label: str, answer: str) -> bool | None:
     bare_label = _undecorated(plain_label)
     bare_answer = _undecorated(plain_answer)
     is_one_decorated = (bare_label == plain_label) != (bare_answer == plain_answer)
-    if verdict is not True and is_one_decorated and _bare(bare_label) == _bare(bare_answer):
+    if is_one_decorated and _bare(bare_label) == _bare(bare_answer):
         return True
-    if verdict is not True and (
-        plain_label == plain_answer and not re.search(r"\d \\?[\d.f]", plain_label + plain_answer)
-    ):
+    if plain_label == plain_answer and not re.search(r"\d \\?[\d.f]", plain_label + plain_answer):
         return True
     return verdict
 
@@ -966,17 +934,13 @@ def _excluded(answer: Any) -> list[Any] | None:
         found = _EXCEPT.fullmatch(answer.text)
         return _listed(_read(found[1], 2)) if found else None
     if isinstance(answer, Relation):
-        if answer.signs == (r"\in",) and _is_name(answer.sides[0]):
+        sign = answer.signs[0] if len(answer.signs) == 1 and _name(answer.sides[0]) else ""
+        if sign == r"\in":
             return _excluded(answer.sides[1])
-        return (
-            _listed(answer.sides[1])
-            if answer.signs == (r"\ne",) and _is_name(answer.sides[0])
-            else None
-        )
+        return _listed(answer.sides[1]) if sign == r"\ne" else None
     if isinstance(answer, Sequence_):
-        if answer.opening or not all(
-            isinstance(item, Relation) and item.signs == (r"\ne",) for item in answer.items[:1]
-        ):
+        first = answer.items[0]
+        if answer.opening or not isinstance(first, Relation) or first.signs != (r"\ne",):
             return None
         names = {
             _squeezed(item.sides[0].text)
@@ -989,39 +953,29 @@ def _excluded(answer: Any) -> list[Any] | None:
             for item in answer.items
         ]
         return values if len(names) == 1 and all(_is_constant(value) for value in values) else None
+    if not isinstance(answer, Union_):
+        return None
     if answer.operator == r"\setminus":
         whole = answer.parts[0]
         is_all = isinstance(whole, Words) and whole.words == "all real numbers"
         return _listed(answer.parts[1]) if is_all and len(answer.parts) == 2 else None
     ends: list[Any] = []
     for part in answer.parts:
-        if not (
-            isinstance(part, Sequence_)
-            and (part.opening, part.closing) == ("(", ")")
-            and len(part.items) == 2
-        ):
+        if not isinstance(part, Sequence_) or (part.opening, part.closing) != ("(", ")"):
             return None
-        if not all(isinstance(item, Quantity) for item in part.items):
+        if len(part.items) != 2 or not all(isinstance(item, Quantity) for item in part.items):
             return None
         ends += part.items
-    if (
-        len(ends) < 4
-        or _endpoint((ends[0], False))[0] is not None
-        or _endpoint((ends[-1], False))[0] is not None
-    ):
+    if len(ends) < 4 or not (_is_infinite(ends[0]) and _is_infinite(ends[-1])):
         return None
-    meeting = list(zip(ends[1:-1:2], ends[2:-1:2]))
-    return (
-        [low for low, _ in meeting]
-        if all(_same(low, high) is True for low, high in meeting)
-        else None
-    )
+    highs = ends[1:-1:2]
+    lows = ends[2:-1:2]
+    return highs if all(_same(*pair) is True for pair in zip(highs, lows)) else None
 
 
 def _listed(answer: Any) -> list[Any] | None:
-    items = _expanded(
-        answer.items if isinstance(answer, Sequence_) and _is_unordered(answer) else [answer]
-    )
+    is_list = isinstance(answer, Sequence_) and _is_unordered(answer)
+    items = _expanded(answer.items if is_list else [answer])
     return items if all(_is_constant(item) for item in items) else None
 
 
@@ -1034,16 +988,14 @@ def _same_congruence(congruence: Congruence, other: Any) -> bool | None:
         other = other.residue
     elif isinstance(other, Family):
         step = _step(other.body)
-        if (
-            step is None
-            or step[1] == 0
-            or _same(congruence.modulus, _of_number(abs(step[1]))) is not True
-        ):
+        if step is None or step[1] == 0:
+            return False
+        if _same(congruence.modulus, _of_number(abs(step[1]))) is not True:
             return False
         other = _of_number(step[0])
     elif isinstance(other, Relation):
         value = _assigned_value(other)
-        if value is None or (congruence.name and _squeezed(other.sides[0].text) != congruence.name):
+        if value is None or congruence.name not in ("", _name(other.sides[0])):
             return False
         other = value
     if _same(congruence.residue, other):
@@ -1056,9 +1008,7 @@ def _same_congruence(congruence: Congruence, other: Any) -> bool | None:
         )
     except (NotMath, Undefined):
         return False
-    are_whole = all(
-        isinstance(number, Fraction) and number.denominator == 1 for number in (x, y, n)
-    )
+    are_whole = all(isinstance(one, Fraction) and one.denominator == 1 for one in (x, y, n))
     return are_whole and n != 0 and (x - y) % n == 0
 
 
@@ -1073,23 +1023,16 @@ def _step(body: Any) -> tuple[Any, Any] | None:
     if not isinstance(body, Quantity) or symbols_of(body.node) != {"k_Z"}:
         return None
     try:
-        zero, one, two, three = (number_of(_at(body.node, n)) for n in range(4))
+        zero, one, two, three = (
+            number_of(replaced(body.node, ("x", "k_Z"), ("n", Fraction(n)))) for n in range(4)
+        )
     except (NotMath, Undefined):
         return None
     if not all(isinstance(value, Fraction) for value in (zero, one, two, three)):
         zero, one, two, three = map(as_float, (zero, one, two, three))
-        if any(
-            abs(late - early - (one - zero)) > 1e-30 for early, late in ((one, two), (two, three))
-        ):
-            return None
-        return zero, one - zero
+        steps = (one - zero, two - one, three - two)
+        return None if any(abs(step - steps[0]) > 1e-30 for step in steps) else (zero, steps[0])
     return (zero, one - zero) if two - one == three - two == one - zero else None
-
-
-def _at(node: Node, n: int) -> Node:
-    if node == ("x", "k_Z"):
-        return ("n", Fraction(n))
-    return tuple(_at(item, n) if isinstance(item, tuple) else item for item in node)
 
 
 def _same_family(family: Family, other: Any) -> bool | None:
@@ -1108,7 +1051,10 @@ def _same_family(family: Family, other: Any) -> bool | None:
     if not all(isinstance(value, Fraction) for value in pair):
         pair = tuple(map(as_float, pair))
     shift = pair[2] / pair[0]
-    near = round(float(shift.real))
+    try:
+        near = round(float(shift.real))
+    except OverflowError:  # infinitely far apart
+        return False
     return bool(abs(abs(pair[0]) - abs(pair[1])) <= 1e-30 and abs(shift - near) <= 1e-30)
 
 
@@ -1139,31 +1085,25 @@ def _same_words(words: Words, other: Any) -> bool | None:
 
 def _is_all_reals(answer: Sequence_) -> bool:
     texts = [item.text for item in answer.items if isinstance(item, Quantity)]
-    return (answer.opening, answer.closing) == ("(", ")") and texts in (
-        [r"-\infty", r"\infty"],
-        [r"-\infty", r"+\infty"],
-    )
+    is_open = (answer.opening, answer.closing) == ("(", ")")
+    return is_open and texts in ([r"-\infty", r"\infty"], [r"-\infty", r"+\infty"])
 
 
 def _same_date(date: Date, other: Any) -> bool | None:
     if not isinstance(other, Date):
         return False
-    pairs = ((date.month, other.month), (date.day, other.day), (date.year, other.year))
-    return all(x == y or x is None or y is None for x, y in pairs) and (date.day is None) == (
-        other.day is None
-    )
+    is_same_year = date.year == other.year or None in (date.year, other.year)
+    return is_same_year and (date.month, date.day) == (other.month, other.day)
 
 
-def _same_clock(clock: WorkLimit, other: Any) -> bool | None:
+def _same_clock(clock: ClockTime, other: Any) -> bool | None:
     if isinstance(other, Ratio) and other.clock:
-        other = WorkLimit(
-            other.clock[0] * 3600 + other.clock[1] * 60 + other.clock[2], has_half=False
-        )
-    if not isinstance(other, WorkLimit):
+        other = other.clock
+    if not isinstance(other, ClockTime):
         return False
     if clock.has_half and other.has_half:
-        return clock.minutes == other.minutes
-    return clock.minutes == other.minutes or (clock.minutes - other.minutes) % 43200 == 0
+        return clock.seconds == other.seconds
+    return (clock.seconds - other.seconds) % 43200 == 0
 
 
 def _same_based(based: Based, other: Any) -> bool | None:
@@ -1176,9 +1116,8 @@ def _same_based(based: Based, other: Any) -> bool | None:
     if isinstance(other, Relation) and other.signs == ("=",):
         return _same_based(based, other.sides[-1])
     if based.is_literal and isinstance(other, Quantity):
-        return other.unit is None and bool(
-            equal(other.node, ("n", Fraction(int(based.digits, based.base))))
-        )
+        number = ("n", Fraction(int(based.digits, based.base)))
+        return other.unit is None and bool(equal(other.node, number))
     if isinstance(other, (Quantity, Words)):
         return (other.text.strip().replace(" ", "").upper().lstrip("0") or "0") == based.digits
     return False
@@ -1190,17 +1129,12 @@ def _same_ratio(ratio: Ratio, other: Any) -> bool | None:
             return False
         if ratio.clock and other.clock and ratio.clock != other.clock:
             return False
-        pairs = [
-            (("*", ratio.parts[0].node, y.node), ("*", other.parts[0].node, x.node))
+        return _all(
+            equal(("*", ratio.parts[0].node, y.node), ("*", other.parts[0].node, x.node))
             for x, y in zip(ratio.parts, other.parts)
-        ]
-        return _all(equal(x, y) for x, y in pairs)
-    if (
-        isinstance(other, Quantity)
-        and len(ratio.parts) == 2
-        and other.unit is None
-        and not other.percent
-    ):
+        )
+    is_number = isinstance(other, Quantity) and other.unit is None and not other.percent
+    if is_number and len(ratio.parts) == 2:
         return equal(("/", ratio.parts[0].node, ratio.parts[1].node), other.node)
     if isinstance(other, Relation) and other.signs == ("=",):
         return _same_ratio(ratio, other.sides[-1])
@@ -1211,9 +1145,7 @@ def _same_matrix(matrix: MathMatrix, other: Any) -> bool | None:
     if isinstance(other, Relation) and other.signs == ("=",):
         return _same_matrix(matrix, other.sides[-1])
     if isinstance(other, MathMatrix):
-        if matrix.kind != other.kind or [len(row) for row in matrix.rows] != [
-            len(row) for row in other.rows
-        ]:
+        if matrix.kind != other.kind or [*map(len, matrix.rows)] != [*map(len, other.rows)]:
             return False
         return _all(_same(x, y) for r, s in zip(matrix.rows, other.rows) for x, y in zip(r, s))
     if matrix.kind == "det":
@@ -1265,8 +1197,9 @@ def _same_sequence(g: Any, a: Any) -> bool | None:
 
 
 def _brackets(sequence: Sequence_) -> tuple[str, str]:
-    french = {"]": "(", "[": "["}.get(sequence.opening, sequence.opening)
-    return french, {"[": ")"}.get(sequence.closing, sequence.closing)
+    """Its brackets, the French ]a, b[ as (a, b)."""
+    opening = "(" if sequence.opening == "]" else sequence.opening
+    return opening, ")" if sequence.closing == "[" else sequence.closing
 
 
 def _is_unordered(sequence: Sequence_) -> bool:
@@ -1291,7 +1224,7 @@ def _same_lists(g: Sequence_, a: Sequence_) -> bool | None:
 def _assigned(items: Sequence[Any]) -> list[Any] | None:
     """Values of "x = 1, y = 2", where each has a variable of its own; else None."""
     if not all(
-        isinstance(item, Relation) and item.signs == ("=",) and _is_name(item.sides[0])
+        isinstance(item, Relation) and item.signs == ("=",) and _name(item.sides[0])
         for item in items
     ):
         return None
@@ -1303,12 +1236,13 @@ def _values_in_order(sequence: Sequence_) -> Sequence[Any]:
     return _assigned(sequence.items) or sequence.items
 
 
-def _is_name(side: Any) -> bool:
+def _name(side: Any) -> str:
+    """The name that stands on one side of a relation, "" if something else does."""
     if isinstance(side, Sequence_):  # (x, y) = (1, 2)
-        return side.opening == "(" and all(_is_name(item) for item in side.items)
-    return isinstance(side, (Quantity, Words, Opaque)) and bool(
-        _NAME.fullmatch(_squeezed(side.text))
-    )
+        names = [_name(item) for item in side.items] if side.opening == "(" else [""]
+        return f"({','.join(names)})" if all(names) else ""
+    text = _squeezed(side.text) if isinstance(side, (Quantity, Words, Opaque)) else ""
+    return text if _NAME.fullmatch(text) else ""
 
 
 _NAME = re.compile(
@@ -1321,21 +1255,13 @@ _NAME = re.compile(
 
 
 def _expanded(items: Iterable[Any]) -> list[Any]:
-    r"""Without "x =" before the first or each item; ``\pm 2`` as two items."""
+    r"""Take out "x =" before the first or each item, and make two items of ``\pm 2``."""
     out = []
     for item in items:
-        if (
-            isinstance(item, Relation)
-            and item.signs in (("=",), (r"\in",))
-            and _is_name(item.sides[0])
-        ):
-            name = getattr(item.sides[0], "text", "")
-            others = {
-                o.sides[0].text
-                for o in items
-                if isinstance(o, Relation) and isinstance(o.sides[0], Quantity)
-            }
-            if len(others) <= 1 or (name in ("x",) and len(others) == 1):
+        is_named = isinstance(item, Relation) and item.signs in (("=",), (r"\in",))
+        if is_named and _name(item.sides[0]):
+            sides = [one.sides[0] for one in items if isinstance(one, Relation)]
+            if len({side.text for side in sides if isinstance(side, Quantity)}) <= 1:
                 item = item.sides[1]
         if isinstance(item, Sequence_) and _is_unordered(item):
             out += _expanded(item.items)
@@ -1347,8 +1273,9 @@ def _expanded(items: Iterable[Any]) -> list[Any]:
 def _both_signs(item: Any) -> list[Any]:
     if isinstance(item, Quantity) and contains(item.node, "±"):
         return [
-            Quantity(f"{item.text} ({sign})", with_sign(item.node, sign), item.unit, item.percent)
+            Quantity(f"{item.text} ({sign})", signed, item.unit, item.percent)
             for sign in (1, -1)
+            for signed in [replaced(item.node, ("±",), ("n", Fraction(sign)))]
         ]
     return [item]
 
@@ -1397,13 +1324,7 @@ def _same_single(g: Any, a: Any) -> bool | None:
                 return _same_unordered(x, y)
         items = _expanded(sequence.items)
         others = _expanded([other])
-        if (
-            len(items) == len(others) == 1
-            and isinstance(items[0], type(other))
-            and items[0] is sequence
-        ):
-            return False
-        if len(items) != len(sequence.items) or len(others) > 1 or (len(items) == 1):
+        if len(items) != len(sequence.items) or len(others) > 1 or len(items) == 1:
             if sequence.opening == r"\{":
                 items = _without_doubles(items)
                 others = _without_doubles(others)
@@ -1423,7 +1344,7 @@ def _same_thousands(sequence: Sequence_, number: Quantity) -> bool | None:
 
 
 def _assigned_value(relation: Relation) -> Any:
-    if set(relation.signs) <= {"=", r"\in", r"\approx"} and _is_name(relation.sides[0]):
+    if set(relation.signs) <= {"=", r"\in", r"\approx"} and _name(relation.sides[0]):
         return relation.sides[-1]
     return None
 
@@ -1456,32 +1377,24 @@ def _same_value_of(g: Any, a: Relation) -> bool | None:
         return _any(_same(g, side) for side in a.sides[0 if len(a.sides) == 2 else 1 :])
     if signs <= {"=", r"\to"}:
         first = a.sides[0]
-        if _is_name(first) or isinstance(first, (Words, Opaque)):
+        if _name(first) or isinstance(first, (Words, Opaque)):
             return _same(g, a.sides[-1])
         if isinstance(first, Quantity):
             variables = symbols_of(first.node)
-            if (
-                not variables
-                and len(a.sides) == 2
-                and _is_name(a.sides[1])
-                and not _is_constant(a.sides[1])
-            ):
+            last = a.sides[-1]
+            is_name = len(a.sides) == 2 and _name(last) and not _is_constant(last)
+            if not variables and is_name:
                 return _same(g, first)  # "5 = x"
             if not variables and not (isinstance(g, Quantity) and symbols_of(g.node)):
-                return _same(g, a.sides[-1])
-            last = a.sides[-1]
-            if len(variables) >= 2 and isinstance(last, Quantity) and not symbols_of(last.node):
                 return _same(g, last)
-            if len(a.sides) > 2 or (
-                isinstance(g, Quantity) and isinstance(last, Quantity) and symbols_of(last.node)
-            ):
-                return (
-                    _same(g, last)
-                    if equal(first.node, getattr(last, "node", first.node))
-                    else False
-                )
+            if len(variables) >= 2 and _is_constant(last):
+                return _same(g, last)
+            is_formula = isinstance(last, Quantity) and not _is_constant(last)
+            if len(a.sides) > 2 or (isinstance(g, Quantity) and is_formula):
+                is_true = equal(first.node, getattr(last, "node", first.node))
+                return _same(g, last) if is_true else False
         return _mirror_interval(a, g)
-    if signs == {r"\in"} and _is_name(a.sides[0]):
+    if signs == {r"\in"} and _name(a.sides[0]):
         return _same(g, a.sides[-1])
     return _mirror_interval(a, g)
 
@@ -1490,12 +1403,8 @@ def _same_relations(g: Relation, a: Relation) -> bool | None:
     g = _short(g)
     a = _short(a)
     if g.signs == a.signs == ("=",):
-        heads = {str(getattr(side, "text", "")) for side in (g.sides[0], a.sides[0])}
-        if (
-            len(heads) == 2
-            and "y" in heads
-            and any(re.fullmatch(r"[fgh]\(x\)", head) for head in heads)
-        ):
+        heads = sorted(str(getattr(side, "text", "")) for side in (g.sides[0], a.sides[0]))
+        if re.fullmatch(r"[fgh]\(x\)", heads[0]) and heads[1] == "y":
             return _same(g.sides[-1], a.sides[-1])
     if _is_ordering(g) and _is_ordering(a):
         wanted = _bounds(g)
@@ -1503,14 +1412,11 @@ def _same_relations(g: Relation, a: Relation) -> bool | None:
         if wanted is not None and given is not None:
             return wanted[0] == given[0] and bool(_same_bounds(wanted[1], given[1]))
         return _same_chain(g, a) or _same_inequality(g, a)
-    if len(g.signs) != len(a.signs) or g.signs != a.signs:
+    if g.signs != a.signs:
         if {g.signs, a.signs} == {("=",), (r"\approx",)}:
             return _same_chain(Relation(g.sides, ("=",), g.text), Relation(a.sides, ("=",), a.text))
-        if (
-            _assigned_value(g) is not None
-            and _assigned_value(a) is not None
-            and _same(g.sides[0], a.sides[0])
-        ):
+        are_values = _assigned_value(g) is not None and _assigned_value(a) is not None
+        if are_values and _same(g.sides[0], a.sides[0]):
             return _same(g.sides[-1], a.sides[-1])
         x = _intervals(g)
         y = _intervals(a)
@@ -1522,22 +1428,18 @@ def _same_relations(g: Relation, a: Relation) -> bool | None:
 
 def _short(relation: Relation) -> Relation:
     """x = 2 + 3 = 5 as x = 5."""
-    if len(relation.signs) > 1 and set(relation.signs) <= {"=", r"\approx"}:
-        return Relation(
-            (relation.sides[0], relation.sides[-1]), (relation.signs[-1],), relation.text
-        )
-    return relation
+    if len(relation.signs) == 1 or not set(relation.signs) <= {"=", r"\approx"}:
+        return relation
+    return Relation((relation.sides[0], relation.sides[-1]), relation.signs[-1:], relation.text)
 
 
 def _same_chain(g: Relation, a: Relation) -> bool:
-    if g.signs == a.signs and all(_same(x, y) is True for x, y in zip(g.sides, a.sides)):
+    if g.signs == a.signs and _all(map(_same, g.sides, a.sides)):
         return True
     mirrored = tuple(_MIRROR.get(sign, sign) for sign in reversed(a.signs))
-    if r"\in" in mirrored or r"\to" in mirrored:
+    if r"\in" in mirrored or r"\to" in mirrored or g.signs != mirrored:
         return False
-    return g.signs == mirrored and all(
-        _same(x, y) is True for x, y in zip(g.sides, reversed(a.sides))
-    )
+    return _all(map(_same, g.sides, reversed(a.sides))) is True
 
 
 _MIRROR = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
@@ -1555,9 +1457,8 @@ def _same_equation(g: Relation, a: Relation) -> bool | None:
     x = _difference(g)
     y = _difference(a)
     if x is None or y is None:
-        if _is_name(g.sides[0]) and _is_name(a.sides[0]):
-            is_same_name = _squeezed(g.sides[0].text) == _squeezed(a.sides[0].text)
-            return _same(g.sides[-1], a.sides[-1]) if is_same_name else False
+        if (name := _name(g.sides[0])) and (other := _name(a.sides[0])):
+            return _same(g.sides[-1], a.sides[-1]) if name == other else False
         is_unread = any(isinstance(side, Opaque) for side in (*g.sides, *a.sides))
         return None if is_unread else False
     if not symbols_of(x) or not symbols_of(y):
@@ -1608,31 +1509,34 @@ def _bounds(relation: Relation) -> tuple[str, _Bounds] | None:
         signs = [_MIRROR[sign] for sign in reversed(signs)]
     if any(sign in (">", r"\ge") for sign in signs):
         return None
-    names = [n for n, side in enumerate(sides) if _is_name(side) and not _is_constant(side)]
+    names = [n for n, side in enumerate(sides) if _name(side) and not _is_constant(side)]
     if len(names) != 1 or (len(sides) == 3 and names != [1]):
         return None
-    if len(sides) == 2 and names == [0] and sides[0].text.startswith("|"):  # |x| < 2
+    name = _name(sides[names[0]])
+    if len(sides) == 2 and names == [0] and name.startswith("|"):  # |x| < 2
         bound = sides[1]
-        if not isinstance(bound, Quantity) or symbols_of(bound.node):
+        if not _is_constant(bound):
             return None
         is_closed = signs[0] == r"\le"
         lowest = Quantity(f"-({bound.text})", ("-", bound.node))
-        return _squeezed(sides[0].text).strip("|"), (lowest, is_closed, bound, is_closed)
-    if any(side.text.startswith("|") for side in (sides[at] for at in names)):
+        return name.strip("|"), (lowest, is_closed, bound, is_closed)
+    if name.startswith("|"):
         return None
     at = names[0]
     others = [side for n, side in enumerate(sides) if n != at]
-    if any(not isinstance(side, Quantity) or symbols_of(side.node) for side in others):
+    if not all(map(_is_constant, others)):
         return None
     low = (sides[at - 1], signs[at - 1] == r"\le") if at > 0 else (None, False)
     high = (sides[at + 1], signs[at] == r"\le") if at < len(signs) else (None, False)
-    return _squeezed(sides[at].text), (*_endpoint(low), *_endpoint(high))
+    return name, (*_endpoint(low), *_endpoint(high))
 
 
 def _endpoint(end: tuple[Any, bool]) -> tuple[Any, bool]:
-    if end[0] is not None and end[0].text.strip("+-") == r"\infty":
-        return None, False
-    return end
+    return (None, False) if end[0] is not None and _is_infinite(end[0]) else end
+
+
+def _is_infinite(number: Quantity) -> bool:
+    return number.text.strip("+-") == r"\infty"
 
 
 def _is_constant(side: Any) -> bool:
@@ -1656,24 +1560,17 @@ def _intervals(answer: Any) -> list[Sequence_] | None:
         if len(answer.items) == 2 and (pierced := _pierced(*answer.items)):
             return pierced
         parts = [_intervals(item) for item in answer.items]
-        return (
-            None
-            if any(part is None for part in parts)
-            else [i for part in parts for i in part or []]
-        )
+        return None if None in parts else [one for part in parts for one in part or ()]
     if isinstance(answer, Union_):
         if answer.operator == r"\setminus" and len(answer.parts) == 2:
             return _without(answer.parts[0], _listed(answer.parts[1]))
         return list(answer.parts) if answer.operator == r"\cup" else None
     if isinstance(answer, Relation):
-        if answer.signs == (r"\in",) and _is_name(answer.sides[0]):
-            return _intervals(answer.sides[1])
-        if (
-            answer.signs == (r"\ne",)
-            and _is_name(answer.sides[0])
-            and isinstance(answer.sides[1], Quantity)
-        ):
-            end = answer.sides[1]
+        sign = answer.signs[0] if len(answer.signs) == 1 and _name(answer.sides[0]) else ""
+        end = answer.sides[1]
+        if sign == r"\in":
+            return _intervals(end)
+        if sign == r"\ne" and isinstance(end, Quantity):
             return [_interval((None, False, end, False)), _interval((end, False, None, False))]
         if len(answer.signs) == 1 and (outside := _outside(answer)):
             return outside
@@ -1684,39 +1581,26 @@ def _intervals(answer: Any) -> list[Sequence_] | None:
 
 def _pierced(first: Any, second: Any) -> list[Sequence_] | None:
     r"""x \ge 2 and x \ne 5: an interval without a number."""
-    if (
-        not isinstance(first, Relation)
-        or not isinstance(second, Relation)
-        or second.signs != (r"\ne",)
-    ):
+    if not isinstance(first, Relation) or not isinstance(second, Relation):
         return None
     found = _bounds(first)
-    if (
-        found is None
-        or not _is_name(second.sides[0])
-        or _squeezed(second.sides[0].text) != found[0]
-    ):
+    if found is None or second.signs != (r"\ne",) or _name(second.sides[0]) != found[0]:
         return None
     return _without(_interval(found[1]), _listed(second.sides[1]))
 
 
 def _without(interval: Any, numbers: list[Any] | None) -> list[Sequence_] | None:
     """The pieces that are left of an interval; None where that cannot be said."""
-    if (
-        not isinstance(interval, Sequence_)
-        or len(interval.items) != 2
-        or not numbers
-        or len(numbers) > 9
-    ):
+    if not isinstance(interval, Sequence_) or len(interval.items) != 2:
+        return None
+    if not numbers or len(numbers) > 9:
         return None
     try:
         at = {number: as_float(number_of(number.node)).real for number in numbers}
         low, high = (as_float(number_of(item.node)).real for item in interval.items)
     except (NotMath, Undefined, AttributeError):
         return None
-    inside = sorted(
-        (number for number in numbers if low < at[number] < high), key=lambda number: at[number]
-    )
+    inside = sorted((number for number in numbers if low < at[number] < high), key=at.__getitem__)
     if len(inside) != len(numbers):
         return None
     ends = [interval.items[0], *(number for number in inside for _ in "12"), interval.items[1]]
@@ -1734,13 +1618,9 @@ def _outside(relation: Relation) -> list[Sequence_] | None:
         sign = _MIRROR[sign]
         sides = sides[::-1]
     left, right = sides
-    if (
-        sign not in (">", r"\ge")
-        or not isinstance(left, Quantity)
-        or not re.fullmatch(r"\|\\?[A-Za-z]+ ?\|", left.text)
-    ):
+    if sign not in (">", r"\ge") or not isinstance(left, Quantity) or not _is_constant(right):
         return None
-    if not isinstance(right, Quantity) or symbols_of(right.node):
+    if not re.fullmatch(r"\|\\?[A-Za-z]+ ?\|", left.text):
         return None
     is_closed = sign == r"\ge"
     low = Quantity(f"-({right.text})", ("-", right.node))
@@ -1786,17 +1666,13 @@ def _in_radians(quantity: Quantity) -> Node:
 def _same_measure(g: Quantity, a: Quantity) -> bool | None:
     assert g.unit and a.unit
     if g.unit.words or a.unit.words:
-        same = (
-            g.unit.words and a.unit.words and g.unit.words.split()[-1] == a.unit.words.split()[-1]
-        )
-        generic = Unit(()) in (g.unit, a.unit)
-        return _same_value(g, a) if same or generic else False
+        is_same = g.unit.words.split()[-1:] == a.unit.words.split()[-1:]
+        return _same_value(g, a) if is_same or Unit(()) in (g.unit, a.unit) else False
     if g.unit == a.unit or () in (g.unit.dimension, a.unit.dimension):
         return _same_value(g, a)
     if {g.unit, a.unit} == {read_unit("£"), read_unit("pounds")}:
         return _same_value(g, a)
-    angles = {g.unit.dimension, a.unit.dimension} == {(("degree", 1),), (("rad", 1),)}
-    if angles:
+    if {g.unit.dimension, a.unit.dimension} == {(("degree", 1),), (("rad", 1),)}:
         return equal(_in_radians(g), _in_radians(a))
     if g.unit.dimension != a.unit.dimension:
         return False
@@ -1846,10 +1722,8 @@ def _is_approximation(g: Quantity, a: Quantity) -> bool:
         coarse, fine = sorted((g.decimal, a.decimal), key=lambda decimal: -decimal[1])
         if coarse[2] >= _APPROXIMATE_DIGITS and coarse[1] != fine[1]:
             return abs(coarse[0] - fine[0]) * 2 <= coarse[1]
-        both = min(g.decimal[2], a.decimal[2]), max(g.decimal[2], a.decimal[2])
-        return both[1] >= 15 and abs(g.decimal[0] - a.decimal[0]) <= abs(g.decimal[0]) * Fraction(
-            1, 10**14
-        )
+        off = abs(g.decimal[0] - a.decimal[0])
+        return max(g.decimal[2], a.decimal[2]) >= 15 and off * 10**14 <= abs(g.decimal[0])
     decimal, exact = (g.decimal, a) if g.decimal else (a.decimal, g)
     assert decimal
     if decimal[2] < (_LABEL_DIGITS if g.decimal else _APPROXIMATE_DIGITS):
@@ -1859,20 +1733,18 @@ def _is_approximation(g: Quantity, a: Quantity) -> bool:
     value = number_of(exact.node)
     if isinstance(value, Fraction):
         if value.denominator == 1 or _is_terminating(value):
-            return decimal[2] >= 15 and abs(value - decimal[0]) <= abs(value) * Fraction(1, 10**14)
-        off = value - decimal[0]
-        truncated = (
-            0 <= (off if value > 0 else -off) < decimal[1] and decimal[2] >= _APPROXIMATE_DIGITS
-        )
-        return abs(off) * 2 <= decimal[1] or truncated
-    written = as_float(decimal[0])
-    off = as_float(value) - written
+            return decimal[2] >= 15 and abs(value - decimal[0]) * 10**14 <= abs(value)
+        written, step, digits = decimal
+    else:
+        value = as_float(value)
+        written, step = map(as_float, decimal[:2])
+        digits = decimal[2]
+    off = value - written
     if off.imag:
         return False
-    step = as_float(decimal[1])
-    toward = off.real if as_float(value).real > 0 else -off.real
-    truncated = 0 <= toward < step and decimal[2] >= _APPROXIMATE_DIGITS
-    return bool(abs(off) * 2 <= step or truncated)
+    toward = off.real if value.real > 0 else -off.real
+    is_truncated = 0 <= toward < step and digits >= _APPROXIMATE_DIGITS
+    return bool(abs(off) * 2 <= step or is_truncated)
 
 
 def _is_terminating(value: Fraction) -> bool:
@@ -1890,21 +1762,18 @@ def _same_opaque(g: Opaque, a: Any) -> bool | None:
 
 
 def _all(verdicts: Iterable[bool | None]) -> bool | None:
-    unknown = False
+    """True if all verdicts are, None if some are unknown and none is False."""
+    is_known = True
     for verdict in verdicts:
         if verdict is False:
             return False
-        unknown |= verdict is None
-    return None if unknown else True
+        is_known &= verdict is not None
+    return True if is_known else None
 
 
 def _any(verdicts: Iterable[bool | None]) -> bool | None:
-    unknown = False
-    for verdict in verdicts:
-        if verdict:
-            return True
-        unknown |= verdict is None
-    return None if unknown else False
+    verdict = _all(None if verdict is None else not verdict for verdict in verdicts)
+    return None if verdict is None else not verdict
 
 
 #: Which class decides, the first that either of the two is of. Those of `_DIRECTED` need the label
@@ -1916,7 +1785,7 @@ _COMPARISONS: tuple[tuple[type, Callable[[Any, Any], bool | None]], ...] = (
     (MathMatrix, _same_matrix),
     (Union_, _same_union),
     (Based, _same_based),
-    (WorkLimit, _same_clock),
+    (ClockTime, _same_clock),
     (Date, _same_date),
     (Sequence_, _same_sequence),
     (Ratio, _same_ratio),

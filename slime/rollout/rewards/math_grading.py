@@ -19,7 +19,7 @@ from slime.rollout.rewards.text import after_thinking, boxed_spans, final_text, 
 
 #: Answers stand at the end; searching more text for expressions only costs time.
 _TAIL = 2000
-#: Words of a response that is all answer.
+#: A response of at most so many words is all answer.
 _SHORT = 6
 _MOST_BOXES = 20
 #: Where the last sentence may state its answer.
@@ -249,7 +249,7 @@ def _quiet() -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-#: By the name in the request.
+#: Name of a grader, as requests give it → the function.
 GRADERS: dict[str, Callable[[str, Any], float]] = {
     "math": grade_math,
     "boxed_math": functools.partial(grade_math, boxed_only=True),
@@ -259,7 +259,7 @@ GRADERS: dict[str, Callable[[str, Any], float]] = {
 
 
 def _import_math_verify() -> None:
-    """Takes 0.4 s."""
+    """Import math-verify ahead of the first request; it takes 0.4 s."""
     import math_verify  # noqa: F401
 
 

@@ -364,7 +364,7 @@ class _ExpressionReader:
         bound = self.bind()
         low = read_expression(found[2].strip())
         high = read_expression((found[3] or found[4]).strip())
-        body = _with_name(self.product(), found[1], bound)
+        body = replaced(self.product(), ("x", found[1]), ("x", bound))
         return ("f", kind, ("x", bound), low, high, body)
 
     def integral(self) -> Node:
@@ -376,7 +376,7 @@ class _ExpressionReader:
         body = read_expression(self.text[self.at : end.start()].strip() or "1")
         self.at = end.end()
         low, high = (read_expression((limits[n] or limits[n + 1]).strip()) for n in (1, 3))
-        return ("f", "int", ("x", bound), low, high, _with_name(body, end[1], bound))
+        return ("f", "int", ("x", bound), low, high, replaced(body, ("x", end[1]), ("x", bound)))
 
     def bind(self) -> str:
         self.sums += 1
@@ -522,12 +522,6 @@ def _count(kind: str, n: Node, k: Node) -> Node:
     if len(numbers) == 2 and not numbers[0] >= numbers[1]:
         raise NotMath("more are taken than there are")  # the point C(1, 2)
     return ("f", "binom", n, k) if kind == "C" else ("/", ("!", n), ("!", ("+", n, ("-", k))))
-
-
-def _with_name(node: Node, old: str, new: str) -> Node:
-    if node == ("x", old):
-        return ("x", new)
-    return tuple(_with_name(item, old, new) if isinstance(item, tuple) else item for item in node)
 
 
 def _times_power_of_ten(node: Node, power: int) -> Node:
@@ -882,11 +876,11 @@ def contains(node: Node, kind: str, name: str | None = None) -> bool:
     return any(isinstance(item, tuple) and contains(item, kind, name) for item in node[1:])
 
 
-def with_sign(node: Node, sign: int) -> Node:
-    r"""The tree with each ``\pm`` replaced by one of its signs."""
-    if node[0] == "±":
-        return ("n", Fraction(sign))
-    return tuple(with_sign(item, sign) if isinstance(item, tuple) else item for item in node)
+def replaced(node: Node, old: Node, new: Node) -> Node:
+    """The tree with ``new`` in each place of ``old``."""
+    if node == old:
+        return new
+    return tuple(replaced(item, old, new) if isinstance(item, tuple) else item for item in node)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -949,12 +943,10 @@ def _is_of_whole_numbers(node: Node) -> bool:
     number."""
     if node[0] == "f" and node[1] in ("sum", "prod") and symbols_of(node):
         return True
-    if (
-        node[0] == "^"
-        and symbols_of(node[2])
-        and (node[1][0] == "-" or (node[1][0] == "n" and node[1][1] < 0))
-    ):
-        return True
+    if node[0] == "^" and symbols_of(node[2]):
+        base = node[1]
+        if base[0] == "-" or (base[0] == "n" and base[1] < 0):
+            return True
     return any(isinstance(item, tuple) and _is_of_whole_numbers(item) for item in node)
 
 

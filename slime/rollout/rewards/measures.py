@@ -165,7 +165,7 @@ _NO_UNIT = frozenset([
 
 @functools.lru_cache(maxsize=2048)
 def read_unit(text: str, allow_words: bool = True) -> Unit | None:
-    r"""The unit that ``text`` spells; None where it spells none.
+    r"""Return the unit that ``text`` spells; None where it spells none.
 
     Args:
         allow_words: up to four words that the table does not have are a unit of their own.

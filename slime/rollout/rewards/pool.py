@@ -1,4 +1,4 @@
-"""`RewardPool`: the one way from a sample to its reward, whichever function gives it."""
+"""Score samples: `RewardPool` calls the reward function that a sample or the flags name."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def check_rm_type(rm_type: str) -> None:
 
 
 class RewardPool:
-    """Scores samples. Which function: ``sample.custom_rm_path``, ``--custom-rm-path``,
-    ``metadata["rm_type"]``, ``--rm-type``, in this order. Every call ends within ``--rm-timeout``
+    """Scores samples by the first of ``sample.custom_rm_path``, ``--custom-rm-path``,
+    ``metadata["rm_type"]`` and ``--rm-type`` that is set. Every call ends within ``--rm-timeout``
     seconds (math: at most 5; ``remote_rm``: each of its 10 tries; ``reward_model`` has no limit); a
     sample whose reward does not come in time scores 0 and is counted.
 
@@ -126,7 +126,7 @@ class RewardPool:
         num_workers = reward.rm_num_workers or min(8, os.cpu_count() or 1)
         self._grading = GradingPool(num_workers)
         self._instructions = GradingPool(num_workers, instructions.__name__, instructions.PACKAGE)
-        self._remote = RemoteReward(self._url, self._timeout) if self._url else None
+        self._remotes: dict[str, RemoteReward] = {}  # by URL, shared with `reading`
         self._model: reward_model.RewardModelScorer | None = None
         if reward.rm_path:
             self._model = reward_model.RewardModelScorer(reward.rm_path, config)
@@ -151,9 +151,7 @@ class RewardPool:
         twin._args = args
         twin._rm_type = getattr(args, "rm_type", self._rm_type)
         twin._path = getattr(args, "custom_rm_path", self._path)
-        if getattr(args, "rm_url", self._url) != self._url:
-            twin._url = args.rm_url
-            twin._remote = RemoteReward(args.rm_url, self._timeout)
+        twin._url = getattr(args, "rm_url", self._url)
         if key := getattr(args, "reward_key", None):
             twin._keys = [key, *(other for other in self._keys if other != key)]
         return twin
@@ -161,7 +159,7 @@ class RewardPool:
     # -- scoring -----------------------------------------------------------------------------------
 
     async def score(self, sample: Sample) -> Reward:
-        """`score_by_flags`, or what a plugin has put in place of ``async_rm`` says.
+        """Score one sample: by `score_by_flags`, or by a plugin's replacement of ``async_rm``.
 
         Raises:
             UserError: as `score_by_flags`.
@@ -202,7 +200,8 @@ class RewardPool:
             raise UserError(error.what, error.why, error.fix) from None
 
     async def score_group(self, samples: list[Sample]) -> list[Reward]:
-        """`score_group_by_flags`, or what a plugin has put in place of ``batched_async_rm`` says.
+        """Score a group: by `score_group_by_flags`, or by a plugin's replacement of
+        ``batched_async_rm``.
 
         Raises:
             UserError: as `score_group_by_flags`.
@@ -258,8 +257,8 @@ class RewardPool:
         """End worker processes and connections."""
         await self._grading.close()
         await self._instructions.close()
-        if self._remote is not None:
-            await self._remote.close()
+        for remote in self._remotes.values():
+            await remote.close()
         if self._model is not None:
             self._model.close()
 
@@ -291,14 +290,16 @@ class RewardPool:
             return await self._model.score(sample)
         if (own := override_of("remote_reward")) is not None:
             return await self._call("the plugin's remote_rm", own, [sample], self._args, sample)
-        if self._remote is None:
+        if not self._url:
             raise UserError(
                 "--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path"
             )
+        if self._url not in self._remotes:
+            self._remotes[self._url] = RemoteReward(self._url, self._timeout)
         try:
-            return await self._remote.score(sample)
+            return await self._remotes[self._url].score(sample)
         except TimeoutError:
-            self._count("timeout", self._url or "", 1)
+            self._count("timeout", self._url, 1)
             return self._zero()
 
     async def _graded(
@@ -323,7 +324,7 @@ class RewardPool:
         what = f"{path} on sample {samples[0].index}"
         lists = [argument for argument in arguments if argument is samples]
         try:
-            # the clock starts when it does
+            # the deadline counts from the moment at which a thread is free
             async with contextlib.nullcontext() if is_async(fn) else self._threads:
                 with frozen(samples, self._named(path), lists, keeps_reward=False):
                     return await call_hook(fn, *arguments, what=what, limit=self._timeout, **more)

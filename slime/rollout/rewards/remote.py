@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -19,6 +20,7 @@ _MAX_CONNECTIONS = 64
 _MAX_DELAY = 30.0
 
 
+@dataclass(eq=False)
 class RemoteReward:
     """Client of one reward server.
 
@@ -30,11 +32,12 @@ class RemoteReward:
         tries: of them.
     """
 
-    def __init__(self, url: str, timeout: float, backoff: float = 1.0, tries: int = _TRIES) -> None:
-        self.url = url
-        self._timeout = timeout
-        self._backoff = backoff
-        self._tries = tries
+    url: str
+    timeout: float
+    backoff: float = 1.0
+    tries: int = _TRIES
+
+    def __post_init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
     async def score(self, sample: Sample) -> Any:
@@ -55,10 +58,10 @@ class RemoteReward:
             {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
         ).encode()
         last: Exception | str = ""
-        for attempt in range(self._tries):
+        for attempt in range(self.tries):
             if attempt:
-                delay = min(self._backoff * 2 ** (attempt - 1), _MAX_DELAY)
-                await asyncio.sleep(delay + random.uniform(0, min(self._backoff, 1.0)))
+                delay = min(self.backoff * 2 ** (attempt - 1), _MAX_DELAY)
+                await asyncio.sleep(delay + random.uniform(0, min(self.backoff, 1.0)))
             try:
                 status, raw = await self._post(body)
             except (TimeoutError, aiohttp.ClientError) as error:
@@ -70,10 +73,10 @@ class RemoteReward:
             return self._decode(status, raw)
         if isinstance(last, TimeoutError):
             raise TimeoutError(
-                f"no answer from {self.url} in {self._tries} tries of {self._timeout:.0f} s"
+                f"no answer from {self.url} in {self.tries} tries of {self.timeout:.0f} s"
             )
         raise UserError(
-            f"the reward model at {self.url} failed {self._tries} times in a row",
+            f"the reward model at {self.url} failed {self.tries} times in a row",
             why=str(last) or type(last).__name__,
             fix="check that it runs, and --rm-url",
         )
@@ -81,7 +84,7 @@ class RemoteReward:
     async def _post(self, body: bytes) -> tuple[int, bytes]:
         assert self._session is not None
         headers = {"Content-Type": "application/json"}
-        limit = aiohttp.ClientTimeout(total=self._timeout)
+        limit = aiohttp.ClientTimeout(total=self.timeout)
         async with self._session.post(
             self.url, data=body, headers=headers, timeout=limit
         ) as response:

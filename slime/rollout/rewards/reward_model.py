@@ -8,6 +8,7 @@ one gets the conversation through its own chat template, as it was trained on.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,17 +115,18 @@ class RewardModelScorer:
         import torch
         from transformers import AutoModelForSequenceClassification
 
-        tokenizer = load_tokenizer(self._path)
+        flags = self._config.checkpoint
+        load = functools.partial(load_tokenizer, trust_remote_code=flags.trust_remote_code)
+        tokenizer = load(self._path)
         self._encoding = SftEncoding(
             tokenizer,
             end_token_ids(tokenizer, self._path),
             template_kwargs=dict(self._config.data.apply_chat_template_kwargs),
         )
         self._has_template = bool(tokenizer.chat_template)
-        policy = self._config.checkpoint.hf_checkpoint
-        self._shares_vocabulary = (
-            policy is None or load_tokenizer(policy).get_vocab() == tokenizer.get_vocab()
-        )
+        policy = flags.hf_checkpoint
+        own = tokenizer.get_vocab()
+        self._shares_vocabulary = policy is None or load(policy).get_vocab() == own
         model = AutoModelForSequenceClassification.from_pretrained(self._path, dtype=torch.float32)
         self._model = model.eval()
         logger.info(

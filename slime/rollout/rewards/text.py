@@ -360,23 +360,16 @@ def _letter_of(text: str, letters: list[str], texts: dict[str, Any]) -> str | No
 
 
 def _choice_with_text(text: str, texts: dict[str, Any]) -> str | None:
-    if not texts:
-        return None
-    plain = _plain_choice(text)
-    if not plain:
-        return None
-    return next(
-        (letter for letter, choice in texts.items() if _plain_choice(str(choice)) == plain), None
-    )
+    plain = _plain_choice(text) if texts else ""
+    found = (letter for letter, choice in texts.items() if _plain_choice(str(choice)) == plain)
+    return next(found, None) if plain else None
 
 
 def _plain_choice(text: str) -> str:
     formula = re.sub(r"[\s{}]+", " ", plain_latex(text).lower()).strip()
-    return (
-        normalise_answer(formula)
-        if not re.search(r"[\d\\^/=<>]", formula)
-        else re.sub(r"[\s()*]+", "", formula)
-    )
+    if re.search(r"[\d\\^/=<>]", formula):
+        return re.sub(r"[\s()*]+", "", formula)
+    return normalise_answer(formula)
 
 
 def chosen_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
@@ -395,21 +388,17 @@ def _stated_letters(
     for position, start, end in boxed_spans(text):
         inner = text[start:end]
         letter = _letter_of(inner, letters, texts)
-        several = re.search(
-            rf"\b[{''.join(letters)}]\W+(?:and|or)?\W*[{''.join(letters)}]\b", _unfonted(inner)
-        )
+        one = f"[{''.join(letters)}]"
+        several = re.search(rf"\b{one}\W+(?:and|or)?\W*{one}\b", _unfonted(inner))
         if letter is not None or several:
             yield position, letter
     group = "".join(map(re.escape, letters))
     for found in _STATEMENTS.finditer(text):
         if (stated := _letter_after(text, found.end(), group)) is not None:
-            is_weak = found[0].lower().strip(" ,:") in _WEAK
-            if is_weak and not stated[2]:
-                continue
-            is_negated = _NEGATION.search(text[found.start() : stated[0]]) or _DENIED.search(
-                text[: found.start()][-30:]
-            )
-            if not is_negated:
+            is_weak = found[0].lower().strip(" ,:") in _WEAK and not stated[2]
+            is_negated = _NEGATION.search(text[found.start() : stated[0]])
+            is_denied = _DENIED.search(text[: found.start()][-30:])
+            if not (is_weak or is_negated or is_denied):
                 yield stated[0], stated[1]
         elif texts and (by_text := _text_after(text, found.end(), texts)):
             yield found.end(), by_text
@@ -422,10 +411,8 @@ def _stated_letters(
     )
     for found in after.finditer(text):
         before = text[max(0, found.start() - 14) : found.start()]
-        if not re.search(rf"\b[{group}]\)?\s*(?:and|or|,)\s*$", before):
-            yield found.start(1), found[1].upper()
-        else:
-            yield found.start(1), None
+        is_second = re.search(rf"\b[{group}]\)?\s*(?:and|or|,)\s*$", before)
+        yield found.start(1), None if is_second else found[1].upper()
 
 
 _WEAK = frozenset({

@@ -77,7 +77,7 @@ _ALIGNMENT = 8
 
 
 class LowRankAdapter(nn.Module):
-    """What adapters of all kinds of layers have in common.
+    """Base class of the adapters of all kinds of layers.
 
     Args:
         layer: the rules of the adapted layer and of its adapter.
@@ -604,8 +604,8 @@ def _spread(layer: AdaptedLayer, spec: ModelSpec, shard: Shard) -> Tensor:
 
 class _FirstValues(Mapping[str, Tensor]):
     """The first values of every A, drawn whole from the seed and the tensor's name, so that they
-    depend on no layout: uniform within ±1/√in, PEFT's default. Of the embedding those of B, normal
-    as there."""
+    depend on no layout: uniform within ±1/√in, PEFT's default. For the embedding they are those of
+    B, from a normal distribution as in PEFT."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
         self._shapes = {
@@ -636,8 +636,8 @@ class _FirstValues(Mapping[str, Tensor]):
 def draw_first_values(
     chunks: Sequence[nn.Module], spec: ModelSpec, adapters: AdapterConfig, seed: int
 ) -> None:
-    """Fill every A with random numbers, the same at every layout; every B stays zero. Of the
-    embedding it is B that is filled."""
+    """Fill every A with random numbers, the same at every layout; every B stays zero. For the
+    embedding B is filled, and A stays zero."""
     table = adapter_family(table_of(spec), spec, adapters)
     fill_adapters(chunks, table, spec, _FirstValues(dict(table.hf_tensors(spec)), seed))
 
@@ -689,7 +689,7 @@ def changes_nothing(chunks: Sequence[nn.Module]) -> bool:
 
 
 def finish_gradients(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
-    """Megatron's reduction of the gradients, and the sums that the experts' adapters need.
+    """Reduce the gradients as Megatron does, and add up those of the experts' adapters.
     Collective."""
     finalize_model_grads(chunks, *args, **kwargs)
     for kind, group in (

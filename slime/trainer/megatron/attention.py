@@ -1,8 +1,8 @@
 """Causal attention over packed sequences, without Transformer Engine.
 
-GPU: torch's variable-length flash attention. CPU, and float32, which flash attention has not:
-sequences of similar length share one dense call; the mask keeps real queries away from the padding
-behind them, so that only the padding's own (discarded) rows see it.
+On a GPU: torch's variable-length flash attention. On a CPU, and in float32, which flash attention
+does not support, sequences of similar length share one dense call; the mask keeps real queries away
+from the padding behind them, so that only the padding's own (discarded) rows see it.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class PackedAttention(torch.nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
     ) -> Tensor:
-        """query [T, heads, dim], key and value [T, groups, dim] → [T, heads, dim]; of T this rank's
-        stripe."""
+        """query [T, heads, dim], key and value [T, groups, dim] → [T, heads, dim]; T are the tokens
+        of this rank's stripe."""
         context = sequences.context
         if context is None:
             return self._whole(query, key, value, sequences)
@@ -212,8 +212,8 @@ class PackedSelfAttention(SelfAttention):
 def attend(
     layer: Attention, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """``core(query, key, value)``; with ``--recompute-modules core_attn`` it is computed again
-    going back."""
+    """Return ``core(query, key, value)``; with ``--recompute-modules core_attn`` it is computed
+    again in the backward pass."""
     if layer.checkpoint_core_attention and layer.training:
         return tensor_parallel.checkpoint(core, False, query, key, value)
     return core(query, key, value)

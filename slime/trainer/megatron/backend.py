@@ -371,6 +371,9 @@ class MegatronBackend(TrainerProcess):
         self, batch: TrainBatch, metrics: dict[str, float], steps: list[dict[str, float]]
     ) -> dict[str, float]:
         self.step_metrics = steps
+        if self.images is not None:
+            seconds = torch.tensor([self.images.take_seconds()], device=self.ranks.device)
+            metrics["perf/images/trainer_time"] = float(self.ranks.max_over_all(seconds))
         if self.ranks.has_output:
             check_rollout(self.config, batch.rollout_id, metrics, self.step_metrics)
             check_grad_norms(

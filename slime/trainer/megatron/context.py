@@ -12,9 +12,9 @@ sequence is cut, none is padded, causal work is even by construction, and the st
 of the output layer even too, wherever the responses are.
 
 The log-probs of the stripes are put together again, so that the loss sees whole samples and does
-not know of any of this. Every rank computes the same loss; going back, it takes the gradient of its
-own stripe, and the data-parallel reduction, which runs over the context group too, adds the stripes
-up.
+not know of any of this. Every rank computes the same loss; in the backward pass it takes the
+gradient of its own stripe, and the data-parallel reduction, which runs over the context group too,
+adds the stripes up.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class PackedImages:
     """The images of a micro-batch, each once, however many samples have it.
 
     Attributes:
-        pixels: [patches, numbers per patch].
-        grids: int64 [images, 3].
+        pixels: [patches, numbers per patch], in host memory: a step's would fill a GPU's.
+        grids: int64 [images, 3], likewise.
         rows: int64 [N], positions in the pack that stand for a part of an image.
         features: int64 [N], which of the features belongs there.
         levels: of features that are added behind layers, filled by `embed_images`.
@@ -46,8 +46,7 @@ class PackedImages:
     levels: _Levels | None = None
 
     def to(self, device: torch.device) -> PackedImages:
-        rows = self.rows.to(device)
-        return PackedImages(self.pixels.to(device), self.grids, rows, self.features.to(device))
+        return replace(self, rows=self.rows.to(device), features=self.features.to(device))
 
 
 @dataclass

@@ -143,7 +143,7 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @functools.cache
 def with_bias(linear: type) -> type:
-    """The same parallel linear layer, always with a bias.
+    """Return the parallel linear layer in a form that always has a bias.
 
     Megatron decides with one field, ``add_bias_linear``, for all linear layers of a model;
     checkpoints have biases on some of them.

@@ -42,7 +42,7 @@ from slime.algorithms.logprobs import LowRankLogits, VocabShard, linear_log_prob
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.models.layout_rules import virtual_stages
-from slime.models.mixers import GATED_DELTA_NET, mixer_of, mixers_of
+from slime.models.mixers import mixer_of, mixers_of
 from slime.models.model_flags import merge_transformer
 from slime.models.rotary import frequency_axes, layer_frequencies, query_factors
 from slime.models.spec import ModelSpec, RotaryKind
@@ -50,7 +50,6 @@ from slime.models.tower import build_tower
 from slime.trainer.megatron import te_layers
 from slime.trainer.megatron.adapters import give_gradient
 from slime.trainer.megatron.attention import PackedAttention, PackedSelfAttention
-from slime.trainer.megatron.delta_net import delta_net_spec
 from slime.trainer.megatron.embedder import add_levels, embed_images, local_rows
 from slime.trainer.megatron.layers import (
     Embedding,
@@ -231,8 +230,8 @@ class PolicyModel(GPTModel):
         """[N, H]: the hidden states from which response tokens are predicted, ready for a
         vocabulary-parallel product.
 
-        Going back, the gradient of the rows is summed over the tensor-parallel ranks, each of which
-        has the part of its vocabulary shard.
+        In the backward pass the gradient of the rows is summed over the tensor-parallel ranks, each
+        of which has the part of its vocabulary shard.
         """
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
@@ -246,8 +245,8 @@ class PolicyModel(GPTModel):
     def _low_rank_head(
         self, hidden: Tensor, batch: PackedMicroBatch
     ) -> tuple[Tensor, LowRankLogits | None]:
-        """What the output layer's adapter, if there is one, adds to the logits of the rows that
-        predict response tokens, and the hidden states for the frozen layer."""
+        """Return the hidden states for the frozen output layer, and what its adapter, if there is
+        one, adds to the logits of the rows that predict response tokens."""
         adapter = getattr(self.output_layer, "adapter", None)
         if adapter is None or not adapter.is_on:
             return hidden, None
@@ -341,7 +340,7 @@ def build_model_chunks(
             )
         else:
             layers = local_layers(transformer, vp_stage)
-        put_in_delta_nets(layers, transformer, spec, vp_stage)
+        put_in_mixers(layers, transformer, spec, vp_stage)
         put_in_parts(layers, transformer, spec, core_attention=core)
         return model(
             spec,
@@ -405,7 +404,7 @@ def _prepare_recompute(chunk: PolicyModel) -> None:
 
 
 def _let_gradients_pass(module: torch.nn.Module, inputs: Any, embedded: Tensor) -> None:
-    """A frozen embedding's output takes part in the backward pass all the same."""
+    """Let the output of a frozen embedding take part in the backward pass."""
     if torch.is_grad_enabled() and module.training and not embedded.requires_grad:
         embedded.requires_grad_()
 
@@ -418,17 +417,18 @@ def local_layers(config: TransformerConfig, vp_stage: int | None) -> Transformer
     return get_gpt_decoder_block_spec(plain, use_transformer_engine=False, vp_stage=vp_stage)
 
 
-def put_in_delta_nets(
+def put_in_mixers(
     block: TransformerBlockSubmodules,
     config: TransformerConfig,
     spec: ModelSpec,
     vp_stage: int | None,
 ) -> None:
-    """Put gated delta nets in the place of attention, in the layers that the model has them in.
+    """Put the modules that token mixers name in the place of Megatron's attention, each in the
+    layers that have this mixer.
 
     What a ``--spec`` of the user's has in these places stays.
     """
-    if GATED_DELTA_NET not in mixers_of(spec.transformer):
+    if all(mixer.megatron_module is None for mixer in mixers_of(spec.transformer)):
         return
     layout = config.pipeline_model_parallel_layout
     if layout is None:
@@ -438,10 +438,10 @@ def put_in_delta_nets(
         numbers = layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
     for place, number in enumerate(numbers):
         layer = block.layer_specs[place]
-        is_delta_net = mixer_of(spec.transformer, number) is GATED_DELTA_NET
-        if is_delta_net and layer.submodules.self_attention.module is SelfAttention:
+        module = mixer_of(spec.transformer, number).megatron_module
+        if module is not None and layer.submodules.self_attention.module is SelfAttention:
             own = copy.deepcopy(layer)  # several layers may share one
-            own.submodules.self_attention = delta_net_spec(spec)
+            own.submodules.self_attention = pkgutil.resolve_name(module)(spec)
             block.layer_specs[place] = own
 
 

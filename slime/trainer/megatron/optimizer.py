@@ -119,7 +119,7 @@ def _whole(parameter: nn.Parameter) -> tuple[nn.Parameter, Any]:
 
 
 def _check_experts(trained: dict[str, bool]) -> None:
-    """The experts of a layer are frozen together."""
+    """Refuse to freeze only some of the experts of a layer."""
     layers: dict[str, bool] = {}
     for name, is_trained in trained.items():
         stacked = re.fullmatch(r"(.*\.experts\.linear_fc[12]\.weight)\d+", name)
@@ -157,7 +157,7 @@ def _check_expressions(patterns: Sequence[str], trained: dict[str, bool]) -> Non
 
 
 class DataParallel(DistributedDataParallel):
-    """Megatron's, without collectives where there is nobody to talk to.
+    """Megatron's data parallelism, without collectives if there is only one rank.
 
     A reduction over one rank copies the whole gradient buffer to itself; on a CPU that costs as
     much as a layer. An overlapped one is started by the buckets themselves, so then it has to be
@@ -397,8 +397,8 @@ def reset_moments(optimizer: MegatronOptimizer) -> None:
 
 @torch.no_grad()
 def apply_gradients(optimizer: MegatronOptimizer, clip_grad: float) -> StepOutcome:
-    """Norm, clip, step. Where the norm is not finite nothing is applied, on any rank: the norm is a
-    global one."""
+    """Compute the gradient norm, clip, and step. Where the norm is not finite nothing is applied,
+    on any rank: the norm is a global one."""
     overflow = optimizer.prepare_grads()
     grad_norm = math.inf if overflow else float(optimizer.get_grad_norm())
     if not math.isfinite(grad_norm):

@@ -252,6 +252,7 @@ class PackingOptions:
             None: never share (kernels without branches).
         context: the context-parallel group; its size divides ``multiple``.
         read_image: prepares images, for a model that sees them.
+        has_tower: this rank computes their features; others need their positions alone.
     """
 
     device: torch.device
@@ -261,6 +262,7 @@ class PackingOptions:
     pair_cost: float | None = None
     context: ContextGroup = field(default_factory=ContextGroup)
     read_image: ReadImage | None = None
+    has_tower: bool = True
 
 
 def pack(
@@ -342,6 +344,8 @@ def _add_images(
     read_image = options.read_image
     assert read_image is not None
     sequences.rotary_positions = stream.rotary_positions.to(options.device)
+    if not options.has_tower:
+        return
     found = media.packed(stream.features, lambda reference: read_image(images[reference]))
     sequences.images = None if found is None else found.to(options.device)
 

@@ -17,6 +17,8 @@ from slime.user_code.loading import user_function
 
 device.install()  # before anything imports megatron
 
+from megatron.core import parallel_state
+
 from slime.checkpoints.reward_models import classifier_of
 from slime.checkpoints.saving import CheckpointWriter
 from slime.models import family_of
@@ -150,6 +152,7 @@ class TrainerProcess:
             pair_cost=self._pair_cost(),
             context=context,
             read_image=None if self.images is None else self.images.read,
+            has_tower=parallel_state.is_pipeline_first_stage(),
         )
         same_length = virtual_stages(self.spec, self.config) is not None
         if same_length and len(batch.steps) > 1:  # one length in all passes of the rollout

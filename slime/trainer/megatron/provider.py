@@ -13,8 +13,8 @@
 
 What it returns must be a `PolicyModel` (a megatron-core ``GPTModel`` whose forward pass takes
 packed micro-batches and gives log-probs); start from `default_model`, or derive a class from it.
-Parameters keep their names, or conversion from and to Hugging Face, which knows the model family's,
-refuses what it cannot place.
+Its parameters need the names that they have without a provider: conversion from and to Hugging
+Face refuses a name that the model family's table does not have.
 
 ``--spec MODULE NAME``:
 

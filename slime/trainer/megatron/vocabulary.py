@@ -1,7 +1,7 @@
 """A micro-batch's distributions over the vocabulary, whose logits never exist as a whole.
 
-Under context parallelism a rank has the rows of its stripe; what it is given and what it returns
-are of all tokens.
+Under context parallelism a rank has the rows of its stripe; arguments and results are those of all
+tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BlockwiseVocabulary:
     def divergence(
         self, teachers: Sequence[tuple[Tensor, OutputRows]], kind: DivergenceKind, beta: float
     ) -> Tensor:
-        """[N]: from the distribution of each token's teacher."""
+        """Return [N], the divergence of each token's distribution from its teacher's."""
         hidden = self.rows.hidden
         found = torch.zeros(hidden.size(0), device=hidden.device)
         for tokens, teacher in teachers:
@@ -64,7 +64,7 @@ class BlockwiseVocabulary:
         return self._whole(found)
 
     def _places(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of this rank's rows are among ``tokens``, and which of ``tokens`` they are."""
+        """Return which of this rank's rows are among ``tokens``, and their places there."""
         if self.context is None:
             return tokens, torch.arange(tokens.numel(), device=tokens.device)
         order = self.context.order[self.context.place.rank].to(tokens.device)
@@ -82,7 +82,7 @@ class BlockwiseVocabulary:
         return sum(order.numel() for order in self.context.order)
 
     def log_probs_at(self, ids: Tensor) -> Tensor:
-        """[N, k] → [N, k]."""
+        """Return the log-probs of the tokens ``ids`` [N, k], in the same shape."""
         found = log_probs_at(
             self.rows,
             ids if self.context is None else self.context.mine(ids),
@@ -93,12 +93,12 @@ class BlockwiseVocabulary:
         return self._whole(found)
 
     def top_tokens(self, k: int) -> TopTokens:
-        """The ``k`` most likely tokens in the place of each, without gradient."""
+        """Return the ``k`` most likely tokens of each row, without gradient."""
         found = top_tokens(self.rows, k, shard=self.shard, chunk_size=self.chunk_size)
         return TopTokens(self._whole(found.ids), self._whole(found.log_probs))
 
     def whole_rows(self) -> OutputRows:
-        """The rows of all tokens, without gradient."""
+        """Return the rows of all tokens, without gradient."""
         hidden = self._whole(self.rows.hidden.detach())
         return replace(self.rows, hidden=hidden, weight=self.rows.weight.detach())
 

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     from sglang.as_sglang import install
 
     install(args)
-    from slime.embedded.engine import EngineOptions
+    from slime.embedded.options import EngineOptions
     from slime.embedded.server import serve
     from slime.processes.host import bind
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         max_context_len=int(args.context_length) if args.context_length else None,
         deterministic=args.enable_deterministic_inference,
         random_seed=args.random_seed or 0,
-        record_experts=args.enable_return_routed_experts,
+        enable_return_routed_experts=args.enable_return_routed_experts,
         enable_lora=bool(args.enable_lora),
         lora_paths=tuple(tuple(one.split("=", 1)) for one in args.lora_paths or ()),
     )

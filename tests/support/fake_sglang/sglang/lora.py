@@ -122,7 +122,7 @@ class LoRAManager:
         config, tensors, path = self._content(request.path, body)
         self._validate(name, config, pinned)
         store = engine.store
-        layers = [Layer() for _ in range(store.arch.num_layers)]
+        layers = [Layer() for _ in range(store.arch.spec.num_layers)]
         outside: Tensors = {}
         for one, tensor in tensors.items():
             number = _layer_of(one)

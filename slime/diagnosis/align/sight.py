@@ -1,0 +1,76 @@
+"""How the reference looks at images, each step of which can be computed differently."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from slime.embedded.images import FeatureCache, SeenImages, SequenceImage, SequenceImages
+from slime.models.images import PreparedImage
+from slime.models.vision import VisionSpec, placeholder_runs
+from slime.samples.media import Media
+
+#: Prepares an encoded image.
+Read = Callable[[bytes], PreparedImage]
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What is computed otherwise than the model does.
+
+    Attributes:
+        read: prepares images; None: the run's image processor.
+        positions: changes the rotary positions [3, tokens].
+        features: (features [image tokens, (1 + levels) * hidden], hidden) → others; None: as they
+            are.
+        is_blind: placeholders are read as ordinary tokens.
+    """
+
+    read: Read | None = None
+    positions: Callable[[Tensor], Tensor] | None = None
+    features: Callable[[Tensor, int], Tensor] | None = None
+    is_blind: bool = False
+
+    def positions_of(self, images: SequenceImages, count: int) -> Tensor:
+        """Return the rotary positions of the first ``count`` tokens, int64 [3, count]."""
+        own = torch.from_numpy(images.turns(0, count))
+        return own if self.positions is None else self.positions(own)
+
+    def see(
+        self, tower: nn.Module, images: SequenceImages, count: int, hidden: int
+    ) -> SeenImages | None:
+        """Return what the first ``count`` tokens see of images."""
+        if self.is_blind:
+            return None
+        device = next(tower.parameters()).device
+        seen = FeatureCache().see(tower, 0, [(images, 0, count)], device)
+        if seen is None or self.features is None:
+            return seen
+        return seen._replace(features=self.features(seen.features, hidden))
+
+
+def read_images(media: Sequence[Media], length: int, read: Read) -> SequenceImages | None:
+    """Read the images of a sample of ``length`` tokens; None for none."""
+    found = []
+    for one in media:
+        data = Path(one.reference).read_bytes()
+        found.append(SequenceImage(one.span, hashlib.sha256(data).digest(), read(data)))
+    return SequenceImages(found, length) if found else None
+
+
+def behind(
+    media: Sequence[Media], prompt_length: int, context: Tensor, vision: VisionSpec
+) -> list[Media] | None:
+    """Return a sample's images with another prompt; None if that has not the same places."""
+    own = [one for one in media if one.span.start < prompt_length]
+    runs = placeholder_runs(context.tolist(), vision)
+    if [length for _, length in runs] != [one.span.length for one in own]:
+        return None
+    starts = [start for start, _ in runs]
+    starts += [one.span.start + len(context) - prompt_length for one in media[len(own) :]]
+    return [replace(one, span=one.span._replace(start=start)) for one, start in zip(media, starts)]
