@@ -5,12 +5,14 @@ On hosts without GPUs, a "GPU" of the placement flags is one CPU process slot.
     decoupled   [ trainer 0 … A-1 | engines A … A+R-1 ]        needs A + R
     colocated   [ trainer 0 … A-1 ]                            needs max(A, R)
                 [ engines 0 … R-1 ]
+
+A critic on GPUs of its own has the slots behind these.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slime.config.config import Config
 
@@ -27,6 +29,7 @@ class PlacementPlan:
         total: slots of the placement group.
         formula: the calculation of ``total``, for messages.
         num_external: external engines at the launch, which take no slots.
+        num_critic: ranks of a critic on GPUs of its own, in the last slots.
     """
 
     num_train: int
@@ -36,6 +39,12 @@ class PlacementPlan:
     total: int
     formula: str
     num_external: int = 0
+    num_critic: int = 0
+
+    @property
+    def critic_offset(self) -> int:
+        """First slot of the critic."""
+        return self.total - self.num_critic
 
     @property
     def num_engines(self) -> int:
@@ -50,6 +59,19 @@ class PlacementPlan:
     def of(config: Config) -> PlacementPlan:
         """Return the plan for a resolved configuration: 4 trainer GPUs and 4 engine GPUs need 8
         slots, 4 with --colocate."""
+        plan = PlacementPlan._without_critic(config)
+        critic = config.critic
+        if not (critic.has_own_gpus and plan.num_train):
+            return plan
+        total = plan.total + critic.num_gpus
+        formula = (
+            f"{plan.formula.rsplit(' = ', 1)[0]} + critic_num_nodes {critic.critic_num_nodes} x "
+            f"critic_num_gpus_per_node {critic.critic_num_gpus_per_node} = {total}"
+        )
+        return replace(plan, total=total, formula=formula, num_critic=critic.num_gpus)
+
+    @staticmethod
+    def _without_critic(config: Config) -> PlacementPlan:
         cluster = config.cluster
         train = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
         rollout = cluster.rollout_num_gpus
@@ -80,6 +102,51 @@ class PlacementPlan:
         return PlacementPlan(
             train, rollout, per_engine, offset, total, f"{formula} = {total}", external
         )
+
+
+#: How layers are spread over a certain number of pipeline stages.
+_BY_STAGE = (
+    "pipeline_model_parallel_layout",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "microbatch_group_size_per_vp_stage",
+)
+
+
+def critic_placed(config: Config) -> Config:
+    """The configuration as the ranks of a critic on GPUs of its own see it: its GPUs and its layout
+    are in the place of the policy's."""
+    own = config.critic
+    megatron = config.megatron
+    if own.critic_pipeline_model_parallel_size != megatron.pipeline_model_parallel_size:
+        transformer = {k: v for k, v in megatron.transformer.items() if k not in _BY_STAGE}
+        megatron = replace(
+            megatron,
+            transformer=transformer,
+            num_layers_per_virtual_pipeline_stage=None,
+            num_virtual_stages_per_pipeline_rank=None,
+        )
+    return replace(
+        config,
+        cluster=replace(
+            config.cluster,
+            actor_num_nodes=own.critic_num_nodes,
+            actor_num_gpus_per_node=own.critic_num_gpus_per_node,
+            colocate=False,
+            offload_train=False,
+        ),
+        megatron=replace(
+            megatron,
+            tensor_model_parallel_size=own.critic_tensor_model_parallel_size,
+            pipeline_model_parallel_size=own.critic_pipeline_model_parallel_size,
+            context_parallel_size=own.critic_context_parallel_size,
+            expert_model_parallel_size=own.critic_expert_model_parallel_size,
+            expert_tensor_parallel_size=own.critic_expert_tensor_parallel_size,
+            sequence_parallel=own.critic_sequence_parallel,
+        ),
+    )
 
 
 def joined_cluster(config: Config) -> str | None:

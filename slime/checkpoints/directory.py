@@ -30,6 +30,9 @@ MANIFEST = "manifest.json"
 EXTRA_STATE = "extra_state.pt"
 #: Folder of a checkpoint of adapters that has them as PEFT writes them.
 ADAPTER = "adapter"
+#: The critic's part of a checkpoint: the first word of its tensors' names; of a critic on ranks of
+#: its own a folder, which is a checkpoint itself.
+CRITIC = "critic"
 RELEASE = "release"
 _ITERATION = re.compile(r"iter_[0-9]{7,18}")
 #: Of an iteration; Python refuses to read numbers of thousands.
@@ -327,7 +330,7 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
 
 
 def _at_the_top(names: Iterable[str]) -> list[str]:
-    return [name.removeprefix(f"{ADAPTER}/") for name in names]
+    return [name.removeprefix(f"{ADAPTER}/").removeprefix(f"{CRITIC}/") for name in names]
 
 
 def _is_ours(directory: Path) -> bool:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
+#: The head of a reward model, [1, H].
+SCORE = "score.weight"
 SINGLE = "model.safetensors"
 #: What quantised checkpoints have beside or instead of the weights.
 _QUANTISED = {
@@ -95,13 +97,17 @@ class HfReader:
 
     Args:
         names_only: no tensor will be read; then torch is not imported.
+        as_trunk: the layers are wanted alone: a sequence classifier has them, too.
     Raises:
         UserError: no safetensors (with advice when there are .bin files), shards missing or
             damaged, index entries that no shard has. Everything that is wrong is in one message.
     """
 
-    def __init__(self, directory: str | Path, *, names_only: bool = False) -> None:
+    def __init__(
+        self, directory: str | Path, *, names_only: bool = False, as_trunk: bool = False
+    ) -> None:
         self.directory = Path(directory)
+        self._as_trunk = as_trunk
         self._framework = "np" if names_only else "pt"
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
@@ -183,6 +189,11 @@ class HfReader:
     def _stored(self, name: str) -> LazyTensor:
         return LazyTensor(self._files[self._file_of[name]].get_slice(name))
 
+    @property
+    def score(self) -> LazyTensor | None:
+        """The head [1, H] of a sequence classifier that is read as a trunk."""
+        return self._stored(SCORE) if self._as_trunk and SCORE in self._file_of else None
+
     def verify(self, family: ModelFamily, spec: ModelSpec) -> list[str]:
         """Compare with what the family's table expects of a model of this shape.
 
@@ -194,8 +205,13 @@ class HfReader:
         """
         self.arrange_experts(family, spec)
         shapes = ModelParameters(family, spec).stored
-        expected = set(shapes)
         present = self.names()
+        if self._as_trunk and SCORE in present:
+            present.remove(SCORE)
+            output = family.match_megatron("output_layer.weight", spec)
+            unused = set() if output is None or spec.tie_embeddings else set(output.sources)
+            shapes = {name: shape for name, shape in shapes.items() if name not in unused}
+        expected = set(shapes)
         surplus = present - expected
         ignored = sorted(name for name in surplus if family.is_ignored(name, spec))
         unknown = sorted(surplus - set(ignored))

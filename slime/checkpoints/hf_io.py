@@ -19,6 +19,7 @@ from torch import nn
 
 from slime.checkpoints.hf_files import HfReader
 from slime.checkpoints.megatron_names import ModelPart, Placement, global_parameters
+from slime.checkpoints.reward_models import fill_head
 from slime.engines.wire import expert_runs
 from slime.errors import UserError
 from slime.models import Match, ModelFamily, family_of
@@ -94,7 +95,8 @@ def load_hf(
         hf_config: its config; read from ``hf_dir`` when None.
         model_name: conversion table, when config.json does not tell.
         reader: of ``hf_dir``; default: one of plain weights.
-        part: of the model that is filled.
+        part: of the model that is filled. Of a reward model's directory "trunk" takes the head,
+            too.
     Raises:
         UserError: files missing or damaged, a tensor of the wrong shape, a parameter that got
             nothing, or a tensor that no parameter took; by name.
@@ -104,7 +106,7 @@ def load_hf(
     family = family_of(config, model_name)
     spec = family.model_spec(config)
     placement = Placement.current()
-    reader = reader or HfReader(hf_dir)
+    reader = reader or HfReader(hf_dir, as_trunk=part == "trunk")
     ignored = reader.verify(family, spec)
     taken: set[str] = set()
     files: dict[str, int] = {}
@@ -122,6 +124,8 @@ def load_hf(
             nbytes += piece.numel() * piece.element_size()
             for file_name in {reader.file_of(source) for source in match.sources}:
                 files[file_name] = files.get(file_name, 0) + 1
+    if isinstance(reader, HfReader) and reader.score is not None:
+        fill_head(model_chunks, reader.score[:])
     expected = set(ModelParameters(family, spec).trained)
     if part == "trunk" and not spec.tie_embeddings:
         output = family.match_megatron("output_layer.weight", spec)

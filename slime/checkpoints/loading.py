@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from slime.checkpoints.directory import EXTRA_STATE
+from slime.checkpoints.directory import CRITIC, EXTRA_STATE
 from slime.checkpoints.load_plan import LoadPlan
 from slime.checkpoints.megatron_names import belongs
 from slime.checkpoints.optimizer_state import ensure_state, optimizer_tensors, restore
@@ -30,7 +30,6 @@ from slime.checkpoints.resuming import first_corrupt
 from slime.checkpoints.sharded_store import StateDict, read, read_common, read_contents
 from slime.checkpoints.trainer_state import (
     ADAPTERS,
-    CRITIC,
     REFERENCE,
     TrainerState,
     adapter_facts,
@@ -162,11 +161,15 @@ def holds_adapters(plan: LoadPlan) -> bool:
     return plan.kind == "megatron" and ADAPTERS in read_common(plan.path)
 
 
-def holds_critic(plan: LoadPlan) -> bool:
-    """Tell whether a plan leads to a checkpoint with a critic in it."""
-    return plan.kind == "megatron" and any(
-        name.startswith(f"{CRITIC}.") for name in read_contents(plan.path).state_dict_metadata
-    )
+def critic_in(plan: LoadPlan) -> LoadPlan | None:
+    """The plan that leads to the critic of a checkpoint; None if there is none in it."""
+    if plan.kind != "megatron":
+        return None
+    own = plan.path / CRITIC
+    if own.is_dir():  # of ranks of its own
+        return replace(plan, path=own)
+    names = read_contents(plan.path).state_dict_metadata
+    return plan if any(name.startswith(f"{CRITIC}.") for name in names) else None
 
 
 #: The flag behind each fact of the adapters that training goes on with.

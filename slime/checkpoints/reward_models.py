@@ -16,8 +16,6 @@ from slime.prompts.tokenizer import end_token_ids, load_tokenizer
 
 logger = get_logger(__name__)
 
-#: The head's name in the directory.
-SCORE = "score.weight"
 _HEAD = "output_layer.weight"
 
 
@@ -66,6 +64,14 @@ def reward_config(hf_config: dict[str, Any], tokenizer_from: str) -> dict[str, A
         "label2id": {"reward": 0},
         "pad_token_id": padding,
     }
+
+
+def fill_head(chunks: Sequence[nn.Module], score: torch.Tensor) -> None:
+    """Copy a head [1, H] to the stage that has one; a bias beside it stays."""
+    for chunk in unwrapped(chunks):
+        head = dict(chunk.named_parameters()).get(_HEAD)
+        if head is not None:
+            head.detach().copy_(score)
 
 
 def held_head(chunks: Sequence[nn.Module]) -> torch.Tensor | None:

@@ -31,6 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from slime import deadlines
+from slime.checkpoints.critic_part import critic_records
 from slime.checkpoints.directory import (
     EXTRA_STATE,
     FileRecord,
@@ -244,6 +245,7 @@ class _RankSave:
             (self.partial / EXTRA_STATE).write_bytes(self.extra_state)
             if self.beside is not None:
                 self.beside(self.partial)
+            records += critic_records(self.partial)
             listed = {self.partial / record.path for record in records}
             records += [
                 file_record(path, self.partial)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slime.checkpoints.directory import RELEASE
+from slime.checkpoints.directory import CRITIC, RELEASE
 from slime.checkpoints.megatron_names import ModelPart, belongs, stored_tensors, unwrapped
 from slime.checkpoints.optimizer_state import sharded_optimizer_state
 from slime.checkpoints.random_state import random_layout, random_state, sharded_random_state
@@ -17,7 +17,6 @@ from slime.models.adapters import AdapterConfig
 
 REFERENCE = "reference"
 ADAPTERS = "adapters"
-CRITIC = "critic"
 
 
 def adapter_facts(adapters: AdapterConfig) -> dict[str, Any]:
@@ -40,7 +39,7 @@ class TrainerState:
         part: the part of the model that is saved, or loaded.
         adapters: of the model, if it has any.
         prefix: in front of the names of all tensors: "critic." for the critic's.
-        critic: of a run that trains one.
+        critic: of a run that trains one, on the same ranks.
     """
 
     model_chunks: Sequence[nn.Module]
@@ -62,6 +61,8 @@ class TrainerState:
             iteration, save_optimizer, save_rng: as for `CheckpointWriter.save`.
         """
         saved = self._what_learns(save_optimizer=save_optimizer)
+        if self.prefix:
+            saved = {CRITIC: saved}
         if self.critic is not None:
             saved[CRITIC] = self.critic._what_learns(save_optimizer=save_optimizer)
         if self.reference is not None:

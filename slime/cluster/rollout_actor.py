@@ -42,6 +42,7 @@ class RolloutResult:
 
     Attributes:
         shards: one object reference per data-parallel rank.
+        critic_shards: the same for a critic on GPUs of its own.
         metrics: ``rollout/…`` and ``perf/…``.
         versions: weight versions of a sample's tokens → number of such samples.
         warnings: lines for the terminal.
@@ -52,6 +53,7 @@ class RolloutResult:
     metrics: dict[str, float] = field(default_factory=dict)
     versions: dict[tuple[int, ...], int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    critic_shards: list[ray.ObjectRef] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class RolloutActor:
     async def _generate(
         self, rollout_id: int, layout: TrainLayout, versions: VersionWindow
     ) -> RolloutResult:
-        from slime.samples.convert import to_train_batches
+        from slime.samples.convert import to_batches_of_roles
 
         started = time.perf_counter()
         if self.config.algorithm.trains_on_data:
@@ -190,7 +192,7 @@ class RolloutActor:
         groups: list[Group] = output.samples
         metrics = dict(output.metrics or {})
         generated = time.perf_counter()
-        batches = to_train_batches(groups, self.config, layout, rollout_id)
+        batches, of_critic = to_batches_of_roles(groups, self.config, layout, rollout_id)
         metrics |= batches[0].global_stats
         if self.references is not None:
             is_known = await asyncio.to_thread(self.references.fill, batches)
@@ -205,7 +207,14 @@ class RolloutActor:
         sampled_by = Counter(
             versions for batch in batches for versions in batch.weight_versions if versions
         )
-        return RolloutResult(rollout_id, shards, metrics, dict(sampled_by), untold())
+        return RolloutResult(
+            rollout_id,
+            shards,
+            metrics,
+            dict(sampled_by),
+            untold(),
+            critic_shards=[ray.put(batch) for batch in of_critic],
+        )
 
     async def _read_rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Return groups with the data's own answers."""
@@ -221,14 +230,18 @@ class RolloutActor:
     ) -> RolloutResult:
         """Return the samples of ``--load-debug-rollout-data`` instead of generated ones."""
         from slime.rollout.debug_data import load_rollout
-        from slime.samples.convert import to_train_batches
+        from slime.samples.convert import to_batches_of_roles
 
         groups = load_rollout(self.config, rollout_id)
-        batches = to_train_batches(groups, self.config, layout, rollout_id)
+        batches, of_critic = to_batches_of_roles(groups, self.config, layout, rollout_id)
         metrics = dict(batches[0].global_stats)
         self.recorder.record_rollout(rollout_id, groups)
         return RolloutResult(
-            rollout_id, self._put_shards(batches, groups), metrics, warnings=untold()
+            rollout_id,
+            self._put_shards(batches, groups),
+            metrics,
+            warnings=untold(),
+            critic_shards=[ray.put(batch) for batch in of_critic],
         )
 
     def _put_shards(self, batches: list[TrainBatch], groups: list[Group]) -> list[ray.ObjectRef]:

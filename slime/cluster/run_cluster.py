@@ -18,10 +18,11 @@ from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
 from slime.cluster.gpu_memory import EngineMemory, GpuMemoryOwner
 from slime.cluster.placement import GpuSlots
+from slime.cluster.rank_group import threads_per_process
 from slime.cluster.ray_session import reserve, start_ray
 from slime.cluster.rollout_actor import Generating, RolloutHandle, RolloutResult, log_warnings
 from slime.cluster.slow_waits import stopped_parts
-from slime.cluster.trainer_group import Launch, Trainers, TrainerStart, threads_per_process
+from slime.cluster.trainer_group import Launch, Trainers, TrainerStart
 from slime.cluster.waiting import (
     ActorLost,
     ConnectionBroken,
@@ -342,7 +343,9 @@ class Cluster:
             return None
         flags = config.cluster
         threads = threads_per_process(
-            min(self.plan.num_train, flags.actor_num_gpus_per_node), self.is_sequential
+            min(self.plan.num_train, flags.actor_num_gpus_per_node)
+            + min(self.plan.num_critic, config.critic.critic_num_gpus_per_node),
+            self.is_sequential,
         )
         trainers = self._trainers = Trainers(
             config, self.plan, slots, self.run_path, threads, self._poll
@@ -422,7 +425,7 @@ class Cluster:
         if self._trainers is None:
             return rollout.mark_consumed(batch.rollout_id)
         with self._trainer_onloaded(), self._forget_batch_on_failure(batch):
-            metrics, tokens = self._trainers.train(batch.shards)
+            metrics, tokens = self._trainers.train(batch.shards, batch.critic_shards)
         return metrics | rollout.mark_consumed(batch.rollout_id, tokens)
 
     @contextlib.contextmanager

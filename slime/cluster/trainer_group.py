@@ -3,51 +3,36 @@ the driver's handle of all of them."""
 
 from __future__ import annotations
 
-import os
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from slime import deadlines
+from slime.checkpoints.load_plan import LoadPlan
 from slime.cluster.placement import GpuSlots
-from slime.cluster.waiting import (
-    NamedActor,
-    Process,
-    Watch,
-    all_answered,
-    raise_failed,
-    this_process,
-    wait_for,
-)
+from slime.cluster.rank_group import RankActor, RankGroup
+from slime.cluster.waiting import NamedActor, Watch, all_answered, raise_failed
 from slime.config.config import Config
-from slime.engines.kinds import engine_of
-from slime.errors import UserError
-from slime.log import get_logger, log_to_file_only
+from slime.errors import RunFailed, UserError
+from slime.log import get_logger
 from slime.placement import PlacementPlan
 from slime.processes.garbage import freeze_gc, paused
-from slime.processes.host import reserve_port
-from slime.redact import secrets_in
 from slime.samples.batch import TrainedTokens, TrainLayout
 
 if TYPE_CHECKING:
     from slime.observe.torch_profile import TorchProfile
     from slime.trainer.memory_snapshot import MemorySnapshot
     from slime.trainer.non_finite import FailedStep
+    from slime.trainer.update import ByPosition
     from slime.weights.transport import EngineSlots
 
 logger = get_logger(__name__)
 
-#: Matrix products on a CPU cache code per shape, and every micro-batch has another shape. The
-#: default of 1024 entries in torch's and oneDNN's caches grows to half a GB over hundreds of steps.
-_CPU_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-
-#: Share of a slot; engines take 0.2 (the reference's fractions), so both fit on one GPU.
-_COLOCATED_SHARE = 0.4
 _HANDING_OVER = "handing memory over"
 
 
@@ -84,6 +69,7 @@ class TrainerStart:
         layout: data that packing needs.
         reports: whether this rank's metrics are logged.
         skipped: a line for each damaged checkpoint that was skipped.
+        plan: what was loaded.
     """
 
     start_rollout_id: int
@@ -91,6 +77,7 @@ class TrainerStart:
     layout: TrainLayout = field(default_factory=TrainLayout)
     reports: bool = True
     skipped: Sequence[str] = ()
+    plan: LoadPlan | None = None
 
     @property
     def saved_for(self) -> int | None:
@@ -108,40 +95,17 @@ class TrainerStart:
         return Launch(self.start_rollout_id, num_prompts, seconds, metrics, pushes, ancestries)
 
 
-class TrainerActor:
+class TrainerActor(RankActor):
     """One trainer rank. Heavy imports happen in `setup`, so that all ranks start at once."""
 
-    def __init__(
-        self,
-        config: Config,
-        rank: int,
-        world_size: int,
-        run_path: Path,
-        num_threads: int,
-        environment: dict[str, str],
-    ) -> None:
-        self.config = config
-        self.rank = rank
-        self.world_size = world_size
-        self.run_path = run_path
-        self.num_threads = num_threads
-        self.backend: Any = None  # from `setup` on
+    name = "trainer"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.sync: Any = None  # from `connect_engines` on
         self._has_learned = False  # since the last push
         self._profile: TorchProfile | None = None  # while steps are profiled
         self._snapshot: MemorySnapshot | None = None  # with --record-memory-history
-        os.environ.update(environment)  # before torch is imported
-        log_to_file_only(
-            f"trainer-{rank}", run_path / "logs", config.observe.log_level, *config.for_hiding()
-        )
-
-    def process(self) -> Process:
-        return this_process()
-
-    def address(self) -> tuple[str, int]:
-        """Reserve and return the address for the process group's rendezvous, on rank 0."""
-        self._reservation = reserve_port()
-        return ray.util.get_node_ip_address(), self._reservation.port
 
     def setup(self, master_addr: str, master_port: int, local_rank: int) -> TrainerStart:
         with paused():
@@ -166,10 +130,8 @@ class TrainerActor:
             backend.layout,
             backend.is_reporting_rank,
             tuple(backend.skipped),
+            backend.plan,
         )
-
-    def set_run_length(self, num_rollout: int) -> None:
-        self.backend.set_run_length(num_rollout)
 
     def connect_engines(self, engines: list[EngineSlots], on_this_node: bool, version: int) -> None:
         """Connect to the engines, again when they change. ``version`` counts only once."""
@@ -229,12 +191,6 @@ class TrainerActor:
         with self._phase("wake"):
             return self.backend.wake()
 
-    def _phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that explains errors of memory."""
-        from slime.trainer.memory import PhaseMemory
-
-        return PhaseMemory(self.config, self.backend.device).phase(name)
-
     def train(self, shards: list[ray.ObjectRef]) -> tuple[dict[str, float], list[TrainedTokens]]:
         """Do one rollout's training steps on this rank's shard; return metrics and data of tokens.
 
@@ -244,11 +200,29 @@ class TrainerActor:
             shards: references to the `TrainBatch` of each data-parallel rank, so that a rank
                 fetches only its own.
         """
-        batch = ray.get(shards[self.backend.data_parallel_rank])
+        batch = self._shard(shards)
+        return self._trained(lambda: self.backend.train(batch))
+
+    def score(self, shards: list[ray.ObjectRef]) -> None:
+        """Begin a rollout's training where the critic is on other ranks; see `train`."""
+        self.backend.score(self._shard(shards))
+
+    def returns(self, values: ByPosition) -> tuple[ByPosition, ByPosition]:
+        """Compute advantages with the critic's values; return what it learns. Collective."""
+        found: tuple[ByPosition, ByPosition] = self.backend.returns(values)
+        return found
+
+    def learn(self) -> tuple[dict[str, float], list[TrainedTokens]]:
+        """End what `score` has begun; return as `train`. Collective."""
+        return self._trained(self.backend.learn)
+
+    def _trained(
+        self, train: Callable[[], dict[str, float]]
+    ) -> tuple[dict[str, float], list[TrainedTokens]]:
         from slime.weights.adapter_checks import has_visibly_learned
 
         rates = self.backend.learning_rates()
-        metrics = self.backend.train(batch)
+        metrics = train()
         self._has_learned |= has_visibly_learned(
             self.config.megatron.optimizer_name, rates, self.backend.step_metrics
         )
@@ -258,8 +232,7 @@ class TrainerActor:
 
     def evaluate(self, shards: list[ray.ObjectRef]) -> tuple[dict[str, float], list[TrainedTokens]]:
         """Score held-out preferences; see `train`. Collective."""
-        batch = ray.get(shards[self.backend.data_parallel_rank])
-        return self.backend.evaluate(batch), self.backend.trained_tokens
+        return self.backend.evaluate(self._shard(shards)), self.backend.trained_tokens
 
     def start_profile(self, folder: Path) -> None:
         """Record what this rank computes, if it is one of --profile-ranks."""
@@ -286,25 +259,54 @@ class TrainerActor:
         with self._phase("save_model"):
             self.backend.export(directory)
 
-    def failed_step(self) -> FailedStep | None:
-        """The rank's part of the step that ended in `NonFiniteTraining`
-        (`slime.trainer.non_finite.FailedStep`)."""
-        return self.backend.failed_step
-
-    def finish_saving(self) -> None:
-        self.backend.finish_saving()
-
     def shutdown(self) -> None:
         if self._snapshot is not None:
             self._snapshot.close()
         if self.sync is not None:
             self.sync.close()
-        if self.backend is not None:
-            self.backend.close()
+        super().shutdown()
 
 
-class Trainers:
-    """The driver's handle of all trainer ranks.
+class CriticTrainerActor(RankActor):
+    """One rank of a critic on GPUs of its own; see `slime.trainer.megatron.critic_process`."""
+
+    name = "critic"
+
+    def setup(self, master_addr: str, master_port: int, local_rank: int) -> TrainerStart:
+        with paused():
+            import torch
+
+            from slime.trainer.megatron.critic_process import CriticProcess
+            from slime.trainer.megatron.parallel import RankInfo
+
+        torch.set_num_threads(self.num_threads)
+        info = RankInfo(self.rank, self.world_size, local_rank, master_addr, master_port)
+        self.backend = CriticProcess(self.config, info)
+        self.backend.setup()
+        freeze_gc()
+        backend = self.backend
+        return TrainerStart(0, layout=backend.layout, reports=backend.is_reporting_rank)
+
+    def load(self, plan: LoadPlan) -> None:
+        self.backend.load(plan)
+
+    def values(self, shards: list[ray.ObjectRef]) -> ByPosition:
+        """Compute the values of this rank's shard. Collective."""
+        found: ByPosition = self.backend.values(self._shard(shards))
+        return found
+
+    def learn(self, returns: ByPosition, loss_masks: ByPosition) -> dict[str, float]:
+        """Take the steps on the batch of the last `values`; return metrics. Collective."""
+        metrics: dict[str, float] = self.backend.learn(returns, loss_masks)
+        return metrics
+
+    def save(self, rollout_id: int) -> None:
+        with self._phase("save_model"):
+            self.backend.save(rollout_id)
+
+
+class Trainers(RankGroup):
+    """The driver's handle of all trainer ranks, those of a critic on GPUs of its own included.
 
     A call asks all ranks at once, because their work is collective, and waits for all of them. The
     first failure is raised at once.
@@ -314,8 +316,9 @@ class Trainers:
 
     Attributes:
         layout: data that packing needs, known after setup.
-        nodes: node of each rank.
     """
+
+    _critic: Critics | None = None
 
     def __init__(
         self,
@@ -326,24 +329,29 @@ class Trainers:
         num_threads: int,
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
-        self.config = config
-        self._slots = slots
-        self._run_path = run_path
-        self._num_threads = num_threads
-        self._on_wait = on_wait
+        super().__init__(
+            TrainerActor,
+            config,
+            slots,
+            range(plan.num_train),
+            run_path,
+            num_threads,
+            on_wait,
+            shares=config.cluster.colocate,
+        )
         self.layout = TrainLayout()
-        self.nodes = [place.node for place in slots.places[: plan.num_train]]
         self._reporting_rank = 0
-        self._actors: dict[NamedActor, Any] = {}
-        limit = config.cluster.distributed_timeout_minutes * 60.0
-        self._answer_seconds = limit
-        # collectives have the process group's timeout; this outer one catches what that cannot see
-        self._work_seconds = max(3600.0, 4 * limit)
+        if plan.num_critic:
+            self._critic = Critics(config, plan, slots, run_path, num_threads, on_wait)
 
     @property
     def names(self) -> set[str]:
         """Names of the ranks in errors."""
-        return {worker.name for worker in self._actors}
+        return {worker.name for worker in self._everyone}
+
+    @property
+    def _everyone(self) -> dict[NamedActor, Any]:
+        return self._actors | (self._critic.actors if self._critic is not None else {})
 
     # -- coming up ---------------------------------------------------------------------------------
 
@@ -352,38 +360,20 @@ class Trainers:
 
         This waits for rank 0, which reserves the rendezvous address.
         """
-        share = _COLOCATED_SHARE if self.config.cluster.colocate else 1.0
-        environment = trainer_environment(self.config, self._num_threads, on_gpu=self._slots.on_gpu)
-        remote: Any = ray.remote(TrainerActor)  # Ray's types do not know the remote methods
-        for rank in range(len(self.nodes)):
-            options = self._slots.options(rank, share) | _runtime_environment(self.config)
-            actor = remote.options(name=None, max_restarts=0, **options).remote(
-                self.config,
-                rank,
-                len(self.nodes),
-                self._run_path,
-                self._num_threads,
-                environment,
-            )
-            self._actors[NamedActor(f"trainer-{rank}", actor.process.remote())] = actor
-        first, actor = next(iter(self._actors.items()))
-        [(address, port)] = wait_for(
-            {first: actor.address.remote()}, "starting", deadlines.TRAINER_GROUP_START, should_stop
-        )
-        if len(set(self.nodes)) == 1:
-            address = "127.0.0.1"  # no other node needs to reach rank 0
-        local_ranks = [self.nodes[:rank].count(node) for rank, node in enumerate(self.nodes)]
-        return {
-            worker: actor.setup.remote(address, port, local)
-            for (worker, actor), local in zip(self._actors.items(), local_ranks)
-        }
+        found = super().begin_setup(should_stop)
+        if self._critic is not None:
+            found |= self._critic.begin_setup(should_stop)
+        return found
 
     def agreed_start(self, starts: Sequence[TrainerStart]) -> TrainerStart:
-        """Store layout and reporting rank from the answers to `begin_setup`; return the start.
+        """Store layouts and reporting ranks from the answers to `begin_setup`, and let a critic on
+        GPUs of its own load what belongs to what the policy has loaded; return the start.
 
         Raises:
-            UserError: ranks found different checkpoints.
+            UserError: ranks found different checkpoints; the critic's weights do not fit.
         """
+        of_critic = list(starts[len(self._actors) :]) if self._critic is not None else []
+        starts = starts[: len(starts) - len(of_critic)]
         ids = sorted({start.start_rollout_id for start in starts})
         if len(ids) > 1:
             raise UserError(
@@ -396,10 +386,14 @@ class Trainers:
             logger.warning("%s", line)
         self.layout = starts[0].layout
         self._reporting_rank = [start.reports for start in starts].index(True)
+        if self._critic is not None:
+            assert starts[0].plan is not None, "trainer ranks always load something"
+            layout = self._critic.load(starts[0].plan, of_critic)
+            self.layout = replace(self.layout, critic=layout)
         return starts[0]
 
     def set_run_length(self, num_rollout: int) -> None:
-        self._ask(
+        self._ask_everyone(
             lambda actor: actor.set_run_length.remote(num_rollout), "setting the length of the run"
         )
 
@@ -417,15 +411,43 @@ class Trainers:
 
     # -- work --------------------------------------------------------------------------------------
 
-    def train(self, shards: list[ray.ObjectRef]) -> tuple[dict[str, float], list[TrainedTokens]]:
+    def train(
+        self, shards: list[ray.ObjectRef], critic_shards: Sequence[ray.ObjectRef] = ()
+    ) -> tuple[dict[str, float], list[TrainedTokens]]:
         """Do one rollout's training steps.
 
+        Args:
+            critic_shards: for a critic on GPUs of its own.
         Returns:
             Metrics of the reporting rank, the first of the last pipeline stage, and data of tokens
             from all ranks.
         """
-        answers = self._ask(lambda actor: actor.train.remote(shards), "training")
-        return answers[self._reporting_rank][0], [one for _, trained in answers for one in trained]
+        metrics: dict[str, float] = {}
+        if self._critic is None:
+            answers = self._ask(lambda actor: actor.train.remote(shards), "training")
+        else:
+            answers, metrics = self._train_both(self._critic, shards, critic_shards)
+        of_policy = answers[self._reporting_rank][0]
+        longest = max(one.get("perf/train_time", 0.0) for one in (metrics, of_policy))
+        metrics |= of_policy | {"perf/train_time": longest}
+        return metrics, [one for _, trained in answers for one in trained]
+
+    def _train_both(
+        self,
+        critic: Critics,
+        shards: list[ray.ObjectRef],
+        critic_shards: Sequence[ray.ObjectRef],
+    ) -> tuple[list[Any], dict[str, float]]:
+        """Train policy and critic at the same time; return the answers of the policy's ranks and
+        the critic's metrics."""
+        scoring = self._begin(lambda actor: actor.score.remote(shards))
+        values = critic.values(list(critic_shards), scoring)
+        parts = self._ask(lambda actor: actor.returns.remote(values), "computing advantages")
+        learning = self._begin(lambda actor: actor.learn.remote())
+        answers, metrics = critic.learn(
+            joined(part[0] for part in parts), joined(part[1] for part in parts), learning
+        )
+        return answers, metrics
 
     def evaluate(self, shards: list[ray.ObjectRef]) -> tuple[dict[str, float], list[TrainedTokens]]:
         """Score held-out preferences; return as `train`."""
@@ -466,6 +488,8 @@ class Trainers:
         self._ask(lambda actor: actor.stop_profile.remote(), what, deadlines.TRAINER_GROUP_PROFILE)
 
     def save(self, rollout_id: int, extra_state: dict[str, Any]) -> None:
+        if self._critic is not None:
+            self._critic.save(rollout_id)
         self._ask(lambda actor: actor.save.remote(rollout_id, extra_state), "saving a checkpoint")
 
     def export(self, directory: Path) -> None:
@@ -481,87 +505,123 @@ class Trainers:
         Raises:
             UserError: the save failed. ActorDied: a rank is gone.
         """
-        asked = {worker: actor.finish_saving.remote() for worker, actor in self._actors.items()}
+        asked = {worker: actor.finish_saving.remote() for worker, actor in self._everyone.items()}
         while not all_answered(asked) and not is_settled():
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=deadlines.WAITING_POLL)
         raise_failed(asked, "finishing the checkpoint")
 
     def finish_saving(self) -> None:
-        self._ask(lambda actor: actor.finish_saving.remote(), "finishing the checkpoint")
+        self._ask_everyone(lambda actor: actor.finish_saving.remote(), "finishing the checkpoint")
 
     def ping(self) -> dict[NamedActor, ray.ObjectRef]:
         """Return refs to each rank's pid and host, answered between calls."""
-        return {worker: actor.process.remote() for worker, actor in self._actors.items()}
+        return {worker: actor.process.remote() for worker, actor in self._everyone.items()}
 
     def failed_step(self) -> list[FailedStep]:
-        """Return what ranks that did not wait for others kept of a step with NaN or Inf."""
-        parts = self._ask(
-            lambda a: a.failed_step.remote(),
-            "asking for the step that failed",
-            deadlines.TRAINER_GROUP_QUICK_CALL,
-        )
-        return [part for part in parts if part is not None]
+        """Return what ranks kept of a step with NaN or Inf: those of policy or critic, all of which
+        have failed. The others may still be training."""
+        asked = [
+            {worker: actor.failed_step.remote() for worker, actor in actors.items()}
+            for actors in (self._actors, self._critic.actors if self._critic is not None else {})
+        ]
+        end = time.monotonic() + deadlines.TRAINER_GROUP_QUICK_CALL
+        waiting = [group for group in asked if group]
+        while waiting and time.monotonic() < end:
+            for group in [one for one in waiting if all_answered(one)]:
+                waiting.remove(group)
+                parts = [part for part in ray.get(list(group.values())) if part is not None]
+                if parts:
+                    return parts
+            pending = [ref for group in waiting for ref in group.values()]
+            if pending:
+                ray.wait(pending, num_returns=len(pending), timeout=deadlines.WAITING_POLL)
+        raise RunFailed("no rank tells what it has computed", "none has answered in time")
 
     # -- the end -----------------------------------------------------------------------------------
 
     def watch(self) -> Watch:
         """Return a watch that raises `ActorDied` soon after a rank is gone."""
-        return Watch({worker: actor.process.remote for worker, actor in self._actors.items()})
+        return Watch({worker: actor.process.remote for worker, actor in self._everyone.items()})
 
     def close(self, timeout: float) -> None:
         """Ask the ranks to end their process groups, then kill what is left."""
-        if refs := [actor.shutdown.remote() for actor in self._actors.values()]:
+        everyone = self._everyone.values()
+        if refs := [actor.shutdown.remote() for actor in everyone]:
             ray.wait(refs, num_returns=len(refs), timeout=timeout)
-        for actor in self._actors.values():
+        for actor in everyone:
             ray.kill(actor, no_restart=True)
 
-    def _ask(
+    def _ask_everyone(
         self, begin: Callable[[Any], ray.ObjectRef], what: str, seconds: float | None = None
     ) -> list[Any]:
-        """Ask every rank; return the answers by rank.
+        """`_ask` of the critic's ranks, too."""
+        asked = {worker: begin(actor) for worker, actor in self._everyone.items()}
+        return self.wait(asked, what, seconds)
+
+
+class Critics(RankGroup):
+    """The driver's handle of the ranks of a critic on GPUs of its own."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: PlacementPlan,
+        slots: GpuSlots,
+        run_path: Path,
+        num_threads: int,
+        on_wait: Callable[[], None],
+    ) -> None:
+        own = range(plan.critic_offset, plan.total)
+        super().__init__(
+            CriticTrainerActor, config, slots, own, run_path, num_threads, on_wait, shares=False
+        )
+        self._reporting_rank = 0
+
+    @property
+    def actors(self) -> dict[NamedActor, Any]:
+        return self._actors
+
+    def load(self, plan: LoadPlan, starts: Sequence[TrainerStart]) -> TrainLayout:
+        """Load the critic that belongs to what the policy has loaded; return the layout.
 
         Args:
-            begin: starts the call of one rank.
-            seconds: deadline for all, by default that of training.
+            starts: answers to `begin_setup`.
         """
-        asked = {worker: begin(actor) for worker, actor in self._actors.items()}
-        return wait_for(asked, what, seconds or self._work_seconds, on_poll=self._on_wait)
+        self._reporting_rank = [start.reports for start in starts].index(True)
+        self._ask(lambda actor: actor.load.remote(plan), "loading the critic")
+        return starts[0].layout
+
+    def values(
+        self, shards: list[ray.ObjectRef], beside: dict[NamedActor, ray.ObjectRef]
+    ) -> ray.ObjectRef:
+        """Compute the values of a rollout.
+
+        Args:
+            beside: calls of the policy's ranks, which are waited for, too.
+        Returns:
+            A reference to a `ByPosition` of the whole rollout.
+        """
+        asked = self._begin(lambda actor: actor.values.remote(shards))
+        answers = self.wait(beside | asked, "training")
+        return joined(answers[len(beside) :])
+
+    def learn(
+        self,
+        returns: ray.ObjectRef,
+        loss_masks: ray.ObjectRef,
+        beside: dict[NamedActor, ray.ObjectRef],
+    ) -> tuple[list[Any], dict[str, float]]:
+        """Take the critic's steps; return the answers to ``beside``, and the critic's metrics."""
+        asked = self._begin(lambda actor: actor.learn.remote(returns, loss_masks))
+        answers = self.wait(beside | asked, "training")
+        metrics: dict[str, float] = answers[len(beside) + self._reporting_rank]
+        return answers[: len(beside)], metrics
+
+    def save(self, rollout_id: int) -> None:
+        """Write the critic's part of a checkpoint."""
+        self._ask(lambda actor: actor.save.remote(rollout_id), "saving a checkpoint")
 
 
-def trainer_environment(config: Config, num_threads: int, *, on_gpu: bool) -> dict[str, str]:
-    """Return the environment variables that every trainer rank sets before it imports torch, on
-    top of the driver's; those of ``--train-env-vars`` win."""
-    # an OpenMP pool's size is read when torch is first imported
-    found = {"OMP_NUM_THREADS": str(num_threads)}
-    if not on_gpu:
-        found |= {name: os.environ.get(name, most) for name, most in _CPU_CACHES.items()}
-    found |= {
-        name: os.environ.get(name, value)
-        for name, value in engine_of(config).trainer_environment.items()
-    }
-    return found | _variables(config)
-
-
-def _variables(config: Config) -> dict[str, str]:
-    return {str(name): str(value) for name, value in (config.cluster.train_env_vars or {}).items()}
-
-
-def _runtime_environment(config: Config) -> dict[str, Any]:
-    """Return Ray's option with the variables of ``--train-env-vars``, some of which act only on a
-    new process (LD_PRELOAD). Secrets are left out, as Ray logs it; {} where nothing is left,
-    because a worker with a runtime environment imports Ray twice."""
-    public = {
-        name: value for name, value in _variables(config).items() if not secrets_in(value, name)
-    }
-    return {"runtime_env": {"env_vars": public}} if public else {}
-
-
-def threads_per_process(num_processes_on_node: int, take_turns: bool) -> int:
-    """Return the CPU threads of each of ``num_processes_on_node``.
-
-    Args:
-        take_turns: trainer and engines never run at the same time, so each may use all cores.
-    """
-    cores = len(os.sched_getaffinity(0))
-    share = cores if take_turns else max(1, cores // 2)
-    return max(1, share // max(1, num_processes_on_node))
+def joined(parts: Iterable[ByPosition]) -> ray.ObjectRef:
+    """Put the shards of a column into the object store as one."""
+    return ray.put({place: values for part in parts for place, values in part.items()})

@@ -308,13 +308,17 @@ def _placement(draft: Draft) -> None:
                 f"--num-gpus-per-node {per_node}",
                 why="an engine that reaches over nodes has the same number of GPUs on each",
             )
-    trainers = draft["actor_num_gpus_per_node"]
-    is_told = draft.is_given("num_gpus_per_node") and draft.is_given("actor_num_gpus_per_node")
-    if is_told and trainers > per_node and not draft["debug_rollout_only"]:
-        raise UserError(
-            f"--actor-num-gpus-per-node {trainers} is more than --num-gpus-per-node {per_node}",
-            fix="spread the trainer over more nodes with --actor-num-nodes",
+    for role, who in (("actor", "trainer"), ("critic", "critic")):
+        own = draft[f"{role}_num_gpus_per_node"]
+        flag = option_of(f"{role}_num_gpus_per_node")
+        is_told = draft.is_given("num_gpus_per_node") and draft.is_given(
+            f"{role}_num_gpus_per_node"
         )
+        if is_told and own > per_node and not draft["debug_rollout_only"]:
+            raise UserError(
+                f"{flag} {own} is more than --num-gpus-per-node {per_node}",
+                fix=f"spread the {who} over more nodes with --{role}-num-nodes",
+            )
 
 
 def _nccl_timeout(draft: Draft) -> None:

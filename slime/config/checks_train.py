@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import replace
@@ -23,38 +24,59 @@ def parallel(draft: Draft) -> None:
     if draft["debug_rollout_only"]:
         # there is no trainer: fewer GPUs than its layout needs are what people take this for
         return
-    tensor = draft["tensor_model_parallel_size"]
-    pipeline = draft["pipeline_model_parallel_size"]
-    context = draft["context_parallel_size"]
+    _divides(draft, "actor")
+    if draft["critic_num_gpus_per_node"]:
+        _divides(draft, "critic")
     expert = draft["expert_model_parallel_size"]
-    nodes = draft["actor_num_nodes"]
-    per_node = draft["actor_num_gpus_per_node"]
-    world = nodes * per_node
-    model = tensor * pipeline * context
-    gpus = f"actor_num_nodes × actor_num_gpus_per_node = {nodes} × {per_node} = {world}"
-    if world % model:
-        raise UserError(
-            f"{world} trainer GPUs cannot be divided by {model}",
-            why=f"{gpus}; tensor × pipeline × context parallel size = {tensor} × {pipeline} × "
-            f"{context} = {model}",
-            fix="let the product of the parallel sizes divide the number of GPUs",
-        )
-    expert_tensor = draft["expert_tensor_parallel_size"] or tensor
-    if expert > 1 and world % (expert_tensor * expert * pipeline):
-        raise UserError(
-            f"{world} trainer GPUs cannot be divided by {expert_tensor * expert * pipeline}",
-            why=f"{gpus}; expert tensor × expert × pipeline parallel size = {expert_tensor} × "
-            f"{expert} × {pipeline}",
-            fix="let that product divide the number of GPUs; --expert-tensor-parallel-size 1 is "
-            "usual",
-        )
     experts = draft.values.get("num_experts")
     if expert > 1 and experts is not None and experts % expert:
         raise UserError(
             f"--num-experts {experts} cannot be divided by --expert-model-parallel-size {expert}"
         )
     _context_exchange(draft)
-    _virtual_stages(draft, pipeline)
+    _virtual_stages(draft, draft["pipeline_model_parallel_size"])
+
+
+def _divides(draft: Draft, role: str) -> None:
+    """
+    Raises:
+        UserError: the GPUs of a role hold no whole copies of its model.
+    """
+    who = "critic" if role == "critic" else "trainer"
+    of_role = "critic_" if role == "critic" else ""
+    tensor = draft[f"{of_role}tensor_model_parallel_size"]
+    pipeline = draft[f"{of_role}pipeline_model_parallel_size"]
+    context = draft[f"{of_role}context_parallel_size"]
+    expert = draft[f"{of_role}expert_model_parallel_size"]
+    nodes = draft[f"{role}_num_nodes"]
+    per_node = draft[f"{role}_num_gpus_per_node"]
+    world = nodes * per_node
+    model = tensor * pipeline * context
+    gpus = f"{role}_num_nodes × {role}_num_gpus_per_node = {nodes} × {per_node} = {world}"
+    own = [
+        option_of(f"critic_{size}_parallel_size")
+        for size in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+        if draft.is_given(f"critic_{size}_parallel_size")
+    ]
+    whose = ""
+    if of_role:
+        whose = f" ({'; '.join([*own, 'other sizes are those of the policy'])})"
+    if world % model:
+        raise UserError(
+            f"{world} {who} GPUs cannot be divided by {model}",
+            why=f"{gpus}; tensor × pipeline × context parallel size = {tensor} × {pipeline} × "
+            f"{context} = {model}{whose}",
+            fix="let the product of the parallel sizes divide the number of GPUs",
+        )
+    expert_tensor = draft[f"{of_role}expert_tensor_parallel_size"] or tensor
+    if expert > 1 and world % (expert_tensor * expert * pipeline):
+        raise UserError(
+            f"{world} {who} GPUs cannot be divided by {expert_tensor * expert * pipeline}",
+            why=f"{gpus}; expert tensor × expert × pipeline parallel size = {expert_tensor} × "
+            f"{expert} × {pipeline}{whose}",
+            fix="let that product divide the number of GPUs; "
+            f"{option_of(of_role + 'expert_tensor_parallel_size')} 1 is usual",
+        )
 
 
 def _precision(draft: Draft) -> None:
@@ -108,24 +130,27 @@ def _batches(draft: Draft) -> None:
             fix="start with rollout_max_response_len ÷ context_parallel_size: --max-tokens-per-gpu "
             f"{-(-draft['rollout_max_response_len'] // draft['context_parallel_size'])}",
         )
-    model = (
-        draft["tensor_model_parallel_size"]
-        * draft["pipeline_model_parallel_size"]
-        * draft["context_parallel_size"]
-    )
-    data_parallel = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"] // model
     micro = draft["micro_batch_size"]
     batch = draft["global_batch_size"]
     is_static = not draft["use_dynamic_batch_size"] and not draft["debug_rollout_only"]
     is_asked = draft.is_given("rollout_batch_size") or draft.is_given("global_batch_size")
-    if is_static and is_asked and batch % (micro * data_parallel):
-        raise UserError(
-            f"global_batch_size {batch} cannot be divided by {micro * data_parallel}",
-            why=f"micro_batch_size × data-parallel size = {micro} × {data_parallel} = "
-            f"{micro * data_parallel}",
-            fix="change --global-batch-size or --micro-batch-size, or leave --micro-batch-size "
-            "out: samples are then packed by tokens",
+    if not (is_static and is_asked):
+        return
+    for role in ("actor", *(["critic"] if draft["critic_num_gpus_per_node"] else [])):
+        of_role = "critic_" if role == "critic" else ""
+        model = math.prod(
+            draft[f"{of_role}{size}_parallel_size"]
+            for size in ("tensor_model", "pipeline_model", "context")
         )
+        data_parallel = draft[f"{role}_num_nodes"] * draft[f"{role}_num_gpus_per_node"] // model
+        if batch % (micro * data_parallel):
+            raise UserError(
+                f"global_batch_size {batch} cannot be divided by {micro * data_parallel}",
+                why=f"micro_batch_size × data-parallel size{' of the critic' if of_role else ''} = "
+                f"{micro} × {data_parallel} = {micro * data_parallel}",
+                fix="change --global-batch-size or --micro-batch-size, or leave --micro-batch-size "
+                "out: samples are then packed by tokens",
+            )
 
 
 def _algorithm(draft: Draft) -> None:

@@ -6,12 +6,26 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from slime.config.estimators import estimators_where
-from slime.config.flag import FRACTION, NONE_OR_SOME, Interval, Part, derived, finite, flag, on
+from slime.config.flag import (
+    FRACTION,
+    NONE_OR_SOME,
+    SOME,
+    Interval,
+    Part,
+    derived,
+    finite,
+    flag,
+    on,
+)
 
 _CRITIC = on(
     "advantage_estimator",
     *estimators_where("needs_critic"),
     why="the other estimators have no critic",
+)
+_OWN_GPUS = on(
+    "critic_num_gpus_per_node",
+    why="a critic on the policy's GPUs has the policy's layout",
 )
 
 
@@ -19,19 +33,63 @@ _CRITIC = on(
 class CriticConfig:
     """The critic of --advantage-estimator ppo: the policy's architecture with one output per token
     in place of the vocabulary. Policy and critic take turns in the trainer's processes, at the same
-    layout, and are saved in the same checkpoints."""
+    layout; or the critic has GPUs, processes and a layout of its own. They are saved in the same
+    checkpoints."""
 
     READ_BY: ClassVar[tuple[Part, ...]] = ("training",)
 
     critic_load: str | None = flag(None, needs=_CRITIC, read_by="trainer")
     """Weights that the critic starts from, in place of those that the policy starts from: a Hugging
-    Face directory, or a checkpoint directory, whose critic is taken if it has one. A run that goes
-    on takes the critic of its own checkpoint."""
+    Face directory, of a reward model too, or a checkpoint directory, whose critic is taken if it
+    has one. A run that goes on takes the critic of its own checkpoint."""
     critic_lr: float = derived("lr", range=finite(0), needs=_CRITIC)
     """Learning rate of the critic; about ten times that of the policy is usual. The value loss has
     no factor of ½."""
     critic_lr_warmup_iters: int = derived("lr_warmup_iters", range=NONE_OR_SOME, needs=_CRITIC)
     """Optimizer steps of linear warm-up of the critic's learning rate."""
+    critic_num_nodes: int = derived(
+        "actor_num_nodes with critic_num_gpus_per_node, else 0",
+        range=NONE_OR_SOME,
+        needs=_CRITIC,
+        read_by=("trainer", "training"),
+    )
+    """Nodes of a critic on GPUs of its own."""
+    critic_num_gpus_per_node: int = derived(
+        "actor_num_gpus_per_node with critic_num_nodes, else 0",
+        range=NONE_OR_SOME,
+        needs=_CRITIC,
+        read_by=("trainer", "training"),
+    )
+    """GPUs of the critic on each of its nodes, beside those of trainer and engines; policy and
+    critic then train at the same time. 0: it takes turns on the policy's GPUs."""
+    critic_tensor_model_parallel_size: int = derived(
+        "tensor_model_parallel_size", range=SOME, needs=_OWN_GPUS, read_by="trainer"
+    )
+    """GPUs over which each matrix of the critic is split."""
+    critic_pipeline_model_parallel_size: int = derived(
+        "pipeline_model_parallel_size", range=SOME, needs=_OWN_GPUS, read_by="trainer"
+    )
+    """Pipeline stages of the critic. Virtual stages and uneven ones are the policy's where their
+    number is; else there are none."""
+    critic_context_parallel_size: int = derived(
+        "context_parallel_size", range=SOME, needs=_OWN_GPUS, read_by="trainer"
+    )
+    """GPUs over which each sequence is split in the critic. Like the policy's micro-batches, the
+    critic's hold max_tokens_per_gpu × this many tokens."""
+    critic_expert_model_parallel_size: int = derived(
+        "expert_model_parallel_size", range=SOME, needs=_OWN_GPUS, read_by="trainer"
+    )
+    """GPUs over which the critic's experts are spread."""
+    critic_expert_tensor_parallel_size: int | None = derived(
+        "expert_tensor_parallel_size", range=SOME, needs=_OWN_GPUS, read_by="trainer"
+    )
+    """GPUs over which each matrix of the critic's experts is split."""
+    critic_sequence_parallel: bool = derived(
+        "sequence_parallel where the critic's matrices are split",
+        needs=_OWN_GPUS,
+        read_by="trainer",
+    )
+    """Split the critic's activations of norms and dropout along the sequence."""
     num_critic_only_steps: int = flag(0, range=NONE_OR_SOME, needs=_CRITIC)
     """Train the critic alone on the run's first so many rollouts; the policy stays as it is."""
     lambd: float = flag(1.0, range=FRACTION, needs=_CRITIC)
@@ -49,3 +107,13 @@ class CriticConfig:
     normalize_values: bool = flag(False, needs=_CRITIC)
     """Let the critic learn returns of mean 0 and deviation 1, by running statistics that its
     checkpoints hold: for rewards that are not of size 1."""
+
+    @property
+    def has_own_gpus(self) -> bool:
+        """The critic does not take turns on the policy's GPUs."""
+        return self.num_gpus > 0
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the critic's own."""
+        return self.critic_num_nodes * self.critic_num_gpus_per_node

@@ -239,8 +239,8 @@ class DebugConfig:
     win."""
     megatron_config_path: str | None = flag(None, read_by="config")
     """YAML file of settings per role, which win over flags: ``megatron: [{name: default, role:
-    critic, overrides: {lr: 1.0e-5}}]``. The actor's are flags; of the critic lr, lr_warmup_iters
-    and load can differ."""
+    critic, num_gpus_per_node: 2, overrides: {lr: 1.0e-5}}]``. The actor's are flags; of the critic
+    they are --critic-lr, --critic-lr-warmup-iters, --critic-load, its GPUs and its layout."""
     custom_config_path: str | None = flag(None, read_by="config")
     """YAML file of names that are set on `args` for hooks; names that are flags set the flag."""
     dry_run: bool = flag(False)

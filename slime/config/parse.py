@@ -246,13 +246,22 @@ def read_custom_config(path: str, errors: list[UserError] | None = None) -> User
 
 #: What a critic may have of its own, and the flag that says so.
 _OF_CRITIC = {
-    "lr": "critic_lr",
-    "lr_warmup_iters": "critic_lr_warmup_iters",
-    "load": "critic_load",
+    name: f"critic_{name}"
+    for name in (
+        "lr",
+        "lr_warmup_iters",
+        "load",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "sequence_parallel",
+    )
 }
-_SHARED = "--actor-num-nodes and --actor-num-gpus-per-node place policy and critic"
 _SAVED = "the critic is saved in the policy's checkpoints, below --save"
-_IDLE_OF_ROLE = {"num_nodes": _SHARED, "num_gpus_per_node": _SHARED}
+#: The GPUs of a role.
+_PLACES = ("num_nodes", "num_gpus_per_node")
 
 
 def read_role_file(path: str, errors: list[UserError] | None = None) -> UserFlags:
@@ -285,10 +294,8 @@ def read_role_file(path: str, errors: list[UserError] | None = None) -> UserFlag
         )
     for role, entry in zip(roles, entries, strict=True):
         for key, value in entry.items():
-            if key in _IDLE_OF_ROLE:
-                given.warnings.append(
-                    f"{path}: {key} of the {role} has no effect: {_IDLE_OF_ROLE[key]}"
-                )
+            if key in _PLACES:
+                _set_key(given, f"{role}_{key}", value, f"yaml {path}", f"{path}: ")
             elif key in ("overrides", "args"):
                 _read_role(given, path, role, value or {}, errors)
             elif key not in ("name", "role"):

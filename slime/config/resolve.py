@@ -105,6 +105,22 @@ def _overlap(draft: Draft) -> None:
     draft.derive("stale_samples", "requeue", "no older tokens are trained on")
 
 
+def _critic_layout(draft: Draft) -> None:
+    pair = ("num_nodes", "num_gpus_per_node")
+    apart = any(draft.is_given(f"critic_{one}") and draft[f"critic_{one}"] for one in pair)
+    for one in pair:
+        value = draft[f"actor_{one}"] if apart else 0
+        draft.derive(f"critic_{one}", value, f"actor_{one}" if apart else "it shares the policy's")
+    for size in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
+        draft.copy(f"critic_{size}_parallel_size", f"{size}_parallel_size")
+    splits = draft["critic_tensor_model_parallel_size"] > 1
+    draft.derive(
+        "critic_sequence_parallel",
+        draft["sequence_parallel"] and splits,
+        "sequence_parallel where the critic's matrices are split",
+    )
+
+
 def _placement(draft: Draft) -> None:
     here = num_gpus()
     per_host = max(1, min(8, here))
@@ -127,6 +143,7 @@ def _placement(draft: Draft) -> None:
         )
     else:
         draft.derive("rollout_num_gpus", draft["rollout_num_gpus_per_engine"], "one engine")
+    _critic_layout(draft)
     for dest in ("offload_train", "offload_rollout"):
         if draft["offload"]:
             draft.derive(dest, True, "offload")

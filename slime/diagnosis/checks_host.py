@@ -232,7 +232,7 @@ def network(case: CheckedRun, findings: CheckFindings) -> None:
     config = case.config
     if config is None:
         return
-    nodes = config.cluster.actor_num_nodes
+    nodes = max(config.cluster.actor_num_nodes, config.critic.critic_num_nodes)
     if nodes > 1:
         _between_nodes(nodes, findings)
     _proxy(config, findings)

@@ -107,7 +107,10 @@ def read_log(path: Path, root: Path) -> TextSource:
         lines = lines[:-1] + [
             TextLine(text, number - len(last)) for number, text in enumerate(last)
         ]
-    return TextSource(str(path.relative_to(root)), path.stem.partition("-")[0], lines, skipped)
+    kind = path.stem.partition("-")[0]
+    # a critic's ranks train as the policy's do
+    kind = "trainer" if kind == "critic" else kind
+    return TextSource(str(path.relative_to(root)), kind, lines, skipped)
 
 
 def _texts(content: bytes) -> list[str]:

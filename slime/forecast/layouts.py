@@ -139,6 +139,7 @@ def best_plans(
     an engine, the trainer in the layout that is fastest among those that fit."""
     assert facts.trainer is not None
     found = []
+    gpus -= facts.placement.num_critic  # a critic keeps its own
     trainers = dict[int, list[TrainerSettings]]()
     for engine_size in _SIZES:
         for changed, own in _splits(facts, work, gpus, engine_size, rates.gpus_per_host):
@@ -157,11 +158,12 @@ def _splits(
     """Ways to share the GPUs between trainer and engines of ``engine_size`` GPUs each; a trainer on
     several hosts has whole ones."""
     assert facts.engine is not None
-    if gpus % engine_size or facts.engine.spec.num_heads % engine_size:
+    if gpus < 1 or gpus % engine_size or facts.engine.spec.num_heads % engine_size:
         return
     engine = dataclasses.replace(
         facts.engine, tensor=engine_size, attention=engine_size, pipeline=1
     )
+    critics = facts.placement.num_critic
 
     def shared(placement: PlacementPlan, *, together: bool) -> Facts:
         return dataclasses.replace(
@@ -174,7 +176,9 @@ def _splits(
         )
 
     if gpus % _hosts(gpus, gpus_per_host) == 0:
-        placement = PlacementPlan(gpus, gpus, engine_size, 0, gpus, "")
+        placement = PlacementPlan(
+            gpus, gpus, engine_size, 0, gpus + critics, "", num_critic=critics
+        )
         lock_step = dataclasses.replace(work, ahead=0, in_flight=False)
         yield shared(placement, together=True), lock_step
     ahead = dataclasses.replace(work, ahead=work.ahead or _AHEAD, in_flight=True)
@@ -185,7 +189,9 @@ def _splits(
             continue
         if trainer > gpus_per_host and trainer % gpus_per_host:
             continue
-        placement = PlacementPlan(trainer, rest, engine_size, trainer, gpus, "")
+        placement = PlacementPlan(
+            trainer, rest, engine_size, trainer, gpus + critics, "", num_critic=critics
+        )
         yield shared(placement, together=False), ahead
 
 

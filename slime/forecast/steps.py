@@ -157,19 +157,24 @@ def simulate(
     first = max(1, work.ahead)
     wanted = waves * first if work.ahead else _STEPS
     count = first + -(-wanted // work.interval) * work.interval  # as many with a push as usual
-    trained = (
-        train_seconds(
-            facts.trainer,
-            cost,
-            rates,
-            work.tokens(number),
-            updates=work.updates,
-            scorings=work.scorings,
-        )
-        for number in itertools.count()
-    )
+    trained = (_trained_seconds(facts, work, cost, rates, number) for number in itertools.count())
     steps = list(itertools.islice(_steps(facts, work, rates, fleet, part, trained), count))
     return steps[first:]
+
+
+def _trained_seconds(
+    facts: Facts, work: Workload, cost: SequenceCost, rates: Rates, number: int
+) -> TrainerSeconds:
+    """Seconds to train on a rollout; of a critic with GPUs of its own, if that takes longer."""
+    lengths = work.tokens(number)
+    assert facts.trainer is not None
+    policy = train_seconds(
+        facts.trainer, cost, rates, lengths, updates=work.updates, scorings=work.scorings
+    )
+    if facts.critic is None:
+        return policy
+    critic = train_seconds(facts.critic, cost, rates, lengths, updates=work.updates, scorings=1)
+    return max(policy, critic, key=lambda seconds: seconds.total)
 
 
 def _part(work: Workload, engines: int) -> int:

@@ -29,6 +29,7 @@ from slime.memory.remedies import (
     wider_tensor_parallel,
 )
 from slime.memory.trainer import TrainerSettings
+from slime.models.layout_rules import critic_flags
 from slime.models.layouts import Layout
 from slime.placement import PlacementPlan
 
@@ -276,6 +277,11 @@ def changes(plan: MemoryPlan, facts: Facts, name: str) -> Iterator[Change]:
         yield from _sleeping(facts)
     if facts.engine is not None and name in ("generate", "push"):
         yield from _engine_changes(plan, facts, name)
+    if facts.critic is not None and name == "critic":
+        for text, critic in _trainer_changes(facts.critic):
+            if critic.layout.world == facts.critic.layout.world:
+                yield Change(critic_flags(text), dataclasses.replace(facts, critic=critic))
+        return
     if facts.trainer is not None and name != "generate":
         for text, trainer in _trainer_changes(facts.trainer):
             placement = _with_trainers(facts, trainer.layout.world)
@@ -286,10 +292,10 @@ def _with_trainers(facts: Facts, count: int) -> PlacementPlan:
     """The placement with so many trainer ranks."""
     old = facts.placement
     if facts.colocate:
-        return dataclasses.replace(old, num_train=count, total=max(count, old.num_rollout))
-    return dataclasses.replace(
-        old, num_train=count, total=count + old.num_rollout, rollout_offset=count
-    )
+        total = max(count, old.num_rollout) + old.num_critic
+        return dataclasses.replace(old, num_train=count, total=total)
+    total = count + old.num_rollout + old.num_critic
+    return dataclasses.replace(old, num_train=count, total=total, rollout_offset=count)
 
 
 def _trainer_changes(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSettings]]:

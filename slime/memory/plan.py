@@ -9,6 +9,8 @@ change when it does not.
     critic      the critic's alone   asleep
     train       states, activations  asleep
     push        weights              weights
+
+A critic on GPUs of its own has the phase `critic` alone there.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from slime.models.adapters import AdapterConfig, count_parameters
 from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec, read_hf_config
 from slime.models.vision import seeing
-from slime.placement import PlacementPlan
+from slime.placement import PlacementPlan, critic_placed
 
 #: Usable share of a device's memory; allocators lose the rest to fragmentation.
 USABLE = 0.96
@@ -103,8 +105,10 @@ class Facts:
         bucket: bytes of a bucket of a weight push.
         ranks_per_node: trainer ranks of a node.
         engines_beside: GPUs of such a node that an engine computes on.
+        critics_beside: ranks of a critic on GPUs of its own on such a node.
         server_groups: engines are not all alike (--sglang-config).
         engine_backup: sleeping engines keep their weights in host memory.
+        critic: one on GPUs of its own.
     """
 
     trainer: TrainerSettings | None
@@ -118,6 +122,8 @@ class Facts:
     engines_beside: int = 0
     server_groups: bool = False
     engine_backup: bool = False
+    critic: TrainerSettings | None = None
+    critics_beside: int = 0
 
 
 @dataclass(frozen=True)
@@ -218,8 +224,17 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
         trainer_sleeps=bool(cluster.offload_train),
         engine_sleeps=bool(cluster.offload_rollout),
         bucket=_bucket(config, spec),
+        critic=TrainerSettings.of(
+            critic_placed(config), spec, on_gpu=on_gpu, flash4=flash4
+        ).as_critic()
+        if placement.num_critic
+        else None,
         ranks_per_node=ranks,
         engines_beside=min(placement.num_rollout, ranks if cluster.colocate else others),
+        critics_beside=min(
+            placement.num_critic,
+            others if cluster.colocate else max(0, others - placement.num_rollout),
+        ),
         server_groups=config.engine.sglang_config is not None,
         # what no push brings back after a sleep
         engine_backup=bool(cluster.offload_rollout)
@@ -319,6 +334,21 @@ def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
             yield Phase(devices, "train", (*states, *more, *idle))
         if facts.engine is not None and facts.trainer is not None:
             yield Phase(devices, "push", tuple(_push(facts, trainer, engine, memory, shared)))
+    yield from _critic_phases(facts)
+
+
+def _critic_phases(facts: Facts) -> Iterator[Phase]:
+    """The one phase of the GPUs of a critic that has its own."""
+    if facts.critic is None:
+        return
+    context = Use("critic", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES)
+    per_stage = facts.critic.layout.world // facts.critic.layout.pipeline
+    for stage in facts.critic.stages:
+        first = facts.placement.critic_offset + stage.number * per_stage
+        held = (*stage.states().items(), *stage.training().items())
+        uses = [Use("critic", what, size) for what, size in held]
+        slots = ranges(list(range(first, first + per_stage)))
+        yield Phase(f"GPU {slots}", "critic", (*uses, context))
 
 
 def _groups(facts: Facts) -> Iterator[tuple[str, int | None, bool]]:
@@ -326,7 +356,7 @@ def _groups(facts: Facts) -> Iterator[tuple[str, int | None, bool]]:
     placement = facts.placement
     per_stage = placement.num_train // (facts.trainer.layout.pipeline if facts.trainer else 1)
     kinds: dict[tuple[int | None, bool], list[int]] = {}
-    for slot in range(placement.total):
+    for slot in range(placement.critic_offset):
         stage = slot // per_stage if slot < placement.num_train else None
         first = placement.rollout_offset
         kinds.setdefault((stage, first <= slot < first + placement.num_rollout), []).append(slot)
@@ -436,6 +466,12 @@ def node_memory(facts: Facts) -> Phase:
     uses = [Use("trainer", what, ranks * size) for what, size in largest.items()]
     uses.append(Use("trainer", "processes", ranks * TRAINER_PROCESS_BYTES))
     uses.append(Use("run", "driver, rollout, router", _OTHER_BYTES))
+    if facts.critic is not None and facts.critics_beside:
+        held = [stage.on_host(sleeps=False) for stage in facts.critic.stages]
+        most = max(held, key=lambda one: sum(one.values()))
+        beside = facts.critics_beside
+        uses += [Use("critic", what, beside * size) for what, size in most.items()]
+        uses.append(Use("critic", "processes", beside * TRAINER_PROCESS_BYTES))
     if facts.engine is not None and facts.engines_beside:
         beside = facts.engines_beside
         uses.append(Use("engine", "processes", beside * ENGINE_PROCESS_BYTES))
@@ -468,6 +504,8 @@ def host_phase(facts: Facts) -> Phase:
                 Use(use.owner, use.what, use.nbytes * per_stage) for use in _states_of_critic(stage)
             ]
         uses += [Use("trainer", what, size) for what, size in totals.items() if size]
+    if facts.critic is not None:
+        uses += _critic_on_host(facts.critic)
     if engine is not None:
         count = placement.num_engines
         uses.append(Use("engine", "processes", count * _PROCESS_BYTES))
@@ -475,6 +513,17 @@ def host_phase(facts: Facts) -> Phase:
         uses += [Use(one.owner, one.what, count * one.nbytes) for one in _adapter_pool(engine)]
         uses.append(Use("engine", "KV cache at most", count * engine.kv_cache(0.0)))
     return Phase("host", "all", tuple(uses))
+
+
+def _critic_on_host(critic: TrainerSettings) -> list[Use]:
+    """All of a critic with processes of its own."""
+    ranks = critic.layout.world
+    totals: dict[str, float] = {"processes": ranks * _PROCESS_BYTES}
+    for stage in critic.stages:
+        for held in (stage.states(), stage.training(), stage.on_host(sleeps=False)):
+            for what, size in held.items():
+                totals[what] = totals.get(what, 0.0) + size * ranks / critic.layout.pipeline
+    return [Use("critic", what, size) for what, size in totals.items() if size]
 
 
 # -- as text ---------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ class TrainerSettings:
         on_gpu: kernels and sizes of blocks differ.
         grouped: attention takes keys and values as they are (`slime.models.mixers.Kernels`).
         has_vocabulary: the model predicts tokens; a critic has one output instead.
-        has_critic: a second model is trained beside the policy (`as_critic`).
+        has_critic: a second model is trained on the same GPUs (`as_critic`).
     """
 
     spec: ModelSpec
@@ -198,7 +198,7 @@ class TrainerSettings:
             rounded=config.quantised.fake_quantisation,
             measured=config.quantised.measure_quantisation,
             adapters=adapters,
-            has_critic=algorithm.needs_critic,
+            has_critic=algorithm.needs_critic and not config.critic.has_own_gpus,
         )
 
     def as_critic(self) -> TrainerSettings:

@@ -5,12 +5,15 @@ Only arithmetic on a `ModelSpec`, so that a launch can check it before anything 
 
 from __future__ import annotations
 
+import re
+
 from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.errors import UserError
 from slime.models.layouts import Layout
 from slime.models.mixers import mixers_of
 from slime.models.spec import ModelSpec
+from slime.placement import critic_placed
 
 
 def layout_of(config: Config, spec: ModelSpec) -> Layout:
@@ -111,6 +114,39 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
     for mixer in mixers_of(spec.transformer):
         if mixer.state is not None:
             _check_key_heads(spec.delta_net.key_heads, tensor, megatron.context_parallel_size)
+
+
+#: The flags of sizes that a critic has of its own.
+_SIZES = re.compile(
+    r"--(?=(tensor-model|pipeline-model|context|expert-model|expert-tensor)-parallel-size"
+    r"|sequence-parallel)"
+)
+
+
+def critic_flags(text: str) -> str:
+    """Return a text about flags of the policy's layout with the critic's in their place.
+
+    Example:
+        >>> critic_flags("--tensor-model-parallel-size 2 --max-tokens-per-gpu 8")
+        '--critic-tensor-model-parallel-size 2 --max-tokens-per-gpu 8'
+    """
+    return _SIZES.sub("--critic-", text)
+
+
+def check_critic_layout(spec: ModelSpec, config: Config) -> None:
+    """Refuse a layout of a critic on GPUs of its own that does not divide the model.
+
+    Args:
+        spec: of the checkpoint, vocabulary not padded.
+    Raises:
+        UserError: as `check_layout`; names the critic's flag.
+    """
+    placed = critic_placed(config)
+    try:
+        check_layout(spec.padded(placed.megatron.tensor_model_parallel_size), placed)
+    except UserError as error:
+        what, why, fix = map(critic_flags, error.args)
+        raise UserError(what, why=why, fix=fix) from error
 
 
 def _check_levels(spec: ModelSpec, config: Config) -> None:

@@ -47,7 +47,9 @@ _AFFECTS_TRAINING = {
     "reward": ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"),
     "rollout": ("rollout_data_postprocess_path",),
     "algorithm": ("",),
-    "critic": ("",),
+    "critic": (
+        "critic_l", "num_critic_only_steps", "lambd", "value_clip", "normalize_values",
+    ),
     "distillation": ("",),
     "lora": ("",),
 }  # fmt: skip

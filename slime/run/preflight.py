@@ -37,7 +37,7 @@ from slime.errors import UserError
 from slime.hub import fetch_model, is_hub_name, local_data
 from slime.log import get_logger
 from slime.memory.hardware import gpu_majors
-from slime.models.layout_rules import check_layout
+from slime.models.layout_rules import check_critic_layout, check_layout
 from slime.models.model_flags import check_model_flags, merge_transformer
 from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec
@@ -184,6 +184,8 @@ def check_architecture(config: Config) -> None:
         engine_of(config).check_model(spec, hf_config)
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
+    if config.critic.has_own_gpus:
+        check_critic_layout(spec, config)
     stop_ids = {
         *config.rollout.rollout_stop_token_ids,
         *(token for dataset in eval_datasets(config) for token in dataset.stop_token_ids),
@@ -254,6 +256,7 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
         one.path for one in plans if one.kind == "hf" and not config.debug.debug_rollout_only
     }
     spec = family.model_spec(flags.hf_checkpoint)
+    trunks = critics - served - {one.path for one in plans[:-1]}
     for folder in sorted(served | trained):
         own = family_of(folder, flags.model_name).model_spec(folder)
         check_same_model(spec, own, folder)
@@ -267,7 +270,7 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
 
             verify_quantised(folder, family, own, quantisation)
         else:
-            reader = HfReader(folder, names_only=True)
+            reader = HfReader(folder, names_only=True, as_trunk=folder in trunks)
             reader.verify(family, own)
             if folder in served and reader.has_transposed_stacks:
                 engine_of(config).check_transposed_experts(folder)
@@ -742,7 +745,9 @@ def check_slots(config: Config) -> None:
         f"this run needs {plan.total} {'GPUs' if gpus else 'process slots (CPUs)'}, {here}",
         why=plan.formula,
         fix="lower --actor-num-gpus-per-node or --rollout-num-gpus, pass --colocate to share "
-        "them, or join a Ray cluster with --ray-address",
+        "them, "
+        + ("leave --critic-num-gpus-per-node out, " if plan.num_critic else "")
+        + "or join a Ray cluster with --ray-address",
     )
 
 

@@ -88,6 +88,8 @@ class TrainBatch:
         images: the bytes of each of them, by its reference.
         payloads: columns of `slime.samples.payloads.PAYLOADS`, as far as the samples have them.
         global_stats: numbers over all ranks that every rank logs alike (reward mean, ...).
+        positions: the place of each sample in the rollout, by which ranks of another layout know
+            it.
         recorded: samples, of any rank, whose tokens are recorded: what training knows of them is
             wanted.
         ref_log_probs: float32 [R_i] of the reference model, where an earlier pass has computed them
@@ -115,6 +117,7 @@ class TrainBatch:
     images: dict[str, bytes] = field(default_factory=dict)
     payloads: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     global_stats: dict[str, float] = field(default_factory=dict)
+    positions: list[int] = field(default_factory=list)
     recorded: frozenset[SampleKey] = frozenset()
     ref_log_probs: list[torch.Tensor] | None = None
 
@@ -199,8 +202,10 @@ class TrainLayout:
             scales with it.
         micro_batch_multiple: the micro-batch count of a step is a multiple of it (virtual pipeline
             stages), else 1.
+        critic: that of a critic on GPUs of its own.
     """
 
     data_parallel_size: int = 1
     context_parallel_size: int = 1
     micro_batch_multiple: int = 1
+    critic: TrainLayout | None = None

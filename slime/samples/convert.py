@@ -6,6 +6,7 @@ groups ─► trainable samples ─► columns (rewards, masks, denominators) �
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,19 @@ def to_train_batches(
         One batch per data-parallel rank of ``layout``; all with the same ``global_stats`` and
         numbers of micro-batches.
     Raises:
+        UserError: as `to_batches_of_roles`.
+    """
+    return to_batches_of_roles(groups, config, layout, rollout_id)[0]
+
+
+def to_batches_of_roles(
+    groups: list[Group], config: Config, layout: TrainLayout, rollout_id: int
+) -> tuple[list[TrainBatch], list[TrainBatch]]:
+    """Convert a rollout as `to_train_batches`; return the policy's batches, and those of a critic
+    on GPUs of its own, [] without one. These have the same samples in each optimizer step, and no
+    columns that only the policy reads.
+
+    Raises:
         UserError: nothing to train on; a finished sample without reward; a field that only some
             samples have; a sample longer than ``--seq-length``; a hook that returns something else
             than it should.
@@ -80,17 +94,24 @@ def to_train_batches(
     preference = config.algorithm.preference
     if preference is not None:
         check_preferences(columns.trajectory_ids, columns.rewards, preference)
-    schedule = _plan(columns, config, layout)
-    stats = _global_stats(columns, trainable, schedule)
     algorithm = config.algorithm
     mask_sums = columns.rollout_mask_sums()
     if algorithm.loss_type == "policy_loss" and FACTS[algorithm.advantage_estimator].averages_group:
         mask_sums = columns.group_mask_means()
-    ranks = range(layout.data_parallel_size)
-    shards = [_shard(columns, mask_sums, schedule, rank, rollout_id, stats) for rank in ranks]
+
+    def sharded(columns: Columns, layout: TrainLayout) -> list[TrainBatch]:
+        schedule = _plan(columns, config, layout)
+        stats = _global_stats(columns, trainable, schedule)
+        ranks = range(layout.data_parallel_size)
+        return [_shard(columns, mask_sums, schedule, rank, rollout_id, stats) for rank in ranks]
+
+    shards = sharded(columns, layout)
     for shard in shards:
         _check_log_probs(shard, args)
-    return shards
+    if layout.critic is None:
+        return shards, []
+    of_critic = replace(columns, rollout_log_probs=None, teacher_log_probs=None, payloads={})
+    return shards, sharded(of_critic, layout.critic)
 
 
 def _teachers(columns: Columns, trainable: Trainable, config: Config) -> list[str]:
@@ -366,6 +387,7 @@ def _shard(
             for name, column in columns.payloads.items()
         },
         global_stats=dict(stats),
+        positions=list(rows),
     )
 
 

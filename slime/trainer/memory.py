@@ -24,6 +24,7 @@ import torch
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.memory.remedies import host_remedies, remedies
+from slime.models.layout_rules import critic_flags
 from slime.processes.footprint import own_bytes
 from slime.samples.batch import StepPlan
 from slime.trainer.ranks import Ranks
@@ -93,6 +94,7 @@ class PhaseMemory:
     Args:
         device: the trainer's.
         largest: the largest micro-batch of what is trained on; None outside of an update.
+        of_critic: of a critic in processes of its own, whose layout has flags of its own.
 
     Example:
         >>> meter = PhaseMemory(config, torch.device("cpu"))  # doctest: +SKIP
@@ -103,11 +105,17 @@ class PhaseMemory:
     """
 
     def __init__(
-        self, config: Config, device: torch.device, largest: LargestMicroBatch | None = None
+        self,
+        config: Config,
+        device: torch.device,
+        largest: LargestMicroBatch | None = None,
+        *,
+        of_critic: bool = False,
     ) -> None:
         self.config = config
         self.device = device
         self.largest = largest
+        self.of_critic = of_critic
         self.peaks: dict[str, float] = {}
 
     @contextmanager
@@ -183,6 +191,8 @@ def out_of_memory(error: BaseException, phase: str, memory: PhaseMemory) -> OutO
         if on_gpu and not fills_gpu
         else remedies(memory.config, phase, lengths, whole_step=whole, on_gpu=on_gpu)
     )
+    if memory.of_critic:
+        ways = [critic_flags(way) for way in ways]
     return OutOfMemory(
         f"out of {where} in {phase}",
         why="\n       ".join(line for line in lines if line),

@@ -43,6 +43,7 @@ class NonFiniteTraining(UserError):
     Args:
         functions: the user's, if any computed the loss
             (`slime.trainer.user_functions.behind_the_loss`).
+        of_critic: the step is the critic's.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class NonFiniteTraining(UserError):
         sample_indices: list[int],
         parameters: list[str],
         functions: Sequence[str] = (),
+        *,
+        of_critic: bool = False,
     ) -> None:
         self.sample_indices = sample_indices
         self.parameters = parameters
@@ -72,12 +75,15 @@ class NonFiniteTraining(UserError):
         if functions:
             why = f"the loss comes by functions of yours: {', '.join(functions)}; {why}"
         first = "check first what these functions return; then " if functions else ""
+        whose = " of the critic" if of_critic else ""
+        flags = "--critic-lr, check rewards and --normalize-values"
+        if not of_critic:
+            flags = "--lr, check rewards and --eps-clip"
         super().__init__(
-            f"training stopped at rollout {rollout_id}, step {step}: NaN or Inf",
+            f"training stopped at rollout {rollout_id}, step {step}{whose}: NaN or Inf",
             why=why,
             fix=f"{first}look at the step's samples and tensors in the run's crash folder; lower "
-            "--lr, check rewards and --eps-clip; or skip such steps with "
-            "--no-check-for-nan-in-loss-and-grad",
+            f"{flags}; or skip such steps with --no-check-for-nan-in-loss-and-grad",
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

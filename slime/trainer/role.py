@@ -6,6 +6,8 @@
     critic      with the value loss      no          yes
     teacher …   no                       no          no
 
+A critic on GPUs of its own is held by other processes (`slime.trainer.megatron.critic_process`).
+
 A model that only scores and has the policy's architecture is one more row here, a
 `slime.trainer.update.Scorer` and a field of `RolloutTensors` for its column: frozen models are
 weights swapped into the policy's chunks. A model with another head or one that learns also needs
@@ -55,7 +57,8 @@ class Role:
 
 
 def roles_of(config: Config) -> dict[str, Role]:
-    """Return the models that a run with these flags needs, by name; the policy comes first."""
+    """Return the models that the policy's ranks hold with these flags, by name; the policy comes
+    first."""
     held = [Role(name=POLICY, loss=policy_loss(config), is_pushed=True, is_saved=True)]
     if config.algorithm.needs_reference:
         held.append(
@@ -67,7 +70,7 @@ def roles_of(config: Config) -> dict[str, Role]:
                 source=resolve_reference,
             )
         )
-    if config.algorithm.needs_critic:
+    if config.algorithm.needs_critic and not config.critic.has_own_gpus:
         held.append(Role(name=CRITIC, loss=VALUE_LOSS, is_pushed=False, is_saved=True))
     held += [
         Role(

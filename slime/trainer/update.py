@@ -4,8 +4,13 @@
 
 `score` lets each scorer add its column of log-probs, `compute_advantages` turns rewards into
 advantages, and `learn` takes the optimizer steps. Where there is a critic, its values are another
-column, and it learns before the policy does (`train_critic`). What a trainer does inside its verbs
-(`Trainer`) is the business of `slime.trainer.megatron`.
+column, and it learns before the policy does (`train_critic`). One on GPUs of its own computes and
+learns at the same time, and the driver carries its values and the returns over:
+
+    policy's ranks   Update.score ──────► set_values ─► returns ──► learn
+    critic's ranks   CriticUpdate.values ─────┘            └──────► learn
+
+What a trainer does inside its verbs (`Trainer`) is the business of `slime.trainer.megatron`.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,16 +110,21 @@ class ValueLearner(Learner, Protocol):
     def end_rollout(self) -> None: ...
 
 
-class Trainer(Learner, Protocol):
-    """The verbs that an update calls; as a `Learner` it is the policy."""
+class TrainerRank(Protocol):
+    """A rank on which something learns."""
 
     config: Config
     ranks: Ranks
+    failed_step: FailedStep | None
+    """The last step, if it ended in `NonFiniteTraining`."""
+
+
+class Trainer(Learner, TrainerRank, Protocol):
+    """The verbs that an update calls; as a `Learner` it is the policy."""
+
     functions: UserFunctions
     reference_is_policy: bool
     """The reference weights are the same bits as the policy's (a fresh start, no step taken)."""
-    failed_step: FailedStep | None
-    """The last step, if it ended in `NonFiniteTraining`."""
     trained_tokens: list[TrainedTokens]
     """Tokens of the last rollout that are recorded, where this rank has them."""
 
@@ -164,39 +175,102 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
         NonFiniteTraining: NaN or Inf, unless ``--no-check-for-nan-in-loss-and-grad``.
         UserError: the loss asks for something that the samples do not have.
     """
-    config = trainer.config
-    ranks = trainer.ranks
-    timers = _Timers()
-    largest = LargestMicroBatch.of(batch.steps, batch.total_lengths, batch.sample_indices)
-    memory = PhaseMemory(config, ranks.device, largest)
-    _check_batch(batch, config)
-    data = _initial_tensors(trainer, batch)
-
-    score(trainer, batch, data, timers, memory)
-    if config.distillation.use_opd:
-        score_by_teachers(trainer, batch, data, timers, memory)
-    critic_steps: list[dict[str, float]] = []
+    under_way = Update(trainer, batch)
+    under_way.score()
     if trainer.critic is None:
-        compute_advantages(trainer, batch, data)
+        under_way.compute_advantages()
     else:
         with trainer.critic_turn():
-            critic_steps = train_critic(trainer, trainer.critic, batch, data, timers, memory)
-    steps: list[dict[str, float]] = []
-    if trainer.critic is None or batch.rollout_id >= config.critic.num_critic_only_steps:
-        with timers.measure("actor_train"):
-            steps = learn(trainer, batch, data, memory)
+            under_way.train_critic(trainer.critic)
+    return under_way.learn()
 
-    _dump(trainer, batch, data)
-    trainer.trained_tokens = trained_tokens(ranks, batch, data)
-    trainer.trained_tokens += reference_tokens(config, ranks, batch, data)
-    metrics = {**batch.global_stats, **token_means(config, ranks, batch, data)}
-    metrics |= mean_of_steps(steps, first_only=config.algorithm.use_rollout_logprobs)
-    metrics |= mean_of_steps(critic_steps)
-    metrics |= worst_mismatch(ranks, data)
-    metrics |= quantisation_metrics(config, ranks, batch, data)
-    metrics |= distillation_metrics(config, ranks, batch, data)
-    metrics |= memory.metrics(ranks)
-    return {**metrics, **timers.metrics(batch)}, steps
+
+#: A tensor [R] of each sample, by its place in the rollout (`TrainBatch.positions`).
+ByPosition = dict[int, np.ndarray]
+
+
+def by_position(batch: TrainBatch, column: Sequence[Tensor] | None, ranks: Ranks) -> ByPosition:
+    """A column of the shard's samples, for ranks of another layout; {} if this rank does not speak
+    for the shard."""
+    if column is None or not ranks.speaks_for_shard:
+        return {}
+    return {place: values.cpu().numpy() for place, values in zip(batch.positions, column)}
+
+
+def in_shard(batch: TrainBatch, found: ByPosition, ranks: Ranks) -> list[Tensor] | None:
+    """Inverse of `by_position`: the column of the shard's samples; None on ranks without output
+    layer."""
+    if not ranks.has_output:
+        return None
+    # a copy: what Ray hands out cannot be written to
+    return [torch.tensor(found[place], device=ranks.device) for place in batch.positions]
+
+
+class Update:
+    """The update of the policy on one rollout, stage by stage. Every method is collective."""
+
+    def __init__(self, trainer: Trainer, batch: TrainBatch) -> None:
+        config = trainer.config
+        self.trainer = trainer
+        self.batch = batch
+        self.timers = _Timers()
+        largest = LargestMicroBatch.of(batch.steps, batch.total_lengths, batch.sample_indices)
+        self.memory = PhaseMemory(config, trainer.ranks.device, largest)
+        _check_batch(batch, config)
+        self.data = _initial_tensors(trainer, batch)
+        self.critic_steps: list[dict[str, float]] = []
+
+    def score(self) -> None:
+        """Compute log-probs of policy, reference and teachers."""
+        score(self.trainer, self.batch, self.data, self.timers, self.memory)
+        if self.trainer.config.distillation.use_opd:
+            score_by_teachers(self.trainer, self.batch, self.data, self.timers, self.memory)
+
+    def set_values(self, values: ByPosition) -> None:
+        """Take the values of a critic on other ranks."""
+        self.data.values = in_shard(self.batch, values, self.trainer.ranks)
+
+    def compute_advantages(self) -> None:
+        compute_advantages(self.trainer, self.batch, self.data)
+
+    def returns(self) -> tuple[ByPosition, ByPosition]:
+        """What a critic on other ranks learns: returns and loss masks."""
+        ranks = self.trainer.ranks
+        return (
+            by_position(self.batch, self.data.returns, ranks),
+            by_position(self.batch, self.data.loss_masks, ranks),
+        )
+
+    def train_critic(self, critic: ValueLearner) -> None:
+        """Compute values and advantages, and train a critic on the same ranks."""
+        self.critic_steps = train_critic(
+            self.trainer, critic, self.batch, self.data, self.timers, self.memory
+        )
+
+    def learn(self) -> tuple[dict[str, float], list[dict[str, float]]]:
+        """Take the policy's steps, unless the critic learns alone; return as `update`."""
+        trainer = self.trainer
+        batch = self.batch
+        data = self.data
+        config = trainer.config
+        ranks = trainer.ranks
+        steps: list[dict[str, float]] = []
+        alone = config.critic.num_critic_only_steps if config.algorithm.needs_critic else 0
+        if batch.rollout_id >= alone:
+            with self.timers.measure("actor_train"):
+                steps = learn(trainer, batch, data, self.memory)
+
+        _dump(trainer, batch, data)
+        trainer.trained_tokens = trained_tokens(ranks, batch, data)
+        trainer.trained_tokens += reference_tokens(config, ranks, batch, data)
+        metrics = {**batch.global_stats, **token_means(config, ranks, batch, data)}
+        metrics |= mean_of_steps(steps, first_only=config.algorithm.use_rollout_logprobs)
+        metrics |= mean_of_steps(self.critic_steps)
+        metrics |= worst_mismatch(ranks, data)
+        metrics |= quantisation_metrics(config, ranks, batch, data)
+        metrics |= distillation_metrics(config, ranks, batch, data)
+        metrics |= self.memory.metrics(ranks)
+        return {**metrics, **self.timers.metrics(batch)}, steps
 
 
 def evaluate(trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
@@ -491,35 +565,95 @@ def train_critic(
     Raises:
         NonFiniteTraining: as `learn`.
     """
+    compute_values(critic, batch, data, timers, memory)
+    compute_advantages(trainer, batch, data)
+    return learn_returns(trainer, critic, batch, data, timers, memory)
+
+
+def compute_values(
+    critic: ValueLearner,
+    batch: TrainBatch,
+    data: RolloutTensors,
+    timers: _Timers,
+    memory: PhaseMemory,
+) -> None:
+    """Fill ``value_outputs`` and ``values``."""
     critic.begin_rollout()
     with timers.measure("values"), memory.phase("values"):
         data.value_outputs = critic.outputs(batch)
     if data.value_outputs is not None:
         scale = critic.return_scale
         data.values = [scale.restored(outputs) for outputs in data.value_outputs]
-    compute_advantages(trainer, batch, data)
-    explained = _set_value_targets(trainer, critic, data)
+
+
+def learn_returns(
+    rank: TrainerRank,
+    critic: ValueLearner,
+    batch: TrainBatch,
+    data: RolloutTensors,
+    timers: _Timers,
+    memory: PhaseMemory,
+) -> list[dict[str, float]]:
+    """Take the critic's optimizer steps on ``returns``; return the metrics of each."""
+    explained = _set_value_targets(rank, critic, data)
     with timers.measure("critic_train"):
         steps = [
-            _train_step(trainer, critic, batch, data, memory, step_id)
+            _train_step(rank, critic, batch, data, memory, step_id)
             for step_id in range(len(batch.steps))
         ]
     critic.end_rollout()
     return [step | explained for step in steps]
 
 
+class CriticUpdate:
+    """The update of a critic on ranks of its own. Every method is collective."""
+
+    def __init__(self, rank: TrainerRank, critic: ValueLearner, batch: TrainBatch) -> None:
+        self.rank = rank
+        self.critic = critic
+        self.batch = batch
+        self.timers = _Timers()
+        largest = LargestMicroBatch.of(batch.steps, batch.total_lengths, batch.sample_indices)
+        self.memory = PhaseMemory(rank.config, rank.ranks.device, largest, of_critic=True)
+        self.data = _initial_tensors(rank, batch)
+
+    def values(self) -> ByPosition:
+        """The values from before training."""
+        compute_values(self.critic, self.batch, self.data, self.timers, self.memory)
+        return by_position(self.batch, self.data.values, self.rank.ranks)
+
+    def learn(self, returns: ByPosition, loss_masks: ByPosition) -> dict[str, float]:
+        """Take the optimizer steps; return metrics.
+
+        Raises:
+            NonFiniteTraining: as `update`.
+        """
+        ranks = self.rank.ranks
+        self.data.returns = in_shard(self.batch, returns, ranks)
+        self.data.loss_masks = in_shard(self.batch, loss_masks, ranks) or self.data.loss_masks
+        steps = learn_returns(
+            self.rank, self.critic, self.batch, self.data, self.timers, self.memory
+        )
+        return {
+            **mean_of_steps(steps),
+            **self.memory.metrics(ranks),
+            **self.timers.seconds_of_phases(),
+            "perf/train_time": time.perf_counter() - self.timers.started,
+        }
+
+
 def _set_value_targets(
-    trainer: Trainer, critic: ValueLearner, data: RolloutTensors
+    rank: TrainerRank, critic: ValueLearner, data: RolloutTensors
 ) -> dict[str, float]:
     """Fill ``value_targets``; return how much of the returns the values explain. Collective."""
     if data.values is None:
         return {}
     assert data.returns is not None, "an estimator with a critic computes returns"
-    ranks = trainer.ranks
+    ranks = rank.ranks
     found = return_statistics(
         data.values, data.returns, data.loss_masks, ranks.sum_over_replicas, ranks.device
     )
-    if trainer.config.critic.normalize_values:
+    if rank.config.critic.normalize_values:
         critic.return_scale = critic.return_scale.updated(found["mean"], found["square"])
     scale = critic.return_scale
     data.value_targets = [scale.normalised(returns) for returns in data.returns]
@@ -538,51 +672,55 @@ def learn(
         NonFiniteTraining: NaN or Inf, unless ``--no-check-for-nan-in-loss-and-grad``.
     """
     return [
-        _train_step(trainer, trainer, batch, data, memory, step_id)
+        _train_step(trainer, trainer, batch, data, memory, step_id, policy=trainer)
         for step_id in range(len(batch.steps))
     ]
 
 
 def _train_step(
-    trainer: Trainer,
+    rank: TrainerRank,
     learner: Learner,
     batch: TrainBatch,
     data: RolloutTensors,
     memory: PhaseMemory,
     step_id: int,
+    policy: Trainer | None = None,
 ) -> dict[str, float]:
-    """Compute the gradients of all micro-batches, check them, apply them."""
+    """Compute the gradients of all micro-batches, check them, apply them.
+
+    Args:
+        policy: what learns, if it is the policy.
+    """
     step = batch.steps[step_id]
-    is_policy = learner is trainer
     preferences = (
-        preference_step(trainer, batch, data, step)
-        if trainer.config.algorithm.preference is not None
+        preference_step(policy, batch, data, step)
+        if policy is not None and policy.config.algorithm.preference is not None
         else None
     )
-    prefix = "train/" if is_policy else "train/critic-"
-    with memory.phase("forward_backward" if is_policy else "critic_forward_backward"):
+    prefix = "train/critic-" if policy is None else "train/"
+    with memory.phase("critic_forward_backward" if policy is None else "forward_backward"):
         results = learner.forward_backward(
             batch,
             step_id,
-            lambda samples: _loss_inputs(trainer, batch, data, step, samples, preferences),
+            lambda samples: _loss_inputs(rank, batch, data, step, samples, preferences),
         )
-    if is_policy:
-        _note_log_probs(trainer, batch, data, results, step_id)
-    sums = sum_metrics(trainer.config, trainer.ranks, results)
+    if policy is not None:
+        _note_log_probs(policy, batch, data, results, step_id)
+    sums = sum_metrics(rank.config, rank.ranks, results)
     bad = [
         i
         for result in results
         if not math.isfinite(result.metrics["loss"].item())
         for i in result.samples
     ]
-    loss_is_bad = trainer.ranks.any_of_all(bool(bad))
-    if step_id == 0 and is_policy:
-        _check_alignment(trainer, batch, data)
+    loss_is_bad = rank.ranks.any_of_all(bool(bad))
+    if step_id == 0 and policy is not None:
+        _check_alignment(policy, batch, data)
     with memory.phase("optimizer"):
         outcome = learner.optim_step(step, skip=loss_is_bad)
     if not outcome.applied:
-        _not_applied(trainer, learner, batch, data, results, step_id, outcome, bad)
-    if is_policy:
+        _not_applied(rank, learner, batch, data, results, step_id, outcome, bad, policy)
+    if policy is not None:
         sums["global_batch_size"] = float(step.global_batch_size)
     else:
         sums.pop("loss", None)  # it is the value loss
@@ -595,7 +733,7 @@ def _train_step(
 
 
 def _loss_inputs(
-    trainer: Trainer,
+    rank: TrainerRank,
     batch: TrainBatch,
     data: RolloutTensors,
     step: StepPlan,
@@ -603,8 +741,8 @@ def _loss_inputs(
     preferences: PreferenceStep | None = None,
 ) -> LossInputs:
     """The flat tensors of one micro-batch."""
-    flags = trainer.config.algorithm
-    where = trainer.ranks.device
+    flags = rank.config.algorithm
+    where = rank.ranks.device
 
     def flat(values: Sequence[Tensor] | None) -> Tensor | None:
         if values is None:
@@ -612,7 +750,7 @@ def _loss_inputs(
         return torch.cat([values[i] for i in samples]) if samples else torch.zeros(0, device=where)
 
     old = data.rollout_log_probs if flags.use_rollout_logprobs else data.log_probs
-    if reuses_log_probs(trainer.config, batch) and not flags.use_rollout_logprobs:
+    if reuses_log_probs(rank.config, batch) and not flags.use_rollout_logprobs:
         old = None
     compares = flags.use_rollout_logprobs and flags.get_mismatch_metrics
     masks = [data.loss_masks[i] for i in samples]
@@ -629,7 +767,7 @@ def _loss_inputs(
         masks=torch.cat(masks) if masks else torch.zeros(0, device=where),
         weights=weights.to(where),
         sample_weight=1.0 / max(denominator, 1),
-        loss_scale=_loss_scale(trainer.config, step),
+        loss_scale=_loss_scale(rank.config, step),
         total_lengths=[int(batch.tokens[i].numel()) for i in samples],
         advantages=flat(data.advantages),
         old_log_probs=flat(old),
@@ -639,7 +777,7 @@ def _loss_inputs(
         value_outputs=flat(data.value_outputs),
         value_targets=flat(data.value_targets),
         teacher=teacher_inputs(data.teacher, samples, lengths, where)
-        if trainer.config.distillation.in_loss and data.teacher is not None
+        if rank.config.distillation.in_loss and data.teacher is not None
         else None,
         preferences=None if preferences is None else labels_of(batch, samples, preferences, where),
     )
@@ -703,7 +841,7 @@ def _check_alignment(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) 
 
 
 def _not_applied(
-    trainer: Trainer,
+    rank: TrainerRank,
     learner: Learner,
     batch: TrainBatch,
     data: RolloutTensors,
@@ -711,25 +849,26 @@ def _not_applied(
     step_id: int,
     outcome: StepOutcome,
     bad: list[int],
+    policy: Trainer | None,
 ) -> None:
     """Stop at a step with NaN or Inf and keep what explains it, or log that it is skipped.
 
     Raises:
         NonFiniteTraining: on every rank.
     """
-    megatron = trainer.config.megatron
-    ranks = trainer.ranks
+    megatron = rank.config.megatron
+    ranks = rank.ranks
     indices = ranks.union([batch.sample_indices[i] for i in bad])
     # a dynamic loss scale overflows now and then; that is how it finds its value
     is_routine = megatron.fp16 and not indices and megatron.optimizer.get("loss_scale") is None
-    functions = behind_the_loss(trainer.config)
+    functions = behind_the_loss(rank.config)
     if not megatron.check_for_nan_in_loss_and_grad or is_routine:
         suspects = f"; look first at {', '.join(functions)}" if functions and not is_routine else ""
         logger.warning(
             "rollout %d, step %d%s skipped: NaN or Inf (samples %s)%s",
             batch.rollout_id,
             step_id,
-            "" if learner is trainer else " of the critic",
+            "" if policy is not None else " of the critic",
             indices,
             suspects,
         )
@@ -741,16 +880,24 @@ def _not_applied(
         for result in results:
             for i, values in result.by_sample(batch.response_lengths):
                 current[i] = values
-        column = "training_log_probs" if learner is trainer else "training_values"
+        column = "training_log_probs" if policy is not None else "training_values"
         failed.shard = shard_of(batch, data, ranks.replica, step_id, **{column: current})
         failed.micro_batches = [
             {"sample_indices": [batch.sample_indices[i] for i in result.samples]}
             | {name: value.item() for name, value in result.metrics.items()}
             for result in results
         ]
-    trainer.failed_step = failed
+    rank.failed_step = failed
     names = ranks.union([name for name, _, _ in failed.parameters])
-    raise NonFiniteTraining(batch.rollout_id, step_id, outcome.grad_norm, indices, names, functions)
+    raise NonFiniteTraining(
+        batch.rollout_id,
+        step_id,
+        outcome.grad_norm,
+        indices,
+        names,
+        functions,
+        of_critic=policy is None,
+    )
 
 
 # -- before and after ------------------------------------------------------------------------------
@@ -766,9 +913,9 @@ def _check_batch(batch: TrainBatch, config: Config) -> None:
         )
 
 
-def _initial_tensors(trainer: Trainer, batch: TrainBatch) -> RolloutTensors:
+def _initial_tensors(rank: TrainerRank, batch: TrainBatch) -> RolloutTensors:
     def on_device(values: Sequence[Tensor] | None) -> list[Tensor] | None:
-        return None if values is None else [v.to(trainer.ranks.device) for v in values]
+        return None if values is None else [v.to(rank.ranks.device) for v in values]
 
     return RolloutTensors(
         loss_masks=on_device(batch.loss_masks) or [],
@@ -806,9 +953,12 @@ class _Timers:
         device.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def seconds_of_phases(self) -> dict[str, float]:
+        return {f"perf/{name}_time": seconds for name, seconds in self.seconds.items()}
+
     def metrics(self, batch: TrainBatch) -> dict[str, float]:
         tokens = batch.global_stats.get("rollout/num_tokens", float(sum(batch.total_lengths)))
-        metrics = {f"perf/{name}_time": seconds for name, seconds in self.seconds.items()}
+        metrics = self.seconds_of_phases()
         if "actor_train" in self.seconds:
             seconds = max(self.seconds["actor_train"], 1e-9)
             metrics["perf/actor_train_tok_per_s"] = tokens / seconds

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import nn
 
 from slime.checkpoints.gathering import PlacedParameter, batches, gather, whole_bytes
-from slime.checkpoints.hf_files import HfReader, HfWriter
+from slime.checkpoints.hf_files import SCORE, HfReader, HfWriter
 from slime.checkpoints.hf_io import collective_device, match_of, match_parameter
 from slime.checkpoints.megatron_names import ModelPart, Placement, global_parameters
 from slime.checkpoints.peft_files import write_adapter
-from slime.checkpoints.reward_models import SCORE, held_head, reward_config
+from slime.checkpoints.reward_models import held_head, reward_config
 from slime.engines.wire.buckets import dtype_in, dtype_name, dtype_of
 from slime.engines.wire.expert_runs import ExpertRun
 from slime.engines.wire.quantised import quantise, quantise_run, require_library

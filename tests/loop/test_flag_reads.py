@@ -41,7 +41,6 @@ EXCEPTIONS = {
     "fp32: trainer": "without GPUs attention is packed in one way, whatever the precision",
     "multimodal_keys: samples": "of samples that have images",
     "memory_plan: driver": "a plan is refused for GPUs alone, and where it does not fit",
-    "num_gpus_per_node: driver": "compared with the GPUs of this host, where it has some",
     "offload_train: trainer": "without GPUs nobody takes turns",
     "update_weight_transport: engine": "SGLang is told of it where it holds quantised weights",
 }

@@ -27,6 +27,7 @@ PLACES: dict[str, tuple[Part, ...]] = {
     "cluster/engines.py": ("engine",),
     "cluster/external_engines.py": ("engine",),
     # "training": it is told of the trainer's saves
+    "cluster/rank_group.py": ("trainer",),
     "cluster/rollout_actor.py": ("collection", "generation", "samples", "training"),
     "cluster/routers.py": ("engine", "router"),
     "cluster/trainer_group.py": ("trainer",),

@@ -38,6 +38,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
     "driver": ("driver", "engine", "router", "push"),
     "ray::RolloutActor": ("collection", "generation", "samples"),
     "ray::TrainerActor": ("trainer", "training", "push"),
+    "ray::CriticTrainerActor": ("trainer", "training"),
     "ray::EngineActor": ("engine", "router"),
 }
 
@@ -134,6 +135,12 @@ LAUNCHES = {
         "--advantage-estimator ppo --critic-load {inputs}/model --critic-lr 1e-3 "
         "--critic-lr-warmup-iters 1 --num-critic-only-steps 1 --lambd 0.95 --critic-lambd 0.9 "
         "--value-clip 0.3 --normalize-values"
+    ),
+    "critic-apart": Launch(
+        "--advantage-estimator ppo --critic-num-nodes 1 --critic-num-gpus-per-node 2 "
+        "--critic-tensor-model-parallel-size 2 --critic-sequence-parallel "
+        "--critic-pipeline-model-parallel-size 1 --critic-context-parallel-size 1 "
+        "--critic-expert-model-parallel-size 1 --critic-expert-tensor-parallel-size 1"
     ),
     "distillation": Launch(
         "--use-opd --opd-teacher-load near={outputs}/sync/checkpoints far=self "

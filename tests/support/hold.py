@@ -214,3 +214,21 @@ def wait_at(phase: str) -> None:
     while (folder / f"hold-{phase}").exists() and time.monotonic() < end:
         (folder / f"held-{phase}").touch()
         time.sleep(0.05)
+
+
+def critic_dies_once(args: Any) -> None:
+    """--custom-megatron-init-path: a rank of a critic of its own dies while it learns, once for
+    each file die-critic-<rollout> beside --save."""
+    from slime.trainer.megatron.critic_process import CriticProcess
+
+    folder, learn = Path(args.save).parent, CriticProcess.learn
+
+    def dying(process: CriticProcess, *found: Any) -> dict[str, float]:
+        assert process._update is not None
+        sign = folder / f"die-critic-{process._update.batch.rollout_id}"
+        if sign.exists():
+            sign.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return learn(process, *found)
+
+    CriticProcess.learn = dying  # type: ignore[method-assign]

@@ -84,6 +84,20 @@ EXCERPTS = (
         "--max-tokens-per-gpu 9000 → 6750",
         "OutOfMemory",
     ),
+    *(
+        Excerpt(
+            "trainer-memory",
+            "",
+            f"out of GPU memory in {phase}\n  why: {_GPU_FULL}\n  fix: --max-tokens-per-gpu 4096",
+            "OutOfMemory",
+        )
+        for phase in ("critic_forward_backward", "values", "teacher_log_probs")
+    ),
+    Excerpt(
+        "trainer-memory",
+        "critic-0",
+        f"{_TRACEBACK}torch.OutOfMemoryError: {_GPU_FULL} Of a critic.\n",
+    ),
     Excerpt("trainer-memory", "trainer-0", f"{_TRACEBACK}torch.OutOfMemoryError: {_GPU_FULL}\n"),
     Excerpt(
         "optimizer-memory",
@@ -391,6 +405,12 @@ EXCERPTS = (
         "",
         "trainer-0 (pid 27030 on 127.0.0.1) died (pushing weights)\n  why: its process ended "
         "without a word",
+        "ActorDied",
+    ),
+    Excerpt(
+        "trainer-died",
+        "",
+        "critic-1 (pid 27031 on 127.0.0.1) died (training)\n  why: its process ended without a word",
         "ActorDied",
     ),
     Excerpt("wandb-refused", "", "--use-wandb: there is no API key for W&B\n  fix: WANDB_API_KEY"),

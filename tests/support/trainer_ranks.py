@@ -119,6 +119,7 @@ def make_batch(
         rollout_mask_sums=sums,
         truncated=[False] * num_samples,
         steps=steps,
+        positions=list(range(num_samples)),
         rollout_log_probs=[-3 * torch.rand(r, generator=generator) for r in responses],
     )
 
@@ -200,6 +201,7 @@ def shard(
                 [list(mb) for mb in scored],
             )
         ],
+        positions=pick(batch.positions) if batch.positions else [],
         rollout_log_probs=pick(batch.rollout_log_probs),
         media=pick(batch.media) if batch.media else [],
         images=batch.images,

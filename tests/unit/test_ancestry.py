@@ -300,6 +300,22 @@ def test_what_divides_the_work_is_not(flags: dict[str, Any]) -> None:
     assert training(**flags) == training()
 
 
+def test_a_critic_counts_with_what_it_learns_and_not_with_where_it_is() -> None:
+    ppo = {"advantage_estimator": "ppo"}
+    apart = {"critic_num_gpus_per_node": 2, "critic_tensor_model_parallel_size": 2}
+    assert training(**ppo, **apart) == training(**ppo)
+    for flags in (
+        {"critic_lr": 0.5},
+        {"critic_lr_warmup_iters": 3},
+        {"lambd": 0.5, "critic_lambd": 1.0},
+        {"critic_lambd": 0.5},
+        {"value_clip": 0.5},
+        {"normalize_values": True},
+        {"num_critic_only_steps": 1},
+    ):
+        assert training(**ppo, **flags) != training(**ppo), flags
+
+
 def test_the_length_of_the_run_counts_where_a_schedule_goes_by_it() -> None:
     assert training(lr_decay_style="cosine") != training(lr_decay_style="cosine", num_rollout=9)
     grows = {"weight_decay_incr_style": "linear", "end_weight_decay": 0.1}

@@ -222,8 +222,12 @@ def test_custom_config_with_a_misspelt_flag(tmp_path: Path) -> None:
 
 ROLES = """
 megatron:
-- {name: default, role: actor, num_nodes: 1, overrides: {lr: 1.0e-6, weight-decay: 0.5}}
-- {name: default, role: critic, args: {lr: 1.0e-5, lr_warmup_iters: 3, load: there, save: here}}
+- {name: default, role: actor, num_nodes: 2, overrides: {lr: 1.0e-6, weight-decay: 0.5}}
+- name: default
+  role: critic
+  num_gpus_per_node: 2
+  args:
+    {lr: 1.0e-5, lr_warmup_iters: 3, load: there, save: here, tensor_model_parallel_size: 2}
 """
 
 
@@ -235,9 +239,10 @@ def test_a_file_of_roles_wins_over_flags(tmp_path: Path) -> None:
     critic = config.critic
     assert (critic.critic_lr, critic.critic_lr_warmup_iters) == (1e-5, 3)
     assert critic.critic_load == "there" and config.origins["critic_lr"] == f"yaml {path}"
-    idle = [warning for warning in config.warnings if "has no effect" in warning]
-    assert ["num_nodes" in warning for warning in idle] == [True, False]
-    assert "save of the critic" in idle[1]
+    assert (config.cluster.actor_num_nodes, critic.critic_num_nodes, critic.num_gpus) == (2, 2, 4)
+    assert critic.critic_tensor_model_parallel_size == 2
+    [idle] = [warning for warning in config.warnings if "has no effect" in warning]
+    assert "save of the critic" in idle
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from slime.algorithms.reduce import token_weights
 from slime.config import make_config
 from slime.errors import UserError
 from slime.samples.batch import TrainBatch, TrainLayout
-from slime.samples.convert import to_train_batches
+from slime.samples.convert import to_batches_of_roles, to_train_batches
 from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
 from slime.user_code.loading import FunctionFailed, load_function
 from tests.support.hf_configs import config_of
@@ -341,6 +341,8 @@ def test_every_sample_reaches_exactly_one_rank_with_its_own_data(
             len(s.micro_batches) for s in shards[0].steps
         ]
     assert seen == {sample.index: sample.tokens for group in groups for sample in group.samples}
+    places = sorted(place for shard in shards for place in shard.positions)
+    assert places == list(range(len(seen)))
     assert sum(shard.num_samples for shard in shards) == len(seen)
     executed = sum(step.global_batch_size for step in shards[0].steps)
     assert executed == len(seen), "no rollout is dropped, whatever the batch size"
@@ -540,3 +542,51 @@ def test_fields_that_training_would_ignore_are_refused_by_name(field: str) -> No
         match=rf"mine.fn returned a sample \(index 3\) with {field}.*\n.*nothing reads it",
     ):
         Sample(index=3, **{field: []}).validate("mine.fn")  # type: ignore[arg-type]
+
+
+# -- a critic on GPUs of its own -------------------------------------------------------------------
+
+
+def test_the_critics_steps_have_the_samples_of_the_policys() -> None:
+    """At another layout; a sample has the same place in both."""
+    groups = [
+        Group(
+            i,
+            [
+                [
+                    make_sample(
+                        2 * i + part, 1.0, response=length, rollout_log_probs=[-1.0] * length
+                    )
+                    for part, length in enumerate((2 + i, 4))
+                ]
+            ],
+        )
+        for i in range(6)
+    ]
+    flags = {"rollout_batch_size": 6, "global_batch_size": 3, "use_dynamic_batch_size": True}
+    config = make_config(num_rollout=1, max_tokens_per_gpu=20, **flags)
+    critic = TrainLayout(data_parallel_size=2, context_parallel_size=2)
+    policy, of_critic = to_batches_of_roles(groups, config, TrainLayout(3, critic=critic), 5)
+    assert (len(policy), len(of_critic)) == (3, 2)
+
+    def steps(shards: list[TrainBatch]) -> list[set[int]]:
+        return [
+            {
+                shard.positions[i]
+                for shard in shards
+                for samples in shard.steps[number].micro_batches
+                for i in samples
+            }
+            for number in range(len(shards[0].steps))
+        ]
+
+    assert len(steps(policy)) > 1 and steps(policy) == steps(of_critic)
+    tokens = [
+        {place: (own.tolist(), mask.tolist()) for shard in shards for place, own, mask in
+         zip(shard.positions, shard.tokens, shard.loss_masks)}
+        for shards in (policy, of_critic)
+    ]  # fmt: skip
+    assert tokens[0] == tokens[1]
+    assert all(shard.rollout_log_probs is not None for shard in policy)
+    assert all(shard.rollout_log_probs is None and not shard.payloads for shard in of_critic)
+    assert to_batches_of_roles(groups, config, TrainLayout(), 5)[1] == []

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from slime.checkpoints.load_plan import resolve_load
 from slime.errors import UserError
+from slime.run.preflight import check_weights
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.megatron.backend import MegatronBackend
 from slime.trainer.megatron.critic import critic_config
@@ -427,3 +429,31 @@ def test_the_critic_has_the_learning_rate_of_its_flags() -> None:
     assert critic_config(small).megatron.lr_warmup_iters == 2
     alone = trainer_config(**PPO, num_critic_only_steps=10, num_rollout=10)
     assert any("the policy is not trained" in warning for warning in alone.warnings)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"], ids=["tied", "not tied"])
+def test_a_critic_starts_from_a_reward_model(kind: str, tmp_path: Path) -> None:
+    """Its values are the rewards of what has been written so far."""
+    from transformers import AutoModelForSequenceClassification
+
+    (tmp_path / "policy").mkdir()
+    save_tiny(kind, tmp_path / "policy")
+    classifier = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "policy", num_labels=1, dtype=torch.float32
+    )
+    with torch.no_grad():
+        classifier.score.weight.normal_()
+    classifier.save_pretrained(tmp_path / "judge")
+    batch = make_batch(seed=5)
+    flags = {**PPO, "hf_checkpoint": str(tmp_path / "policy")}
+    values, backend = values_of(batch, **flags, critic_load=str(tmp_path / "judge"))
+    for tokens, found in zip(batch.tokens, values):
+        with torch.no_grad():
+            states = classifier.model(tokens[None]).last_hidden_state[0]
+            expected = (states @ classifier.score.weight[0])[-1 - found.numel() : -1]
+        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max().clamp(min=1.0)
+    check_weights(backend.config, resolve_load(backend.config))
+    # it is no policy
+    wrong = trainer_config(**PPO, hf_checkpoint=str(tmp_path / "judge"))
+    with pytest.raises(UserError, match="is not a complete qwen"):
+        check_weights(wrong, resolve_load(wrong))

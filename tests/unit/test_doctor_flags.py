@@ -54,6 +54,16 @@ WRONG: list[tuple[str, str]] = [
         "parallel-layout",
         "--actor-num-gpus-per-node 8 --tensor-model-parallel-size 8 --rollout-num-gpus 8",
     ),
+    (
+        "parallel-layout",
+        "--advantage-estimator ppo --critic-num-gpus-per-node 1 "
+        "--critic-tensor-model-parallel-size 2",
+    ),
+    (
+        "parallel-layout",
+        "--advantage-estimator ppo --critic-num-gpus-per-node 7 "
+        "--critic-tensor-model-parallel-size 7",
+    ),
     ("context-length", "--rollout-max-prompt-len 64"),
     ("context-length", "--seq-length 32"),
     ("colocate-async", "--async-buffer-size 1"),

@@ -14,8 +14,8 @@ import torch
 from sglang_router.launch_router import parse_router_args
 
 from slime.cluster.placement import GpuSlot, GpuSlots, engine_parts
+from slime.cluster.rank_group import trainer_environment
 from slime.cluster.server_process import ServerProcess
-from slime.cluster.trainer_group import trainer_environment
 from slime.config import Config, make_config
 from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.groups_rollout import EngineConfig

@@ -417,6 +417,36 @@ def layout(facts: Facts) -> tuple[Any, ...]:
     )
 
 
+def test_a_critic_on_gpus_of_its_own_trains_meanwhile(tmp_path: Path) -> None:
+    flags: dict[str, Any] = {
+        "colocate": True,
+        "actor_num_gpus_per_node": 4,
+        "rollout_batch_size": 32,
+        "n_samples_per_prompt": 1,
+        "rollout_max_response_len": 2048,
+        "rollout_max_context_len": 2304,
+    }
+    ppo = {**flags, "advantage_estimator": "ppo"}
+
+    def training(**more: Any) -> float:
+        run = Run(tmp_path, LLAMA_8B, **more)
+        return mean_phases(run.steps(H200, log_normal(512, 2048), 128))["training"]
+
+    own = {"critic_tensor_model_parallel_size": 1}
+    alone = training(**flags)
+    equal = training(**ppo, **own, critic_num_gpus_per_node=4)
+    slow = training(**ppo, **own, critic_num_gpus_per_node=1)
+    # the policy has a pass more, the critic one for its values
+    assert alone <= equal < 1.5 * alone
+    assert training(**ppo) > 1.5 * equal and slow > 2.5 * equal
+    run = Run(tmp_path, LLAMA_8B, **ppo, **own, critic_num_gpus_per_node=4)
+    work = Workload.of(run.config, log_normal(512, 2048), 128)
+    plans = best_plans(run.facts, work, run.cost, H200, 8, 141e9)
+    assert plans and {plan.facts.placement.total for plan in plans} == {8}
+    assert {plan.facts.placement.critic_offset for plan in plans} == {4}
+    assert not best_plans(run.facts, work, run.cost, H200, 4, 141e9)
+
+
 def test_rates_go_through_a_file(tmp_path: Path) -> None:
     save_rates(H200, tmp_path / "rates.json")
     assert load_rates(tmp_path / "rates.json") == H200

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from slime.config import Config, make_config
 from slime.errors import UserError
 from slime.memory.check import (
+    changes,
     check_memory,
     check_memory_of_cluster,
     host_changes,
@@ -26,7 +27,14 @@ from slime.memory.check import (
 )
 from slime.memory.hardware import DeviceMemory, device_memory
 from slime.memory.measured import Measured
-from slime.memory.plan import MemoryPlan, Phase, ranges, summary, table
+from slime.memory.plan import (
+    TRAINER_PROCESS_BYTES,
+    MemoryPlan,
+    Phase,
+    ranges,
+    summary,
+    table,
+)
 from slime.memory.trainer import CONTEXT
 from slime.processes import host
 from tests.support.hf_configs import PUBLISHED
@@ -180,6 +188,43 @@ def test_policy_and_critic_take_turns_where_engines_need_the_gpu(folders: dict[s
         "weights", "gradients", "master weights", "optimizer moments",
     }  # fmt: skip
     assert "weights" in owned(apart["GPU 0", "push"], "critic")
+
+
+def test_a_critic_on_gpus_of_its_own_takes_none_of_the_policys(folders: dict[str, Path]) -> None:
+    flags = {"colocate": True, "sglang_mem_fraction_static": 0.4, "num_gpus_per_node": 8}
+    ppo = {"advantage_estimator": "ppo", **flags}
+    own = {
+        "critic_num_gpus_per_node": 4,
+        "critic_tensor_model_parallel_size": 2,
+        "critic_pipeline_model_parallel_size": 2,
+    }
+    plan = plan_of(folders[DENSE], 141, **ppo, **own)
+    found = phases(plan)
+    alone = phases(plan_of(folders[DENSE], 141, **flags))
+    assert {name: phase.total for name, phase in found.items() if name[1] != "critic"} == {
+        name: phase.total for name, phase in alone.items()
+    }
+    assert found.keys() - alone.keys() == {("GPU 1-2", "critic"), ("GPU 3-4", "critic")}
+    shared = owned(phases(plan_of(folders[DENSE], 141, **ppo))["GPU 0", "critic"], "critic")
+    halves = [owned(found[f"GPU {slots}", "critic"], "critic") for slots in ("1-2", "3-4")]
+    assert shared.keys() <= halves[0].keys() | halves[1].keys()
+    # norms are whole on each tensor-parallel rank
+    parts = sum(half["weights"] for half in halves)
+    assert parts == pytest.approx(shared["weights"] / 2, rel=0.01)
+    # both use one precision; the critic's four processes are on the same node
+    without = plan_of(folders[DENSE], 141, **flags)
+    assert plan.host.total - without.host.total == pytest.approx(4 * TRAINER_PROCESS_BYTES)
+    assert plan.fits
+
+
+def test_what_helps_a_critic_on_gpus_of_its_own_names_its_flags(folders: dict[str, Path]) -> None:
+    own = {"advantage_estimator": "ppo", "critic_num_gpus_per_node": 2, "num_gpus_per_node": 8}
+    plan = plan_of(folders[DENSE], 24, actor_num_gpus_per_node=4, rollout_num_gpus=1, **own)
+    found = list(changes(plan, plan.facts, "critic"))
+    [wider] = [one for one in found if "tensor-model-parallel" in one.text]
+    assert wider.text.startswith("--critic-tensor-model-parallel-size 1 → 2 --critic-sequence-")
+    assert wider.facts.critic is not None and wider.facts.critic.layout.tensor == 2
+    assert wider.facts.trainer is plan.facts.trainer
 
 
 def test_sft_and_one_half_alone(folders: dict[str, Path]) -> None:

@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,8 +18,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime.cluster import trainer_group
+from slime.cluster.rank_group import threads_per_process
 from slime.cluster.server_process import ServerDied, ServerProcess
-from slime.cluster.trainer_group import Trainers, TrainerStart, threads_per_process
+from slime.cluster.trainer_group import Trainers, TrainerStart
+from slime.cluster.waiting import NamedActor
 from slime.config import make_config
 from slime.engines.launch import LaunchSpec
 from slime.errors import UserError
@@ -25,6 +30,7 @@ from slime.memory.plan import MemoryPlan, summary
 from slime.placement import PlacementPlan
 from slime.processes.host import reserve_port
 from slime.run.preflight import check_slots
+from slime.samples.batch import TrainLayout
 from tests.support.megatron_jobs import make_model
 from tests.support.processes import is_running, wait_until
 
@@ -119,6 +125,59 @@ def test_ranks_that_found_different_checkpoints_are_refused() -> None:
         group.agreed_start([TrainerStart(6, reports=False), TrainerStart(6)]).start_rollout_id == 6
     )
     assert group._reporting_rank == 1
+
+
+class FakeCritics:
+    """Of one rank, without an actor."""
+
+    def __init__(self) -> None:
+        self.actors = {NamedActor("critic-0"): rank_that_answers("critic")}
+        self.loaded: list[object] = []
+
+    def load(self, plan: object, starts: Sequence[TrainerStart]) -> TrainLayout:
+        self.loaded.append(plan)
+        return starts[0].layout
+
+
+def rank_that_answers(name: str) -> SimpleNamespace:
+    return SimpleNamespace(failed_step=SimpleNamespace(remote=lambda: f"failed step of {name}"))
+
+
+def two_groups() -> tuple[Trainers, FakeCritics]:
+    group = Trainers.__new__(Trainers)
+    critics = FakeCritics()
+    group._actors = {NamedActor("trainer-0"): rank_that_answers("trainer")}
+    group._critic = critics  # type: ignore[assignment]
+    return group, critics
+
+
+def test_the_critic_loads_what_belongs_to_the_policys_checkpoint() -> None:
+    group, critics = two_groups()
+    wide = TrainLayout(data_parallel_size=3)
+    of_policy = TrainerStart(6, layout=TrainLayout(2), plan="plan")  # type: ignore[arg-type]
+    start = group.agreed_start([of_policy, TrainerStart(0, layout=wide)])
+    assert start.start_rollout_id == 6 and critics.loaded == ["plan"]
+    assert group.layout == TrainLayout(2, critic=wide)
+    assert group.names == {"trainer-0", "critic-0"}
+
+
+@pytest.mark.parametrize("fails", ["trainer", "critic"])
+def test_who_failed_tells_while_the_others_train(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, _ = two_groups()
+    monkeypatch.setattr(
+        trainer_group,
+        "all_answered",
+        lambda asked: set(asked.values()) == {f"failed step of {fails}"},
+    )
+    fake = SimpleNamespace(get=lambda refs: refs, wait=lambda refs, **_: ([], refs))
+    monkeypatch.setattr(trainer_group, "ray", fake)
+    assert group.failed_step() == [f"failed step of {fails}"]
+    fake.get = lambda refs: [None for _ in refs]
+    monkeypatch.setattr(trainer_group.deadlines, "TRAINER_GROUP_QUICK_CALL", 0.01)
+    with pytest.raises(UserError, match="no rank tells"):
+        group.failed_step()
 
 
 def test_threads_share_the_cores() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.trainer_group import trainer_environment
+from slime.cluster.rank_group import trainer_environment
 from slime.config import make_config
 
 

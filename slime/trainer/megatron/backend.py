@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from slime.config.config import Config
-from slime.config.flag import option_of
 from slime.config.teachers import SELF
 from slime.errors import UserError
 from slime.log import get_logger
-from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens, TrainLayout
+from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens
 from slime.trainer.loss import micro_batch_loss
 from slime.trainer.megatron import device
-from slime.user_code.loading import user_function
 
 device.install()  # before anything imports megatron
 
@@ -28,6 +26,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from slime.checkpoints.critic_part import take_critic
 from slime.checkpoints.directory import ADAPTER
 from slime.checkpoints.hf_io import fill_adapters, load_hf
 from slime.checkpoints.load_plan import (
@@ -42,31 +41,26 @@ from slime.checkpoints.megatron_names import ModelPart
 from slime.checkpoints.peft_files import fitted, read_adapter
 from slime.checkpoints.quantised_reader import QuantisedReader
 from slime.checkpoints.resuming import agreed_plan
-from slime.checkpoints.reward_models import classifier_of
-from slime.checkpoints.saving import CheckpointWriter
 from slime.checkpoints.trainer_state import TrainerState
 from slime.models import family_of, table_of
 from slime.models.adapters import AdapterConfig, adapter_family
-from slime.models.images import ImageReader
-from slime.models.layout_rules import check_layout, virtual_stages
 from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config
 from slime.models.vision import seeing
 from slime.paths import fill
 from slime.trainer.ci_checks import check_grad_norms, check_rollout
 from slime.trainer.distillation import note_teacher_scores, with_teacher_prompts
-from slime.trainer.megatron import adapters, forward, optimizer, parallel, te_layers
+from slime.trainer.megatron import adapters, forward, optimizer
 from slime.trainer.megatron.critic import Critic
 from slime.trainer.megatron.engine_weights import EngineWeights
 from slime.trainer.megatron.model import PolicyModel, build_model_chunks
-from slime.trainer.megatron.moe_layer import uses_balance_losses
 from slime.trainer.megatron.offload import Offloader, WeightsCopy
-from slime.trainer.megatron.packed import PackedMicroBatch, PackingOptions
+from slime.trainer.megatron.packed import PackedMicroBatch
 from slime.trainer.megatron.parallel import RankInfo
+from slime.trainer.megatron.process import TrainerProcess
 from slime.trainer.megatron.replay import RoutingGuide, guide_for
 from slime.trainer.megatron.value_model import RewardModel
 from slime.trainer.memory import PhaseMemory
-from slime.trainer.non_finite import FailedStep
 from slime.trainer.records import (
     LossInputs,
     MicroBatchResult,
@@ -83,8 +77,7 @@ from slime.trainer.role import (
     roles_of,
     teacher_role,
 )
-from slime.trainer.update import evaluate, update
-from slime.trainer.user_functions import UserFunctions
+from slime.trainer.update import ByPosition, Update, evaluate, update
 from slime.weights.canary import canary_tokens
 from slime.weights.image_canary import ImageCanary
 from slime.weights.route import flag_dtype
@@ -93,13 +86,11 @@ from slime.weights.source import collect_adapters, save_hf, save_reward_model
 logger = get_logger(__name__)
 
 _TEACHER_CANARY = 16
-#: Bytes of prepared images that a rank keeps between the passes over a rollout.
-_KEPT_IMAGES = 1 << 31
 #: The same weights and kernels give the same bits; atomics of a GPU move them by less than this.
 _TEACHER_TOLERANCE = 1e-3
 
 
-class MegatronBackend:
+class MegatronBackend(TrainerProcess):
     """One rank of the trainer.
 
     Example:
@@ -111,11 +102,13 @@ class MegatronBackend:
         roles: the models that this run holds, by name.
         model_chunks: the policy as Megatron's DDP-wrapped pipeline stage(s).
         copies: weights of the models that do not learn, by role.
-        critic: the model that gives values, with an optimizer of its own; None without one.
+        critic: the model that gives values, with an optimizer of its own; None without one, or
+            where it is on ranks of its own.
         optimizer, scheduler: Megatron's, of the policy.
         spec, hf_config: the model's architecture, and its Hugging Face config.
         step_metrics: the last rollout's metrics, one dict per optimizer step.
         extra_state: what `save` was given in the checkpoint that was loaded; {} on a fresh start.
+        plan: what `setup` has loaded; None if it drew random weights.
         skipped: a line for each damaged checkpoint that `setup` has passed over.
         failed_step: the last step, if it ended in `NonFiniteTraining`.
         engine_weights: the weights that engines compute with, if they hold quantised ones and the
@@ -125,26 +118,24 @@ class MegatronBackend:
     """
 
     def __init__(self, config: Config, rank_info: RankInfo) -> None:
-        self.config = config
-        self.rank_info = rank_info
+        super().__init__(config, rank_info)
         self.roles = roles_of(config)
         self.copies: dict[str, WeightsCopy] = {}
         self._teachers = {teacher.name: teacher for teacher in config.distillation.teachers}
         self._teacher_canaries: dict[str, Tensor] = {}
         self.reference_is_policy = False
-        self.writer = CheckpointWriter(in_background=config.checkpoint.async_save)
         self.step_metrics: list[dict[str, float]] = []
-        self.failed_step: FailedStep | None = None
         self.trained_tokens: list[TrainedTokens] = []
         self.offloader: Offloader | None = None
         self.routing: RoutingGuide | None = None
         self.engine_weights: EngineWeights | None = None
         self.adapters: AdapterConfig | None = None
         self.critic: Critic | None = None
-        self.images: ImageReader | None = None
+        self._update: Update | None = None  # while a critic on other ranks takes part
         self.extra_state: dict[str, Any] = {}
         self.skipped: list[str] = []
         self.next_rollout_id = 0
+        self.plan: LoadPlan | None = None
         self.optimizer: MegatronOptimizer
         self.scheduler: OptimizerParamScheduler
 
@@ -162,26 +153,8 @@ class MegatronBackend:
             UserError: a layout that fits neither the ranks nor the model, weights that are missing
                 or do not fit.
         """
-        config = self.config
-        te_layers.check(config)
-        if config.megatron.transformer.get("deterministic_mode"):
-            device.set_deterministic()  # before any communicator or matrix product exists
-        self.functions = UserFunctions.load(config)
-        self.hf_config = None
-        if spec is None:
-            spec, self.hf_config = self._read_model()
-        self.spec = spec
-        check_layout(self.spec, config)
-        if self.spec.vision is not None:
-            assert config.checkpoint.hf_checkpoint is not None
-            self.images = ImageReader(
-                config.checkpoint.hf_checkpoint,
-                config.images.image_max_pixels,
-                _KEPT_IMAGES,
-            )
-        self.ranks = parallel.initialise(self.rank_info, config, virtual_stages(self.spec, config))
-        self._call_hook("custom_megatron_init_path", config.train.custom_megatron_init_path)
-        with PhaseMemory(config, self.ranks.device).phase("setup"):
+        self.join(spec)
+        with PhaseMemory(self.config, self.ranks.device).phase("setup"):
             self._set_up_model(initialise)
         return self.next_rollout_id
 
@@ -190,6 +163,7 @@ class MegatronBackend:
         plan = None
         if not initialise:
             plan, self.skipped = agreed_plan(config)
+        self.plan = plan
         if CRITIC in self.roles:  # before the policy, so that one sleeps while the other is made
             self._set_up_critic(plan)
         built = RewardModel if config.algorithm.trains_reward_model else PolicyModel
@@ -234,28 +208,6 @@ class MegatronBackend:
         if plan is not None:
             self.critic.load(plan)
         self.critic.sleep()
-
-    def _read_model(self) -> tuple[ModelSpec, dict[str, Any]]:
-        """Return architecture and config of ``--hf-checkpoint``."""
-        flags = self.config.checkpoint
-        if flags.hf_checkpoint is None:
-            raise UserError(
-                "no --hf-checkpoint",
-                why="the trainer takes the architecture from it",
-                fix="pass it",
-            )
-        hf_config = read_hf_config(flags.hf_checkpoint)
-        if self.config.images.multimodal_keys:
-            hf_config = seeing(hf_config)
-        if self.config.algorithm.trains_reward_model:
-            classifier_of(hf_config)
-        spec = family_of(hf_config, flags.model_name).model_spec(hf_config)
-        return spec.padded(self.config.megatron.tensor_model_parallel_size), hf_config
-
-    def _call_hook(self, name: str, path: str | None, *args: Any) -> None:
-        """Call the user's function at ``path``, the value of flag ``name``, if it is set."""
-        if path:
-            user_function(path, option_of(name))(self.functions.args, *args)
 
     def _load(self, plan: LoadPlan) -> int:
         """Load the weights of all models but the critic, the policy's last; build its optimizer
@@ -383,12 +335,42 @@ class MegatronBackend:
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """All optimizer steps of one rollout; see `slime.trainer.update.update`. Collective."""
+        self._begin_rollout()
+        return self._end_rollout(batch, *update(self, batch))
+
+    def score(self, batch: TrainBatch) -> None:
+        """Begin what `train` does, where the critic is on other ranks. Collective."""
+        self._begin_rollout()
+        self._update = Update(self, batch)
+        self._update.score()
+
+    def returns(self, values: ByPosition) -> tuple[ByPosition, ByPosition]:
+        """Compute advantages with the critic's values; return returns and loss masks of the shards
+        that this rank speaks for. Collective."""
+        assert self._update is not None, "scoring comes first"
+        self._update.set_values(values)
+        self._update.compute_advantages()
+        return self._update.returns()
+
+    def learn(self) -> dict[str, float]:
+        """Take the policy's steps; return as `train`. Collective."""
+        assert self._update is not None, "scoring comes first"
+        found = self._update.learn()
+        batch = self._update.batch
+        self._update = None
+        return self._end_rollout(batch, *found)
+
+    def _begin_rollout(self) -> None:
         self.writer.raise_failure()
         for chunk in self.model_chunks:
             chunk.train()
         if self.config.checkpoint.reset_optimizer_states:
             optimizer.reset_moments(self.optimizer)
-        metrics, self.step_metrics = update(self, batch)
+
+    def _end_rollout(
+        self, batch: TrainBatch, metrics: dict[str, float], steps: list[dict[str, float]]
+    ) -> dict[str, float]:
+        self.step_metrics = steps
         if self.images is not None:
             seconds = torch.tensor([self.images.take_seconds()], device=self.ranks.device)
             metrics["perf/images/trainer_time"] = float(self.ranks.max_over_all(seconds))
@@ -436,7 +418,7 @@ class MegatronBackend:
                     save_optimizer=not flags.no_save_optim,
                     save_rng=not flags.no_save_rng,
                     keep=flags.save_retain,
-                    beside=self._adapter_files(),
+                    beside=self._further_files(Path(flags.save), rollout_id),
                 )
         if flags.save_hf:
             self.export(str(fill(flags.save_hf, rollout_id)))
@@ -467,6 +449,20 @@ class MegatronBackend:
                 model_name=flags.model_name,
             )
 
+    def _further_files(self, root: Path, rollout_id: int) -> Callable[[Path], None] | None:
+        """Collect what a checkpoint has besides: adapters, the part of a critic on other ranks.
+        Collective."""
+        adapters = self._adapter_files()
+        if not self.config.critic.has_own_gpus:
+            return adapters
+
+        def write(checkpoint: Path) -> None:
+            if adapters is not None:
+                adapters(checkpoint)
+            take_critic(root, rollout_id, checkpoint)
+
+        return write
+
     def _adapter_files(self) -> Callable[[Path], None] | None:
         """Collect what a checkpoint has besides: the adapters as PEFT has them. Collective."""
         if self.adapters is None or not self.hf_config:
@@ -488,10 +484,6 @@ class MegatronBackend:
             base=str(reference) if has_own else flags.hf_checkpoint,
             model_name=flags.model_name,
         )
-
-    def finish_saving(self) -> None:
-        """Wait for what ``--async-save`` still writes; raises what went wrong there."""
-        self.writer.wait()
 
     def _checkpoint_state(self) -> TrainerState:
         reference = self.copies.get(REFERENCE)
@@ -548,18 +540,7 @@ class MegatronBackend:
             self.offloader = Offloader(self.model_chunks, self.optimizer)
         return self.offloader
 
-    def close(self) -> None:
-        """Wait for the checkpoint that is being written, then leave the process groups."""
-        try:
-            self.writer.close()
-        finally:
-            parallel.shut_down()
-
     # -- what others ask ---------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> TrainLayout:
-        return parallel.train_layout(self.config)
 
     @property
     def pushed_chunks(self) -> list[optimizer.DataParallel]:
@@ -573,18 +554,6 @@ class MegatronBackend:
         reference model is the policy without them, or with those of --ref-load."""
         frozen = [role for role in self.roles.values() if not role.learns]
         return [role for role in frozen if self.adapters is None or role.name != REFERENCE]
-
-    @property
-    def device(self) -> torch.device:
-        return self.ranks.device
-
-    @property
-    def data_parallel_rank(self) -> int:
-        return self.ranks.replica
-
-    @property
-    def is_reporting_rank(self) -> bool:
-        return self.ranks.is_reporting
 
     # -- the verbs of an update (`slime.trainer.update.Trainer`) -----------------------------------
 
@@ -845,42 +814,6 @@ class MegatronBackend:
             yield
 
     # -- inside ------------------------------------------------------------------------------------
-
-    def _pack(self, batch: TrainBatch, micro_batches: list[list[int]]) -> list[PackedMicroBatch]:
-        megatron = self.config.megatron
-        divided = megatron.sequence_parallel or self.spec.num_experts > 0
-        multiple = megatron.tensor_model_parallel_size if divided else 1
-        if device.has_gpu():
-            padding = self.config.train.data_pad_size_multiplier
-            multiple = megatron.tensor_model_parallel_size * padding
-        context = parallel.context_group()
-        multiple *= context.size
-        dense = self.ranks.device.type == "cpu" or megatron.fp32  # flash attention knows no float32
-        options = PackingOptions(
-            self.ranks.device,
-            multiple,
-            dense=dense,
-            pair_cost=self._pair_cost(),
-            context=context,
-            read_image=None if self.images is None else self.images.read,
-            has_tower=parallel_state.is_pipeline_first_stage(),
-        )
-        same_length = virtual_stages(self.spec, self.config) is not None
-        if same_length and len(batch.steps) > 1:  # one length in all passes of the rollout
-            everything = [samples for step in batch.steps for samples in step.micro_batches]
-            packed = forward.packed_micro_batches(batch, everything, options)
-            options = dataclasses.replace(options, at_least=max(one.num_tokens for one in packed))
-        return forward.packed_micro_batches(batch, micro_batches, options, same_length=same_length)
-
-    def _pair_cost(self) -> float | None:
-        """Dense attention per pair against matrix products per token, as measured on a CPU with
-        AVX512."""
-        if device.has_gpu():  # its packed attention kernel knows no branches
-            return None
-        # balance losses count a shared prompt once for each sample
-        if uses_balance_losses(self.model_chunks[0].config):
-            return None
-        return 0.65 / self.spec.transformer["hidden_size"]
 
     def _score_options(self, training: bool) -> dict[str, Any]:
         if self.config.algorithm.trains_reward_model:

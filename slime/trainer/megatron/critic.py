@@ -1,9 +1,10 @@
-"""The critic of one trainer rank: a second model with an optimizer of its own, in the policy's
-processes and at its layout.
+"""The critic of one trainer rank: a second model with an optimizer of its own. In the policy's
+processes it has their layout:
 
     policy scores ─► critic wakes: values, advantages, its steps ─► critic sleeps ─► policy's steps
 
-Where trainer and engines share GPUs only one of the two is on the device at a time.
+Where trainer and engines share GPUs only one of the two is on the device at a time. On GPUs of its
+own (`slime.trainer.megatron.critic_process`) it never sleeps.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from slime.algorithms.values import ReturnScale
+from slime.checkpoints.directory import CRITIC
 from slime.checkpoints.hf_io import load_hf
 from slime.checkpoints.load_plan import LoadPlan, resolve_critic
-from slime.checkpoints.loading import holds_critic
+from slime.checkpoints.loading import critic_in
 from slime.checkpoints.loading import load as load_checkpoint
 from slime.checkpoints.optimizer_state import ensure_state
-from slime.checkpoints.trainer_state import CRITIC, TrainerState
+from slime.checkpoints.trainer_state import TrainerState
 from slime.config.config import Config
 from slime.log import get_logger
 from slime.models import family_of
@@ -116,9 +118,10 @@ class Critic:
         Args:
             plan: the policy's.
         """
-        if holds_critic(plan) and plan.iteration is not None:
+        own = critic_in(plan)
+        if own is not None and plan.iteration is not None:
             self._build_optimizer()
-            load_checkpoint(plan, self.state(), is_compared=True)
+            load_checkpoint(own, self.state(), is_compared=True)
             return
         source = resolve_critic(self.config, plan)
         if source.kind == "hf":
@@ -128,13 +131,13 @@ class Critic:
             )
             load_hf(self.chunks, source.path, model_name=name, part="trunk")
         else:
-            of_critic = holds_critic(source)
+            critic = critic_in(source)
             weights = TrainerState(
                 self.chunks,
-                prefix=f"{CRITIC}." if of_critic else "",
-                part="everything" if of_critic else "trunk",
+                prefix="" if critic is None else f"{CRITIC}.",
+                part="trunk" if critic is None else "everything",
             )
-            load_checkpoint(source, weights)
+            load_checkpoint(critic or source, weights)
         logger.info("critic: %s", source.note)
         self._build_optimizer()
 

@@ -1,0 +1,58 @@
+"""PPO with a critic on GPUs of its own, as whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.cluster.waiting import ActorDied
+from slime.errors import UserError
+from tests.support.runs import Run
+
+pytestmark = pytest.mark.slow
+
+PPO = (
+    *("--colocate", "--advantage-estimator", "ppo", "--critic-lr", "0.002", "--kl-coef", "0.05"),
+    *("--num-rollout", 4, "--save-interval", 1),
+)
+APART = ("--critic-num-gpus-per-node", 1)
+_DIES = ("--custom-megatron-init-path", "tests.support.hold.critic_dies_once")
+
+
+def test_a_critic_of_its_own_that_dies_changes_no_number(
+    run: Run, deterministic: Any, outputs: Path
+) -> None:
+    """At the policy's layout, bit for bit; the trainer restarts as it does for the policy's
+    ranks."""
+    shared = run("critic-shared", *deterministic("critic-shared"), *PPO)
+    sign = outputs / "die-critic-2"
+    sign.touch()
+    name = "critic-apart"
+    flags = [*deterministic(name), *PPO, *APART, "--save", outputs / "critic-ckpt"]
+    apart = run(name, *flags, *_DIES, "--max-restarts", 1)
+    assert not sign.exists() and not (outputs / "critic-ckpt" / ".critic").exists()
+    for rollout_id in range(4):
+        assert apart.tokens(rollout_id) == shared.tokens(rollout_id)
+    for ours, theirs in zip(apart.steps().values(), shared.steps().values(), strict=True):
+        assert ours["train/critic-value_loss"] > 0
+        for metric, value in theirs.items():
+            if metric.startswith(("train/", "rollout/")) and "version" not in metric:
+                assert ours[metric] == value, metric
+
+
+@pytest.mark.full
+def test_without_restarts_the_error_names_it(run: Run, deterministic: Any, outputs: Path) -> None:
+    (outputs / "die-critic-1").touch()
+    with pytest.raises(ActorDied, match=r"critic-0 \(pid \d+ on [^)]*\) died \(training\)"):
+        save = ("--save", outputs / "dies-ckpt")
+        run("critic-dies", *deterministic("critic-dies"), *PPO, *APART, *save, *_DIES)
+
+
+def test_what_does_not_fit_is_refused_at_once(run: Run, deterministic: Any) -> None:
+    flags = [*deterministic("refused"), *PPO, "--critic-num-gpus-per-node", 3]
+    with pytest.raises(UserError, match="3 critic GPUs cannot be divided by 2"):
+        run("refused", *flags, "--critic-tensor-model-parallel-size", 2)
+    with pytest.raises(UserError, match="--critic-tensor-model-parallel-size 3 does not fit"):
+        run("refused", *flags, "--critic-tensor-model-parallel-size", 3)
