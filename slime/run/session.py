@@ -139,10 +139,10 @@ class Session:
         if self.config.rollout.num_rollout is None:
             self.cluster.set_run_length(schedule.num_rollout)
         saved = launch.saved_metrics if self._resuming else {}
-        seconds = launch.seconds
-        total = sum(seconds.values())
+        total = sum(launch.seconds.values())
         self.sinks.begin(schedule.start_rollout_id, schedule.num_rollout, total, saved)
-        logger.info("launched: %s", ", ".join(f"{name} {t:.1f} s" for name, t in seconds.items()))
+        phases = (f"{name} {seconds:.1f} s" for name, seconds in launch.seconds.items())
+        logger.info("launched: %s", ", ".join(phases))
         logger.info("what your own functions print is in %s", self.run.logs / "rollout.log")
         self.staleness.remember(
             launch.pushes | {push.version: push.trained for push in self._pushes.earlier}
