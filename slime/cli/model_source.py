@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,11 +30,13 @@ from slime.errors import UserError
 from slime.files import entries_of, left_behind
 from slime.hub import fetch_model, is_hub_name
 from slime.models.peft_config import is_adapter_dir
+from slime.observe.run_folder import folder_being_written
 from slime.processes.host import python_module
 
 #: Where a Megatron checkpoint keeps what it was converted to: it goes with the checkpoint.
 CONVERTED = "hf"
 _BESIDE = ".hf-of-"
+_TEMPORARY = "slime-model-"
 _ADAPTER_NAME = re.compile(r"[\w.-]+")
 
 
@@ -276,23 +278,24 @@ def _converted(model: RunModel, hf_checkpoint: str | None) -> Path:
                 why="\n  ".join(done.stdout.strip().splitlines()[-6:]),
                 fix=f"{advice}slime convert megatron-to-hf {words}",
             )
-        try:
-            made.rename(target)
-        except OSError:  # the run has removed the checkpoint, or another command was faster
+        if folder_being_written(model.path) is None:
+            with suppress(OSError):  # the checkpoint was removed, or another command was faster
+                made.rename(target)
             if has_weights(target):
                 return target
-            kept = Path(tempfile.mkdtemp(prefix="slime-model-"))
-            atexit.register(shutil.rmtree, kept, ignore_errors=True)
-            return Path(shutil.move(made, kept / CONVERTED))
-    return target
+        kept = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
+        atexit.register(shutil.rmtree, kept, ignore_errors=True)
+        return Path(shutil.move(made, kept / CONVERTED))
 
 
 @contextmanager
 def _place_beside(checkpoint: Path) -> Iterator[Path]:
-    """A folder of this process's own on the file system of a checkpoint, whose run may go on and
-    remove it. Those of processes that have died are removed; where it cannot be made, it is a
-    temporary one."""
+    """A folder of this process's own beside a checkpoint, on its file system. Those of processes
+    that have died are removed. It is a temporary one where a run goes on, in whose folder nobody
+    else writes, and where it cannot be made."""
     root = checkpoint.parent
+    if folder_being_written(root) is not None:
+        root = Path(tempfile.gettempdir())
     for path in entries_of(root):
         if path.name.startswith(_BESIDE):
             with left_behind(path) as is_free:
@@ -301,7 +304,7 @@ def _place_beside(checkpoint: Path) -> Iterator[Path]:
     try:
         folder = Path(tempfile.mkdtemp(prefix=_BESIDE, dir=root))
     except OSError:  # somebody else's run
-        folder = Path(tempfile.mkdtemp(prefix="slime-model-"))
+        folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

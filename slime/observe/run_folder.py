@@ -506,13 +506,19 @@ def check_no_run_writes(output: Path, flag: str, own: Collection[Path] = ()) -> 
     Raises:
         UserError: ``output``, the value of a command's ``flag``, lies in one.
     """
-    place = output.resolve()
-    for folder in (place, *place.parents):
-        if folder not in own and is_held(folder):
-            why = f"a run is writing to {folder}, and nobody else may"
-            raise UserError(
-                f"{flag} {output} is in a folder of a run that goes on", why, "pass another place"
-            )
+    folder = folder_being_written(output, own)
+    if folder is not None:
+        why = f"a run is writing to {folder}, and nobody else may"
+        raise UserError(
+            f"{flag} {output} is in a folder of a run that goes on", why, "pass another place"
+        )
+
+
+def folder_being_written(path: Path, own: Collection[Path] = ()) -> Path | None:
+    """Return the folder of the run in progress that a path lies in; None if it lies in none."""
+    place = path.resolve()
+    folders = (folder for folder in (place, *place.parents) if folder not in own)
+    return next(filter(is_held, folders), None)
 
 
 def _take_lock(descriptor: int) -> None:

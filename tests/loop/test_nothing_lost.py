@@ -128,7 +128,7 @@ def test_what_others_try_does_not_disturb_a_run(
     )
     (hold / "hold-sample-23").unlink()
     # of a checkpoint, or of the end
-    assert main(["export", run, "--gguf", str(tmp_path / "x.gguf")]) == 0
+    assert main(["export", run, "--to", str(tmp_path / "x")]) == 0
     assert driver.end() == 0, driver.stderr
     expected = weights_of(alone)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(driver).items())

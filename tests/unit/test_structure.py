@@ -26,28 +26,28 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_640,
     "algorithms": 1_390,  # four estimators, sampling masks, divergences
-    "checkpoints": 4_745,  # MXFP4, reward models
+    "checkpoints": 4_815,  # MXFP4, reward models
     "cli": 2_750,  # plan, launch, compare, images in a chat, refusals of flags without effect
-    "cluster": 4_580,  # host memory of nodes, profiles
+    "cluster": 4_790,  # host memory of nodes, profiles
     "compat": 1_375,
-    "config": 5_640,  # estimators, importance levels, rejection, preferences, images
-    "diagnosis": 4_560,
+    "config": 5_750,  # estimators, importance levels, rejection, preferences, images
+    "diagnosis": 4_570,
     "embedded": 5_850,  # sinks, stacks of experts, queries that grow, profiles
     "engines": 4_300,  # log-probs behind the filters, channels of gpt-oss
     "environments": 420,
     "forecast": 850,
-    ".": 1_450,
-    "memory": 1_860,  # host memory part by part, towers
-    "models": 5_620,  # gpt-oss, stacks of experts, models around text models
+    ".": 1_495,
+    "memory": 1_910,  # host memory part by part, towers
+    "models": 5_640,  # gpt-oss, stacks of experts, models around text models
     "observe": 3_410,  # profiles, three trackers, ranges of recipes
     "page": 1_640,
     "processes": 1_055,  # the preloaded process
     "prompts": 4_180,  # rows of preferences
     "rollout": 8_990,  # preferences, reward models
     "run": 2_210,  # lengths that longrope is computed for, profiles
-    "samples": 2_240,  # rewards of tokens and turns, sampling masks, whole pairs
+    "samples": 2_250,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 930,
-    "trainer": 9_010,
+    "trainer": 9_240,
     "user_code": 955,
     "weights": 3_020,
 }
