@@ -180,7 +180,7 @@ def test_a_third_engine_states_its_abilities() -> None:
     told = json.loads(json.dumps({"version": "1", "abilities": third.to_json()}))
     assert Abilities.read(told) == third
     assert Abilities.read({"version": "0.5.16", "tp_size": 2}) == dataclasses.replace(
-        SGLANG, num_ranks=2
+        SGLANG, num_ranks=2, sees_in_hybrids=False
     )
     shared = make_config(colocate=True)
     assert choose_route(shared, third.transports, local=True) == "broadcast"

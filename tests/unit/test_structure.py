@@ -27,7 +27,7 @@ BUDGETS = {
     "agents": 1_640,
     "algorithms": 1_390,  # four estimators, sampling masks, divergences
     "checkpoints": 4_815,  # MXFP4, reward models
-    "cli": 2_750,  # plan, launch, compare, images in a chat, refusals of flags without effect
+    "cli": 2_755,  # plan, launch, compare, images in a chat, refusals of flags without effect
     "cluster": 4_790,  # host memory of nodes, profiles
     "compat": 1_375,
     "config": 5_750,  # estimators, importance levels, rejection, preferences, images

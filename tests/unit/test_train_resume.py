@@ -111,6 +111,8 @@ def test_memory_for_moments_is_locked_before_they_exist(
         cudaHostUnregister=lambda address: 0,
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: status)
+    # what else runs on this host is not what is tested
+    monkeypatch.setattr("slime.processes.pinned_memory.free_host_memory", lambda: 64e9)
     backend = trainer(bf16=True)
     try:
         for seed in range(steps):
