@@ -187,8 +187,7 @@ def written_model(args: argparse.Namespace, folder: Path) -> Path:
 def write_model(size: str, path: Path) -> None:
     """Write random weights in bfloat16, a byte tokenizer and an image processor, in the form of
     published checkpoints."""
-    import torch
-    from transformers import AutoModelForImageTextToText, Qwen3VLConfig
+    from transformers import Qwen3VLConfig
 
     decoder, tower = _SIZES[size]
     tokenizer = byte_tokenizer()
@@ -217,11 +216,7 @@ def write_model(size: str, path: Path) -> None:
         vision_end_token_id=end,
         tie_word_embeddings=size != "tiny",
     )
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(path)
+    write_weights(config, path)
     tokenizer.save_pretrained(path)
     common = {
         "processor_class": "Qwen3VLProcessor",
@@ -246,6 +241,17 @@ def write_model(size: str, path: Path) -> None:
     }
     for name, settings in processors.items():
         (path / name).write_text(json.dumps(settings, indent=1), encoding="utf-8")
+
+
+def write_weights(config: Any, path: Path) -> None:
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = config.text_config.eos_token_id
+    model.save_pretrained(path)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from benchmarks.gpu import align, ranks, run_all, setting, trainer, weight_sync
+from benchmarks.gpu import align, images, ranks, run_all, setting, trainer, weight_sync
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config, parse_args
 from slime.engines.kinds import engine_kind
@@ -78,6 +78,7 @@ def only_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ranks, "run", first_rank)
     monkeypatch.setattr(backend, "MegatronBackend", set_up)
     monkeypatch.setattr(setting, "_write_model", write_without_weights)
+    monkeypatch.setattr(images, "write_weights", lambda config, path: config.save_pretrained(path))
     monkeypatch.setattr(align, "_change_weights", lambda place: None)
     monkeypatch.setattr(weight_sync, "as_served", in_blocks_of_fp8)
     monkeypatch.setattr(weight_sync, "num_gpus", lambda: GPUS)
