@@ -339,6 +339,11 @@ def test_a_critic_has_the_policys_layout_unless_it_has_its_own() -> None:
     assert layout_of(placed, tiny_spec()) == Layout(world=2, context=2)
     assert not placed.megatron.transformer.keys() & {"num_layers_in_first_pipeline_stage"}
     check_layout(tiny_spec(), placed)
+    # what the policy has nothing to split for is the critic's all the same
+    wider = {"critic_num_gpus_per_node": 2, "critic_tensor_model_parallel_size": 2}
+    split = trainer_config(**PPO, **wider, sequence_parallel=True)
+    assert split.critic.critic_sequence_parallel and not split.megatron.sequence_parallel
+    assert not [line for line in split.warnings if "--sequence-parallel" in line]
     # where nothing is trained, nothing is placed
     rollouts = trainer_config(**PPO, critic_num_gpus_per_node=1, debug_rollout_only=True)
     assert PlacementPlan.of(rollouts).num_critic == 0
@@ -365,6 +370,15 @@ def test_a_critic_has_the_policys_layout_unless_it_has_its_own() -> None:
         (
             {**PPO, "critic_num_gpus_per_node": 4, "micro_batch_size": 1, "global_batch_size": 6},
             "data-parallel size of the critic = 1 × 4 = 4",
+        ),
+        (
+            {**PPO, "critic_num_nodes": 0, "critic_num_gpus_per_node": 2, "micro_batch_size": 1,
+             "global_batch_size": 6},
+            "--critic-num-nodes 0 and --critic-num-gpus-per-node 2 contradict each other",
+        ),
+        (
+            {**PPO, "critic_num_nodes": 2, "critic_num_gpus_per_node": 0},
+            "--critic-num-nodes 2 and --critic-num-gpus-per-node 0 contradict each other",
         ),
         ({**PPO, "critic_tensor_model_parallel_size": 2}, "without --critic-num-gpus-per-node"),
         ({"critic_num_gpus_per_node": 2}, "--advantage-estimator ppo"),
