@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from slime.checkpoints.directory import check_contents, read_manifest
+from slime.checkpoints.critic_part import critic_records, is_part_written, take_critic
+from slime.checkpoints.directory import (
+    check_contents,
+    iteration_name,
+    partial_dir,
+    read_manifest,
+)
 from slime.checkpoints.load_plan import resolve_load
 from slime.errors import UserError
 from slime.models.layout_rules import check_critic_layout, check_layout, layout_of
@@ -422,6 +429,25 @@ def test_a_rank_without_memory_names_the_critics_flags(
     with pytest.raises(OutOfMemory, match="--critic-tensor-model-parallel-size 1 → 2") as caught:
         process.values(make_batch())
     assert " --tensor-model-parallel-size" not in str(caught.value)
+
+
+def test_a_part_stays_until_its_checkpoint_takes_it(process: CriticProcess, tmp_path: Path) -> None:
+    """With --async-save the critic may have written two before the policy takes the first."""
+    flags = replace(process.config.checkpoint, save=str(tmp_path))
+    process.config = replace(process.config, checkpoint=flags)
+    for iteration in (2, 3, 4):
+        process.save(iteration)
+    parts = sorted(path.name for path in (tmp_path / ".critic").glob("iter_*"))
+    assert parts == ["iter_0000003", "iter_0000004"]
+    for iteration in (3, 4):
+        final = tmp_path / iteration_name(iteration)
+        partial = partial_dir(final)
+        assert is_part_written(tmp_path, iteration)
+        take_critic(tmp_path, iteration, partial)
+        assert is_part_written(tmp_path, iteration) and critic_records(partial)
+        partial.rename(final)
+        assert is_part_written(tmp_path, iteration)
+    assert not is_part_written(tmp_path, 5)
 
 
 def test_a_step_with_nan_is_kept_with_the_values(process: CriticProcess) -> None:
