@@ -134,6 +134,8 @@ TRAINER_GROUP_START = 180.0
 TRAINER_GROUP_QUICK_CALL = 120.0
 #: To start the profiler, or to write what it recorded: gigabytes where steps are large.
 TRAINER_GROUP_PROFILE = 600.0
+#: For the critic's other ranks to end what they write, when one of them is gone.
+TRAINER_GROUP_CRITIC_PART = 60.0
 
 # -- cluster/waiting.py
 #: How often a wait looks for SIGTERM and dead processes; an answer ends a wait at once.

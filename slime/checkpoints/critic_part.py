@@ -17,9 +17,14 @@ from slime.checkpoints.directory import (
     FileRecord,
     file_record,
     iteration_name,
+    partial_path,
     read_manifest,
 )
 from slime.errors import UserError
+
+#: Newest parts that stay when another is written. With --async-save the policy may still have to
+#: take the one before.
+KEPT_PARTS = 2
 
 
 def critic_root(root: Path) -> Path:
@@ -57,6 +62,14 @@ def take_critic(root: Path, iteration: int, checkpoint: Path) -> None:
             )
         time.sleep(deadlines.WAITING_POLL)
     written.rename(checkpoint / CRITIC)
+
+
+def is_part_written(root: Path, iteration: int) -> bool:
+    """Whether the critic's part of a checkpoint that is being written is complete."""
+    final = root / iteration_name(iteration)
+    # in this order, as it moves from the first to the last
+    places = (critic_root(root) / final.name, partial_path(final) / CRITIC, final / CRITIC)
+    return any(place.is_dir() for place in places)
 
 
 def critic_records(checkpoint: Path) -> list[FileRecord]:

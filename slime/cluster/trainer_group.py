@@ -3,6 +3,7 @@ the driver's handle of all of them."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from slime import deadlines
+from slime.checkpoints.critic_part import is_part_written
 from slime.checkpoints.load_plan import LoadPlan
 from slime.cluster.placement import GpuSlots
 from slime.cluster.rank_group import RankActor, RankGroup
-from slime.cluster.waiting import NamedActor, Watch, all_answered, raise_failed
+from slime.cluster.waiting import Asked, NamedActor, Watch, all_answered, raise_failed
 from slime.config.config import Config
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger
@@ -319,6 +321,7 @@ class Trainers(RankGroup):
     """
 
     _critic: Critics | None = None
+    _saving: int | None = None  # the last checkpoint that was begun
 
     def __init__(
         self,
@@ -490,6 +493,7 @@ class Trainers(RankGroup):
     def save(self, rollout_id: int, extra_state: dict[str, Any]) -> None:
         if self._critic is not None:
             self._critic.save(rollout_id)
+        self._saving = rollout_id
         self._ask(lambda actor: actor.save.remote(rollout_id, extra_state), "saving a checkpoint")
 
     def export(self, directory: Path) -> None:
@@ -506,9 +510,24 @@ class Trainers(RankGroup):
             UserError: the save failed. ActorDied: a rank is gone.
         """
         asked = {worker: actor.finish_saving.remote() for worker, actor in self._everyone.items()}
+        of_critic = {worker: ref for worker, ref in asked.items() if worker not in self._actors}
+        end = math.inf
         while not all_answered(asked) and not is_settled():
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=deadlines.WAITING_POLL)
+            if of_critic and _has_failed(of_critic):  # others of its ranks may yet write it
+                end = min(end, time.monotonic() + deadlines.TRAINER_GROUP_CRITIC_PART)
+            elif of_critic and all_answered(of_critic):
+                end = time.monotonic()
+            if time.monotonic() >= end and self._lacks_critic() and not is_settled():
+                raise_failed(asked, "finishing the checkpoint")
+                raise UserError("the critic's part of the checkpoint was not written")
         raise_failed(asked, "finishing the checkpoint")
+
+    def _lacks_critic(self) -> bool:
+        """Return whether the critic's part of the last checkpoint is not written."""
+        root = self.config.checkpoint.save
+        saving = self._saving
+        return not (root is None or saving is None or is_part_written(Path(root), saving))
 
     def finish_saving(self) -> None:
         self._ask_everyone(lambda actor: actor.finish_saving.remote(), "finishing the checkpoint")
@@ -529,6 +548,8 @@ class Trainers(RankGroup):
         while waiting and time.monotonic() < end:
             for group in [one for one in waiting if all_answered(one)]:
                 waiting.remove(group)
+                if _has_failed(group):  # the other ranks may be those that have it
+                    continue
                 parts = [part for part in ray.get(list(group.values())) if part is not None]
                 if parts:
                     return parts
@@ -620,6 +641,16 @@ class Critics(RankGroup):
     def save(self, rollout_id: int) -> None:
         """Write the critic's part of a checkpoint."""
         self._ask(lambda actor: actor.save.remote(rollout_id), "saving a checkpoint")
+
+
+def _has_failed(asked: Asked) -> bool:
+    """Return whether a rank is gone or has raised an error by now, without waiting."""
+    try:
+        raise_failed(asked, "asking ranks that may be gone")
+    except Exception as error:  # whatever the rank raised
+        logger.debug("%s", error)
+        return True
+    return False
 
 
 def joined(parts: Iterable[ByPosition]) -> ray.ObjectRef:

@@ -25,7 +25,7 @@ def parallel(draft: Draft) -> None:
         # there is no trainer: fewer GPUs than its layout needs are what people take this for
         return
     _divides(draft, "actor")
-    if draft["critic_num_gpus_per_node"]:
+    if _has_own_gpus(draft):
         _divides(draft, "critic")
     expert = draft["expert_model_parallel_size"]
     experts = draft.values.get("num_experts")
@@ -35,6 +35,24 @@ def parallel(draft: Draft) -> None:
         )
     _context_exchange(draft)
     _virtual_stages(draft, draft["pipeline_model_parallel_size"])
+
+
+def _has_own_gpus(draft: Draft) -> bool:
+    """Tell whether there is a critic on GPUs of its own.
+
+    Raises:
+        UserError: it has nodes without GPUs, or GPUs on no node.
+    """
+    nodes = draft["critic_num_nodes"]
+    per_node = draft["critic_num_gpus_per_node"]
+    if bool(nodes) != bool(per_node):
+        raise UserError(
+            f"--critic-num-nodes {nodes} and --critic-num-gpus-per-node {per_node} contradict "
+            "each other",
+            why="both are numbers of a critic on GPUs of its own; without such a critic both are 0",
+            fix="pass both with at least 1, or leave both out",
+        )
+    return nodes > 0
 
 
 def _divides(draft: Draft, role: str) -> None:

@@ -82,10 +82,11 @@ def _speed_alone(draft: Draft) -> None:
             draft.warnings.append(f"{spec.option} {value} has no effect, {taken} is taken: {why}")
     if draft["sequence_parallel"] and draft["tensor_model_parallel_size"] == 1:
         draft.values["sequence_parallel"] = False
-        draft.warnings.append(
-            "--sequence-parallel has no effect with --tensor-model-parallel-size 1: it splits what "
-            "tensor parallelism leaves whole"
-        )
+        if draft.given.values.get("critic_tensor_model_parallel_size", 1) == 1:
+            draft.warnings.append(
+                "--sequence-parallel has no effect with --tensor-model-parallel-size 1: it splits "
+                "what tensor parallelism leaves whole"
+            )
 
 
 def _overlap(draft: Draft) -> None:
@@ -116,7 +117,7 @@ def _critic_layout(draft: Draft) -> None:
     splits = draft["critic_tensor_model_parallel_size"] > 1
     draft.derive(
         "critic_sequence_parallel",
-        draft["sequence_parallel"] and splits,
+        draft.given.values.get("sequence_parallel", False) and splits,
         "sequence_parallel where the critic's matrices are split",
     )
 

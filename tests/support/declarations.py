@@ -30,7 +30,7 @@ PLACES: dict[str, tuple[Part, ...]] = {
     "cluster/rank_group.py": ("trainer",),
     "cluster/rollout_actor.py": ("collection", "generation", "samples", "training"),
     "cluster/routers.py": ("engine", "router"),
-    "cluster/trainer_group.py": ("trainer",),
+    "cluster/trainer_group.py": ("trainer", "training"),
     "cluster/weight_push.py": ("push",),
     "embedded": ("engine",),
     "engines": ("engine",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from slime.checkpoints.directory import check_contents, read_manifest
+from slime.checkpoints.critic_part import critic_records, is_part_written, take_critic
+from slime.checkpoints.directory import (
+    check_contents,
+    iteration_name,
+    partial_dir,
+    read_manifest,
+)
 from slime.checkpoints.load_plan import resolve_load
 from slime.errors import UserError
 from slime.models.layout_rules import check_critic_layout, check_layout, layout_of
@@ -339,6 +346,11 @@ def test_a_critic_has_the_policys_layout_unless_it_has_its_own() -> None:
     assert layout_of(placed, tiny_spec()) == Layout(world=2, context=2)
     assert not placed.megatron.transformer.keys() & {"num_layers_in_first_pipeline_stage"}
     check_layout(tiny_spec(), placed)
+    # what the policy has nothing to split for is the critic's all the same
+    wider = {"critic_num_gpus_per_node": 2, "critic_tensor_model_parallel_size": 2}
+    split = trainer_config(**PPO, **wider, sequence_parallel=True)
+    assert split.critic.critic_sequence_parallel and not split.megatron.sequence_parallel
+    assert not [line for line in split.warnings if "--sequence-parallel" in line]
     # where nothing is trained, nothing is placed
     rollouts = trainer_config(**PPO, critic_num_gpus_per_node=1, debug_rollout_only=True)
     assert PlacementPlan.of(rollouts).num_critic == 0
@@ -365,6 +377,15 @@ def test_a_critic_has_the_policys_layout_unless_it_has_its_own() -> None:
         (
             {**PPO, "critic_num_gpus_per_node": 4, "micro_batch_size": 1, "global_batch_size": 6},
             "data-parallel size of the critic = 1 × 4 = 4",
+        ),
+        (
+            {**PPO, "critic_num_nodes": 0, "critic_num_gpus_per_node": 2, "micro_batch_size": 1,
+             "global_batch_size": 6},
+            "--critic-num-nodes 0 and --critic-num-gpus-per-node 2 contradict each other",
+        ),
+        (
+            {**PPO, "critic_num_nodes": 2, "critic_num_gpus_per_node": 0},
+            "--critic-num-nodes 2 and --critic-num-gpus-per-node 0 contradict each other",
         ),
         ({**PPO, "critic_tensor_model_parallel_size": 2}, "without --critic-num-gpus-per-node"),
         ({"critic_num_gpus_per_node": 2}, "--advantage-estimator ppo"),
@@ -408,6 +429,25 @@ def test_a_rank_without_memory_names_the_critics_flags(
     with pytest.raises(OutOfMemory, match="--critic-tensor-model-parallel-size 1 → 2") as caught:
         process.values(make_batch())
     assert " --tensor-model-parallel-size" not in str(caught.value)
+
+
+def test_a_part_stays_until_its_checkpoint_takes_it(process: CriticProcess, tmp_path: Path) -> None:
+    """With --async-save the critic may have written two before the policy takes the first."""
+    flags = replace(process.config.checkpoint, save=str(tmp_path))
+    process.config = replace(process.config, checkpoint=flags)
+    for iteration in (2, 3, 4):
+        process.save(iteration)
+    parts = sorted(path.name for path in (tmp_path / ".critic").glob("iter_*"))
+    assert parts == ["iter_0000003", "iter_0000004"]
+    for iteration in (3, 4):
+        final = tmp_path / iteration_name(iteration)
+        partial = partial_dir(final)
+        assert is_part_written(tmp_path, iteration)
+        take_critic(tmp_path, iteration, partial)
+        assert is_part_written(tmp_path, iteration) and critic_records(partial)
+        partial.rename(final)
+        assert is_part_written(tmp_path, iteration)
+    assert not is_part_written(tmp_path, 5)
 
 
 def test_a_step_with_nan_is_kept_with_the_values(process: CriticProcess) -> None:

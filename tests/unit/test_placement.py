@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from slime.cluster import trainer_group
 from slime.cluster.rank_group import threads_per_process
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.cluster.trainer_group import Trainers, TrainerStart
-from slime.cluster.waiting import NamedActor
+from slime.cluster.waiting import ActorDied, NamedActor
 from slime.config import make_config
 from slime.engines.launch import LaunchSpec
 from slime.errors import UserError
@@ -173,11 +174,63 @@ def test_who_failed_tells_while_the_others_train(
     )
     fake = SimpleNamespace(get=lambda refs: refs, wait=lambda refs, **_: ([], refs))
     monkeypatch.setattr(trainer_group, "ray", fake)
+    monkeypatch.setattr(trainer_group, "raise_failed", lambda asked, what: None)
     assert group.failed_step() == [f"failed step of {fails}"]
     fake.get = lambda refs: [None for _ in refs]
     monkeypatch.setattr(trainer_group.deadlines, "TRAINER_GROUP_QUICK_CALL", 0.01)
     with pytest.raises(UserError, match="no rank tells"):
         group.failed_step()
+
+
+def critic_is_gone(asked: Mapping[NamedActor, object], what: str) -> None:
+    if any(worker.name == "critic-0" for worker in asked):
+        raise ActorDied("critic-0 has died")
+
+
+def test_a_rank_that_is_gone_does_not_hide_what_the_others_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, _ = two_groups()
+    monkeypatch.setattr(trainer_group, "all_answered", lambda asked: True)
+    monkeypatch.setattr(trainer_group, "raise_failed", critic_is_gone)
+    monkeypatch.setattr(trainer_group, "ray", SimpleNamespace(get=lambda refs: refs))
+    assert group.failed_step() == ["failed step of trainer"]
+    group._actors = {}
+    with pytest.raises(UserError, match="no rank tells"):
+        group.failed_step()
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+@pytest.mark.parametrize("is_written", [True, False])
+def test_nobody_waits_for_a_part_that_the_critic_will_not_write(
+    is_gone: bool, is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of its ranks is gone, or all have answered, as their save has failed before."""
+    group, _ = two_groups()
+    for actor in group._everyone.values():
+        actor.finish_saving = SimpleNamespace(remote=lambda: "finish_saving")
+    group.config = make_config(hf_checkpoint=str(tmp_path), save=str(tmp_path))
+    group._saving = 3
+    if is_written:
+        (tmp_path / ".critic" / "iter_0000003").mkdir(parents=True)
+    monkeypatch.setattr(trainer_group, "all_answered", lambda asked: len(asked) == 1)
+    monkeypatch.setattr(
+        trainer_group, "raise_failed", critic_is_gone if is_gone else lambda asked, what: None
+    )
+    wait = SimpleNamespace(wait=lambda refs, **_: ([], refs))
+    monkeypatch.setattr(trainer_group, "ray", wait)
+    monkeypatch.setattr(trainer_group.deadlines, "TRAINER_GROUP_CRITIC_PART", 0.01)
+    end = time.monotonic() + 0.1
+    told = "critic-0 has died" if is_gone else "part of the checkpoint was not written"
+    if not is_written:
+        with pytest.raises(UserError, match=told):
+            group.wait_for_async_save(lambda: False)
+    elif is_gone:  # the policy goes on without it
+        with pytest.raises(UserError, match=told):
+            group.wait_for_async_save(lambda: time.monotonic() > end)
+        assert time.monotonic() > end
+    else:
+        group.wait_for_async_save(lambda: time.monotonic() > end)
 
 
 def test_threads_share_the_cores() -> None:

@@ -10,7 +10,7 @@ from slime.trainer.megatron import device
 
 device.install()  # before anything imports megatron
 
-from slime.checkpoints.critic_part import critic_root, discard_critic
+from slime.checkpoints.critic_part import KEPT_PARTS, critic_root, discard_critic
 from slime.checkpoints.load_plan import LoadPlan
 from slime.config.config import Config
 from slime.models.spec import ModelSpec
@@ -107,5 +107,5 @@ class CriticProcess(TrainerProcess):
             self.critic.state(),
             save_optimizer=not flags.no_save_optim,
             save_rng=False,
-            keep=1,
+            keep=KEPT_PARTS,
         )
