@@ -939,7 +939,7 @@ def _excluded(answer: Any) -> list[Any] | None:
             return _excluded(answer.sides[1])
         return _listed(answer.sides[1]) if sign == r"\ne" else None
     if isinstance(answer, Sequence_):
-        first = answer.items[0]
+        first = answer.items[0] if answer.items else None  # cases may have no row
         if answer.opening or not isinstance(first, Relation) or first.signs != (r"\ne",):
             return None
         names = {
@@ -1047,15 +1047,16 @@ def _same_family(family: Family, other: Any) -> bool | None:
     y = _step(other)
     if verdict or x is None or y is None or x[1] == 0:
         return verdict
-    pair = (x[1], y[1], x[0] - y[0])
-    if not all(isinstance(value, Fraction) for value in pair):
-        pair = tuple(map(as_float, pair))
-    shift = pair[2] / pair[0]
+    numbers = (*x, *y)
+    if not all(isinstance(number, Fraction) for number in numbers):
+        numbers = tuple(map(as_float, numbers))
+    start, step, other_start, other_step = numbers
+    shift = (start - other_start) / step
     try:
         near = round(float(shift.real))
     except OverflowError:  # infinitely far apart
         return False
-    return bool(abs(abs(pair[0]) - abs(pair[1])) <= 1e-30 and abs(shift - near) <= 1e-30)
+    return bool(abs(abs(step) - abs(other_step)) <= 1e-30 and abs(shift - near) <= 1e-30)
 
 
 def _same_choice(choice: Choice, other: Any) -> bool | None:
