@@ -186,8 +186,8 @@ _MATRIX = re.compile(
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
 _SET_BUILDER = re.compile(r"[A-Za-z]+ ?(?:\\in ?\\R ?)?(?:\||:)(.+)", re.S)
 _COMPOUND = re.compile(
-    r"(\d[\d.]*) ?([A-Za-z]+)\.?(?:,? and|,)? +(\d[\d.]*) ?([A-Za-z]+)\.?(?:(?:,? and|,)? "
-    r"+(\d[\d.]*) ?([A-Za-z]+)\.?)?"
+    r"(\d+(?:\.\d*)?) ?([A-Za-z]+)\.?(?:,? and|,)? +(\d+(?:\.\d*)?) ?([A-Za-z]+)\.?"
+    r"(?:(?:,? and|,)? +(\d+(?:\.\d*)?) ?([A-Za-z]+)\.?)?"
 )
 _HEDGE = re.compile(
     r"(?i)\A(?:~|(?:the )?(?:final |correct )?answer(?: "
@@ -1153,7 +1153,8 @@ def _same_matrix(matrix: MathMatrix, other: Any) -> bool | None:
         return None
     if isinstance(other, Sequence_) and (other.opening, other.closing) in (("(", ")"), ("[", "]")):
         cells = [cell for row in matrix.rows for cell in row]
-        if 1 in (len(matrix.rows), len(matrix.rows[0])) and len(cells) == len(other.items):
+        is_line = len(matrix.rows) == 1 or all(len(row) == 1 for row in matrix.rows)
+        if is_line and len(cells) == len(other.items):
             return _all(_same(x, y) for x, y in zip(cells, other.items))
     if isinstance(other, Quantity) and len(matrix.rows) == 1 and len(matrix.rows[0]) == 1:
         return _same(matrix.rows[0][0], other)
