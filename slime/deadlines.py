@@ -196,8 +196,6 @@ WEIGHT_UPDATE_RECEIVE = 300.0
 # -- engines/api.py
 #: For calls that give no timeout.
 ENGINE_API_ANSWER = 60.0
-#: For one answer of an engine that is starting.
-ENGINE_API_STARTUP_ANSWER = 5.0
 
 # -- engines/client.py
 CLIENT_WORKERS = 1.0

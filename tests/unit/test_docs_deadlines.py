@@ -51,6 +51,20 @@ def test_every_row_gives_what_the_code_says() -> None:
             assert not where.startswith("`") or (ROOT / "slime" / where.strip("`")).is_file(), row
 
 
+def test_every_constant_is_used() -> None:
+    files = [path for path in (ROOT / "slime").rglob("*.py") if path.name != "deadlines.py"]
+    used = {
+        node.attr
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    tree = ast.parse((ROOT / "slime" / "deadlines.py").read_text())
+    targets = [node.targets[0] for node in tree.body if isinstance(node, ast.Assign)]
+    names = {target.id for target in targets if isinstance(target, ast.Name)}
+    assert names <= used, names - used
+
+
 def test_every_constant_has_a_row() -> None:
     without = constants().keys() - {row[2] for row in ROWS}
     assert [name for name in sorted(without) if not name.endswith("_INTERVAL`")] == []

@@ -126,6 +126,11 @@ def test_where_math_verify_is_wrong(label: str, answer: str, right: bool) -> Non
         (r"x \equiv 2 \pmod{5}", "(x, y) = 1"),
         (r"\frac{\pi}{4} + k\pi, k \in \Z", "k - 1e999999"),
         ("3", "15:30 pm"),
+        (r"x \ne 5", r"\begin{cases}\end{cases}"),
+        ("(1, 2)", r"\begin{pmatrix}\end{pmatrix}"),
+        ("3", "127.0.0.1 port 80 tcp"),
+        ("63 in", "1.2.3 ft 3 in"),
+        (r"2k + 1, k \in \Z", r"\frac{\pi}{2} + k\pi, k \in \Z"),
     ],
 )
 def test_an_answer_of_another_kind_than_its_label_is_wrong(label: str, answer: str) -> None:

@@ -186,8 +186,8 @@ _MATRIX = re.compile(
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
 _SET_BUILDER = re.compile(r"[A-Za-z]+ ?(?:\\in ?\\R ?)?(?:\||:)(.+)", re.S)
 _COMPOUND = re.compile(
-    r"(\d[\d.]*) ?([A-Za-z]+)\.?(?:,? and|,)? +(\d[\d.]*) ?([A-Za-z]+)\.?(?:(?:,? and|,)? "
-    r"+(\d[\d.]*) ?([A-Za-z]+)\.?)?"
+    r"(\d+(?:\.\d*)?) ?([A-Za-z]+)\.?(?:,? and|,)? +(\d+(?:\.\d*)?) ?([A-Za-z]+)\.?"
+    r"(?:(?:,? and|,)? +(\d+(?:\.\d*)?) ?([A-Za-z]+)\.?)?"
 )
 _HEDGE = re.compile(
     r"(?i)\A(?:~|(?:the )?(?:final |correct )?answer(?: "
@@ -939,7 +939,7 @@ def _excluded(answer: Any) -> list[Any] | None:
             return _excluded(answer.sides[1])
         return _listed(answer.sides[1]) if sign == r"\ne" else None
     if isinstance(answer, Sequence_):
-        first = answer.items[0]
+        first = answer.items[0] if answer.items else None  # cases may have no row
         if answer.opening or not isinstance(first, Relation) or first.signs != (r"\ne",):
             return None
         names = {
@@ -1047,15 +1047,16 @@ def _same_family(family: Family, other: Any) -> bool | None:
     y = _step(other)
     if verdict or x is None or y is None or x[1] == 0:
         return verdict
-    pair = (x[1], y[1], x[0] - y[0])
-    if not all(isinstance(value, Fraction) for value in pair):
-        pair = tuple(map(as_float, pair))
-    shift = pair[2] / pair[0]
+    numbers = (*x, *y)
+    if not all(isinstance(number, Fraction) for number in numbers):
+        numbers = tuple(map(as_float, numbers))
+    start, step, other_start, other_step = numbers
+    shift = (start - other_start) / step
     try:
         near = round(float(shift.real))
     except OverflowError:  # infinitely far apart
         return False
-    return bool(abs(abs(pair[0]) - abs(pair[1])) <= 1e-30 and abs(shift - near) <= 1e-30)
+    return bool(abs(abs(step) - abs(other_step)) <= 1e-30 and abs(shift - near) <= 1e-30)
 
 
 def _same_choice(choice: Choice, other: Any) -> bool | None:
@@ -1152,7 +1153,8 @@ def _same_matrix(matrix: MathMatrix, other: Any) -> bool | None:
         return None
     if isinstance(other, Sequence_) and (other.opening, other.closing) in (("(", ")"), ("[", "]")):
         cells = [cell for row in matrix.rows for cell in row]
-        if 1 in (len(matrix.rows), len(matrix.rows[0])) and len(cells) == len(other.items):
+        is_line = len(matrix.rows) == 1 or all(len(row) == 1 for row in matrix.rows)
+        if is_line and len(cells) == len(other.items):
             return _all(_same(x, y) for x, y in zip(cells, other.items))
     if isinstance(other, Quantity) and len(matrix.rows) == 1 and len(matrix.rows[0]) == 1:
         return _same(matrix.rows[0][0], other)
