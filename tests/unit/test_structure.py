@@ -26,11 +26,11 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_640,
     "algorithms": 1_390,  # four estimators, sampling masks, divergences
-    "checkpoints": 4_815,  # MXFP4, reward models
+    "checkpoints": 4_820,  # MXFP4, reward models
     "cli": 2_755,  # plan, launch, compare, images in a chat, refusals of flags without effect
-    "cluster": 4_790,  # host memory of nodes, profiles
+    "cluster": 4_810,  # host memory of nodes, profiles
     "compat": 1_375,
-    "config": 5_750,  # estimators, importance levels, rejection, preferences, images
+    "config": 5_760,  # estimators, importance levels, rejection, preferences, images
     "diagnosis": 4_570,
     "embedded": 5_850,  # sinks, stacks of experts, queries that grow, profiles
     "engines": 4_300,  # log-probs behind the filters, channels of gpt-oss
