@@ -97,7 +97,7 @@ def _convert(source: Path, out: Path, dtype_name: str) -> None:
     dtype: torch.dtype = getattr(torch, dtype_name)
     try:
         reader = GGUFReader(source)
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, KeyError) as error:
         raise UserError(f"{source} is not a GGUF file, or it is damaged", why=str(error)) from error
     tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     config = AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)

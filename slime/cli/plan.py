@@ -51,7 +51,8 @@ def main(argv: list[str]) -> int:
     entry, words = run_flags(argv)
     own, words = _parser().parse_known_args(words)
     if own.calibrate is not None:
-        if words or own.device or own.rates or own.lengths or own.gpus:
+        has_tokens = own.prompt_tokens != _PROMPT_TOKENS
+        if words or own.device or own.rates or own.lengths or own.gpus or has_tokens:
             raise UserError(
                 "slime plan --calibrate measures, writes its file and ends; other flags would be "
                 "ignored",

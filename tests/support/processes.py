@@ -165,8 +165,9 @@ class Driver:
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.path / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
+        text = path.read_text() if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # the last line may be under way
+        return [json.loads(line) for line in whole.splitlines()]
 
     def steps(self) -> list[int]:
         return [row["step"] for row in self.rows() if "rollout/raw_reward" in row]

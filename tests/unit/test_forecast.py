@@ -526,6 +526,9 @@ def test_a_plan_that_does_not_fit_comes_with_remedies(
 def test_the_command_says_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs the flags"):
         command.main([])
+    alone = ["--calibrate", "rates.json"]
+    with pytest.raises(UserError, match="other flags would be ignored"):
+        command.main([*alone, "--prompt-tokens", "300"])
     with pytest.raises(UserError, match="no GPU to calibrate"):
         command.main(["--calibrate", str(tmp_path / "rates.json")])
 

@@ -259,7 +259,13 @@ def test_an_unknown_way_of_cutting_words_is_refused_and_can_be_named(tmp_path: P
     assert hf_to_gguf(directory, tmp_path / "model.gguf", pre_tokenizer="qwen2").is_file()
 
 
-@pytest.mark.parametrize("content", [b"", b"GGUF\x03\0\0\0", b"no model"])
+def twice() -> bytes:
+    """A file whose two fields have one key."""
+    field = b"\x01\0\0\0\0\0\0\0k" + b"\x04\0\0\0" + b"\x07\0\0\0"
+    return b"GGUF" + b"\x03\0\0\0" + b"\0" * 8 + b"\x02" + b"\0" * 7 + 2 * field
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF\x03\0\0\0", b"no model", twice()])
 def test_what_is_no_gguf_file_is_named(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(content)
