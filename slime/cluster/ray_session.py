@@ -59,7 +59,7 @@ _JOIN_SCRIPT = (
 #: dead.
 _FREE_SHARED_MEMORY = python_module("slime.engines.wire.shared_memory")
 #: Replaces Ray's dashboard agent (`_with_idle_dashboard_agent`).
-_NO_AGENT = '--dashboard_agent_command=sh -c "exec sleep infinity"'
+_NO_AGENT = '--dashboard_agent_command=sh -c "while kill -0 $PPID; do sleep 1; done 2>/dev/null"'
 #: Names of the ports of Ray's agents. They stay reserved until the next start, since an agent may
 #: bind its port long after the raylet is up.
 _AGENT_PORTS = (

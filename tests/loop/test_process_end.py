@@ -229,3 +229,21 @@ def test_a_killed_process_ends_the_run_at_once(
     driver.leaves_nothing()
     assert name in crash_of(driver)["message"] and state_of(driver) == "failed"
     assert (driver.path / "report.html").exists()
+
+
+@pytest.mark.full
+def test_ray_leaves_nothing_when_both_of_its_holders_are_killed_at_once(
+    begin: Start, hold: Path
+) -> None:
+    """Nobody is left who would end what the raylet has started, so that each must end by itself."""
+    (hold / "daemons").unlink()
+    (hold / "hold-0").touch()
+    driver = begin("without-holders")
+    wait_held(driver, hold, 0)
+    driver.family("")  # from now on it is known, whoever dies
+    holders = driver.family("slime/processes/tree.py")
+    assert len(holders) == 2
+    for holder in holders:
+        holder.kill()
+    driver.end(PATIENCE)
+    driver.leaves_nothing()
