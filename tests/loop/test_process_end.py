@@ -117,7 +117,7 @@ def test_a_mistake_in_user_code_keeps_what_was_saved(begin: Start, hold: Path) -
     assert len(error) <= 8 and "Traceback" not in driver.stderr
     assert "2 groups have failed in this rollout of 4" in error[0]
     assert (
-        "'tests.support.hold.reward' failed" in error[1]
+        "'tests.support.hold.reward' (--custom-rm-path) failed" in error[1]
         and "a mistake in the reward function" in error[1]
     )
     assert str(driver.path / "crash") in error[-1]
