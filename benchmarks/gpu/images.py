@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import random
 import sys
 from collections.abc import Iterator
@@ -29,8 +28,8 @@ from benchmarks.gpu.setting import (
     new_run_parser,
     run_training,
     workspace,
+    write_apart,
 )
-from slime.processes.host import num_gpus
 
 _MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 _TEXT_TOKENS = 256
@@ -172,15 +171,7 @@ def written_model(args: argparse.Namespace, folder: Path) -> Path:
     path = Path(args.models or folder) / args.size
     if (path / "preprocessor_config.json").exists():  # it is written last
         return path
-    if not num_gpus():
-        write_model(args.size, path)
-        return path
-    # in a process of its own, which gives back the GPU memory that it fills
-    process = mp.get_context("spawn").Process(target=write_model, args=(args.size, path))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise RuntimeError(f"writing random weights ended with exit status {process.exitcode}")
+    write_apart(write_model, args.size, path)
     return path
 
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -86,16 +86,25 @@ def make_model(args: argparse.Namespace, folder: Path) -> Path:
     path = (args.models or folder) / args.shape
     if (path / "tokenizer.json").exists():  # it is written last
         return path
+    write_apart(_write_model, args.shape, path)
+    return path
+
+
+def write_apart(write: Callable[[str, Path], None], shape: str, path: Path) -> None:
+    """Write random weights; on a GPU in a process of its own, which gives back the memory that it
+    fills.
+
+    Raises:
+        RuntimeError: that process failed.
+    """
     if not num_gpus():
-        _write_model(args.shape, path)
-        return path
-    # in a process of its own, which gives back the GPU memory that it fills
-    process = mp.get_context("spawn").Process(target=_write_model, args=(args.shape, path))
+        write(shape, path)
+        return
+    process = mp.get_context("spawn").Process(target=write, args=(shape, path))
     process.start()
     process.join()
     if process.exitcode:
         raise RuntimeError(f"writing random weights ended with exit status {process.exitcode}")
-    return path
 
 
 def _write_model(shape: str, path: Path) -> None:

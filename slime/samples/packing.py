@@ -325,18 +325,20 @@ def _fill_evenly(
 def _fill_in_order(
     members: Sequence[int], sizes: Sequence[int], costs: Sequence[float], count: int, cap: int
 ) -> list[list[int]] | None:
-    """``count`` bins of neighbours, the costliest about as cheap as can be; None when they do not
-    fit into so many."""
+    """Return ``count`` bins of neighbours whose largest cost is within 0.1 % of the least possible;
+    None when the members do not fit into so many."""
 
     def cut(limit: float) -> list[list[int]]:
         bins: list[list[int]] = []
-        cost, size = math.inf, 0
+        cost = math.inf
+        size = 0
         for member in members:
             cost += costs[member]
             size += sizes[member]
             if cost > limit or size > cap:
                 bins.append([])
-                cost, size = costs[member], sizes[member]
+                cost = costs[member]
+                size = sizes[member]
             bins[-1].append(member)
         return bins
 

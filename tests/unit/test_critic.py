@@ -17,6 +17,7 @@ from slime.trainer.megatron.backend import MegatronBackend
 from slime.trainer.megatron.critic import critic_config
 from slime.trainer.megatron.offload import Offloader
 from tests.support import parity
+from tests.support.critic_flags import TRAINING
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, make_batch, shard, trainer_config
 from tests.support.trainers import trainer
@@ -38,20 +39,6 @@ def test_first_values_are_zero_and_the_advantages_those_without_a_critic() -> No
 
 # -- layouts ---------------------------------------------------------------------------------------
 
-TRAINING: dict[str, Any] = {
-    **PPO,
-    "critic_lr": 0.02,
-    "optimizer": "sgd",
-    "lr": 0.1,
-    "clip_grad": 0.5,
-    "kl_coef": 0.1,
-    "gamma": 0.9,
-    "lambd": 0.8,
-    "critic_lambd": 0.95,
-    "normalize_advantages": True,
-    "normalize_values": True,
-    "rollout_batch_size": 12,
-}
 TP2, PP2, CP2, SP, VIRTUAL = parity.TP2, parity.PP2, parity.CP2, parity.SP, parity.VIRTUAL
 LAYOUTS = [
     (2, 1, TP2 | SP),

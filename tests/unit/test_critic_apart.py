@@ -33,23 +33,10 @@ from slime.trainer.memory import OutOfMemory
 from slime.trainer.non_finite import NonFiniteTraining
 from slime.trainer.role import roles_of
 from tests.support import parity
+from tests.support.critic_flags import TRAINING
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 
-TRAINING: dict[str, Any] = {
-    "advantage_estimator": "ppo",
-    "critic_lr": 0.02,
-    "optimizer": "sgd",
-    "lr": 0.1,
-    "clip_grad": 0.5,
-    "kl_coef": 0.1,
-    "gamma": 0.9,
-    "lambd": 0.8,
-    "critic_lambd": 0.95,
-    "normalize_advantages": True,
-    "normalize_values": True,
-    "rollout_batch_size": 12,
-}
 TP2, PP2, CP2, SP, VIRTUAL = parity.TP2, parity.PP2, parity.CP2, parity.SP, parity.VIRTUAL
 #: Of a layout: ranks, data-parallel size, flags.
 ALONE: tuple[int, int, dict[str, Any]] = (1, 1, {})
