@@ -192,7 +192,8 @@ class Engines:
         }
         for engine in self.table.engines.values():
             self.table.mark_launched(engine.number, [url_of[name] for name in engine.parts])
-        self.routers.start(url_of)
+        deaths = Watch({own.worker: own.server_exit for own in self._handles.values()}, _raise_exit)
+        self.routers.start(url_of, deaths.poll)
 
     @property
     def answers_alone(self) -> bool:
@@ -563,3 +564,8 @@ class Engines:
         ray.wait(refs, num_returns=len(refs), timeout=timeout)
         for handle in handles:
             handle.end()
+
+
+def _raise_exit(name: str, server_exit: ServerExit | None) -> None:
+    if server_exit is not None:
+        raise_server_exit(name, server_exit, [], what="while the run came up")

@@ -31,6 +31,7 @@ from slime.engines.health import HealthChecks
 from slime.engines.keys import RunKeys
 from slime.engines.launch import ServedModel
 from slime.engines.router import LIVENESS_PATH, register_workers, remove_worker, started_with
+from slime.errors import RunFailed
 from slime.log import get_logger
 
 logger = get_logger(__name__)
@@ -87,15 +88,24 @@ class Routers:
         """URL of the policy's router."""
         return next(self.urls[name] for name, model in self._models.items() if model.is_policy)
 
-    def start(self, url_of: Mapping[str, str]) -> None:
-        """Start all routers, given the URL of each engine part by name."""
+    def start(self, url_of: Mapping[str, str], on_poll: Callable[[], None]) -> None:
+        """Start all routers, given the URL of each engine part by name.
+
+        Args:
+            on_poll: called while waiting; raises if an engine has ended.
+        Raises:
+            RunFailed: an engine is not healthy in time. Also what ``on_poll`` raises.
+        """
         asked = {router.worker: self._begin(name, url_of) for name, router in self.handles.items()}
-        self.urls = dict(
-            zip(
-                self.handles,
-                wait_for(asked, "starting", deadlines.ROUTERS_START, self._should_stop),
-            )
-        )
+        try:
+            urls = wait_for(asked, "starting", deadlines.ROUTERS_START, self._should_stop, on_poll)
+        except EngineError as error:
+            raise RunFailed(
+                f"putting engines behind the router: {error}",
+                why="the router asks each engine for /health, and these did not answer",
+                fix="look into the logs of these engines; py-spy dump shows where one hangs",
+            ) from error
+        self.urls = dict(zip(self.handles, urls))
         keys.own(*self.urls.values())
         for name, url in self.urls.items():
             logger.info("%d engine(s) of %s behind %s", len(self._behind(name, url_of)), name, url)

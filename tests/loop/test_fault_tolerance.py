@@ -115,6 +115,20 @@ def test_one_of_two_engines_is_killed(begin: Start, hold: Path, way: tuple[str, 
     check_end(driver, [1, 2, 3, 4, 5], restarts=1)
 
 
+def test_an_engine_dies_before_the_router_knows_it(begin: Start) -> None:
+    """The launch ends at once and names the engine, not the router that waits for it."""
+    driver = begin("unregistered", "--turns")
+    [router] = wait_while_running(driver, lambda: driver.family("sglang::router"), "a router")
+    router.suspend()
+    [engine] = engines(driver)
+    engine.kill()
+    assert driver.end(30.0) == 1, driver.stderr
+    said = f"while the run came up: engine-0 (pid {engine.pid}) was killed (SIGKILL)"
+    assert said in driver.error()[0], driver.stderr
+    assert "Traceback" not in driver.stderr
+    driver.leaves_nothing()
+
+
 def test_requests_of_an_engine_that_hangs_are_sent_again(begin: Start, hold: Path) -> None:
     """It takes its share of a rollout's requests and answers none."""
     (hold / "hold-request-0").touch()
