@@ -24,6 +24,7 @@ import logging
 import pickle
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,6 +89,10 @@ class AdapterSync(EngineSync):
         self._is_base_compared = False
         self._packs_base = False  # engines pack quantised weights for their kernels
         self._previous: dict[str, str] = {}  # fingerprints of the last push; rank 0
+        # Host memory for the next push. Its pages are made in the background: that takes longer
+        # than to fill them.
+        self._spare: Future[AdapterBuffer] | None = None
+        self._background = ThreadPoolExecutor(1, "adapter-buffer")
 
     def connect(self, engines: Sequence[str | EngineSlots], *, on_this_node: bool = True) -> None:
         """Reach the engines. Collective; call again when the engines change.
@@ -150,6 +155,7 @@ class AdapterSync(EngineSync):
         self._route = find_route(self.config, fleet, self._hf_config, on_this_node=on_this_node)
         self._shares_memory = on_this_node and all(is_local(url) for url in fleet.urls)
         self._packs_base = self._route.asks_ranks and self._quantisation is not None
+        self._make_spare(self._route.dtype)
         if self._route.asks_ranks:
             address = own_address(fleet.urls)
             parameters = dataclasses.replace(self._base.parameters, quantisation=self._quantisation)
@@ -266,6 +272,7 @@ class AdapterSync(EngineSync):
             self._fleet.post("/update_weight_version", body, self._control_seconds)
         seconds["total"] = time.perf_counter() - begin
         self._previous = prints
+        self._make_spare(self._route.dtype)
         return Receipt(
             version,
             len(views),
@@ -288,8 +295,8 @@ class AdapterSync(EngineSync):
             The buffer on the host, and the largest absolute value of each trained tensor.
         """
         layout = self.layout
-        entries = layout.entries(dtype)
-        host = AdapterBuffer(entries, is_shared=self._shares_memory)
+        host = self._take_spare(dtype)
+        entries = host.entries
         flat: torch.Tensor | None = None
         views: dict[str, torch.Tensor] = {}
         shapes: dict[str, Shape] = {}
@@ -300,9 +307,8 @@ class AdapterSync(EngineSync):
                 flat = (
                     host.buffer
                     if not tensor.is_cuda
-                    else torch.empty_like(host.buffer, device=tensor.device)
+                    else torch.zeros_like(host.buffer, device=tensor.device)
                 )
-                flat.zero_()
                 views = dict(unpack(flat, entries))
             shapes[name] = tuple(tensor.shape)
             if name not in layout.pieces or shapes[name] != layout.trained[name]:
@@ -316,6 +322,17 @@ class AdapterSync(EngineSync):
             host.buffer.copy_(flat)
         values = torch.stack([value.float() for value in largest.values()]).tolist()
         return host, dict(zip(largest, values, strict=True))
+
+    def _make_spare(self, dtype: torch.dtype) -> None:
+        entries = self.layout.entries(dtype)
+        self._spare = self._background.submit(AdapterBuffer, entries, is_shared=self._shares_memory)
+
+    def _take_spare(self, dtype: torch.dtype) -> AdapterBuffer:
+        if self._spare is None:  # the push before has failed
+            self._make_spare(dtype)
+        assert self._spare is not None
+        spare, self._spare = self._spare, None
+        return spare.result()
 
     def _load(self, name: str, buffer: AdapterBuffer) -> None:
         """Load an adapter into every engine.
@@ -391,7 +408,7 @@ class AdapterBuffer:
         is_shared: other processes of this host may map it.
 
     Attributes:
-        buffer: uint8 [nbytes].
+        buffer: uint8 [nbytes], of zeros at first.
     """
 
     def __init__(self, entries: Sequence[TensorEntry], *, is_shared: bool) -> None:
@@ -405,6 +422,7 @@ class AdapterBuffer:
             )
         else:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self.buffer.zero_()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return views into the buffer by name."""
