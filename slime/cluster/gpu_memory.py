@@ -22,7 +22,14 @@ from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 
 from slime import deadlines
-from slime.cluster.engine_table import ALL_MEMORY, CACHE, WEIGHTS, EngineEntry, EngineTable
+from slime.cluster.engine_table import (
+    ALL_MEMORY,
+    CACHE,
+    GRAPHS,
+    WEIGHTS,
+    EngineEntry,
+    EngineTable,
+)
 from slime.engines.api import EngineError
 from slime.engines.fleet import Body, EngineFleet, answers
 from slime.log import get_logger
@@ -52,6 +59,7 @@ class GpuMemoryOwner:
             back; both return metrics.
         offload_train, offload_rollout: which sides release memory; without either, no method does
             anything.
+        offload_weights: the engines release their weights, too.
 
     Attributes:
         is_shared: one of the sides releases memory for the other.
@@ -67,6 +75,7 @@ class GpuMemoryOwner:
         *,
         offload_train: bool,
         offload_rollout: bool,
+        offload_weights: bool = True,
     ) -> None:
         self._release_engines = release
         self._resume_engines = resume
@@ -74,6 +83,7 @@ class GpuMemoryOwner:
         self._wake_trainer = wake
         self._offload_train = offload_train
         self._offload_rollout = offload_rollout
+        self._released = ALL_MEMORY if offload_weights else (CACHE, GRAPHS)
         self.is_shared = offload_train or offload_rollout
         self.holder = MemoryHolder.NOBODY
         self._metrics: dict[str, float] = {}
@@ -144,7 +154,7 @@ class GpuMemoryOwner:
     def _release(self) -> None:
         if self._offload_rollout:
             with self._timed("perf/release_engines_time"):
-                self._release_engines(ALL_MEMORY)
+                self._release_engines(self._released)
 
     def _resume(self, tags: Sequence[str]) -> None:
         if self._offload_rollout:

@@ -364,6 +364,7 @@ class Cluster:
                 trainers.wake,
                 offload_train=shares and flags.offload_train,
                 offload_rollout=shares and flags.offload_rollout,
+                offload_weights=flags.offload_rollout_weights,
             )
             self._engines.restarts_immediately = not self._gpu_memory.is_shared
         return trainers

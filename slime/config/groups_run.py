@@ -73,6 +73,13 @@ class ClusterConfig:
         read_by="engine",
     )
     """Free the engines' GPU memory while the trainer trains."""
+    offload_rollout_weights: bool = derived(
+        "offload_rollout",
+        needs=on("offload_rollout", why="the engines keep all of their memory"),
+        read_by="engine",
+    )
+    """Free the engines' weights, too, and not only KV caches and CUDA graphs. Where a push does not
+    bring all weights, as with adapters, each step copies them to host memory and back."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag(
         "auto", read_by=("config", "trainer")
     )

@@ -150,6 +150,7 @@ def _placement(draft: Draft) -> None:
             draft.derive(dest, True, "offload")
         else:
             draft.derive(dest, draft["colocate"], "colocate")
+    draft.derive("offload_rollout_weights", draft["offload_rollout"], "offload_rollout")
     timeout = os.environ.get("NCCL_TIMEOUT", "")
     if timeout.isdigit() and int(timeout) > 0:  # else refused by the checks
         draft.derive(

@@ -21,6 +21,7 @@ from slime.memory.remedies import (
     OFFLOAD_ALL,
     OFFLOAD_MOMENTS,
     OFFLOAD_ROLLOUT,
+    OFFLOAD_WEIGHTS,
     SEQUENCE_PARALLEL,
     SHARD_STATES,
     more_recompute,
@@ -55,7 +56,21 @@ def check_memory(config: Config, device: DeviceMemory | None = None) -> MemoryPl
     for line in summary(plan):
         logger.info("%s", line)
     judge(config, plan)
+    if _could_keep_weights(plan):
+        logger.info(
+            "memory plan: the engines' weights fit beside the trainer; "
+            "--no-offload-rollout-weights saves copying them to host memory and back in each step"
+        )
     return plan
+
+
+def _could_keep_weights(plan: MemoryPlan) -> bool:
+    """Tell whether engines copy weights to host memory although the GPUs have room for them."""
+    if not (plan.device.on_gpu and plan.facts.engine_backup and plan.fits):
+        return False
+    facts = dataclasses.replace(plan.facts, engine_keeps_weights=True, engine_backup=False)
+    phases = gpu_phases(facts, plan.device.nbytes)
+    return all(phase.total <= plan.limit for phase in phases)
 
 
 def check_memory_of_cluster(
@@ -388,6 +403,11 @@ def _sleeping(facts: Facts) -> Iterator[Change]:
         yield Change("--offload-train", dataclasses.replace(facts, trainer_sleeps=True))
     if not facts.engine_sleeps:
         yield Change(OFFLOAD_ROLLOUT, dataclasses.replace(facts, engine_sleeps=True))
+    elif facts.engine_keeps_weights:
+        yield Change(
+            OFFLOAD_WEIGHTS,
+            dataclasses.replace(facts, engine_keeps_weights=False, engine_backup=True),
+        )
 
 
 def _engine_changes(plan: MemoryPlan, facts: Facts, name: str) -> Iterator[Change]:

@@ -108,6 +108,7 @@ class Facts:
         critics_beside: ranks of a critic on GPUs of its own on such a node.
         server_groups: engines are not all alike (--sglang-config).
         engine_backup: sleeping engines keep their weights in host memory.
+        engine_keeps_weights: sleeping engines keep them on the GPU.
         critic: one on GPUs of its own.
     """
 
@@ -122,6 +123,7 @@ class Facts:
     engines_beside: int = 0
     server_groups: bool = False
     engine_backup: bool = False
+    engine_keeps_weights: bool = False
     critic: TrainerSettings | None = None
     critics_beside: int = 0
 
@@ -237,8 +239,9 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
         ),
         server_groups=config.engine.sglang_config is not None,
         # what no push brings back after a sleep
-        engine_backup=bool(cluster.offload_rollout)
+        engine_backup=bool(cluster.offload_rollout_weights)
         and bool(config.lora.lora_rank or config.sync.update_weights_interval > 1),
+        engine_keeps_weights=not cluster.offload_rollout_weights,
     )
 
 
@@ -419,7 +422,8 @@ def _resting_engine(facts: Facts, engine: EngineSettings | None, memory: float) 
         return []
     if facts.engine_sleeps:
         asleep = Use("engine", "asleep (CUDA context and graphs)", engine_side.ASLEEP_BYTES)
-        return [asleep, *_adapter_pool(engine)]
+        weights = [Use("engine", "weights", engine.weights)] if facts.engine_keeps_weights else []
+        return [asleep, *weights, *_adapter_pool(engine)]
     return [*_awake_engine(engine), Use("engine", "KV cache", engine.kv_cache(memory))]
 
 

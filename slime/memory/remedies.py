@@ -18,6 +18,7 @@ OFFLOAD_MOMENTS = "--offload-optimizer-states"
 OFFLOAD_ALL = "--optimizer-cpu-offload"
 NARROW_MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 OFFLOAD_ROLLOUT = "--offload-rollout"
+OFFLOAD_WEIGHTS = "--offload-rollout-weights"
 SHARD_STATES = "no --no-use-distributed-optimizer"
 
 

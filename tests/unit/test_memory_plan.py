@@ -274,6 +274,31 @@ def test_the_pool_of_adapters_stays_while_the_engine_sleeps(folders: dict[str, P
     assert "pool of 2 adapters" in owned(phases(two)["GPU 0", "train"], "engine")
 
 
+def test_engines_that_keep_their_weights_need_no_copy_on_the_host(
+    folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = {"colocate": True, "lora_rank": 32, "sglang_mem_fraction_static": 0.6}
+    released = plan_of(folders[DENSE], **flags)
+    kept = plan_of(folders[DENSE], offload_rollout_weights=False, **flags)
+    more = phases(kept)["GPU 0", "train"].total - phases(released)["GPU 0", "train"].total
+    assert more == owned(phases(kept)["GPU 0", "train"], "engine")["weights"]
+    assert released.host.total - kept.host.total == more
+
+    def fits(size: int, **more: Any) -> bool:
+        return plan_of(folders[DENSE], size, **flags, **more).fits
+
+    def advises(size: int, **more: Any) -> bool:
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            check_memory(config_of(folders[DENSE], **flags, **more), gpu(size))
+        return "--no-offload-rollout-weights" in caplog.text
+
+    assert advises(140)
+    assert not advises(140, offload_rollout_weights=False), "it is done already"
+    full = next(n for n in range(140) if fits(n) and not fits(n, offload_rollout_weights=False))
+    assert not advises(full), "there is no room"
+
+
 @pytest.mark.parametrize(
     ("model", "settings", "matrices", "entry"),
     [

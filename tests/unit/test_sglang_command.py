@@ -522,6 +522,8 @@ def test_adapters_of_experts_take_the_kernels_that_compute_them(tmp_path: Path) 
 
 def test_the_base_is_kept_while_engines_sleep_as_no_push_brings_it(tmp_path: Path) -> None:
     assert parsed(**lora(tmp_path), colocate=True).enable_weights_cpu_backup
+    kept = parsed(**lora(tmp_path), colocate=True, offload_rollout_weights=False)
+    assert kept.enable_memory_saver and not kept.enable_weights_cpu_backup
     assert not parsed(colocate=True).enable_weights_cpu_backup
 
 

@@ -377,10 +377,11 @@ def sglang_options(
         ours["enable_memory_saver"] = True
         # without a push in between, the engines must find again what they held when they were put
         # to sleep
-        if config.sync.update_weights_interval > 1 or not is_policy:
+        releases = config.cluster.offload_rollout_weights
+        if (releases and config.sync.update_weights_interval > 1) or not is_policy:
             defaults["enable_weights_cpu_backup"] = True
         # the base is never pushed
-        if config.lora.lora_rank:
+        if releases and config.lora.lora_rank:
             ours["enable_weights_cpu_backup"] = True
     if is_policy:
         of_adapters, their_defaults = adapter_options(config, given)
