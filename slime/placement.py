@@ -166,3 +166,13 @@ def needs_engines(config: Config) -> bool:
 
 def has_evaluation(config: Config) -> bool:
     return bool(config.eval.eval_prompt_data or config.eval.eval_config)
+
+
+def requests_in_flight(config: Config) -> int:
+    """Return how many requests all engines together get at once, at most."""
+    if not needs_engines(config):
+        return 0
+    rollout = config.rollout
+    engines = max(1, PlacementPlan.of(config).num_engines)
+    samples = rollout.over_sampling_batch_size * rollout.n_samples_per_prompt
+    return min(samples, config.engine.sglang_server_concurrency * engines)

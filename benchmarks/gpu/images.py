@@ -100,7 +100,8 @@ def measure(args: argparse.Namespace, folder: Path, case: str) -> Row:
     folder = folder / case.split()[0]
     folder.mkdir()
     tokens_of_image = (args.side // 32) ** 2 if with_images else 0
-    more = ["--colocate", "--actor-num-gpus-per-node", str(args.gpus), *args.more.split()]
+    more = ["--colocate", "--actor-num-gpus-per-node", str(args.gpus), "--no-save"]
+    more += args.more.split()
     if with_images:
         more += ["--multimodal-keys", '{"image": "images"}']
     rows = problems(folder, 4 * args.prompts, args.side, with_images)

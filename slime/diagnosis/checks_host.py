@@ -24,7 +24,7 @@ from slime.models import family_of
 from slime.models.adapters import AdapterConfig, count_parameters
 from slime.models.layouts import Layout
 from slime.paths import fixed_folder
-from slime.placement import PlacementPlan, joined_cluster, needs_engines
+from slime.placement import joined_cluster, needs_engines, requests_in_flight
 from slime.processes.host import (
     FEWEST_FILES,
     folder_of_sockets,
@@ -72,7 +72,7 @@ def host(case: CheckedRun, findings: CheckFindings) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # up to which a run raises the soft one
     if hard == resource.RLIM_INFINITY:
         return
-    wanted = _OTHER_FILES + (_requests(case.config) if case.config is not None else 0)
+    wanted = _OTHER_FILES + (requests_in_flight(case.config) if case.config is not None else 0)
     if hard < wanted:
         detail = (
             f"a process may open {hard} files, and about {wanted} are wanted for the requests "
@@ -92,18 +92,6 @@ def _not_compiled() -> dict[str, Path]:
         for name, path in begin.items()
         if not Path(importlib.util.cache_from_source(str(path))).exists()
     }
-
-
-def _requests(config: Config) -> int:
-    """Count the requests that can be in flight at once."""
-    rollout = config.rollout
-    engine = config.engine
-    if not needs_engines(config):
-        return 0
-    samples = rollout.over_sampling_batch_size * rollout.n_samples_per_prompt
-    return min(
-        samples, engine.sglang_server_concurrency * max(1, PlacementPlan.of(config).num_engines)
-    )
 
 
 def shared_memory(case: CheckedRun, findings: CheckFindings) -> None:

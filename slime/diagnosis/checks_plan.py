@@ -57,6 +57,7 @@ def engines(case: CheckedRun, findings: CheckFindings) -> None:
         raise LeftOut("the run has no engines")
     findings.attempt(preflight.check_engine_flags, config)
     findings.attempt(preflight.check_engine, config)
+    findings.attempt(preflight.warn_of_small_graphs, config)
     findings.attempt(preflight.check_external_engines, config, trouble="external-engine")
     findings.note(config.engine.rollout_engine)
 

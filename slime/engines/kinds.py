@@ -85,6 +85,8 @@ class EngineKind:
             GPU's memory, and for one that ended without a message, perhaps because its host ran
             out of memory.
         memory_fraction: the flag of its share of a GPU's memory; "" where it has none.
+        largest_graph: the largest batch that its flags allow a CUDA graph for; None where they set
+            no limit.
         to_find_the_cause: remedies that help to find the cause of any death.
     """
 
@@ -108,6 +110,7 @@ class EngineKind:
     if_out_of_memory: tuple[str, ...] = ()
     if_killed: tuple[str, ...] = ()
     memory_fraction: str = ""
+    largest_graph: Callable[[Mapping[str, Any]], int | None] = lambda flags: None
     to_find_the_cause: tuple[str, ...] = ()
 
     def remedies(self, exception: str) -> tuple[str, ...]:

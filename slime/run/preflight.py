@@ -43,7 +43,12 @@ from slime.models.quantised import Quantisation
 from slime.models.spec import ModelSpec
 from slime.observe.run_folder import RunFolder, check_no_run_writes
 from slime.paths import FIELDS, fill, fixed_folder
-from slime.placement import PlacementPlan, joined_cluster, needs_engines
+from slime.placement import (
+    PlacementPlan,
+    joined_cluster,
+    needs_engines,
+    requests_in_flight,
+)
 from slime.processes.host import num_cpus, num_gpus
 from slime.prompts.images import images_of
 from slime.prompts.labels import compares_labels
@@ -378,6 +383,25 @@ def check_windows(config: Config) -> None:
     torch_only |= bool(config.megatron.transformer.get("deterministic_mode"))
     if window and not finds_windows(gpu_majors(), spec.head_dim, torch_only=torch_only):
         raise no_windows(importlib.metadata.version("torch"), window)
+
+
+def warn_of_small_graphs(config: Config) -> None:
+    """Warn if an engine gets more requests at once than it has CUDA graphs for."""
+    largest = engine_of(config).largest_graph(config.engine.sglang)
+    engines = PlacementPlan.of(config).num_engines
+    replicas = engines * int(config.engine.sglang.get("dp_size") or 1)
+    if largest is None or not replicas:
+        return
+    requests = -(-requests_in_flight(config) // replicas)
+    if requests > largest:
+        logger.warning(
+            "an engine decodes up to %d requests at once, and has CUDA graphs for %d at most "
+            "(--sglang-cuda-graph-…): larger batches are decoded several times slower; raise the "
+            "limit to %d, or lower --sglang-server-concurrency",
+            requests,
+            largest,
+            requests,
+        )
 
 
 def warn_of_slow_delta_nets(config: Config) -> None:

@@ -31,6 +31,7 @@ from slime.engines.sglang.command import sglang_command, sglang_footprint, sglan
 from slime.errors import UserError
 from slime.placement import PlacementPlan
 from slime.rollout.plugin_api import get_model_url
+from slime.run import preflight
 from slime.run.preflight import check_teachers
 from tests.support.embedded_models import save_tiny_model
 from tests.support.hf_configs import config_of as hf_config_of
@@ -549,3 +550,23 @@ def test_what_adapters_cannot_have_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=expected):
         sglang_command(config_of(**lora(tmp_path, **flags)), "m", "h", 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "warns"),
+    [
+        ({"sglang_cuda_graph_max_bs": 64}, True),
+        ({"sglang_cuda_graph_bs": [8, 127]}, True),
+        ({"sglang_cuda_graph_max_bs": 128}, False),
+        ({"sglang_cuda_graph_max_bs": 64, "rollout_num_gpus": 2}, False),
+        ({"sglang_cuda_graph_max_bs": 64, "sglang_server_concurrency": 64}, False),
+        ({"sglang_cuda_graph_max_bs": 64, "sglang_disable_cuda_graph": True}, False),
+        ({}, False),
+    ],
+)
+def test_batches_without_cuda_graphs_are_told(
+    flags: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(rollout_batch_size=16, n_samples_per_prompt=8, hf_checkpoint="m", **flags)
+    preflight.warn_of_small_graphs(config)
+    assert [("to 128 requests at once" in line) for line in caplog.messages] == [True] * warns

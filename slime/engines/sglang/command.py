@@ -450,6 +450,17 @@ def _automatic_fraction(nbytes: float) -> float:
     return max(0.0, round(min(_AUTOMATIC_FRACTION, _AUTOMATIC_PART - _AUTOMATIC_REST / nbytes), 3))
 
 
+def largest_graph(flags: Mapping[str, Any]) -> int | None:
+    """Return the largest batch that the flags let SGLang capture a CUDA graph for; None where they
+    leave it to SGLang, or switch graphs off."""
+    if flags.get("disable_cuda_graph") or flags.get("disable_decode_cuda_graph"):
+        return None
+    for name in ("cuda_graph_bs_decode", "cuda_graph_bs"):
+        if flags.get(name):
+            return max(flags[name])
+    return flags.get("cuda_graph_max_bs_decode") or flags.get("cuda_graph_max_bs")
+
+
 def sglang_environment(config: Config, place: EnginePlace) -> dict[str, str]:
     """Return the environment variables of the server's processes, on top of the run's."""
     # The router's question whether the server answers must need no memory and no time: engines

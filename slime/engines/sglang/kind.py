@@ -34,5 +34,6 @@ KIND = EngineKind(
     ),
     if_killed=("a higher --sglang-mem-fraction-static", "a smaller --rollout-batch-size"),
     memory_fraction="sglang_mem_fraction_static",
+    largest_graph=sglang.largest_graph,
     to_find_the_cause=("--sglang-disable-cuda-graph, to find the cause",),
 )
