@@ -48,8 +48,9 @@ def merge_adapter(
         )
     reader = HfReader(base)
     family = family_of(base, model_name)
-    ignored = set(reader.verify(family, family.model_spec(base)))
-    names = [name for name in sorted(reader.names()) if name not in ignored]
+    spec = family.model_spec(base)
+    left_out = {name for name in reader.verify(family, spec) if not family.is_carried(name, spec)}
+    names = [name for name in sorted(reader.names()) if name not in left_out]
     with HfWriter(directory, base) as writer:
         for name, tensor in merged(reader, names, adapter):
             writer.add(name, tensor)

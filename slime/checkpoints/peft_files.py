@@ -47,8 +47,10 @@ from slime.models.adapters import (
     by_expert,
     peft_name,
     split_peft_name,
+    with_module,
 )
 from slime.models.layouts import TensorSource
+from slime.models.nested import SAME_NAMES, ModuleNames
 from slime.models.peft_config import (
     CONFIG,
     is_adapter_dir,
@@ -164,9 +166,12 @@ class _Factors:
         return int(self.down.shape[0])
 
 
-def read_adapter(directory: str | Path) -> PeftAdapter:
+def read_adapter(directory: str | Path, family: ModelFamily | None = None) -> PeftAdapter:
     """Open a PEFT adapter of either layout; tensors are read when they are indexed.
 
+    Args:
+        family: of the base. Its files may name modules otherwise than transformers does; the
+            adapter's tensors get the names of files. None leaves them as they are.
     Raises:
         UserError: files are missing or damaged; the adapter is not plain LoRA (DoRA, biases, saved
             modules, an initialisation that moves the base); a tensor that has no partner, no place
@@ -192,7 +197,10 @@ def read_adapter(directory: str | Path) -> PeftAdapter:
     modules: dict[str, _Factors] = {}
     for module, keys in found.items():
         modules |= _read_module(module, keys, set(found), content, config, path)
-    modules = {module: factors for module, factors in modules.items() if not _is_void(factors)}
+    in_files = family.modules.in_files if family is not None else str
+    modules = {
+        in_files(module): factors for module, factors in modules.items() if not _is_void(factors)
+    }
     if not modules:
         raise UserError(f"{path} adapts no module", why=f"{WEIGHTS} has no lora_A and lora_B")
     rank = max(factors.rank for factors in modules.values())
@@ -652,13 +660,14 @@ def write_adapter(
     whole = {one: given[name] for name in given for one in by_expert(name, spec.num_experts)}
     whole |= _zeros(whole, spec)
     rank = max(tensor.shape[0] for name, tensor in whole.items() if _side(name) == "A")
-    config = _config(whole, rank, adapters.alpha, adapters.dropout, base)
+    modules = table_of(spec).modules
+    config = _config(whole, rank, adapters.alpha, adapters.dropout, base, modules)
     if layout == "peft-3d":
         config |= _stacked_config(map(module_of, whole), adapters.expert_rank, adapters.alpha, rank)
         makers = _stacked(whole)
     else:
         makers = _padded(whole, rank)
-    return _write(target, config, makers, card)
+    return _write(target, config, makers, card, modules)
 
 
 def write_plain(directory: str | Path, adapter: PeftAdapter, spec: ModelSpec | None = None) -> Path:
@@ -673,9 +682,10 @@ def write_plain(directory: str | Path, adapter: PeftAdapter, spec: ModelSpec | N
         UserError: as `write_adapter`.
     """
     tensors = {**adapter.tensors, **(_zeros(adapter.tensors, spec) if spec is not None else {})}
-    config = _config(tensors, adapter.rank, adapter.alpha, adapter.dropout, adapter.base)
+    modules = table_of(spec).modules if spec is not None else SAME_NAMES
+    config = _config(tensors, adapter.rank, adapter.alpha, adapter.dropout, adapter.base, modules)
     makers = {name: _output_of(source, source[:1].dtype) for name, source in tensors.items()}
-    return _write(Path(directory), config, makers, None)
+    return _write(Path(directory), config, makers, None, modules)
 
 
 def rewrite_adapter(
@@ -689,15 +699,16 @@ def rewrite_adapter(
     Raises:
         UserError: as `read_adapter` and `write_adapter`.
     """
-    adapter = dataclasses.replace(read_adapter(source), base=base)
+    family = table_of(spec)
+    adapter = dataclasses.replace(read_adapter(source, family), base=base)
     if layout == "per-expert":
         return write_plain(directory, adapter, spec)
     whole = dict(adapter.items())
     whole |= _zeros(whole, spec)
-    modules = [module_of(name) for name in whole]
-    config = _config(whole, adapter.rank, adapter.alpha, adapter.dropout, base)
-    config |= _stacked_config(modules, adapter.rank, adapter.alpha, adapter.rank)
-    return _write(Path(directory), config, _stacked(whole), None)
+    names = family.modules
+    config = _config(whole, adapter.rank, adapter.alpha, adapter.dropout, base, names)
+    config |= _stacked_config(map(module_of, whole), adapter.rank, adapter.alpha, adapter.rank)
+    return _write(Path(directory), config, _stacked(whole), None, names)
 
 
 def is_loadable(adapter: PeftAdapter, spec: ModelSpec | None = None) -> bool:
@@ -714,12 +725,17 @@ def is_loadable(adapter: PeftAdapter, spec: ModelSpec | None = None) -> bool:
 
 
 def _write(
-    target: Path, config: Mapping[str, Any], makers: Mapping[str, _Output], card: str | None
+    target: Path,
+    config: Mapping[str, Any],
+    makers: Mapping[str, _Output],
+    card: str | None,
+    modules: ModuleNames,
 ) -> Path:
     from slime.checkpoints.safetensors_stream import write_stream
     from slime.engines.wire.buckets import dtype_name
 
     _check_target(target)
+    makers = {with_module(name, modules.module): one for name, one in makers.items()}
     unfinished = partial_dir(target)
     try:
         (unfinished / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -751,12 +767,18 @@ def _check_target(target: Path) -> None:
 
 
 def _config(
-    names: Iterable[str], rank: int, alpha: float, dropout: float, base: str
+    tensors: Iterable[str],
+    rank: int,
+    alpha: float,
+    dropout: float,
+    base: str,
+    names: ModuleNames,
 ) -> dict[str, Any]:
-    modules = [module_of(name) for name in names]
+    modules = [module_of(name) for name in tensors]
     leaves = [module.rpartition(".")[2] for module in modules]
     where = hub_name(base) or (str(Path(base).resolve()) if Path(base).is_dir() else base)
-    return plain_config(rank, alpha, leaves, where, dropout=dropout) | {
+    plain = plain_config(rank, alpha, leaves, where, dropout=dropout, left_out=names.beside_decoder)
+    return plain | {
         "target_parameters": _dense_beside_experts(modules) or None,
         "peft_version": _PEFT_VERSION,
     }

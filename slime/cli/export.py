@@ -116,7 +116,7 @@ def _to_directory(chosen: ChosenModel, flags: argparse.Namespace) -> None:
 
 
 def _merge(chosen: ChosenModel, adapter: Path, target: Path) -> Path:
-    given = read_adapter(adapter)
+    given = read_adapter(adapter, family_of(chosen.directory))
     whole = merge_adapter(chosen.directory, given, target)
     quantised = trained_beside(given, chosen.directory)
     if quantised:
@@ -152,5 +152,6 @@ def _to_gguf(chosen: ChosenModel, flags: argparse.Namespace) -> None:
             hf_to_gguf(whole, target, flags.dtype, flags.pre_tokenizer, name)
     else:
         source = chosen.adapter
-        adapter_to_gguf(chosen.directory, read_adapter(source), target, flags.dtype, name)
+        adapter = read_adapter(source, family_of(chosen.directory))
+        adapter_to_gguf(chosen.directory, adapter, target, flags.dtype, name)
     print(f"wrote {target} ({target.stat().st_size / 1e6:.3g} MB) from {source}")

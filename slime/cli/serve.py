@@ -277,9 +277,9 @@ def serving(
 def _loadable(adapter: Path, base: Path, folder: Path) -> Path:
     """An adapter as engines load it: itself, or written anew where it has ranks and scalings that
     differ, PEFT's layout of experts, or a part of what engines fuse."""
-    found = read_adapter(adapter)
-    is_known = bool(family_name(base))
-    spec = family_of(base).describe(base) if is_known else None
+    family = family_of(base) if family_name(base) else None
+    spec = family.describe(base) if family is not None else None
+    found = read_adapter(adapter, family)
     return adapter if is_loadable(found, spec) else write_plain(folder, found, spec)
 
 

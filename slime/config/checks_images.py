@@ -10,7 +10,6 @@ from slime.errors import UserError
 
 #: Flag that is set → why it does not go with images.
 _WITHOUT_IMAGES = {
-    "lora_rank": "adapters are trained beside a model that reads text alone",
     "use_opd": "the teacher would not see the images",
     "fake_quantisation": "the tower that sees images is not quantised",
     "custom_convert_samples_to_train_data_path": (
@@ -38,7 +37,15 @@ def images(draft: Draft) -> None:
     for dest in _VIRTUAL:
         if draft[dest] is not None:
             raise _refused(option_of(dest), "virtual stages with a tower are not implemented")
-    frozen = draft["freeze_vision_tower"] and draft["freeze_vision_projector"]
+    adapters = bool(draft["lora_rank"])
+    for dest in ("freeze_vision_tower", "freeze_vision_projector"):
+        if adapters and draft[dest]:
+            raise UserError(
+                f"{option_of(dest)} has no effect with --lora-rank",
+                why="beside adapters the whole model is frozen",
+                fix="leave it out",
+            )
+    frozen = adapters or (draft["freeze_vision_tower"] and draft["freeze_vision_projector"])
     if draft["overlap_grad_reduce"] and not frozen:
         raise UserError(
             "--overlap-grad-reduce and a trained vision tower do not go together",

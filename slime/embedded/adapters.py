@@ -41,7 +41,9 @@ from slime.models.adapters import (
     adapter_family,
     peft_name,
     split_peft_name,
+    with_module,
 )
+from slime.models.nested import ModuleNames
 from slime.models.peft_config import CONFIG, is_frozen_copy, moves_base
 
 Tensors = Mapping[str, torch.Tensor]
@@ -55,7 +57,10 @@ _keys = itertools.count(1)
 # -- adapter_config.json ---------------------------------------------------------------------------
 
 #: Fields of PEFT's config that decide how the adapter is computed.
-_READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "init_lora_weights")
+_READ = (
+    "peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora",
+    "init_lora_weights",
+)  # fmt: skip
 #: Fields that change nothing in inference; the names of tensors tell whether each expert has an
 #: adapter of its own.
 _WITHOUT_EFFECT = (
@@ -78,12 +83,14 @@ class AdapterForm:
 
     Attributes:
         targets: names of modules, ends of them, or one regular expression.
+        excluded: the same, of modules that are none of them after all.
         scale: factor on B·A.
     """
 
     rank: int
     scale: float
     targets: tuple[str, ...] | str
+    excluded: tuple[str, ...] | str = ()
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> AdapterForm:
@@ -114,29 +121,37 @@ class AdapterForm:
                 "base whose weights they changed; save it with "
                 "path_initial_model_for_weight_conversion"
             )
+        excluded = config.get("exclude_modules")
         return AdapterForm(
             rank,
             alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
-            _read_targets(config.get("target_modules")),
+            _read_names("target_modules", config.get("target_modules")),
+            _read_names("exclude_modules", excluded) if excluded else (),
         )
 
     def is_target(self, module: str) -> bool:
         """Tell whether a module, by its Hugging Face path, has an adapter."""
-        if isinstance(self.targets, str):
-            return self.targets == "all-linear" or bool(re.fullmatch(self.targets, module))
-        return any(_is_end(target, path) for target in self.targets for path in _paths(module))
+        if self.targets != "all-linear" and not _is_named(self.targets, module):
+            return False
+        return not _is_named(self.excluded, module)
 
 
-def _read_targets(value: Any) -> tuple[str, ...] | str:
+def _read_names(field_name: str, value: Any) -> tuple[str, ...] | str:
     if isinstance(value, str) and value:
         try:
             re.compile(value)
         except re.error as error:
-            raise WeightError(f"target_modules {value!r} is no regular expression") from error
+            raise WeightError(f"{field_name} {value!r} is no regular expression") from error
         return value
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         return "all-linear" if "all-linear" in value else tuple(value)
-    raise WeightError(f"target_modules must be a list of names or a text, got {value!r}")
+    raise WeightError(f"{field_name} must be a list of names or a text, got {value!r}")
+
+
+def _is_named(names: tuple[str, ...] | str, module: str) -> bool:
+    if isinstance(names, str):
+        return bool(re.fullmatch(names, module))
+    return any(_is_end(name, path) for name in names for path in _paths(module))
 
 
 def _is_end(target: str, path: str) -> bool:
@@ -302,10 +317,10 @@ def place(
     targets = [
         module
         for module in modules
-        if form.is_target(module)
+        if form.is_target(arch.family.modules.module(module))
         and (form.targets != "all-linear" or module.rpartition(".")[2] in linear)
     ]
-    _check_targets(form, list(modules))
+    _check_targets(form, list(modules), arch.family.modules)
     experts = arch.spec.num_experts
     parts: dict[Linear | TokenEmbedding, list[_Part]] = {}
     used: set[str] = set()
@@ -331,10 +346,10 @@ def place(
     return parts
 
 
-def _check_targets(form: AdapterForm, modules: list[str]) -> None:
+def _check_targets(form: AdapterForm, modules: list[str], names: ModuleNames) -> None:
     paths = [path for module in modules for path in _paths(module)]
     if isinstance(form.targets, str):
-        if not any(form.is_target(module) for module in modules):
+        if not any(form.is_target(names.module(module)) for module in modules):
             raise WeightError(f"target_modules {form.targets!r} matches no layer of the model")
         return
     for target in form.targets:
@@ -386,7 +401,10 @@ def _not_used(name: str, modules: Iterable[str]) -> str:
     known = {path for module in modules for path in _paths(module)}
     if split[0] not in known:
         return f"{name} belongs to no layer that can have an adapter{nearest(split[0], known)}"
-    return f"{name} is there, and target_modules does not name its layer, or it comes twice"
+    return (
+        f"{name} is there, and target_modules does not name its layer, or exclude_modules does, or "
+        "it comes twice"
+    )
 
 
 # -- all adapters ----------------------------------------------------------------------------------
@@ -515,7 +533,10 @@ class AdapterTable:
             WeightError: as `load`; a file that is missing or cannot be read.
             BadRequest: as `load`.
         """
-        config, tensors = read_directory(Path(path), self._store.arch.spec.vocab_size)
+        arch = self._store.arch
+        config, tensors = read_directory(Path(path), arch.spec.vocab_size)
+        in_files = arch.family.modules.in_files
+        tensors = {with_module(name, in_files): tensor for name, tensor in tensors.items()}
         return self.load(name, config, tensors, path, pinned=pinned, version=version)
 
     def unload(self, name: str) -> None:

@@ -39,7 +39,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -444,6 +444,13 @@ def split_peft_name(name: str) -> tuple[str, Side] | None:
         return None
     side = found["side"] or found["embedding_side"]
     return found["module"], "A" if side == "A" else "B"
+
+
+def with_module(name: str, rename: Callable[[str], str]) -> str:
+    """Return a name in a PEFT file with its module renamed; any other name as it is."""
+    if not name.startswith(PEFT_PREFIX):
+        return name
+    return PEFT_PREFIX + rename(name.removeprefix(PEFT_PREFIX))
 
 
 def begins_with_zeros(name: str) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.models.gemma3_text import gemma3_spec
-from slime.models.nested import TOWER_AND_PROJECTOR, text_config, under
+from slime.models.nested import MODULES_UNDER, TOWER_AND_PROJECTOR, text_config, under
 from slime.models.spec import ModelSpec
 from slime.models.table import POST_NORM_RULES, ModelFamily
 
@@ -23,4 +23,5 @@ GEMMA3 = ModelFamily(
     make_spec=_spec,
     ignored=TOWER_AND_PROJECTOR,
     carried=TOWER_AND_PROJECTOR,
+    modules=MODULES_UNDER,
 )

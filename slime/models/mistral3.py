@@ -8,7 +8,7 @@ from typing import Any
 from slime.errors import UserError
 from slime.models.ministral3 import ministral3_spec
 from slime.models.mistral import mistral_spec
-from slime.models.nested import TOWER_AND_PROJECTOR, text_config, under
+from slime.models.nested import MODULES_UNDER, TOWER_AND_PROJECTOR, text_config, under
 from slime.models.spec import ModelSpec
 from slime.models.table import DENSE_RULES, ModelFamily
 
@@ -36,4 +36,5 @@ MISTRAL3 = ModelFamily(
     make_spec=_spec,
     ignored=TOWER_AND_PROJECTOR,
     carried=TOWER_AND_PROJECTOR,
+    modules=MODULES_UNDER,
 )

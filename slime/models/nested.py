@@ -3,8 +3,8 @@ names of its tensors have a prefix. The text part alone is trained."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slime.errors import UserError
@@ -16,6 +16,43 @@ _INSIDE = "model.language_model."
 _UNDER = "language_model."
 #: Tower and projector of models whose decoder is below ``language_model``: counted, not trained.
 TOWER_AND_PROJECTOR = (r"vision_tower\..*", r"multi_modal_projector\..*")
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """The names that transformers gives a model's modules, which PEFT's files use.
+
+    Attributes:
+        prefixes: (of a tensor in files, of its module), where they differ.
+        beside_decoder: regular expression of the modules outside the decoder; "" for none. Their
+            layers may have the decoder's last names.
+    """
+
+    prefixes: tuple[tuple[str, str], ...] = ()
+    beside_decoder: str = ""
+
+    def module(self, name: str) -> str:
+        """Return the module's name for a name in files."""
+        return _with_prefix(name, self.prefixes)
+
+    def in_files(self, module: str) -> str:
+        """Return the name in files of a module. A name in files stays as it is."""
+        return _with_prefix(module, ((module, file) for file, module in self.prefixes))
+
+
+def _with_prefix(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
+    for old, new in prefixes:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+SAME_NAMES = ModuleNames()
+#: Of a whole text model below ``language_model`` in files.
+MODULES_UNDER = ModuleNames(
+    (("language_model.model.", _INSIDE), ("language_model.lm_head", "lm_head")),
+    r"model\.(vision_tower|multi_modal_projector)\..*",
+)
 _ROTARY_SETTINGS = ("rope_parameters", "rope_scaling")
 
 

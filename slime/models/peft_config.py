@@ -20,13 +20,20 @@ def is_adapter_dir(path: str | Path) -> bool:
 
 
 def plain_config(
-    rank: int, alpha: float, targets: Iterable[str], base: str, *, dropout: float = 0.0
+    rank: int,
+    alpha: float,
+    targets: Iterable[str],
+    base: str,
+    *,
+    dropout: float = 0.0,
+    left_out: str = "",
 ) -> dict[str, Any]:
     """Return the fields of an adapter with one rank and one scaling, alpha / rank.
 
     Args:
         targets: last parts of the names of the adapted modules.
         base: directory or hub name of the base model.
+        left_out: regular expression of modules that are not adapted, whatever their last part.
     """
     return {
         "peft_type": "LORA",
@@ -36,6 +43,7 @@ def plain_config(
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": dropout,
         "target_modules": sorted(set(targets)),
+        **({"exclude_modules": left_out} if left_out else {}),
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,

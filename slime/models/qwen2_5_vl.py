@@ -7,11 +7,12 @@ transformers 5 describes it in ``text_config``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from slime.models.nested import text_config, text_rotary
 from slime.models.qwen2 import qwen2_spec
-from slime.models.qwen_vision import QWEN2_5_TOWER, QWEN2_5_VISION
+from slime.models.qwen_vision import QWEN2_5_TOWER, QWEN2_5_VISION, QWEN_MODULES
 from slime.models.spec import ModelSpec
 from slime.models.table import DENSE_RULES, ModelFamily
 
@@ -45,4 +46,5 @@ QWEN2_5_VL = ModelFamily(
     ignored=_VISION,
     carried=_VISION,
     vision=QWEN2_5_VISION,
+    modules=replace(QWEN_MODULES, prefixes=(("model.", "model.language_model."),)),
 )

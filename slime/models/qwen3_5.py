@@ -13,7 +13,7 @@ from typing import Any
 from slime.models.hybrid import MTP, VISION, gates, hybrid_spec
 from slime.models.mixers import GATED_ATTENTION, SPLIT_DELTA_RULES
 from slime.models.nested import inside, text_config
-from slime.models.qwen_vision import QWEN3_5_VISION, QWEN3_TOWER
+from slime.models.qwen_vision import QWEN3_5_VISION, QWEN3_TOWER, QWEN_MODULES
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, MLP_RULES, OUTER_RULES, ModelFamily
 
@@ -59,4 +59,5 @@ QWEN3_5 = ModelFamily(
     ignored=MTP + VISION,
     carried=MTP + VISION,
     vision=QWEN3_5_VISION,
+    modules=QWEN_MODULES,
 )

@@ -10,7 +10,7 @@ from slime.models.hybrid import MTP, VISION, gates, hybrid_spec
 from slime.models.mixers import GATED_ATTENTION, SPLIT_DELTA_RULES
 from slime.models.nested import inside, text_config
 from slime.models.qwen2_moe import GATED_MOE_RULES
-from slime.models.qwen_vision import QWEN3_5_VISION, QWEN3_TOWER
+from slime.models.qwen_vision import QWEN3_5_VISION, QWEN3_TOWER, QWEN_MODULES
 from slime.models.spec import ModelSpec, require
 from slime.models.table import COMPUTED_BUFFERS, MLP_NORM, OUTER_RULES, ModelFamily, stacked
 
@@ -79,4 +79,5 @@ QWEN3_5_MOE = ModelFamily(
     ignored=MTP + VISION,
     carried=MTP + VISION,
     vision=QWEN3_5_VISION,
+    modules=QWEN_MODULES,
 )

@@ -8,7 +8,7 @@ from typing import Any
 from slime.models.decoder import decoder_spec
 from slime.models.hybrid import VISION
 from slime.models.nested import inside, text_config, text_rotary
-from slime.models.qwen_vision import QWEN3_TOWER, QWEN3_VL_VISION
+from slime.models.qwen_vision import QWEN3_TOWER, QWEN3_VL_VISION, QWEN_MODULES
 from slime.models.spec import ModelSpec
 from slime.models.table import DENSE_RULES, ModelFamily
 
@@ -44,4 +44,5 @@ QWEN3_VL = ModelFamily(
     ignored=VISION,
     carried=VISION,
     vision=QWEN3_VL_VISION,
+    modules=QWEN_MODULES,
 )

@@ -11,7 +11,7 @@ from slime.models.hybrid import VISION
 from slime.models.layouts import Transposed
 from slime.models.nested import inside, text_config, text_rotary
 from slime.models.qwen3_moe import qwen3_moe_spec
-from slime.models.qwen_vision import QWEN3_TOWER, QWEN3_VL_VISION
+from slime.models.qwen_vision import QWEN3_TOWER, QWEN3_VL_VISION, QWEN_MODULES
 from slime.models.rules import Rule
 from slime.models.spec import ModelSpec
 from slime.models.table import DENSE_RULES, MOE_RULES, ModelFamily, stacked
@@ -52,4 +52,5 @@ QWEN3_VL_MOE = ModelFamily(
     ignored=VISION,
     carried=VISION,
     vision=QWEN3_VL_VISION,
+    modules=QWEN_MODULES,
 )

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from slime.models.layouts import REPLICATED
+from slime.models.nested import ModuleNames
 from slime.models.rules import VISION_MODEL, Rule, Size
 from slime.models.spec import ModelSpec
 from slime.models.vision import VisionKind, VisionSpec
 
 _HF = "model.visual."
+QWEN_MODULES = ModuleNames(beside_decoder=r"model\.visual\..*")
 Repeated = Callable[[ModelSpec], int] | None
 
 

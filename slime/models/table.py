@@ -36,7 +36,7 @@ from slime.errors import UserError
 from slime.models.fused_loading import FusedLoad, LoadGroups
 from slime.models.layouts import GATE_UP, REPLICATED, ROW, STACKED_GATE_UP, VOCAB, VocabParallel
 from slime.models.mixers import GROUPED_ATTENTION, mixer_of
-from slime.models.nested import read_vision
+from slime.models.nested import SAME_NAMES, ModuleNames, read_vision
 from slime.models.rules import (
     HF_LAYER,
     HF_MLP,
@@ -193,6 +193,7 @@ class ModelFamily:
         fused: Linear layers that an engine concatenates as it loads them; a weight push keeps them
             together.
         vision: the tower that sees images, if the table has it.
+        modules: how transformers names the modules.
     """
 
     name: str
@@ -204,6 +205,7 @@ class ModelFamily:
     carried: tuple[str, ...] = ()
     fused: tuple[FusedLoad, ...] = ()
     vision: VisionKind | None = None
+    modules: ModuleNames = SAME_NAMES
 
     def describe(self, hf_config: HfConfig) -> ModelSpec:
         """Read the architecture from a config (dict, transformers config, file or directory).

@@ -246,10 +246,9 @@ class Canary:
         return {"train/canary_adapter_abs_diff": least}
 
     def _ask(self, event: str, adapter: str) -> list[list[float]]:
-        body = scoring_request(self.tokens)
-        if adapter:
-            body[ADAPTER_FIELD] = adapter
+        named = {ADAPTER_FIELD: adapter} if adapter else {}
         try:
+            body = scoring_request(self.tokens) | named
             answers = self.fleet.post("/generate", body, deadlines.CANARY_SCORE)
             found = [
                 _log_probs(*pair, self.tokens)
@@ -259,7 +258,7 @@ class Canary:
             if images is None:
                 return found
             for body in map(images.body, images.pictures):
-                answers = self.fleet.post("/generate", body, deadlines.CANARY_SCORE)
+                answers = self.fleet.post("/generate", body | named, deadlines.CANARY_SCORE)
                 for own, url, answer in zip(found, self.fleet.urls, answers, strict=True):
                     own += _log_probs_behind(url, answer, images)
             return found

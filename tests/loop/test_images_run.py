@@ -93,6 +93,17 @@ def test_a_run_learns_from_images(run: Run, seeing: tuple[object, ...]) -> None:
     assert any(key.startswith("model.visual.blocks.") for key in moved)
 
 
+def test_adapters_learn_from_images(run: Run, seeing: tuple[object, ...]) -> None:
+    """Pushed alone, and named by the canary's requests with pictures, too."""
+    flags = ("--lora-rank", 4, "--lr", "1e-2", "--num-rollout", 3)
+    result = run("seeing-adapters", *GRPO, *seeing, *flags)
+    assert max(result.series("train/train_rollout_logprob_abs_diff")) <= 1e-5
+    assert max(result.series("train/canary_logprob_abs_diff_max")) <= 1e-5
+    assert min(result.series("train/canary_image_abs_diff")) > 1e-4
+    assert result.series("train/canary_adapter_abs_diff")[-1] > 1e-4
+    assert (result.path / "model" / "adapter_model.safetensors").is_file()
+
+
 def test_pushes_in_flight_keep_the_images(run: Run, seeing: tuple[object, ...]) -> None:
     name = "seeing-in-flight"
     flags: list[Any] = ["--update-weights-in-flight", "--async-buffer-size", 2, "--num-rollout", 6]

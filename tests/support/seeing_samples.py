@@ -10,7 +10,8 @@ from torch import Tensor
 from slime.models.images import ImageReader
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.samples.media import Media
-from tests.support.images import PICTURES, with_images
+from slime.trainer.megatron import forward
+from tests.support.images import PICTURES, reference_logits, with_images
 
 #: Prompt and response of each sample; the last two share prompt tokens and not the image.
 SAMPLES: list[tuple[list[Any], list[Any]]] = [
@@ -53,6 +54,24 @@ def batch_of(
         media=media,
         images=dict(PICTURES),
     )
+
+
+def own_log_probs(backend: Any, batch: TrainBatch) -> list[Tensor]:
+    packed = backend._pack(batch, batch.steps[0].micro_batches)
+    scores = forward.score(backend.model_chunks, packed, temperature=1.0)
+    found: dict[int, Tensor] = {}
+    for micro_batch, score in zip(packed, scores):
+        found.update(zip(micro_batch.samples, micro_batch.split(score.log_probs)))
+    return [found[i] for i in sorted(found)]
+
+
+def their_log_probs(model: Any, reader: ImageReader, batch: TrainBatch) -> list[Tensor]:
+    found = []
+    for tokens, media, length in zip(batch.tokens, batch.media, batch.response_lengths):
+        logits = reference_logits(model, reader, tokens.tolist(), media)
+        scores = logits[-length - 1 : -1].log_softmax(-1)
+        found.append(scores.gather(1, tokens[-length:, None])[:, 0])
+    return found
 
 
 async def even_share(args: Any, sample: Any, **kwargs: Any) -> float:

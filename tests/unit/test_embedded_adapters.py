@@ -378,7 +378,7 @@ B1 = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
         ({"fan_in_fan_out": True}, "sets fan_in_fan_out"),
         ({"layer_replication": [[0, 2]]}, "sets layer_replication"),
         ({"layers_to_transform": [1]}, "sets layers_to_transform"),
-        ({"exclude_modules": ["o_proj"]}, "sets exclude_modules"),
+        ({"exclude_modules": ["o_proj"]}, "target_modules does not name its layer, or exclude_mod"),
         ({"a_new_field": 5}, "sets a_new_field to 5"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),

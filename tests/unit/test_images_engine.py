@@ -12,8 +12,6 @@ import torch
 
 from slime.embedded.generate_request import RequestLimits, parse_generate
 from slime.embedded.images import ImageRequests
-from slime.embedded.scheduler import Scheduler
-from slime.embedded.sequence import Sequence
 from slime.engines.request_fields import BadRequest
 from slime.models.images import ImageReader
 from tests.support.embedded_models import make_scheduler, make_sequence, no_adapters, run
@@ -28,6 +26,7 @@ from tests.support.images import (
     save_seeing,
     with_images,
 )
+from tests.support.seeing_sequences import images_of, sequence_of
 
 PROMPTS: list[list[Any]] = [
     [[1, 2, 3, 4]],
@@ -52,26 +51,6 @@ def model(directory: Path) -> Any:
 @pytest.fixture(scope="module")
 def reader(directory: Path, model: Any) -> ImageReader:
     return ImageReader(directory)
-
-
-def images_of(
-    scheduler: Scheduler, reader: ImageReader, names: list[str], tokens: list[int]
-) -> Any:
-    vision = scheduler.cache.arch.spec.vision
-    assert vision is not None
-    data = [base64.b64encode(PICTURES[name]).decode() for name in names]
-    whole, images = ImageRequests(reader, vision, 16).read(tokens, data)
-    assert whole == tokens
-    return images
-
-
-def sequence_of(
-    scheduler: Scheduler, reader: ImageReader, pieces: list[Any], **options: Any
-) -> tuple[Sequence, Any]:
-    tokens, media = with_images(reader, pieces)
-    names = [one.reference for one in media]
-    images = images_of(scheduler, reader, names, tokens)
-    return make_sequence(tokens, images=images, **options), media
 
 
 @pytest.mark.parametrize("kind", SEEING)

@@ -31,7 +31,6 @@ from tests.support.tiny_models import save_tiny
 @pytest.mark.parametrize(
     "flags",
     [
-        {"lora_rank": 8},
         {"advantage_estimator": "ppo"},
         {"loss_type": "preference_loss"},
         {
@@ -57,6 +56,13 @@ def test_a_trained_tower_and_an_overlapped_reduction_exclude_each_other() -> Non
         freeze_vision_tower=True,
         freeze_vision_projector=True,
     )
+
+
+@pytest.mark.parametrize("flag", ["freeze_vision_tower", "freeze_vision_projector"])
+def test_adapters_freeze_what_sees_images(flag: str) -> None:
+    make_config(**IMAGES, lora_rank=8, overlap_grad_reduce=True)
+    with pytest.raises(UserError, match="has no effect with --lora-rank"):
+        make_config(**IMAGES, lora_rank=8, **{flag: True})
 
 
 @pytest.mark.parametrize(

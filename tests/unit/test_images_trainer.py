@@ -12,32 +12,12 @@ from torch import Tensor
 
 from slime.errors import UserError
 from slime.models.images import ImageReader
-from slime.samples.batch import TrainBatch
-from slime.trainer.megatron import forward
 from slime.weights.source import ModelSource
-from tests.support.images import CLOSE, IMAGES, SEEING, reference_logits, save_seeing
+from tests.support.images import CLOSE, IMAGES, SEEING, save_seeing
 from tests.support.parity import worst
-from tests.support.seeing_samples import batch_of
+from tests.support.seeing_samples import batch_of, own_log_probs, their_log_probs
 from tests.support.tiny_models import save_tiny
 from tests.support.trainers import trainer, whole_gradients
-
-
-def own_log_probs(backend: Any, batch: TrainBatch) -> list[Tensor]:
-    packed = backend._pack(batch, batch.steps[0].micro_batches)
-    scores = forward.score(backend.model_chunks, packed, temperature=1.0)
-    found: dict[int, Tensor] = {}
-    for micro_batch, score in zip(packed, scores):
-        found.update(zip(micro_batch.samples, micro_batch.split(score.log_probs)))
-    return [found[i] for i in sorted(found)]
-
-
-def their_log_probs(model: Any, reader: ImageReader, batch: TrainBatch) -> list[Tensor]:
-    found = []
-    for tokens, media, length in zip(batch.tokens, batch.media, batch.response_lengths):
-        logits = reference_logits(model, reader, tokens.tolist(), media)
-        scores = logits[-length - 1 : -1].log_softmax(-1)
-        found.append(scores.gather(1, tokens[-length:, None])[:, 0])
-    return found
 
 
 @pytest.mark.parametrize("kind", SEEING)

@@ -278,7 +278,7 @@ class MegatronBackend(TrainerProcess):
         """Read a PEFT adapter of the policy's rank and layers, which ``flag`` names, into the
         model."""
         family = table_of(self.spec)
-        tensors = fitted(read_adapter(directory), own, family, self.spec, flag=flag)
+        tensors = fitted(read_adapter(directory, family), own, family, self.spec, flag=flag)
         fill_adapters(self.model_chunks, adapter_family(family, self.spec, own), self.spec, tensors)
 
     def _load_state(self, plan: LoadPlan) -> None:
