@@ -33,6 +33,12 @@ class GpuSlot:
     memory: float | None = None
     host_memory: float = math.inf
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of a rank there, which sees its own GPU only. Ray sets it, unless
+        RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES tells it not to."""
+        return {"CUDA_VISIBLE_DEVICES": self.gpu} if self.gpu else {}
+
 
 @dataclass
 class GpuSlots:

@@ -163,7 +163,7 @@ class RankGroup:
                 len(self.nodes),
                 self._run_path,
                 self._num_threads,
-                environment,
+                environment | self._slots.places[slot].environment,
             )
             name = f"{self._actor.name}-{rank}"
             self._actors[NamedActor(name, actor.process.remote())] = actor

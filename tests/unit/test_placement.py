@@ -13,13 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.cluster import trainer_group
+from slime.cluster import rank_group, trainer_group
+from slime.cluster.placement import GpuSlot, GpuSlots
 from slime.cluster.rank_group import threads_per_process
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.cluster.trainer_group import Trainers, TrainerStart
@@ -368,3 +370,24 @@ def test_supervised_samples_can_be_looked_at_without_a_trainer(tmp_path: Path) -
         make_config(**flags, hf_checkpoint=str(make_model(tmp_path / "m")), gpu_memory_gb=80)
     )
     assert memory.fits and not memory.phases and summary(memory)
+
+
+def test_each_rank_sees_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever Ray was told about the variable; a critic's ranks are behind the policy's."""
+    started: list[dict[str, str]] = []
+
+    def start(*args: Any) -> MagicMock:
+        started.append(args[-1])
+        return MagicMock()
+
+    remote = MagicMock()
+    remote.options.return_value.remote = start
+    monkeypatch.setattr(rank_group, "ray", MagicMock(remote=lambda actor: remote))
+    monkeypatch.setattr(rank_group, "wait_for", lambda *args: [("127.0.0.1", 1)])
+    places = [GpuSlot(i, "10.0.0.1", "node", f"GPU-{i}") for i in range(4)]
+    slots = GpuSlots(MagicMock(), places, on_gpu=True)
+    group = rank_group.RankGroup(
+        trainer_group.CriticTrainerActor, make_config(), slots, [2, 3], tmp_path, 1, shares=False
+    )
+    group.begin_setup(lambda: False)
+    assert [own["CUDA_VISIBLE_DEVICES"] for own in started] == ["GPU-2", "GPU-3"]
