@@ -117,6 +117,14 @@ class AdapterLayout:
         else:
             view.copy_(tensor.float() * piece.factor)
 
+    def largest(self, views: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Return the largest absolute value of each trained tensor, from the sent ones."""
+        # one reduction for all experts of a layer: a model may have ten thousand of them
+        tops = [view.abs().flatten(-2).amax(-1).float().view(-1) for view in views.values()]
+        whole = torch.cat(tops).cpu().split([len(top) for top in tops])
+        by_name = {name: top.tolist() for name, top in zip(views, whole, strict=True)}
+        return {name: by_name[piece.name][piece.expert or 0] for name, piece in self.pieces.items()}
+
     def config_dict(self, base: str) -> dict[str, Any]:
         """Return the fields of PEFT's ``adapter_config.json`` for the sent tensors.
 

@@ -300,7 +300,6 @@ class AdapterSync(EngineSync):
         flat: torch.Tensor | None = None
         views: dict[str, torch.Tensor] = {}
         shapes: dict[str, Shape] = {}
-        largest: dict[str, torch.Tensor] = {}
         for name, tensor in tensors:
             if flat is None:
                 # on the trainer's device, for one copy to the host instead of hundreds
@@ -313,15 +312,12 @@ class AdapterSync(EngineSync):
             shapes[name] = tuple(tensor.shape)
             if name not in layout.pieces or shapes[name] != layout.trained[name]:
                 continue  # reported below, when all have come
-            tensor = tensor.detach()
-            layout.place(name, tensor, views)
-            largest[name] = tensor.abs().amax()
+            layout.place(name, tensor.detach(), views)
         check_names(shapes, layout.trained, "the trainer's adapter")
         assert flat is not None
         if flat is not host.buffer:
             host.buffer.copy_(flat)
-        values = torch.stack([value.float() for value in largest.values()]).tolist()
-        return host, dict(zip(largest, values, strict=True))
+        return host, layout.largest(views)
 
     def _make_spare(self, dtype: torch.dtype) -> None:
         entries = self.layout.entries(dtype)
