@@ -4,7 +4,6 @@ it would leave them out."""
 from __future__ import annotations
 
 from slime.config.draft import Draft
-from slime.config.estimators import FACTS
 from slime.config.flag import option_of
 from slime.errors import UserError
 
@@ -30,10 +29,6 @@ def images(draft: Draft) -> None:
             raise _refused(option_of(dest), why)
     if draft["loss_type"] == "preference_loss":
         raise _refused("--loss-type preference_loss", "images of answers are not read")
-    if FACTS[draft["advantage_estimator"]].needs_critic and draft["loss_type"] == "policy_loss":
-        raise _refused(
-            f"--advantage-estimator {draft['advantage_estimator']}", "the critic sees no images"
-        )
     for dest in _VIRTUAL:
         if draft[dest] is not None:
             raise _refused(option_of(dest), "virtual stages with a tower are not implemented")

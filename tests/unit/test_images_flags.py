@@ -31,7 +31,6 @@ from tests.support.tiny_models import save_tiny
 @pytest.mark.parametrize(
     "flags",
     [
-        {"advantage_estimator": "ppo"},
         {"loss_type": "preference_loss"},
         {
             "num_virtual_stages_per_pipeline_rank": 2,

@@ -29,7 +29,8 @@ from slime.checkpoints.trainer_state import TrainerState
 from slime.config.config import Config
 from slime.log import get_logger
 from slime.models import family_of
-from slime.models.spec import ModelSpec, check_same_model
+from slime.models.spec import ModelSpec, check_same_model, read_hf_config
+from slime.models.vision import seeing
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.loss import VALUE_LOSS, micro_batch_loss
 from slime.trainer.megatron import forward, optimizer
@@ -99,6 +100,7 @@ class Critic:
         self._pack = pack
         self._offloader: Offloader | None = None
         chunks = build_model_chunks(spec, self.config, initialise=initialise, model=ValueModel)
+        optimizer.freeze_vision(chunks, config)
         self.chunks = optimizer.wrap_data_parallel(chunks, self.config, finalize_model_grads)
         for chunk, wrapper in zip(chunks, self.chunks, strict=True):
             chunk.attach(wrapper)
@@ -126,10 +128,11 @@ class Critic:
         source = resolve_critic(self.config, plan)
         if source.kind == "hf":
             name = self.config.checkpoint.model_name
-            check_same_model(
-                self.spec, family_of(source.path, name).model_spec(source.path), source.path
-            )
-            load_hf(self.chunks, source.path, model_name=name, part="trunk")
+            theirs = read_hf_config(source.path)
+            if self.spec.vision is not None:
+                theirs = seeing(theirs)
+            check_same_model(self.spec, family_of(theirs, name).model_spec(theirs), source.path)
+            load_hf(self.chunks, source.path, theirs, model_name=name, part="trunk")
         else:
             critic = critic_in(source)
             weights = TrainerState(

@@ -71,7 +71,7 @@ def freeze(chunks: Sequence[GPTModel], config: Config) -> None:
     """
     only = config.train.only_train_params_name_list
     frozen_names = config.train.freeze_params_name_list
-    _freeze_vision(chunks, config)
+    freeze_vision(chunks, config)
     patterns = [*only, *frozen_names]
     if not patterns:
         return
@@ -90,7 +90,7 @@ def freeze(chunks: Sequence[GPTModel], config: Config) -> None:
     )
 
 
-def _freeze_vision(chunks: Sequence[GPTModel], config: Config) -> None:
+def freeze_vision(chunks: Sequence[GPTModel], config: Config) -> None:
     """Freeze the tower that sees images, or its projector, as the flags say."""
     flags = config.images
     patterns = frozen_parts(
