@@ -114,10 +114,12 @@ def written(row: dict[str, Any], key: str) -> Any:
 
 
 def label_text(label: Any) -> Any:
-    """Convert a label that is a number, boolean, decimal, date or time to text. JSON numbers keep
-    their text and decimals their scale; floats of columnar files become the shortest text of the
-    same float; booleans are spelled as in JSON. NaN, a missing value in columnar files, becomes
-    None. Text and None stay, and so do lists and dicts, except for decimals and dates in them.
+    """Convert a label that is a number, boolean, decimal, date or time to text.
+
+    JSON numbers keep their text and decimals their scale; floats of columnar files become the
+    shortest text of the same float; booleans are spelled as in JSON. NaN, a missing value in
+    columnar files, becomes None. Text and None stay, and so do lists and dicts, except for decimals
+    and dates in them.
 
     Example:
         >>> tuple(map(label_text, (22, True, 0.5, Decimal("5.10"), [1, 2])))

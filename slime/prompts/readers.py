@@ -547,9 +547,10 @@ def _csv_offsets(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _is_regular(
     content: np.ndarray, quotes: np.ndarray, returns: np.ndarray, delimiter: bytes
 ) -> bool:
-    """Whether exactly the line breaks with an even number of quotes before them end a record. This
-    holds if quotes occur only around fields and doubled within them; ``csv`` accepts other quotes
-    too.
+    """Whether exactly the line breaks with an even number of quotes before them end a record.
+
+    This holds if quotes occur only around fields and doubled within them; ``csv`` accepts other
+    quotes too.
     """
     if len(quotes) % 2:
         return False

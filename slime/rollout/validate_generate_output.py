@@ -140,8 +140,9 @@ def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:
 
 
 def tell_of_text_alone(samples: Sequence[Sample], origin: str, state: GenerateState) -> None:
-    """Warn once if answers that came as text only are trained without an end token. None is added,
-    because text does not tell which end token the model sampled, if any.
+    """Warn once if answers that came as text only are trained without an end token.
+
+    None is added, because text does not tell which end token the model sampled, if any.
     """
     params = state.sampling_params
     stop = params.get("stop") or ()

@@ -94,7 +94,9 @@ class Watchdog:
 
     def give_up_hung(self, groups: Iterable[GroupRun], seconds: float) -> int:
         """Fail the trajectories that hang in user code after ``seconds`` without progress; return
-        their number. A trajectory with a request in flight waits for an engine, and does not hang.
+        their number.
+
+        A trajectory with a request in flight waits for an engine, and does not hang.
         """
         asked = [request.name for request in self._client.in_flight.values()]
         hung = [

@@ -1,4 +1,5 @@
 """The fields of a `Sample`: what each must hold, and which are frozen once the sample is generated.
+
 All checks of user functions read the table `FIELDS`: `Sample.validate` (types and lengths),
 `number_problem` (single token ids and log-probs) and `slime.samples.frozen_fields` (functions that
 get a finished sample).
@@ -155,8 +156,9 @@ FROZEN = tuple(name for name, field in FIELDS.items() if field.is_frozen)
 
 
 def kind_problem(sample: Any) -> tuple[str, str] | None:
-    """The first field with an invalid value, and the fix; None if all are valid. In per-token
-    fields, arrays, tensors and tuples become lists; NumPy integers become Python's.
+    """The first field with an invalid value, and the fix; None if all are valid.
+
+    In per-token fields, arrays, tensors and tuples become lists; NumPy integers become Python's.
     """
     for name in ("tokens", *PER_TOKEN):
         setattr(sample, name, as_list(getattr(sample, name)))

@@ -97,8 +97,9 @@ def grade_f1(response: str, label: Any) -> float:
 
 
 def f1_of_words(response: str, label: Any) -> tuple[float, float, float]:
-    """F1, precision and recall of the words of ``response``. A label that normalisation empties
-    ("A", "<") is compared as it is, except for case.
+    """F1, precision and recall of the words of ``response``.
+
+    A label that normalisation empties ("A", "<") is compared as it is, except for case.
     """
     wanted = normalise_answer(str(label)).split()
     if not wanted:
