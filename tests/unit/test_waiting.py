@@ -77,7 +77,7 @@ def test_who_is_stopped_is_named_at_a_deadline(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(DeadlinePassed) as failed:
         wait_for({worker("rollout"): NEVER}, "connecting to the router", 0.0)  # type: ignore[dict-item]
     assert (
-        failed.value.why == "pid 4800 (sglang::router) is stopped (SIGSTOP), and so answers nobody"
+        failed.value.why == "pid 4800 (sglang::router) is stopped (SIGSTOP) and does not answer"
     )
 
 
