@@ -243,7 +243,7 @@ class AdapterSync(EngineSync):
             f"{self.config.checkpoint.hf_checkpoint} stands for: {', '.join(unlike[:4])}",
             why="the trainer has quantised those of --ref-load as slime convert does. The "
             "quantised model was made from other weights, or in another way (calibrated)",
-            fix="omit --ref-load: the trainer then takes the base from --hf-checkpoint",
+            fix="leave --ref-load out: the trainer then takes the base from --hf-checkpoint",
         )
 
     def _push(self, tensors: NamedTensors, version: int, has_learned: bool) -> Receipt:
