@@ -1,14 +1,13 @@
-"""Which versions of the policy's adapter engines hold, and which one requests name.
+"""Versions of the policy's adapter: which ones engines hold, and which one requests name.
 
     push 7    load policy-7 into every engine (`slime.weights.adapter_sync`), check the canary
-    switch    new requests name policy-7; those under way end with policy-6, or are cut and go on
-              with policy-7 (--update-weights-in-flight)
+    switch    new requests name policy-7; running ones end with policy-6, or are aborted and
+              continue with policy-7 (--update-weights-in-flight)
     push 8    first unload policy-6 …
 
-So two versions are resident, that of requests and the one before, and an engine that was started
-again has the newest before requests come to it. SGLang unloads an adapter only when its last
-request has ended, and takes no other one meanwhile: an adapter that requests still use is left for
-a later push.
+So two versions are resident: the one that requests name and its predecessor. A restarted engine has
+the newest version before it gets requests. SGLang unloads an adapter only after its last request,
+and loads no other one meanwhile. So an adapter in use is unloaded at a later push.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class AdapterVersions:
     """Switches requests to a new version, and unloads old ones.
 
     Args:
-        use: has requests name a version; with ``cut`` those for older ones are aborted.
-        in_use: returns the names of the adapters that requests under way have asked for.
-        cuts: requests under way go on with the new version at once.
+        use: makes requests name a version; with ``cut``, requests for older versions are aborted.
+        in_use: returns the names of the adapters that running requests use.
+        cuts: running requests continue with the new version at once.
     """
 
     def __init__(
@@ -39,16 +38,16 @@ class AdapterVersions:
         self._use = use
         self._in_use = in_use
         self._cuts = cuts
-        self._resident: list[int] = []  # oldest first; the last one is that of new requests
+        self._resident: list[int] = []  # oldest first; new requests use the last one
 
     def switch(self, version: int) -> None:
-        """Have requests name this version, which every engine has."""
+        """Make requests name this version, which every engine holds."""
         if version not in self._resident:
             self._resident.append(version)
         self._use(version, self._cuts)
 
     def unload_old(self, fleet: EngineFleet) -> None:
-        """Unload every version but the newest that no request uses; call it before a push."""
+        """Unload all versions except the newest and those in use; call it before a push."""
         old = self._resident[:-1]
         if not old:
             return
@@ -61,7 +60,7 @@ class AdapterVersions:
             bodies = {url: {"lora_name": name} for url in fleet.urls}
             answers = fleet.post_to(UNLOAD_ADAPTER, bodies, deadlines.ADAPTER_UNLOAD)
             for url, answer in answers.items():
-                # one that was started since then does not have it
+                # status 400: the engine was restarted and never had this adapter
                 if isinstance(answer, EngineError) and answer.status != 400:
                     logger.warning("%s could not be unloaded from %s: %s", name, url, answer)
             self._resident.remove(version)

@@ -1,13 +1,13 @@
-"""Commands to a running run: small files in its folder, so that only a user who may write there can
-give them.
+"""Commands to a running run, as small files in its folder: only users who may write there can give
+them.
 
     <run>/engines/<id>.order.json    {"verb": "add", "url": "10.0.0.7:30000"}, written by
                                      `slime engines`
     <run>/engines/<id>.answer.json   {"said": …}, {"refused": …}, …, written by the driver, which
                                      removes the command; its reader removes the answer
 
-No port is opened for this. The driver polls while it waits for something else, and usually only
-checks when the folder was last changed. Imports no Ray.
+No port is opened for this. The driver polls during its other waits, and usually only reads the
+folder's modification time. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class CommandInbox:
         self._seen: int | None = None
         self._answered: set[str] = set()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self.close()  # removes what an earlier launch left
+        self.close()  # removes files of an earlier launch
 
     def take(self) -> list[EngineCommand]:
         """Return the commands that are not answered yet. Unreadable files raise nothing."""
@@ -91,7 +91,7 @@ class CommandInbox:
             write_atomically(self._folder / f"{command.id}.answer.json", orjson.dumps(words))
             (self._folder / f"{command.id}.order.json").unlink(missing_ok=True)
         except OSError as error:  # a full disk must not end the run
-            logger.warning("an order could not be answered: %s", error)
+            logger.warning("a command could not be answered: %s", error)
 
     def close(self) -> None:
         """Remove all commands and answers."""
@@ -111,7 +111,7 @@ class CommandInbox:
                 if stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST
                 else {}
             )
-        except OSError:  # withdrawn, or not readable
+        except OSError:  # withdrawn or unreadable
             return None
         return EngineCommand(found.group(1), str(words.get("verb", "")), str(words.get("url", "")))
 
@@ -141,7 +141,7 @@ def send_command(
     if not folder.is_dir():
         raise UserError(
             f"{run} has no engines",
-            why=f"there is no {folder}: it generates nothing, or comes up only now",
+            why=f"there is no {folder}: the run generates nothing, or is still starting",
         )
     try:
         write_atomically(asked, orjson.dumps({"verb": verb, "url": url}))
@@ -157,11 +157,11 @@ def send_command(
             _check_runs(run)
             if time.monotonic() > end:
                 raise RunFailed(
-                    f"the run {run} gave no answer within {seconds:.0f} s, and the order was "
-                    "taken back",
-                    why="nobody joins or leaves during a weight push, and a driver that hangs "
-                    "hears nothing",
-                    fix=f"try again; {run}/logs/driver.log says what it is at",
+                    f"the run {run} gave no answer within {seconds:.0f} s, and the command was "
+                    "withdrawn",
+                    why="engines do not join or leave during a weight push, and a hanging driver "
+                    "reads no commands",
+                    fix=f"try again; {run}/logs/driver.log tells what it does",
                 )
             time.sleep(poll)
         words = read_object(answered)

@@ -42,7 +42,7 @@ class ServerExit(NamedTuple):
     Attributes:
         how: for messages: "was killed (SIGKILL)".
         log_tail: the last lines of its log.
-        exception: the line of its log with the exception that it died of; "" if there is none.
+        exception: the log line of the exception that ended it; "" if there is none.
     """
 
     how: str
@@ -57,10 +57,10 @@ class ServerExit(NamedTuple):
 
 
 class EngineActor:
-    """Owns one engine server process, or the router. The process dies with this actor.
+    """Owns the process of one engine server or router. The process dies with this actor.
 
     Args:
-        run_keys: API keys; the server asks for the run's own, also after a restart.
+        run_keys: API keys; the server requires the run's own, also after a restart.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class EngineActor:
         """Start the engine server; returns its base URL once it answers.
 
         Args:
-            dist_init_addr: where the nodes of an engine meet that has several.
+            dist_init_addr: rendezvous address of a multi-node engine.
         Raises:
-            UserError: it did not come up; carries its last log lines.
+            UserError: the server did not start; includes its last log lines.
         """
         from slime.engines.kinds import engine_of
         from slime.engines.launch import LaunchSpec
@@ -262,18 +262,18 @@ class EngineActor:
 
 
 class EngineHandle:
-    """The driver's handle of an `EngineActor`; all methods but `end` return refs to the answers.
+    """The driver's handle of an `EngineActor`; all methods except `end` return refs to the answers.
 
-    The actor answers, not the server process: at once, except during a start.
+    The actor, not the server process, answers: at once, except during a start.
 
     Args:
         options: Ray options with slot and share.
         hosts: hosts of the run's other servers.
-        run_keys: API keys; its server asks for the run's own.
+        run_keys: API keys; its server requires the run's own.
         part: None for a router.
 
     Attributes:
-        worker: the actor in messages and waits.
+        worker: names the actor in messages and waits.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ def raise_server_exit(
     """End the run because a server has ended.
 
     Args:
-        what: what was being done with it ("taking memory back").
+        what: the operation in progress ("taking memory back").
     Raises:
         RunFailed: always.
     """

@@ -1,11 +1,11 @@
-"""Checks by HTTP whether an engine that was started outside the run fits it. Imports no Ray.
+"""Check over HTTP whether an external engine fits the run. Imports no Ray.
 
-    GET  /model_info    the model: architecture, and its directory where this host sees it
-    GET  /server_info   kind of engine, dtype, context, what it was started with
+    GET  /model_info    the model: architecture, and its directory if this host sees it
+    GET  /server_info   kind of engine, dtype, context, start options
     POST /tokenize      a line of text, which must give the tokens of --hf-checkpoint
 
-The push that follows and its canary prove that the weights have the right shapes and that the
-engine computes what the trainer computes.
+The following push and its canary prove that the weights have the right shapes and that the engine
+computes the trainer's log-probs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def fetch_engine_info(url: str) -> EngineInfo:
     """Ask an engine about itself.
 
     Raises:
-        UserError: nothing answers there, or something that is no engine.
+        UserError: nothing answers there, or something other than an engine.
     """
 
     async def questions() -> EngineInfo:
@@ -69,7 +69,7 @@ def fetch_engine_info(url: str) -> EngineInfo:
                 answer = await engine.post(
                     "/tokenize", {"prompt": _LINE, "add_special_tokens": False}
                 )
-            except EngineError:  # one without a tokenizer, or of a version without the route
+            except EngineError:  # the engine has no tokenizer, or its version lacks the route
                 answer = {}
             return EngineInfo(model, server, answer.get("tokens"))
 
@@ -78,7 +78,7 @@ def fetch_engine_info(url: str) -> EngineInfo:
     except EngineError as error:
         if error.status == 401:
             raise UserError(
-                f"the engine at {url} asks for another key",
+                f"the engine at {url} requires another key",
                 why=error.what,
                 fix=f"begin the run with {VARIABLE} set to the key that the engine was started "
                 "with",
@@ -92,7 +92,7 @@ def fetch_engine_info(url: str) -> EngineInfo:
         ) from error
     if info.model.get("is_generation") is not True or not info.server.get("dtype"):
         raise UserError(
-            f"what answers at {url} is no engine that generates",
+            f"the server at {url} is not a generating engine",
             why=f"its /model_info is {dict(info.model)!r:.300}",
             fix="name the engine itself, not a router",
         )
@@ -106,13 +106,13 @@ def check_fit(
     other: tuple[str, EngineInfo] | None,
     warn: Callable[[str], None],
 ) -> None:
-    """Refuse an engine that does not fit the run.
+    """Check that an engine fits the run.
 
     Args:
         other: URL and info of an engine of the run; None if there is none yet.
-        warn: called with what may be a mistake.
+        warn: called with warnings about possible mistakes.
     Raises:
-        UserError: names the address and what does not fit.
+        UserError: names the address and the mismatch.
     """
     _check_model(config, url, info.model)
     _check_tokens(config, url, info.tokens)
@@ -123,7 +123,7 @@ def check_fit(
             warn(
                 f"{url} was started with the same random_seed as {other[0]}: samples of one "
                 "prompt that are spread over"
-                " both may come out alike; another --random-seed helps"
+                " both may be identical; another --random-seed helps"
             )
 
 
@@ -140,7 +140,7 @@ def _check_model(config: Config, url: str, info: Mapping[str, Any]) -> None:
             )
     folder = Path(str(info.get("model_path")))
     if not (folder / "config.json").is_file():
-        return  # on another host; the push will tell
+        return  # on another host: the push checks it
     own, its = (
         family_of(path, flags.model_name).model_spec(path) for path in (flags.hf_checkpoint, folder)
     )
@@ -163,7 +163,7 @@ def _check_tokens(config: Config, url: str, tokens: list[int] | None) -> None:
     if tokens != own:
         raise UserError(
             f"the engine at {url} has another tokenizer than --hf-checkpoint",
-            why=f"it makes {tokens[:12]}… of a line of which {own[:12]}… are made here",
+            why=f"it encodes a line as {tokens[:12]}…, and the run as {own[:12]}…",
             fix="start it with the tokenizer of this run",
         )
 
@@ -192,7 +192,7 @@ def _check_server(config: Config, url: str, engine: EngineInfo) -> None:
         (
             engine.abilities.check == "slices"
             and WEIGHT_PROBE not in (info.get("custom_weight_loader") or ()),
-            "nobody could see which weights it holds",
+            "the run could not check which weights it holds",
             f"start it where slime is installed, with --custom-weight-loader {WEIGHT_PROBE} "
             f"{WEIGHT_LOADER}",
         ),
@@ -221,7 +221,7 @@ def _check_server(config: Config, url: str, engine: EngineInfo) -> None:
 
 
 def _sees_in_hybrids(config: Config) -> bool:
-    """Tell whether the run reads images with a model that has gated delta nets."""
+    """Whether the run reads images with a model that has gated delta nets."""
     path = config.checkpoint.hf_checkpoint
     if not config.images.multimodal_keys or path is None:
         return False

@@ -9,8 +9,8 @@
     (external engine) ── joined ──► STARTED      SERVING, REJOINING or STARTED ── left ──► (removed)
 
     SERVING    gets requests, weight pushes and memory calls
-    REJOINING  runs again, gets weight pushes and memory calls, but no requests until it is admitted
-    STARTED    runs again, and nothing talks to it yet
+    REJOINING  runs again, gets weight pushes and memory calls, but no requests yet
+    STARTED    runs again, and gets no calls yet
 
 An external engine (`slime.cluster.external_engines`) enters as STARTED, is never asked for memory,
 and is removed when it dies. ``released`` records which memory an engine has given up, because
@@ -55,7 +55,7 @@ class EngineEntry:
             the router's command line.
         is_external: it was started outside the run; the name of its only part is its URL.
         ranks: processes that hold weights, for an external engine; others have one per slot.
-        urls: base URLs of the parts' servers while it runs.
+        urls: base URLs of the parts' servers; () while it does not run.
         released: tags of the memory that it has given up.
         paused: it takes no requests until generation is continued.
         deaths: number of deaths since the last completed rollout.
@@ -123,7 +123,7 @@ class EngineTable:
 
     @property
     def policy(self) -> list[EngineEntry]:
-        """Running engines of the trained model, which weight pushes go to."""
+        """Running engines of the trained model, which get weight pushes."""
         return [engine for engine in self.engines.values() if engine.is_policy and engine.runs]
 
     @property
@@ -149,7 +149,8 @@ class EngineTable:
         return next((engine for engine in self.engines.values() if part in engine.parts), None)
 
     def is_current_server(self, part: str, url: str) -> bool:
-        """Return whether ``url`` is the part's present server: news of a former one may be late."""
+        """Return whether ``url`` is the part's current server: reports about a former one may be
+        late."""
         engine = self.find(part)
         return engine is not None and engine.runs and engine.urls[engine.parts.index(part)] == url
 
@@ -213,7 +214,7 @@ class EngineTable:
             engine.state = State.REJOINING
 
     def mark_admitted(self, number: int) -> float:
-        """Note that an engine gets requests again; return the seconds since it died or joined."""
+        """Record that an engine gets requests again; return the seconds since it died or joined."""
         engine = self._expect_state(number, State.REJOINING)
         engine.state = State.SERVING
         seconds = self._clock() - engine.since
@@ -226,7 +227,8 @@ class EngineTable:
             engine.deaths = 0
 
     def pop_seconds_away(self) -> list[float]:
-        """Return how long each restarted engine was away that was admitted since the last call."""
+        """Return how long each restarted engine was away, for those admitted since the last
+        call."""
         seconds = self._seconds_away
         self._seconds_away = []
         return seconds
@@ -264,7 +266,7 @@ class EngineTable:
         engine.released -= set(tags)
 
     def mark_paused(self, urls: Iterable[str]) -> None:
-        """Note engines that were asked to pause, whether or not they did."""
+        """Record engines that were asked to pause, whether or not they did."""
         for url in urls:
             self._running_at(url).paused = True
 

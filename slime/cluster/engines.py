@@ -4,10 +4,10 @@
 GPU memory, and `slime.cluster.routers` owns the routers in front of them.
 
 With --use-fault-tolerance an engine that dies, or does not answer for
---rollout-health-check-timeout, is removed from the router and started again while the others go on.
-It comes back with the next weight push, between two rollouts. Only if no engine is left does the
-run wait for it, if need be in the middle of a rollout, which a push then does not interrupt.
-Without the flag, and for engines that cannot be restarted, a death ends the run.
+--rollout-health-check-timeout, is removed from the router and restarted while the others continue.
+It returns with the next weight push, between two rollouts. Only if no engine is left does the run
+wait for it, even within a rollout, which a push then does not interrupt. Without the flag, and for
+engines that cannot be restarted, a death ends the run.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ _COLOCATED_SHARE = 0.2
 class EngineHostMemory:
     """Host memory of the run's engine servers, as a metric.
 
-    Each server is asked at one step and its answer is read at the next, so that nothing waits. A
-    server that hangs or died is skipped.
+    Each server is asked at one step and its answer is read at the next, so nothing waits. A server
+    that hangs or died is skipped.
     """
 
     def __init__(self, handles: Collection[EngineHandle]) -> None:
@@ -95,7 +95,7 @@ class EngineHostMemory:
 
 
 class Engines:
-    """All engines of a run, and a router in front of those of each model.
+    """All engines of a run, and one router per model.
 
     Args:
         start_seconds: deadline of one engine's start.
@@ -107,8 +107,8 @@ class Engines:
             leave.
         keys: API keys of engines and routers, new for each launch.
         nodes: nodes on which the policy's engines run.
-        restarts_immediately: start a dead engine as soon as its death is known. False while the
-            trainer has the GPUs that it shares with engines; `restart_dead` is called later.
+        restarts_immediately: restart a dead engine as soon as its death is known. False while the
+            trainer uses the GPUs that it shares with engines; then `restart_dead` is called later.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Engines:
         self.external = ExternalEngines(
             config, self.table, self, CommandInbox(run_path), shares_gpus=turns
         )
-        self._stopped = set[str]()  # parts of the run's own engines that left it
+        self._stopped = set[str]()  # parts of own engines that left the run
         self._memory = EngineHostMemory(self._handles.values())
         self._tolerant = config.fault_tolerance.use_fault_tolerance
         self.restarts_immediately = True
@@ -226,7 +226,7 @@ class Engines:
         return self._fleets.of([engine.url for engine in engines])
 
     def drop_fleets(self) -> None:
-        """Close connections to engines that do not run any more."""
+        """Close connections to engines that no longer run."""
         self._fleets.keep(self.table.groups)
 
     # -- death -------------------------------------------------------------------------------------
@@ -240,7 +240,8 @@ class Engines:
         """Restart a server that ended; do nothing if ``server_exit`` is None.
 
         Args:
-            what: what was being done with it, for the message.
+            what: the operation in progress, for the message.
+
         Raises:
             RunFailed: it is not restarted, because --use-fault-tolerance is off, because the engine
                 serves another model or is one of a pair, or because it died too often.
@@ -311,14 +312,14 @@ class Engines:
         try:
             self.routers.take_out(url)
         except EngineError as error:
-            # requests that the router still sends there fail, and are sent again
+            # requests that the router still sends there fail and are retried
             logger.warning("%s is still behind the router: %s", engine.name, error)
         server_exit: ServerExit = wait_for(
             killed, "ending a dead engine", deadlines.ENGINES_ACTOR_CALL
         )[0]
         if engine.died_too_often:
             all_deaths = (
-                f"died {engine.deaths} times without a completed rollout between; the last time "
+                f"died {engine.deaths} times without a completed rollout in between; the last time "
                 f"it {how}"
             )
             raise_server_exit(
@@ -327,7 +328,7 @@ class Engines:
                 engine_of(self.config).remedies(server_exit.exception),
             )
         logger.warning(
-            "%s %s; it is started again; engines that go on meanwhile: %d",
+            "%s %s; it is restarted; engines that continue meanwhile: %d",
             with_pid(engine.name, server_exit.pid),
             how,
             len(self.table.policy),
@@ -336,7 +337,7 @@ class Engines:
             self.restart_dead()
 
     def stop_engine(self, engine: EngineEntry) -> None:
-        """End one of the run's own engines for good; this does not count as a death."""
+        """Stop one of the run's own engines permanently; this does not count as a death."""
         self._stopped.update(engine.parts)
         handles = [self._handles[part] for part in engine.parts]
         wait_for(
@@ -386,7 +387,7 @@ class Engines:
             time.sleep(deadlines.ENGINES_POLL)
 
     def retry_without_dead(self, work: Callable[[], T], what: str) -> T:
-        """Call ``work``, and repeat it each time that an engine died during the call.
+        """Call ``work``, and repeat it as long as engines die during the call.
 
         Args:
             what: what ``work`` does, for messages.
@@ -464,7 +465,7 @@ class Engines:
     # -- restart: restart_dead ─► rejoin ─► (push) ─► admit ----------------------------------------
 
     def restart_dead(self) -> None:
-        """Begin to start all dead engines, on their slots and with new ports."""
+        """Begin to restart all dead engines, on their slots and with new ports."""
         parts = parts_by_number(self._parts)
         for engine in self.table.in_state(State.DOWN):
             self.table.mark_started_again(engine.number, self._start_parts(parts[engine.number]))
@@ -495,7 +496,7 @@ class Engines:
                 self.restart_dead()
 
     def wait_for_restarts(self, *, for_all: bool) -> None:
-        """Wait until all starts under way have ended, or until the first engine is up.
+        """Wait until all running starts have ended, or until the first engine is up.
 
         Raises as `poll`, and DeadlinePassed and StopRequested.
         """

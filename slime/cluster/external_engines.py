@@ -6,7 +6,7 @@
                                      continue elsewhere ─► forgotten; the run stops its own server
 
 The run never starts, restarts or stops an external engine, and never asks it to release memory. Its
-liveness is probed over HTTP. No engine joins or leaves during a weight push, which needs all of
+liveness is probed over HTTP. No engine joins or leaves during a weight push, which involves all of
 them.
 """
 
@@ -262,7 +262,7 @@ class ExternalEngines:
             if isinstance(error, ActorLost) and error.names:
                 raise  # lost trainers explain the failure
             newcomers = [engine for engine in self._external() if engine.state is State.REJOINING]
-            if self._table.num_lost == lost:  # else a death explains the failure
+            if self._table.num_lost == lost:  # otherwise a death explains the failure
                 for engine in newcomers:
                     self.drop(engine, f"did not get its first weights: {error.what}")
             raise
@@ -275,10 +275,10 @@ class ExternalEngines:
     # -- joining -----------------------------------------------------------------------------------
 
     def add(self, address: str) -> str:
-        """Let an engine join; return what to tell the user.
+        """Let an engine join; return the text for the user.
 
         Raises:
-            UserError: it belongs to the run already, or does not fit it.
+            UserError: the engine already belongs to the run, or does not fit it.
         """
         url = engine_url(address, f"{_COMMAND} add")
         for engine in self._table.engines.values():
@@ -313,8 +313,8 @@ class ExternalEngines:
                 why="engines then release their GPU memory for the trainer, which an external "
                 "engine is never asked to do; and only the run's own engines can open handles to "
                 "weights on a GPU",
-                fix="pass --no-colocate, and --rollout-num-gpus if the run shall also have engines "
-                "of its own",
+                fix="pass --no-colocate, and --rollout-num-gpus if the run should also start "
+                "engines",
             )
         if not self._engines.answers_alone:
             raise UserError(
@@ -337,7 +337,7 @@ class ExternalEngines:
     # -- leaving -----------------------------------------------------------------------------------
 
     def remove(self, wanted: str) -> str:
-        """Let an engine leave; return what to tell the user.
+        """Let an engine leave; return the text for the user.
 
         Args:
             wanted: its address, or its name ("engine-1").
@@ -350,7 +350,7 @@ class ExternalEngines:
         if not (engine.is_external or engine.can_restart):
             raise UserError(
                 f"{name} cannot leave",
-                why="it serves another model, or is one half of a pair: others rely on it",
+                why="it serves another model, or is half of a pair: others depend on it",
             )
         if [one for one in self._table.in_state(State.SERVING) if one.is_policy] == [engine]:
             raise UserError(
@@ -375,9 +375,7 @@ class ExternalEngines:
             "%s has left (%s remove); engines left: %d", name, _COMMAND, len(self._table.policy)
         )
         done = f"{name} has left" + ("" if engine.is_external else ", and its server was stopped")
-        return (
-            done if drained else f"{done}; if it has lost some of its requests, they are sent again"
-        )
+        return done if drained else f"{done}; requests that it may have lost are sent again"
 
     def _find(self, wanted: str) -> EngineEntry:
         named = next(
@@ -403,7 +401,7 @@ class ExternalEngines:
         try:
             self._engines.routers.take_out(url)
         except EngineError as error:
-            # requests that the router still sends there may fail; they are sent again
+            # requests that the router still sends there may fail and are retried
             logger.warning("%s is still behind the router: %s", url, error)
             return False
         return True
@@ -439,10 +437,11 @@ class ExternalEngines:
     # -- death -------------------------------------------------------------------------------------
 
     def drop(self, engine: EngineEntry, how: str, what: str = "") -> None:
-        """Forget an engine that does not answer any more or was refused.
+        """Remove an engine that no longer answers or was refused.
 
         Args:
-            what: what was being done with it, for the message.
+            what: the operation in progress, for the message.
+
         Raises:
             RunFailed: it had requests and --use-fault-tolerance is off, or no other engine is left.
         """
@@ -464,7 +463,7 @@ class ExternalEngines:
             raise RunFailed(
                 said,
                 why="it was the last engine",
-                fix="use more than one engine, or engines of the run's own",
+                fix="use more than one engine, or also engines that the run starts",
             )
         logger.warning(
             "%s; it is removed from the run, engines left: %d; %s add lets it join again",
@@ -475,7 +474,7 @@ class ExternalEngines:
 
     def _drop_gone(self, urls: Sequence[str], what: str = "") -> None:
         for engine in [engine for engine in self._external() if engine.urls and engine.url in urls]:
-            self.drop(engine, "does not answer any more: it refuses connections", what)
+            self.drop(engine, "no longer answers: it refuses connections", what)
 
     # -- commands ----------------------------------------------------------------------------------
 
@@ -494,7 +493,7 @@ class ExternalEngines:
         except UserError as error:
             logger.warning("%s %s %s: %s", _COMMAND, command.verb, command.url, error)
             return {"refused": {"what": error.what, "why": error.why, "fix": error.fix}}
-        except (OSError, ValueError, EngineError) as error:  # odd answers of a foreign server
+        except (OSError, ValueError, EngineError) as error:  # a malformed answer of the engine
             logger.warning("%s %s %s failed", _COMMAND, command.verb, command.url, exc_info=True)
             return {
                 "refused": {

@@ -1,4 +1,4 @@
-"""Ownership of the GPU memory that trainer and engines share (--colocate with --offload-…).
+"""The owner of the GPU memory that trainer and engines share (--colocate with --offload-…).
 
     launch     engines start ─► engines release all ─► trainer starts
     push       trainer frees all but its weights ─► engines take memory for weights ─► push
@@ -9,9 +9,9 @@
     no engine  trainer frees all ─► dead engines start and release all ─► trainer takes its memory
                back
 
-Neither side takes memory before the other has released what it can do without. So the peak is the
-largest of the trainer alone, the engines alone, and both copies of the weights plus one or two
-buckets.
+Neither side takes memory before the other has released everything that it does not need. So the
+peak is the maximum of: the trainer alone, the engines alone, and both copies of the weights plus
+one or two buckets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 
 
 class MemoryHolder(Enum):
-    """The side that has the GPUs' memory."""
+    """The side that holds the GPUs' memory."""
 
     NOBODY = "nobody"  # or unknown: before the first hand-over, and after one that failed
     TRAINER = "trainer"
@@ -49,21 +49,21 @@ class MemoryHolder(Enum):
 class GpuMemoryOwner:
     """Moves GPU memory between trainer and engines.
 
-    Each method does nothing if the memory is already there. It can be repeated after it failed
-    because an engine died, whether or not the other engines had done their part.
+    Each method does nothing if the memory is already there. It can be repeated after the death of
+    an engine made it fail, even if other engines had already moved their memory.
 
     Args:
-        release, resume: have all engines release or take back the tagged memory; an engine that has
-            done so already is not asked.
-        sleep, wake: have the trainer release its memory (true: all but its weights) or take it
+        release, resume: make all engines release or take back the tagged memory; engines that have
+            already done so are skipped.
+        sleep, wake: make the trainer release its memory (true: all except its weights) or take it
             back; both return metrics.
         offload_train, offload_rollout: which sides release memory; without either, no method does
             anything.
         offload_weights: the engines release their weights, too.
 
     Attributes:
-        is_shared: one of the sides releases memory for the other.
-        holder: the side that has the memory now.
+        is_shared: at least one side releases memory for the other.
+        holder: the side that holds the memory now.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class GpuMemoryOwner:
         self._metrics: dict[str, float] = {}
 
     def release_for_launch(self) -> None:
-        """Have the engines release all memory for a trainer that is not set up yet."""
+        """Make the engines release all memory, before the trainer is set up."""
         self._release()
         self.holder = MemoryHolder.TRAINER
 
@@ -103,7 +103,7 @@ class GpuMemoryOwner:
         self.holder = MemoryHolder.TRAINER
 
     def onload_weights(self) -> None:
-        """Leave both sides with their weights and nothing else, for a push."""
+        """Leave both sides with only their weights, for a push."""
         if not self.is_shared or self.holder is MemoryHolder.PUSH:
             return
         assert self.holder is not MemoryHolder.ENGINES, (
@@ -115,10 +115,10 @@ class GpuMemoryOwner:
         self.holder = MemoryHolder.PUSH
 
     def onload_engines(self) -> bool:
-        """Release all trainer memory, then give the engines what they lack.
+        """Release all trainer memory, then give the engines the memory that they lack.
 
         Returns:
-            Whether the engines lacked something.
+            Whether the engines lacked memory.
         """
         if self.holder is MemoryHolder.ENGINES:
             return False
@@ -135,11 +135,11 @@ class GpuMemoryOwner:
         Afterwards the trainer has the memory.
         """
         self._release()
-        if self.holder is not MemoryHolder.ENGINES:  # else the trainer sleeps already
+        if self.holder is not MemoryHolder.ENGINES:  # otherwise the trainer already sleeps
             self._sleep(keep_weights=False)
         self.holder = MemoryHolder.NOBODY
         yield
-        self._release()  # that of the engines that have just started
+        self._release()  # memory of the engines that have just started
         self._wake()
         self.holder = MemoryHolder.TRAINER
 
@@ -181,12 +181,12 @@ class GpuMemoryOwner:
 
 
 class EngineMemory:
-    """Has engines release memory and take it back.
+    """Makes engines release memory and take it back.
 
-    Both methods ask an engine only for what it has not done yet. They raise `RunFailed` if one
-    died, refused or did not answer; the table records what the others have done by then.
+    Both methods skip what an engine has already done. They raise `RunFailed` if an engine died,
+    refused or did not answer; the table records what the others have done until then.
 
-    Engines of other models take part in no push: they move all their memory at once, with the
+    Engines of other models get no pushes: they move all their memory at once, together with the
     policy's caches.
 
     Args:
@@ -205,7 +205,7 @@ class EngineMemory:
         self._explain_failures = explain_failures
 
     def release(self, tags: Sequence[str]) -> None:
-        """Have every engine finish its last requests, then release the tagged memory."""
+        """Make every engine finish its last requests, then release the tagged memory."""
         path = "/release_memory_occupation"
         table = self._table
         with self._explain_failures("giving memory up"):
@@ -217,7 +217,7 @@ class EngineMemory:
                 self._move(path, table.others, todo, table.mark_released)
 
     def resume(self, tags: Sequence[str]) -> None:
-        """Have every engine take back the tagged memory, and continue generation where paused."""
+        """Make every engine take back the tagged memory, and continue paused generation."""
         path = "/resume_memory_occupation"
         table = self._table
         with self._explain_failures("taking memory back"):

@@ -1,6 +1,7 @@
-"""The waits of this process: for whom, since when, and when it last made progress.
+"""The current waits of this process: for which actors, since when, and the time of the last
+progress.
 
-The driver has one thread that waits; waits are nested. Other threads only read this.
+One thread of the driver waits, and waits may nest. Other threads only read this.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _interrupt: BaseException | None = None
 
 
 def note_progress() -> None:
-    """Note an answer, or another sign of progress."""
+    """Record an answer, or another sign of progress."""
     global _last_progress
     _last_progress = time.monotonic()
 
@@ -43,18 +44,18 @@ def last_progress() -> float:
 
 
 def interrupt_with(error: BaseException | None) -> None:
-    """Have the next `raise_interrupt` raise ``error``, once; None takes an earlier one back."""
+    """Make the next `raise_interrupt` raise ``error``, once; None cancels an earlier one."""
     global _interrupt
     _interrupt = error
 
 
 def is_interrupt_pending() -> bool:
-    """Return whether an interrupt was given and not raised yet."""
+    """Return whether an interrupt is set and not raised yet."""
     return _interrupt is not None
 
 
 def raise_interrupt() -> None:
-    """Raise what `interrupt_with` was given. Call this repeatedly while waiting."""
+    """Raise the error given to `interrupt_with`. Call this repeatedly while waiting."""
     global _interrupt
     error = _interrupt
     _interrupt = None

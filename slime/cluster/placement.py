@@ -90,7 +90,7 @@ class EnginePart:
         model: the model that it serves.
         slot: the first of its slots, where the actor that owns the server process runs.
         slots: all its slots, in the order of the engine's ranks.
-        group: settings of its kind of server.
+        group: settings of its server group.
         place: its GPUs and nodes for the command line; ports are added at its start.
     """
 

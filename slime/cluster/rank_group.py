@@ -38,10 +38,10 @@ _COLOCATED_SHARE = 0.4
 
 
 class RankActor:
-    """One rank, of whatever model. A subclass makes ``backend`` in `setup`.
+    """One rank of a model. A subclass sets ``backend`` in `setup`.
 
     Attributes:
-        name: of all its ranks in messages and log files.
+        name: the common name of the ranks in messages and log files.
     """
 
     name: ClassVar[str]
@@ -94,12 +94,12 @@ class RankActor:
             self.backend.close()
 
     def _shard(self, shards: Sequence[ray.ObjectRef]) -> TrainBatch:
-        """Fetch this rank's shard of a rollout, and no other."""
+        """Fetch only this rank's shard of a rollout."""
         batch: TrainBatch = ray.get(shards[self.backend.data_parallel_rank])
         return batch
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that explains errors of memory."""
+        """Return a context that explains out-of-memory errors."""
         from slime.trainer.memory import PhaseMemory
 
         return PhaseMemory(self.config, self.backend.device).phase(name)
@@ -112,7 +112,7 @@ class RankGroup:
     first failure is raised at once.
 
     Args:
-        actor: what runs on each rank.
+        actor: the class that runs on each rank.
         places: the slot of each rank.
         on_wait: called about twice a second while waiting; what it raises ends the wait.
         shares: engines use the same slots.
@@ -145,7 +145,7 @@ class RankGroup:
         self._actors: dict[NamedActor, Any] = {}
         limit = config.cluster.distributed_timeout_minutes * 60.0
         self._answer_seconds = limit
-        # collectives have the process group's timeout; this outer one catches what that cannot see
+        # collectives have the process group's timeout; this outer limit covers everything else
         self._work_seconds = max(3600.0, 4 * limit)
 
     def begin_setup(self, should_stop: Callable[[], bool]) -> dict[NamedActor, ray.ObjectRef]:
@@ -203,8 +203,8 @@ class RankGroup:
 
 
 def trainer_environment(config: Config, num_threads: int, *, on_gpu: bool) -> dict[str, str]:
-    """Return the environment variables that every trainer rank sets before it imports torch, on
-    top of the driver's; those of ``--train-env-vars`` win."""
+    """Return the environment variables that every trainer rank sets before it imports torch, on top
+    of the driver's; ``--train-env-vars`` takes precedence."""
     # an OpenMP pool's size is read when torch is first imported
     found = {"OMP_NUM_THREADS": str(num_threads)}
     if not on_gpu:
@@ -222,8 +222,8 @@ def _variables(config: Config) -> dict[str, str]:
 
 def _runtime_environment(config: Config) -> dict[str, Any]:
     """Return Ray's option with the variables of ``--train-env-vars``, some of which act only on a
-    new process (LD_PRELOAD). Secrets are left out, as Ray logs it; {} where nothing is left,
-    because a worker with a runtime environment imports Ray twice."""
+    new process (LD_PRELOAD). Secrets are left out, because Ray logs the option. {} if no variable
+    remains, because a worker with a runtime environment imports Ray twice."""
     public = {
         name: value for name, value in _variables(config).items() if not secrets_in(value, name)
     }

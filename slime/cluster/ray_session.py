@@ -55,8 +55,7 @@ _JOIN_SCRIPT = (
     "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 )
 
-#: Frees the shared memory of killed trainers; run when the driver, which does it otherwise, is
-#: dead.
+#: Frees the shared memory of killed trainers; runs if the driver, which normally does it, is dead.
 _FREE_SHARED_MEMORY = python_module("slime.engines.wire.shared_memory")
 #: Replaces Ray's dashboard agent (`_with_idle_dashboard_agent`).
 _NO_AGENT = '--dashboard_agent_command=sh -c "while kill -0 $PPID; do sleep 1; done 2>/dev/null"'
@@ -118,12 +117,12 @@ def start_ray(
         UserError: no cluster answers at the address, or the local one does not start.
         StopRequested: ``should_stop`` returned true.
     """
-    # This logger reports on every start that token authentication is on, which is what we want.
+    # at every start this logger reports that token authentication is on, which is intended
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(
         logging.ERROR
     )
     if ray.is_initialized():
-        return False  # a test or notebook that brought its own cluster
+        return False  # a test or notebook has started its own cluster
     address = joined_cluster(config)
     environment = _environment(joined=address is not None)
     if address is not None:
@@ -134,8 +133,7 @@ def start_ray(
     # Ray's metrics and usage reports cost processes and start-up time, and send data outside.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
-    # Prestarted workers wait for tasks; this driver has only actors, which get workers of their
-    # own.
+    # Prestarted workers wait for tasks; this driver has only actors, which get separate workers.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Ray runs its workers at nice 15; any other program would starve the trainer and the engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -251,8 +249,7 @@ def _no_cluster(address: str, why: str) -> UserError:
 
 
 def _join(address: str, environment: dict[str, Any]) -> None:
-    # A job of `ray job submit` has an environment of its own, often with PYTHONPATH; ours includes
-    # it.
+    # A job of `ray job submit` has its own environment, often with PYTHONPATH; ours includes it.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     try:
         with _without_side_effects():
@@ -268,8 +265,8 @@ def _join(address: str, environment: dict[str, Any]) -> None:
 
 
 class _Daemon(services.ConsolePopen):
-    """A daemon of Ray in a session of its own. The raylet also runs under `slime.processes.tree`,
-    which ends all its descendants with it.
+    """A daemon of Ray in its own session. The raylet also runs under `slime.processes.tree`, which
+    ends all its descendants with it.
 
     Ray starts daemons in the driver's process group, where a SIGTERM for the group (``timeout``,
     Slurm, a supervisor) or a closed terminal would end them before the driver can save a
@@ -296,7 +293,10 @@ class _Daemon(services.ConsolePopen):
             ),
             "last_command": _FREE_SHARED_MEMORY,
         }
-        with self.stdin as pipe, suppress(BrokenPipeError):  # it has died, which Ray will notice
+        with (
+            self.stdin as pipe,
+            suppress(BrokenPipeError),
+        ):  # the raylet has died, which Ray will notice
             pipe.write(json.dumps(request).encode())
 
     def kill(self) -> None:
@@ -329,9 +329,10 @@ def _with_idle_dashboard_agent(args: Sequence[str]) -> list[str]:
 
 
 def _preloaded(args: list[str], libraries: str) -> list[str]:
-    """Return the raylet's command behind the preloaded process, which forks the raylet's workers.
+    """Return the raylet's command, wrapped in the preloaded process that forks the raylet's
+    workers.
 
-    Unchanged where the host has a GPU (CUDA does not survive a fork) and with SLIME_PRELOAD=0.
+    Unchanged if the host has a GPU (CUDA does not survive a fork) and with SLIME_PRELOAD=0.
 
     Args:
         libraries: LD_PRELOAD for the raylet (Ray's jemalloc), which its workers do not get.
@@ -376,7 +377,7 @@ def _replaced(owner: Any, **replacements: Any) -> Iterator[None]:
 
 class _RayJob(JobConfig):
     """A job configuration that keeps the driver's working directory off the front of the workers'
-    import path, where a user's ``random.py`` would replace Python's own. `slime.user_code.loading`
+    import path, where a user's ``random.py`` would hide Python's own. `slime.user_code.loading`
     appends it instead."""
 
     def _serialize(self) -> str:

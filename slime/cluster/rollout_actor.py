@@ -42,7 +42,7 @@ class RolloutResult:
 
     Attributes:
         shards: one object reference per data-parallel rank.
-        critic_shards: the same for a critic on GPUs of its own.
+        critic_shards: the same for a critic on separate GPUs.
         metrics: ``rollout/…`` and ``perf/…``.
         versions: weight versions of a sample's tokens → number of such samples.
         warnings: lines for the terminal.
@@ -69,7 +69,7 @@ class Generating:
 
 
 class RolloutActor:
-    """Async actor; it answers other calls while a rollout is under way."""
+    """Async actor; it answers other calls while a rollout runs."""
 
     def __init__(self, config: Config, run_path: Path, checked: Sequence[CheckedRows]) -> None:
         self.config = config
@@ -277,22 +277,22 @@ class RolloutActor:
             await asyncio.to_thread(self.references.add, scored)
 
     async def use_adapter(self, version: int, cut: bool) -> None:
-        """Have requests name the policy's adapter of this version.
+        """Make requests name the policy's adapter of this version.
 
         Args:
-            cut: requests for older ones are aborted, and go on with this one.
+            cut: abort requests for older versions; they continue with this one.
         """
         await self.loop.use_adapter(version, cut=cut)
 
     async def adapters_in_use(self) -> set[str]:
-        """Return the names of the adapters that requests under way have asked for."""
+        """Return the names of the adapters that running requests use."""
         return self.loop.adapters_in_use() if self.loop is not None else set()
 
     async def progress(self, evaluation: bool) -> tuple[dict[str, float], str]:
         """Return counters (``done``, ``target``, ``tokens``), and who waits for whom if stuck.
 
         Args:
-            evaluation: prefer an evaluation to a rollout if both are under way.
+            evaluation: prefer an evaluation to a rollout if both run.
         """
         return (
             (self.loop.progress(evaluation), self.loop.waits(evaluation))
@@ -325,7 +325,7 @@ class RolloutActor:
         return metrics | {"perf/rollout_memory_gb": self._footprint.gigabytes(os.getpid())}
 
     async def save_source(self, rollout_id: int) -> dict[str, Any]:
-        """Return the data position for a checkpoint; drop what it passes from the journal.
+        """Return the data position for a checkpoint; drop journal files that are no longer needed.
 
         A user's data source writes its own file.
         """
@@ -416,10 +416,9 @@ class RolloutHandle:
 
     Attributes:
         worker: the actor's name in messages, and the key of its answers.
-        counters: counters of the rollout under way, updated by `watch_progress`.
-        waits: a description of who waits for whom, "" unless the rollout is stuck; updated
-            likewise.
-        shows_evaluation: both are of an evaluation if one runs beside a rollout.
+        counters: counters of the running rollout, updated by `watch_progress`.
+        waits: what the rollout waits for if it is stuck, else ""; updated likewise.
+        shows_evaluation: both describe an evaluation if one runs beside a rollout.
     """
 
     def __init__(self, config: Config, run_path: Path) -> None:
@@ -472,12 +471,12 @@ class RolloutHandle:
         return metrics
 
     def use_adapter(self, version: int, cut: bool) -> None:
-        """Have requests name the policy's adapter of this version; see
+        """Make requests name the policy's adapter of this version; see
         `RolloutActor.use_adapter`."""
         self._answer(self._actor.use_adapter.remote(version, cut), "naming the new adapter")
 
     def adapters_in_use(self) -> set[str]:
-        """Return the names of the adapters that requests under way have asked for."""
+        """Return the names of the adapters that running requests use."""
         names: set[str] = self._answer(
             self._actor.adapters_in_use.remote(), "asking which adapters are in use"
         )

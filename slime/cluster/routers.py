@@ -1,5 +1,5 @@
-"""The routers in front of each model's engines. With --use-fault-tolerance a dead router is started
-again at its old address, which all clients know."""
+"""The routers in front of each model's engines. With --use-fault-tolerance a dead router is
+restarted at its old address, which all clients know."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Routers:
 
     Args:
         models: by name.
-        parts: all parts of the run's own engines; handles: of their actors, by name.
+        parts: all parts of the run's own engines; handles: the handles of their actors, by name.
         hosts: hosts of the run's servers.
-        run_keys: API keys; routers ask for the run's own.
+        run_keys: API keys; routers require the run's own.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
 
     Attributes:
         urls: by model.
-        handles: of the routers' actors, by model.
+        handles: handles of the routers' actors, by model.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Routers:
         tolerant = config.fault_tolerance.use_fault_tolerance
         self._health = HealthChecks.of(config, path=LIVENESS_PATH) if tolerant else None
         self._fleet: EngineFleet | None = None
-        # process of each router that was lost last: its end may be reported twice
+        # process of each router's last death, which may be reported twice
         self._last_pid: dict[str, int | None] = {}
         self._deaths: Counter[str] = Counter()
         self._restarts = 0
@@ -103,7 +103,7 @@ class Routers:
             raise RunFailed(
                 f"putting engines behind the router: {error}",
                 why="the router asks each engine for /health, and these did not answer",
-                fix="look into the logs of these engines; py-spy dump shows where one hangs",
+                fix="read the logs of these engines; py-spy dump shows where one hangs",
             ) from error
         self.urls = dict(zip(self.handles, urls))
         keys.own(*self.urls.values())
@@ -165,15 +165,15 @@ class Routers:
         return self._health is not None
 
     def is_current_process(self, name: str, server_exit: ServerExit) -> bool:
-        """Return whether this is the end of the router's present process, not late news."""
+        """Return whether this is the end of the router's current process, not a late report."""
         return name not in self._last_pid or server_exit.pid != self._last_pid[name]
 
     def start_again(
         self, name: str, how: str, serving: Callable[[], Mapping[str, str]]
     ) -> list[str]:
-        """Kill what is left of a router and start it again.
+        """Kill the rest of a router and restart it.
 
-        Clients repeat their requests meanwhile, and weight pushes do not use the router.
+        Clients retry their requests meanwhile, and weight pushes do not use the router.
 
         Args:
             name: name of its actor; how: how it ended.
@@ -196,7 +196,7 @@ class Routers:
         self._deaths[name] += 1
         if self._deaths[name] > MOST_RESTARTS:
             times = (
-                f"died {self._deaths[name]} times without a completed rollout between; the last "
+                f"died {self._deaths[name]} times without a completed rollout in between; the last "
                 f"time it {how}"
             )
             raise_server_exit(name, server_exit._replace(how=times), [])
@@ -207,7 +207,7 @@ class Routers:
         refused = self._register_late(url, late)
         self._restarts += 1
         if self._health is not None:
-            self._health.begin()  # checks of the former process are not answered any more
+            self._health.begin()  # the former process no longer answers its checks
         logger.warning(
             "%s %s; it was started again within %.1f s at its old address, %s",
             with_pid(name, server_exit.pid),

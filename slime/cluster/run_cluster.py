@@ -1,4 +1,4 @@
-"""Everything of a run that lives in Ray, as plain blocking methods for the driver."""
+"""All parts of a run that live in Ray, as plain blocking methods for the driver."""
 
 from __future__ import annotations
 
@@ -108,10 +108,10 @@ class Cluster:
     Args:
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
         on_progress: called with the rollout's counters while a rollout is waited for.
-        on_push: called with the weight version after a push during a rollout, which is needed if
-            all engines have died.
+        on_push: called with the weight version after a push within a rollout, which happens if all
+            engines have died.
     Attributes:
-        is_sequential: trainer and engines never work at the same time, so that each may use all CPU
+        is_sequential: trainer and engines never work at the same time, so each may use all CPU
             cores.
     """
 
@@ -158,8 +158,8 @@ class Cluster:
         """Start everything; data, trainer ranks and engines come up at the same time.
 
         Raises:
-            UserError: bad data, a model that does not load, too few GPUs, an engine that does not
-                start.
+            UserError: data are invalid, the model does not load, there are too few GPUs, or an
+                engine does not start.
         """
         config = self.config
         clock = LapTimer()
@@ -220,7 +220,7 @@ class Cluster:
         self._load_source(config, start)
         if config.fault_tolerance.max_restarts:
             self._source_at_launch = rollout.source_state()
-        # count on from the versions in the journal, which may belong to other weights
+        # continue after the versions in the journal, which may belong to other weights
         self._connect_trainers(
             max(start.extra_state.get("weight_version", 0), rollout.newest_version())
         )
@@ -449,8 +449,8 @@ class Cluster:
         return found | (self._engines.metrics() if self._engines is not None else {})
 
     def start_profile(self, folder: Path) -> None:
-        """Have trainer ranks and engines record what they compute, into files in ``folder``, which
-        all hosts must see. An engine that cannot is named and left out."""
+        """Make trainer ranks and engines profile their work, into files in ``folder``, which all
+        hosts must see. Engines that cannot do this are named and skipped."""
         if self._trainers is not None:
             self._trainers.start_profile(folder)
         self._ask_profilers(
@@ -458,7 +458,7 @@ class Cluster:
         )
 
     def stop_profile(self) -> None:
-        """Write what was recorded since `start_profile`."""
+        """Write the profiles recorded since `start_profile`."""
         if self._trainers is not None:
             self._trainers.stop_profile()
         self._ask_profilers("/stop_profile", lambda number: {})
@@ -472,7 +472,7 @@ class Cluster:
             logger.warning("engines are not profiled: %s", error)
 
     def failed_step(self) -> list[FailedStep]:
-        """Return what each trainer rank recorded of a step that just failed with NaN or Inf."""
+        """Return each trainer rank's record of a step that just failed with NaN or Inf."""
         return self._trainers.failed_step() if self._trainers is not None else []
 
     def set_run_length(self, num_rollout: int) -> None:
@@ -592,7 +592,7 @@ class Cluster:
     # -- waiting -----------------------------------------------------------------------------------
 
     def _wait_rollout(self, ref: ray.ObjectRef, what: str, should_stop: Callable[[], bool]) -> Any:
-        # an outer deadline: the rollout loop has its own, more precise ones
+        # an outer deadline; the rollout loop has more precise ones
         engines = self._engines
         if engines is not None:
             engines.begin_health_checks()

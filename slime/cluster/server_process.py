@@ -30,7 +30,8 @@ _CLASH_MARKS = ("address already in use", "address in use", "errno 98", "addrinu
 
 
 class ServerDied(Exception):
-    """A server process ended by itself or was not ready in time; has the last lines of its log."""
+    """A server process ended by itself or was not ready in time; holds the last lines of its
+    log."""
 
     def __init__(self, name: str, what: str, log_tail: str) -> None:
         super().__init__(name, what, log_tail)
@@ -47,7 +48,7 @@ class ServerDied(Exception):
 
 
 def exception_line(log: str) -> str:
-    """Return the line in a dead process's log that names the exception it died of, "" if none does.
+    """Return the log line with the exception that ended a process, or "".
 
     Example:
         >>> exception_line(
@@ -72,8 +73,8 @@ def exception_line(log: str) -> str:
 class ServerProcess:
     """A server process, forked from this process or from the preloaded one.
 
-    It leads a session of its own, so that `stop` also reaches its children. It is killed when this
-    process dies.
+    It leads its own session, so `stop` also reaches its children. It is killed when this process
+    dies.
 
     Args:
         name: for messages.
@@ -148,7 +149,7 @@ class ServerProcess:
         return "\n".join(self._log(16_384).splitlines()[-num_lines:])
 
     def exception_line(self) -> str:
-        """Return the line of this process's log that names the exception it died of, or ""."""
+        """Return the log line with the exception that ended this process, or ""."""
         return exception_line(self._log(_LOG_BYTES)) if self.log_path.exists() else ""
 
     def _log(self, num_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""Log lines about waits that take long: who is waited for, and what they do.
+"""Log lines about long waits: which actors are waited for, and what they do.
 
     training: nothing heard for 60 s from trainer-0 (pid 4711 on node-1: 29 s of CPU in 30 s),
         trainer-1 (pid 4712 on node-1: stopped); stopped besides: pid 4800 (python -m
@@ -40,7 +40,7 @@ class Waited(Protocol):
 
 
 class SlowWaitLogger:
-    """Logs who is waited for while one wait makes no progress.
+    """Logs the actors that are waited for while a wait makes no progress.
 
     Args:
         what: "training", for the line.
@@ -106,7 +106,7 @@ class SlowWaitLogger:
         return f"{worker.name} (pid {pid} on {host}{self._state(pid) if _is_here(worker) else ''})"
 
     def _state(self, pid: int) -> str:
-        """ ": stopped", ": idle", or what it has computed."""
+        """ ": stopped", ": idle", or its CPU time."""
         try:
             if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
                 return ": stopped"
@@ -122,7 +122,7 @@ class SlowWaitLogger:
 
 def stopped_parts() -> dict[int, str]:
     """Return process id → "pid 4711 (its command)" of the stopped (SIGSTOP) descendants of this
-    process. Processes of a Ray that it has not started are no descendants.
+    process. Processes of a Ray that it did not start are not descendants.
     """
     found = {}
     for process in psutil.Process().children(recursive=True):

@@ -1,13 +1,13 @@
-"""End waits for a stopped process (SIGSTOP), which never answers; a thread of the driver does this.
+"""End waits for stopped processes (SIGSTOP), which never answer, from a thread of the driver.
 
     pid 4711 (ray::TrainerActor) has been stopped since 14:03:12; the driver has waited since
         14:03:10 (training) for trainer-0. The run ends at 14:13:12 unless there is progress before;
         kill -CONT 4711 continues the process
 
-Deadlines of calls (docs/deadlines.md) allow for the work itself, up to hours, and a call into Ray
-may never return while one of Ray's daemons is stopped. So the thread measures the time since it
-first saw the process stopped and since the last progress. At its limit it raises `DeadlinePassed`
-in the main thread; if that has no effect, it ends the program.
+Deadlines of calls (docs/deadlines.md) include the work itself, up to hours. A call into Ray may
+never return while one of Ray's daemons is stopped. So the thread measures the time since it first
+saw the process stopped and since the last progress. At its limit it raises `DeadlinePassed` in the
+main thread; if that has no effect, it ends the program.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class StoppedProcessMonitor:
 
     def _exit_if_not_raised(self, now: float, stopped: Collection[int]) -> None:
         assert self._raised_at is not None
-        # progress: the error was raised, and the run goes on without the stopped process
+        # progress: the error was raised, and the run continues without the stopped process
         if open_waits.last_progress() > self._raised_at and not self._is_leaving:
             self._raised_at = None
         elif (

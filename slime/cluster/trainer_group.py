@@ -40,14 +40,13 @@ _HANDING_OVER = "handing memory over"
 
 @dataclass(frozen=True)
 class Launch:
-    """What the driver must know once everything runs.
+    """Facts for the driver after the launch.
 
     Attributes:
         start_rollout_id: the first rollout of this launch.
         num_prompts: prompts per epoch, for --num-epoch; 0 if unknown (streaming) or not needed.
         seconds: duration of each part of the launch.
-        saved_metrics: metrics of the step that the checkpoint holds, as far as they were known when
-            it was written.
+        saved_metrics: metrics of the checkpoint's step that were known when it was written.
         pushes: weight version → rollouts trained on when it was pushed, from the checkpoint.
         ancestries: rollouts trained on → ancestry of the weights, from the checkpoint.
     """
@@ -66,12 +65,12 @@ class TrainerStart:
 
     Attributes:
         start_rollout_id: the next rollout to train on.
-        extra_state: what was saved besides the weights (data position, weight version, …); {} on a
+        extra_state: saved state besides the weights (data position, weight version, …); {} on a
             fresh start.
         layout: data that packing needs.
         reports: whether this rank's metrics are logged.
         skipped: a line for each damaged checkpoint that was skipped.
-        plan: what was loaded.
+        plan: the files that were loaded.
     """
 
     start_rollout_id: int
@@ -98,7 +97,7 @@ class TrainerStart:
 
 
 class TrainerActor(RankActor):
-    """One trainer rank. Heavy imports happen in `setup`, so that all ranks start at once."""
+    """One trainer rank. `setup` does the slow imports, so all ranks start at once."""
 
     name = "trainer"
 
@@ -136,7 +135,8 @@ class TrainerActor(RankActor):
         )
 
     def connect_engines(self, engines: list[EngineSlots], on_this_node: bool, version: int) -> None:
-        """Connect to the engines, again when they change. ``version`` counts only once."""
+        """Connect to the engines, again when they change. ``version`` is only used the first
+        time."""
         from slime.weights.adapter_sync import AdapterSync
         from slime.weights.sync import WeightSync
 
@@ -159,12 +159,12 @@ class TrainerActor(RankActor):
     def update_weights(
         self, canary: list[int]
     ) -> tuple[dict[str, float], list[float] | None, list[float] | None]:
-        """Push the current weights to every engine, and score ``canary`` with what they get unless
-        it is empty. Collective.
+        """Push the current weights to every engine, and score ``canary`` with them unless it is
+        empty. Collective.
 
         Returns:
-            Metrics, the log-probs of ``canary[1:]`` where this rank has them, and those without
-            adapters where these are trained.
+            Metrics, the log-probs of ``canary[1:]`` if this rank has them, and those without
+            adapters if adapters are trained.
         """
         metrics: dict[str, float] = {}
         of_base: list[float] | None = None
@@ -206,16 +206,17 @@ class TrainerActor(RankActor):
         return self._trained(lambda: self.backend.train(batch))
 
     def score(self, shards: list[ray.ObjectRef]) -> None:
-        """Begin a rollout's training where the critic is on other ranks; see `train`."""
+        """Begin a rollout's training if the critic is on other ranks; see `train`."""
         self.backend.score(self._shard(shards))
 
     def returns(self, values: ByPosition) -> tuple[ByPosition, ByPosition]:
-        """Compute advantages with the critic's values; return what it learns. Collective."""
+        """Compute advantages with the critic's values; return the critic's targets and loss masks.
+        Collective."""
         found: tuple[ByPosition, ByPosition] = self.backend.returns(values)
         return found
 
     def learn(self) -> tuple[dict[str, float], list[TrainedTokens]]:
-        """End what `score` has begun; return as `train`. Collective."""
+        """Finish the training that `score` began; return as `train`. Collective."""
         return self._trained(self.backend.learn)
 
     def _trained(
@@ -237,14 +238,14 @@ class TrainerActor(RankActor):
         return self.backend.evaluate(self._shard(shards)), self.backend.trained_tokens
 
     def start_profile(self, folder: Path) -> None:
-        """Record what this rank computes, if it is one of --profile-ranks."""
+        """Start to profile this rank, if it is one of --profile-ranks."""
         from slime.observe.torch_profile import TRACE_SUFFIX, TorchProfile
 
         if self.rank in self.config.debug.profile_ranks:
             self._profile = TorchProfile(folder / f"trainer-rank-{self.rank}{TRACE_SUFFIX}")
 
     def stop_profile(self) -> None:
-        """Write what was recorded. A full disk costs the profile, and not the run."""
+        """Write the profile. A full disk loses the profile, and does not end the run."""
         profile = self._profile
         self._profile = None
         try:
@@ -270,7 +271,7 @@ class TrainerActor(RankActor):
 
 
 class CriticTrainerActor(RankActor):
-    """One rank of a critic on GPUs of its own; see `slime.trainer.megatron.critic_process`."""
+    """One rank of a critic on separate GPUs; see `slime.trainer.megatron.critic_process`."""
 
     name = "critic"
 
@@ -308,7 +309,7 @@ class CriticTrainerActor(RankActor):
 
 
 class Trainers(RankGroup):
-    """The driver's handle of all trainer ranks, those of a critic on GPUs of its own included.
+    """The driver's handle of all trainer ranks, including those of a critic on separate GPUs.
 
     A call asks all ranks at once, because their work is collective, and waits for all of them. The
     first failure is raised at once.
@@ -370,10 +371,10 @@ class Trainers(RankGroup):
 
     def agreed_start(self, starts: Sequence[TrainerStart]) -> TrainerStart:
         """Store layouts and reporting ranks from the answers to `begin_setup`, and let a critic on
-        GPUs of its own load what belongs to what the policy has loaded; return the start.
+        separate GPUs load the checkpoint that belongs to the policy's; return the start.
 
         Raises:
-            UserError: ranks found different checkpoints; the critic's weights do not fit.
+            UserError: ranks found different checkpoints, or the critic's weights do not match.
         """
         of_critic = list(starts[len(self._actors) :]) if self._critic is not None else []
         starts = starts[: len(starts) - len(of_critic)]
@@ -403,8 +404,8 @@ class Trainers(RankGroup):
     def connect_engines(
         self, engines: list[EngineSlots], version: int, *, on_this_node: bool
     ) -> None:
-        """Have each rank connect to the engines (`slime.weights.sync.WeightSync.connect`).
-        ``version`` counts only the first time."""
+        """Make each rank connect to the engines (`slime.weights.sync.WeightSync.connect`).
+        ``version`` is only used the first time."""
         what = "connecting trainer and engines"
         self._ask(
             lambda a: a.connect_engines.remote(engines, on_this_node, version),
@@ -420,7 +421,7 @@ class Trainers(RankGroup):
         """Do one rollout's training steps.
 
         Args:
-            critic_shards: for a critic on GPUs of its own.
+            critic_shards: for a critic on separate GPUs.
         Returns:
             Metrics of the reporting rank, the first of the last pipeline stage, and data of tokens
             from all ranks.
@@ -461,7 +462,7 @@ class Trainers(RankGroup):
         self, canary: list[int]
     ) -> tuple[dict[str, float], Sequence[float], Sequence[float]]:
         """Push to the connected engines; return metrics and the log-probs of ``canary[1:]``, with
-        and without the adapters that are trained (() without such)."""
+        and without trained adapters (() if there are none)."""
         by_rank = self._ask(lambda actor: actor.update_weights.remote(canary), "pushing weights")
         _, log_probs, of_base = by_rank[self._reporting_rank]
         return by_rank[0][0], log_probs or (), of_base or ()
@@ -479,7 +480,7 @@ class Trainers(RankGroup):
         return found
 
     def start_profile(self, folder: Path) -> None:
-        """Record what the ranks of --profile-ranks compute, into files in ``folder``."""
+        """Start to profile the ranks of --profile-ranks, into files in ``folder``."""
         what = "starting the profiler"
         self._ask(
             lambda actor: actor.start_profile.remote(folder), what, deadlines.TRAINER_GROUP_PROFILE
@@ -514,7 +515,7 @@ class Trainers(RankGroup):
         end = math.inf
         while not all_answered(asked) and not is_settled():
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=deadlines.WAITING_POLL)
-            if of_critic and _has_failed(of_critic):  # others of its ranks may yet write it
+            if of_critic and _has_failed(of_critic):  # its other ranks may still write it
                 end = min(end, time.monotonic() + deadlines.TRAINER_GROUP_CRITIC_PART)
             elif of_critic and all_answered(of_critic):
                 end = time.monotonic()
@@ -537,8 +538,8 @@ class Trainers(RankGroup):
         return {worker: actor.process.remote() for worker, actor in self._everyone.items()}
 
     def failed_step(self) -> list[FailedStep]:
-        """Return what ranks kept of a step with NaN or Inf: those of policy or critic, all of which
-        have failed. The others may still be training."""
+        """Return the ranks' records of a step with NaN or Inf, from the policy or the critic: all
+        its ranks have failed, while the other's may still train."""
         asked = [
             {worker: actor.failed_step.remote() for worker, actor in actors.items()}
             for actors in (self._actors, self._critic.actors if self._critic is not None else {})
@@ -548,7 +549,7 @@ class Trainers(RankGroup):
         while waiting and time.monotonic() < end:
             for group in [one for one in waiting if all_answered(one)]:
                 waiting.remove(group)
-                if _has_failed(group):  # the other ranks may be those that have it
+                if _has_failed(group):  # the other model's ranks may have the record
                     continue
                 parts = [part for part in ray.get(list(group.values())) if part is not None]
                 if parts:
@@ -556,7 +557,7 @@ class Trainers(RankGroup):
             pending = [ref for group in waiting for ref in group.values()]
             if pending:
                 ray.wait(pending, num_returns=len(pending), timeout=deadlines.WAITING_POLL)
-        raise RunFailed("no rank tells what it has computed", "none has answered in time")
+        raise RunFailed("no rank has returned its failed step", "none has answered in time")
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -575,13 +576,13 @@ class Trainers(RankGroup):
     def _ask_everyone(
         self, begin: Callable[[Any], ray.ObjectRef], what: str, seconds: float | None = None
     ) -> list[Any]:
-        """`_ask` of the critic's ranks, too."""
+        """`_ask`, including the critic's ranks."""
         asked = {worker: begin(actor) for worker, actor in self._everyone.items()}
         return self.wait(asked, what, seconds)
 
 
 class Critics(RankGroup):
-    """The driver's handle of the ranks of a critic on GPUs of its own."""
+    """The driver's handle of the ranks of a critic on separate GPUs."""
 
     def __init__(
         self,
@@ -603,7 +604,7 @@ class Critics(RankGroup):
         return self._actors
 
     def load(self, plan: LoadPlan, starts: Sequence[TrainerStart]) -> TrainLayout:
-        """Load the critic that belongs to what the policy has loaded; return the layout.
+        """Load the critic that belongs to the policy's checkpoint; return the layout.
 
         Args:
             starts: answers to `begin_setup`.
@@ -618,7 +619,7 @@ class Critics(RankGroup):
         """Compute the values of a rollout.
 
         Args:
-            beside: calls of the policy's ranks, which are waited for, too.
+            beside: calls of the policy's ranks to wait for at the same time.
         Returns:
             A reference to a `ByPosition` of the whole rollout.
         """
@@ -647,7 +648,7 @@ def _has_failed(asked: Asked) -> bool:
     """Return whether a rank is gone or has raised an error by now, without waiting."""
     try:
         raise_failed(asked, "asking ranks that may be gone")
-    except Exception as error:  # whatever the rank raised
+    except Exception as error:  # the rank may raise anything
         logger.debug("%s", error)
         return True
     return False

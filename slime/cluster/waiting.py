@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 
 class StopRequested(Exception):
-    """The run was asked to stop (SIGTERM) while it waited; what was under way is abandoned."""
+    """The run was asked to stop (SIGTERM) while it waited; its current work is abandoned."""
 
 
 class ActorLost(RunFailed):
@@ -56,7 +56,7 @@ class ConnectionBroken(ActorLost):
 
 
 class NoEngineLeft(Exception):
-    """No engine is left for the rollout under way, and none can come back."""
+    """No engine is left for the running rollout, and none can return."""
 
 
 class Process(NamedTuple):
@@ -78,7 +78,7 @@ class NamedActor:
     """An actor as messages name it: "trainer-0 (pid 4711 on 10.0.0.3)", once its process is known.
 
     Args:
-        process: reference to the actor's `this_process`; None if it was not asked.
+        process: reference to the actor's `this_process`; None if it is not requested.
     """
 
     def __init__(self, name: str, process: ray.ObjectRef | None = None) -> None:
@@ -124,19 +124,19 @@ def wait_for(
     """Wait for all answers and return them in the order of ``asked``.
 
     The first failure is raised at once, without waiting for the others. While there is no progress,
-    log lines name who is waited for (`slime.cluster.slow_waits`).
+    log lines name the actors that are waited for (`slime.cluster.slow_waits`).
 
     Args:
         what: "training", "pushing weights"; names the wait in errors.
-        timeout: seconds for all of them together.
+        timeout: seconds for all answers together.
         should_stop: polled about twice a second; if true, `StopRequested` is raised.
         on_poll: called as often; what it raises ends the wait.
         progress: returns any value that changes with progress.
-        details: returns what else is known about the actors, for log lines.
-        logs_slow_waits: false if ``on_poll`` logs who is waited for.
+        details: returns more about the actors, for log lines.
+        logs_slow_waits: false if ``on_poll`` logs the wait.
     Raises:
-        UserError: an actor raised one. DeadlinePassed, ActorDied, StopRequested; others as the
-            actor raised them.
+        UserError: an actor raised it. DeadlinePassed, ActorDied, StopRequested; other errors of the
+            actor unchanged.
     """
     end = time.monotonic() + timeout
     worker_of = {ref: worker for worker, ref in asked.items()}
@@ -173,9 +173,9 @@ def wait_for(
 
 @contextmanager
 def waiting_for(what: str) -> Iterator[Callable[[Asked], None]]:
-    """Yield a function that waits a moment, for one answer at most; the caller decides when to end.
+    """Yield a function that waits a moment, for at most one answer; the caller decides when to end.
 
-    Log lines name who is waited for, as in `wait_for`.
+    Log lines are written as in `wait_for`.
     """
     slow_wait = SlowWaitLogger(what)
     with open_waits.waiting(what) as wait:
@@ -219,7 +219,7 @@ class Watch:
     """Keeps one call open with each of several actors, to notice soon when one of them dies.
 
     Args:
-        questions: actor → a function that starts a call which the actor answers quickly.
+        questions: actor → a function that starts a call; the actor must answer it quickly.
         on_answer: called with name and answer; may raise.
     """
 
@@ -321,12 +321,12 @@ def _deadline_passed(
     where = (
         f"the Python stacks of all threads are in {' and '.join(logs)}; "
         if logs
-        else "look into its log; "
+        else "read its log; "
     )
     return DeadlinePassed(
         f"{what}: no answer within {timeout:.0f} s from {', '.join(map(str, silent))}, waited for "
         f"since {time.strftime('%H:%M:%S', time.localtime(since))}",
-        why=f"{', '.join(stopped.values())} is stopped (SIGSTOP), and so answers nobody"
+        why=f"{', '.join(stopped.values())} is stopped (SIGSTOP) and does not answer"
         if stopped
         else "",
         fix=f"{where}{dump} shows where it hangs",
@@ -365,8 +365,8 @@ def _raise_cause(
         raise ConnectionBroken(
             f"{what}: processes that work together lost each other; {others}",
             why=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
-            fix="look into the logs of all of them, and at their hosts: memory, network, a "
-            "process that was stopped",
+            fix="read the logs of all of them, and check their hosts: memory, network, a "
+            "stopped process",
         ).naming(*silent) from error
     raise error
 
@@ -385,14 +385,13 @@ def _object_lost(what: str, worker: NamedActor) -> ActorDied:
         f"{worker} lacks what it was to work on ({what}): the process that had made it is gone",
         why="the rollout actor, which holds the samples, or its node died or was killed, perhaps "
         "for lack of memory",
-        fix="look into logs/rollout.log and at dmesg; slime resume goes on from the newest "
+        fix="read logs/rollout.log and dmesg; slime resume continues from the newest "
         "checkpoint and the journal",
     )
 
 
 def _less_host_memory() -> Sequence[str]:
-    """List what lowers the use of host memory. Without GPUs, that is where everything is
-    computed."""
+    """Ways to use less host memory. Without GPUs, everything is computed there."""
     if num_gpus():
         return ON_HOST
     return ("lower --max-tokens-per-gpu or --micro-batch-size", "fewer processes on a host")
@@ -433,5 +432,5 @@ def _fetch(ref: ray.ObjectRef, what: str, worker: NamedActor) -> Any:
                 "memory (see dmesg)"
             )
             ways = "\n       ".join(_less_host_memory())
-            fix = f"look into its log; when the host's memory ran out:\n       {ways}"
+            fix = f"read its log; when the host's memory ran out:\n       {ways}"
         raise ActorDied(f"{worker} died ({what})", why=why, fix=fix).naming(worker) from error

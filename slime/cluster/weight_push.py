@@ -1,8 +1,8 @@
 """Pushes of the trainer's weights to the engines: connections, restarted engines that come back,
 and the canary that proves the result.
 
-A push happens between two rollouts. Engines that were started again rejoin right before it, because
-only it gives them the policy's weights, and requests go to them right after it.
+A push happens between two rollouts. Restarted engines rejoin right before it, because only a push
+gives them the policy's weights. They get requests right after it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class WeightPush:
     Args:
         gpu_memory: owner of the shared GPU memory; None without trainers.
         canary: a prompt that engines and trainer must score alike; None if it is not checked.
-        tolerant: engines that die are started again (--use-fault-tolerance).
-        adapters: switches requests to what was pushed; None where whole weights are pushed.
+        tolerant: engines that die are restarted (--use-fault-tolerance).
+        adapters: switches requests to the pushed adapter; None if whole weights are pushed.
 
     Attributes:
-        is_pushing: a push is under way or has failed, so that engines may be paused and hold
-            weights of two versions.
+        is_pushing: a push runs or has failed, so engines may be paused and hold weights of two
+            versions.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class WeightPush:
         with engines.external.freeze_membership():
             metrics = engines.retry_without_dead(self._push_once, "a weight push")
             if self._adapters is not None:
-                # before engines that were started again get requests: they have no older one
+                # before restarted engines get requests: they have no older adapter
                 self._adapters.switch(int(metrics["perf/weight_version"]))
             if engines.table.in_state(State.REJOINING):
                 # requests may come from now on
                 engines.retry_without_dead(self._onload_engines, "taking memory back")
                 engines.admit()
         self.is_pushing = False
-        engines.begin_health_checks()  # checks that met paused engines are not answered
+        engines.begin_health_checks()  # paused engines have not answered earlier checks
         return metrics
 
     def _push_once(self) -> dict[str, float]:
@@ -143,7 +143,7 @@ class WeightPush:
         """Let restarted engines that are up take part in pushes; call this between rollouts.
 
         If no engine is left, wait for the first one. If trainer and engines share GPUs, wait for
-        all, since they start only while nobody else has memory.
+        all, because they can only start while nothing else holds memory.
         """
         engines = self._engines
         if not engines.table.away:
@@ -165,14 +165,14 @@ class WeightPush:
         if self._tolerant:
             engines.poll_for_deaths()
             if not engines.table.policy:
-                return  # the wait for the rollout brings them back
+                return  # the wait for the rollout restarts them
         if engines.retry_without_dead(self._onload_engines, "taking memory back"):
             self._check_canary("taking its memory back")
 
     def _onload_engines(self) -> bool:
         took = self._gpu_memory is not None and self._gpu_memory.onload_engines()
         self._engines.restarts_immediately = True
-        self._engines.restart_dead()  # those that died while the trainer had the GPUs
+        self._engines.restart_dead()  # engines that died while the trainer used the GPUs
         return took
 
     def onload_trainer(self) -> None:

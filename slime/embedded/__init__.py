@@ -1,5 +1,5 @@
-"""The embedded engine: SGLang's HTTP protocol over our own continuous batching, on CPU or GPU, with
-torch alone.
+"""The embedded engine: SGLang's HTTP protocol over slime's own continuous batching, on CPU or GPU,
+with only torch.
 
     HTTP thread (aiohttp)                        engine thread
     server, generate_routes, control_routes  ──► engine ── scheduler ─┬─ kv_cache  slots, prefixes
@@ -7,7 +7,7 @@ torch alone.
                                                                       ├─ sampler   tokens, log-probs
                                                                       └─ weights   names, updates
 
-One request is one or more `Sequence`; a sequence has a slot in the KV cache from its prefill to its
-last token. Each step of the engine thread admits what waits, prefills a bounded number of tokens,
-and decodes one token for every running sequence.
+A request is one or more `Sequence`s; a sequence has a slot in the KV cache from its prefill to its
+last token. Each step of the engine thread admits waiting sequences, prefills a bounded number of
+tokens, and decodes one token for every running sequence.
 """

@@ -82,5 +82,5 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # A thread may still wait minutes for a collective or a file that nobody needs any more.
+    # A thread may still wait minutes for a collective or a file that is no longer needed.
     os._exit(status)

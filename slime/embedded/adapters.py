@@ -1,15 +1,15 @@
-"""Adapters (LoRA) that the engine serves beside its base, under names that requests ask for.
+"""Adapters (LoRA) that the engine serves in addition to its base; requests choose them by name.
 
     load ─► check: config, names, shapes, numbers ─► cast ─► products by `Linear` ─► name
     request with lora_path ─► the `Adapter` itself, which its sequences keep until they end
-    unload ─► the name is gone at once; the memory goes with the last sequence
+    unload ─► the name is removed at once, the memory after the last sequence
 
-A load that is refused changes nothing. What SGLang loads and never applies, or dies of at the next
-request, is refused here: names that no layer has, incomplete sets, patterns of ranks, DoRA.
+A rejected load changes nothing. The engine rejects what SGLang would load but not apply, or what
+would crash it at the next request: names without a layer, incomplete sets, patterns of ranks, DoRA.
 
-Names and shapes are those of `slime.models.adapters`. Experts may also come as SGLang takes them,
-stacked in one tensor of three axes: ``….experts.gate_proj.lora_A.weight`` [experts or 1, rank, in],
-or ``….experts.gate_up_proj.…`` with one A for both.
+Names and shapes are those of `slime.models.adapters`. Experts may also be stacked as in SGLang, in
+one tensor of three axes: ``….experts.gate_proj.lora_A.weight`` [experts or 1, rank, in], or
+``….experts.gate_up_proj.…`` with one A for both.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from slime.models.peft_config import CONFIG, is_frozen_copy, moves_base
 
 Tensors = Mapping[str, torch.Tensor]
 
-#: Path that SGLang reports for an adapter that came as tensors.
+#: Path that SGLang reports for an adapter loaded from tensors.
 FROM_TENSORS = "__tensor__"
 _TENSORS_FILE = "adapter_model.safetensors"
 _keys = itertools.count(1)
@@ -56,13 +56,13 @@ _keys = itertools.count(1)
 
 # -- adapter_config.json ---------------------------------------------------------------------------
 
-#: Fields of PEFT's config that decide how the adapter is computed.
+#: Fields of PEFT's config that determine how the adapter is computed.
 _READ = (
     "peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora",
     "init_lora_weights",
 )  # fmt: skip
-#: Fields that change nothing in inference; the names of tensors tell whether each expert has an
-#: adapter of its own.
+#: Fields without effect in inference; the names of tensors tell whether each expert has its own
+#: adapter.
 _WITHOUT_EFFECT = (
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "lora_dropout", "layers_pattern", "megatron_config", "megatron_core",
@@ -79,11 +79,11 @@ _WHY = {
 
 @dataclass(frozen=True)
 class AdapterForm:
-    """What an engine reads of ``adapter_config.json``.
+    """The fields of ``adapter_config.json`` that an engine needs.
 
     Attributes:
-        targets: names of modules, ends of them, or one regular expression.
-        excluded: the same, of modules that are none of them after all.
+        targets: names of modules or their last parts, or one regular expression.
+        excluded: the same, for modules that get no adapter.
         scale: factor on B·A.
     """
 
@@ -97,7 +97,7 @@ class AdapterForm:
         """Check a parsed ``adapter_config.json``.
 
         Raises:
-            WeightError: a field that is wrong, or one that this engine cannot honour; names it.
+            WeightError: a field is invalid or unsupported; names it.
         """
         if str(config.get("peft_type")).upper() != "LORA":
             raise WeightError(f"peft_type must be LORA, got {config.get('peft_type')!r}")
@@ -141,7 +141,7 @@ def _read_names(field_name: str, value: Any) -> tuple[str, ...] | str:
         try:
             re.compile(value)
         except re.error as error:
-            raise WeightError(f"{field_name} {value!r} is no regular expression") from error
+            raise WeightError(f"{field_name} {value!r} is not a regular expression") from error
         return value
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         return "all-linear" if "all-linear" in value else tuple(value)
@@ -163,7 +163,7 @@ _FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
 def _paths(module: str) -> list[str]:
-    """Return a module's path, and those of stacked or fused tensors that contain it."""
+    """Return a module's path, and the paths of stacked or fused tensors that contain it."""
     found = _EXPERT.fullmatch(module)
     if found is None:
         return [module]
@@ -176,13 +176,13 @@ def _paths(module: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Where one side of a module's adapter is: a tensor, or one expert's part of it."""
+    """The place of one side of a module's adapter: a tensor, or one expert's part of it."""
 
     name: str
     expert: int | None = None
 
     def index(self, tensors: Tensors) -> int | None:
-        """Return the expert's place in a tensor that has one for each, or one for all."""
+        """Return the expert's index in a tensor with one part per expert, or one for all."""
         return None if self.expert is None else min(self.expert, len(tensors[self.name]) - 1)
 
     def of(self, tensors: Tensors) -> torch.Tensor:
@@ -204,11 +204,11 @@ class Adapter:
     """A resident adapter.
 
     Attributes:
-        key: differs from that of any other load; 0 is the base.
+        key: unique for each load; 0 is the base.
         path: of its directory, or `FROM_TENSORS`.
-        version: weight version that its requests report; None: that of the base.
+        version: weight version that its requests report; None: the base's.
         products: by layer.
-        names: of its tensors, as they came.
+        names: of its tensors, as loaded.
     """
 
     name: str
@@ -224,9 +224,9 @@ class Adapter:
     _kept: dict[str, torch.Tensor] | None = None
 
     def fill(self, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> None:
-        """Copy tensors, by `names`, to where the engine multiplies."""
+        """Copy tensors, by `names`, into the engine's products."""
         rank = self.form.rank
-        made: dict[tuple[Any, ...], torch.Tensor] = {}  # sides that all experts share, once
+        made: dict[tuple[Any, ...], torch.Tensor] = {}  # a side that all experts share is made once
         for linear, parts in self.parts.items():
             source = _places([part.down for part in parts], tensors)
             if source not in made:
@@ -250,7 +250,7 @@ class Adapter:
         self._views.setdefault(piece.name, {}).setdefault(piece.index(tensors), view)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor as the engine multiplies with it, in the form in which it came."""
+        """Return a tensor as the engine uses it, in the form in which it was loaded."""
         if self._kept is not None:
             return self._kept[name]
         views = self._views[name]
@@ -262,7 +262,7 @@ class Adapter:
         """Return the xxh3-128 of each tensor's bytes in the engine's dtype.
 
         Raises:
-            WeightError: a name that the adapter does not have.
+            WeightError: the adapter has no tensor of a name.
         """
         chosen = list(self.names if names is None else names)
         unknown = [name for name in chosen if name not in self._views]
@@ -279,7 +279,7 @@ class Adapter:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     def release(self) -> None:
-        """Move to the host."""
+        """Move the tensors to the host."""
         if self._kept is None:
             self._kept = {name: self.tensor(name).cpu() for name in self.names}
             self.products.clear()
@@ -306,8 +306,8 @@ def place(
     """Find the layer of every tensor of an adapter.
 
     Raises:
-        WeightError: a tensor of no layer or of no target, one that is missing, has another shape or
-            has numbers that are not finite; names it.
+        WeightError: a tensor has no layer or is not a target, is missing, or has a wrong shape or
+            numbers that are not finite; names it.
     """
     arch = store.arch
     linear = adaptable(arch.family, arch.spec)
@@ -364,7 +364,7 @@ def _check_targets(form: AdapterForm, modules: list[str], names: ModuleNames) ->
 def _find(
     module: str, side: Side, tensors: Tensors, table: Mapping[str, tuple[int, ...]], experts: int
 ) -> tuple[_Piece, bool]:
-    """Find the tensor of one side of a module; tell also whether it holds gate and up together."""
+    """Find the tensor of one side of a module, and whether it contains both gate and up."""
     name = peft_name(module, side)
     shape = table[name]
     found = _EXPERT.fullmatch(module)
@@ -411,12 +411,12 @@ def _not_used(name: str, modules: Iterable[str]) -> str:
 
 
 class AdapterTable:
-    """Adapters by name. Its methods may be called by any thread.
+    """Adapters by name. Any thread may call its methods.
 
     Args:
-        enabled: False for an engine that was started without adapters; it refuses all.
+        enabled: False for an engine that was started without adapters; it rejects all.
         max_rank: of an adapter; None: any.
-        max_loaded: names at once; None: any number.
+        max_loaded: number of names at once; None: any number.
     """
 
     def __init__(
@@ -434,7 +434,7 @@ class AdapterTable:
         self._named: dict[str, Adapter] = {}
         self._resident: WeakSet[Adapter] = WeakSet()
         self._lock = threading.Lock()
-        self._moving = threading.Lock()  # no adapter comes while the others move
+        self._moving = threading.Lock()  # no adapter is loaded while the others move
         self._released = False
 
     @property
@@ -443,14 +443,13 @@ class AdapterTable:
 
     @property
     def loaded(self) -> dict[str, Adapter]:
-        """Return the adapters that requests may name."""
+        """Return name → adapter, for the adapters that requests may use."""
         with self._lock:
             return dict(self._named)
 
     @property
     def resident(self) -> list[Adapter]:
-        """Return the adapters in memory: the loaded ones, and unloaded ones that requests still
-        use."""
+        """Return the adapters in memory: loaded ones, and unloaded ones that requests still use."""
         with self._lock:
             return sorted(self._resident, key=lambda adapter: adapter.key)
 
@@ -458,7 +457,7 @@ class AdapterTable:
         """Find the adapter that a request names.
 
         Raises:
-            BadRequest: there is none of this name.
+            BadRequest: there is no adapter of this name.
         """
         self._check_enabled(name, field_name)
         found = self.loaded.get(name)
@@ -483,11 +482,11 @@ class AdapterTable:
         pinned: bool = False,
         version: str | None = None,
     ) -> Adapter:
-        """Make an adapter known under a name.
+        """Load an adapter under a name.
 
         Args:
             config: ``adapter_config.json``.
-            tensors: by PEFT's names; cast to the engine's dtype.
+            tensors: PEFT's name → tensor; cast to the engine's dtype.
         Raises:
             WeightError: the name is taken, a limit is reached, or the adapter does not fit the
                 base.
@@ -530,7 +529,7 @@ class AdapterTable:
         """Load a directory that PEFT wrote.
 
         Raises:
-            WeightError: as `load`; a file that is missing or cannot be read.
+            WeightError: as `load`, or a file is missing or unreadable.
             BadRequest: as `load`.
         """
         arch = self._store.arch
@@ -540,10 +539,10 @@ class AdapterTable:
         return self.load(name, config, tensors, path, pinned=pinned, version=version)
 
     def unload(self, name: str) -> None:
-        """Take a name away. Requests that use the adapter finish with it.
+        """Remove a name. Running requests continue to use the adapter.
 
         Raises:
-            WeightError: there is none of this name.
+            WeightError: there is no adapter of this name.
             BadRequest: the engine was started without adapters.
         """
         self._check_enabled(name, "lora_name")
@@ -557,7 +556,7 @@ class AdapterTable:
         return ", ".join(self.loaded) or "none"
 
     def release(self) -> None:
-        """Move all to the host, as the base's weights."""
+        """Move all adapters to the host, like the base's weights."""
         if self._store.device.type != "cpu":
             with self._moving:
                 self._released = True
@@ -575,7 +574,7 @@ class AdapterTable:
 
 
 def check_added_tokens(added: Mapping[str, Any], vocab_size: int) -> None:
-    """Refuse adapters with tokens that the base does not have.
+    """Reject adapters with tokens that the base lacks.
 
     Raises:
         WeightError: names the first.
@@ -591,7 +590,7 @@ def read_directory(path: Path, vocab_size: int) -> tuple[dict[str, Any], dict[st
     """Read the config and the tensors of a directory that PEFT wrote.
 
     Raises:
-        WeightError: a file is missing or cannot be read, or adds tokens.
+        WeightError: a file is missing or unreadable, or adds tokens.
     """
     config = _read_json(path / CONFIG)
     added = path / "added_tokens.json"

@@ -1,5 +1,5 @@
-"""Read the decoder that a Hugging Face directory describes: its family's table and spec, and facts
-that only an engine needs."""
+"""Read the decoder of a Hugging Face directory: its family's table and spec, and facts for
+engines."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class Rope:
     """Rotary position embedding of the first dimensions of each head.
 
     Attributes:
-        kind: which of the model's embeddings.
-        interleaved: a pair is two neighbours, not two dimensions half of the rotated part apart.
+        kind: selects one of the model's embeddings.
+        interleaved: a pair is two adjacent dimensions, not two that are half of the rotated part
+            apart.
     """
 
     spec: ModelSpec
@@ -41,8 +42,8 @@ class Rope:
     def tables(self, num_positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and *signed* sin, each [num_positions, 1, rotated dimensions of a head].
 
-        Of each pair the first has the negative sine, so that rotating is ``x * cos + (x, pairs
-        swapped) * sin``.
+        The first of each pair has the negative sine: rotating is ``x * cos + (x, pairs swapped) *
+        sin``.
         """
         inverse, factor = layer_frequencies(self.spec, self.kind)
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse)
@@ -70,10 +71,10 @@ class ExpertLayers:
     """Layers of experts.
 
     Attributes:
-        in_layer: which layers have them.
+        in_layer: by layer, whether it has experts.
         score: "softmax" over all experts, or "sigmoid" of each.
         normalised: the chosen scores are divided by their sum.
-        groups, chosen_groups: experts are chosen out of the best groups; 1 and 1: no limit.
+        groups, chosen_groups: experts are chosen from the best groups; 1 and 1: no limit.
     """
 
     count: int
@@ -102,12 +103,12 @@ class ExpertLayers:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One decoder: what `ModelSpec` says of it, and facts that only an engine needs.
+    """One decoder: its `ModelSpec`, and facts that only an engine needs.
 
     Attributes:
-        family: its table: names and shapes of what is loaded and updated.
+        family: its table, with names and shapes of the weights.
         model_type: as in config.json.
-        num_kv_heads, head_dim: heads of keys and of values in the cache, and their width
+        num_kv_heads, head_dim: number of key and value heads in the cache, and their width
             (`slime.models.mixers`).
         rope: the model's rotary embedding; `Decoder` has those of all layers.
         experts: mixture of experts; None: dense layers only.
@@ -130,7 +131,7 @@ class Architecture:
 
     @property
     def zero_centred(self) -> bool:
-        """Tell whether norms multiply by 1 + weight."""
+        """Whether norms multiply by 1 + weight."""
         return bool(self.spec.transformer.get("layernorm_zero_centered_gamma"))
 
     @staticmethod
@@ -138,9 +139,9 @@ class Architecture:
         """Read ``config.json`` (and the stop tokens of ``generation_config.json``).
 
         Args:
-            sees_images: with the tower that sees them.
+            sees_images: include the vision tower.
         Raises:
-            UserError: no such file, or a model that this engine does not implement.
+            UserError: there is no such file, or the engine does not implement the model.
         """
         path = Path(model_path) / "config.json"
         if not path.is_file():
@@ -162,7 +163,7 @@ class Architecture:
         """Read a parsed ``config.json``.
 
         Raises:
-            UserError: a family that there is no table for, or a setting that cannot be honoured.
+            UserError: an unknown family, or an unsupported setting.
         """
         family = family_of(config)
         spec = family.describe(config)

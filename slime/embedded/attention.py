@@ -1,9 +1,9 @@
 """Attention over the slot KV cache, for one token per sequence (decode) and for whole prompts
 (prefill).
 
-Grouped queries: the ``group`` query heads of a key-value head are treated as ``group`` queries of
-that head, so keys and values are read once and never repeated. Scores and the softmax are float32
-in every path.
+Grouped queries: the ``group`` query heads of a key-value head are computed as ``group`` queries of
+that head, so keys and values are read once and not repeated. Scores and the softmax are float32 in
+every path.
 
 Both classes first write the new keys and values, then attend.
 """
@@ -24,8 +24,7 @@ from slime.embedded.kv_cache import BLOCK, CacheBlock, KVCache
 from slime.embedded.model import Heads
 from slime.embedded.states import PrefillChunk, StateRows
 
-#: Part of a block is read in multiples of this many positions, so that there are few different
-#: shapes.
+#: A part of a block is read in multiples of this many positions, to limit the number of shapes.
 _READ_STEP = 16
 
 
@@ -51,13 +50,13 @@ class Read:
 class DecodeAttention:
     """One query per row; row i is slot i.
 
-    A block of the cache is read for rows 0 … the last one that reaches it. What a row sees beyond
-    its own length weighs exactly 0 and adds exactly 0, so neighbours change nothing but, perhaps,
-    the shape of the softmax; ``fixed_shapes`` (deterministic mode) takes it over rows of equally
-    many blocks.
+    A block of the cache is read for rows 0 … the last one that reaches it. Positions beyond a row's
+    length have weight exactly 0, so other rows change at most the shape of the softmax;
+    ``fixed_shapes`` (deterministic mode) computes it separately for rows with different numbers of
+    blocks.
 
     Args:
-        lengths: keys of each row, the new token's included.
+        lengths: keys of each row, including the new token's.
     """
 
     def __init__(self, cache: KVCache, lengths: list[int], fixed_shapes: bool) -> None:
@@ -80,7 +79,7 @@ class DecodeAttention:
 
 
 class _DecodeRows:
-    """What a decode step reads in all layers with the same window.
+    """The reads of a decode step in all layers with the same window.
 
     In a ring of size R, place i of a row with L tokens holds its last position p < L for which
     p % R = i.
@@ -135,8 +134,7 @@ class _DecodeRows:
         output: torch.Tensor | None = None
         for read in self._reads:
             batch = read.rows * kv_heads
-            # contiguous by the cast: torch would copy a slice before it multiplies, and the cast is
-            # needed anyway
+            # the cast makes it contiguous: torch would copy a slice before multiplying
             part = weights[:batch, :, read.block.start : read.end].to(queries.dtype)
             product = torch.bmm(part, read.of(read.block.values[place]))
             if output is None:
@@ -147,12 +145,11 @@ class _DecodeRows:
         return output.to(queries.dtype).view(rows, heads * head_dim)
 
     def _masked_scores(self, place: int, grouped: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """Return float32 [rows * kv_heads, group, keys]; minus infinity where a row sees
-        nothing."""
+        """Return float32 [rows * kv_heads, group, keys]; minus infinity at hidden keys."""
         batch, group, head_dim = grouped.shape
         rows = batch // kv_heads
         num_keys = self._mask.shape[-1]
-        if self._scores is None:  # what no block writes to stays hidden in all layers
+        if self._scores is None:  # positions that no block writes stay hidden in all layers
             self._scores = torch.full(
                 (rows, kv_heads, group, num_keys), -math.inf, device=grouped.device
             )
@@ -182,12 +179,12 @@ class _DecodeRows:
 
 
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Take the softmax over the last axis of float32 scores. A sink in each row takes its share and
-    adds nothing.
+    """Compute the softmax over the last axis of float32 scores. Each row's sink takes a share of
+    the weight but adds no value.
 
     Args:
-        sinks: float32, shaped as the scores without their last axis, or broadcasting to that; None:
-            the plain softmax.
+        sinks: float32, in the scores' shape without the last axis, or broadcastable to it; None:
+            plain softmax.
     """
     weights = torch.softmax(scores, dim=-1)
     if sinks is None:
@@ -200,10 +197,9 @@ def exact_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """q kᵀ in float32: q [batch, queries, d], k [batch, keys, d], both contiguous → [batch,
     queries, keys].
 
-    A product of bfloat16 matrices is summed in float32 and then rounded to bfloat16, which is too
-    coarse for scores. So it is computed twice: once rounded, once as the exact sum minus that
-    rounded value, and the two are added. Still faster than a product of float32 copies, which would
-    have to be made of the whole cache.
+    A product of bfloat16 matrices is summed in float32 and rounded to bfloat16, which is too coarse
+    for scores. So it is computed twice, once rounded and once as the exact sum minus the rounded
+    value, and the two are added. This is still faster than float32 copies of the whole cache.
     """
     keys = k.transpose(1, 2)
     rounded = torch.bmm(q, keys)
@@ -216,8 +212,8 @@ class PrefillAttention:
     """Causal attention of several sequences' new tokens over their own caches.
 
     Args:
-        fixed_shapes: deterministic mode: queries go in blocks aligned to the sequence, so a token
-            meets the same shapes in every batch and however its prompt is cut.
+        fixed_shapes: deterministic mode: blocks of queries are aligned to the sequence, so a
+            token's shapes do not depend on the batch or the chunks of its prompt.
     """
 
     def __init__(self, cache: KVCache, spans: list[PrefillChunk], fixed_shapes: bool) -> None:
@@ -241,7 +237,7 @@ class PrefillAttention:
         """Return [tokens, heads * head_dim]."""
         queries, keys, values, sinks = heads
         window = self._cache.places[layer].window
-        if window is not None:  # the ring may lose what these tokens see
+        if window is not None:  # writing first could overwrite keys that these tokens see
             output = self._in_window(layer, heads, window)
             self._plan.write(layer, keys, values)
             return output
@@ -269,7 +265,7 @@ class PrefillAttention:
         return *self._cache.read(layer, slot, start + BLOCK), 0
 
     def _in_window(self, layer: int, heads: Heads, window: int) -> torch.Tensor:
-        """Attend to what the ring keeps of earlier tokens, and to the new ones."""
+        """Attend to the earlier tokens in the ring, and to the new ones."""
         queries, keys, values, sinks = heads
         output = torch.empty_like(queries)
         for span in self._spans:
@@ -293,7 +289,7 @@ class PrefillAttention:
 
 
 def _first_block(start: int, window: int) -> int:
-    """Return where the block begins that has the first key which a token at ``start`` sees."""
+    """Return the start of the block with the first key that a token at ``start`` sees."""
     first = max(0, start + 1 - window)
     return first - first % BLOCK
 
@@ -301,8 +297,8 @@ def _first_block(start: int, window: int) -> int:
 def _part_of(
     line: list[torch.Tensor], first: int, window: int, start: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the keys and values, of those from position ``first`` on, that the block of queries
-    from ``start`` on sees, and the position of the first."""
+    """Return the keys and values that the block of queries at ``start`` sees, and the position of
+    the first; ``line`` begins at position ``first``."""
     begin = _first_block(start, window)
     keys, values = (x[:, begin - first : start + BLOCK - first] for x in line)
     return keys, values, begin
@@ -319,7 +315,7 @@ def _in_fixed_blocks(
     """Attend in blocks of queries.
 
     Args:
-        read: where a block of queries begins → keys and values [kv_heads, keys, head_dim] up to its
+        read: start of a block of queries → keys and values [kv_heads, keys, head_dim] up to its
             end, and the position of the first.
     """
     heads, head_dim = queries.shape[1:]
@@ -348,7 +344,7 @@ def _in_fixed_blocks(
     return torch.cat(pieces)
 
 
-#: Scores of this many pairs are made at a time where sinks need them.
+#: Number of scores computed at a time for heads with sinks.
 _SCORES_AT_ONCE = 1 << 24
 
 
@@ -387,7 +383,7 @@ def _sdpa(
 def _explicit_with_sinks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """Do as `_sdpa`, whose kernel does not return the log-sum-exp that sinks need."""
+    """Compute `_sdpa` explicitly: its kernel does not return the log-sum-exp that sinks need."""
     count, heads, head_dim = q.shape
     kv_heads = k.shape[0]
     grouped = q.view(count, kv_heads, -1, head_dim).transpose(0, 1).flatten(1, 2)
@@ -400,10 +396,11 @@ def _explicit_with_sinks(
 
 
 def sees(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Return bool [queries, keys]: whether the token at one int64 position sees the one at another.
+    """Return bool [queries, keys]: whether the token at each query position sees each key position
+    (int64).
 
     Args:
-        window: how many positions it sees, its own included; None: all before it.
+        window: number of visible positions, including its own; None: all before it.
     """
     distance = queries[:, None] - keys
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -412,8 +409,8 @@ def sees(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch
 def _causal_mask(
     span: PrefillChunk, first: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """Return bool [count, start + count - first]: which keys from position ``first`` on each new
-    token sees."""
+    """Return bool [count, start + count - first]: whether each new token sees each key from
+    position ``first`` on."""
     keys = torch.arange(first, span.start + span.count, device=device)
     return sees(keys[span.start - first :], keys, window)
 
@@ -429,14 +426,14 @@ def _block_mask(
 
 
 def _worth_reading(block: CacheBlock, longest: int) -> int:
-    """Return how many positions of a block to read: all, unless so few are used that it is less
-    work to copy those out first."""
+    """Return the number of positions of a block to read: all, unless copying only the used ones is
+    less work."""
     used = -(-block.used(longest) // _READ_STEP) * _READ_STEP
     return used if 2 * used <= block.size else block.size
 
 
 def _runs(owners: np.ndarray, ends: list[int]) -> list[tuple[int, int, int]]:
-    """Return (first row, last row + 1, keys) of maximal runs of neighbouring rows that end in the
+    """Return (first row, last row + 1, keys) of maximal runs of consecutive rows that end in the
     same block.
 
     Example:

@@ -1,5 +1,5 @@
 """Routes that control the engine (abort, pause, flush, memory, weights, adapters, reports), and
-SGLang's routes that it refuses."""
+SGLang's unsupported routes."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ Handler = Callable[[ServerState, dict[str, Any]], Awaitable[web.Response]]
 
 
 def _post(path: str, *, also_get: bool = False) -> Callable[[Handler], Handler]:
-    """Register a handler of a path; it gets the server's state and the body of the request. A
-    `WeightError` is answered with status 400."""
+    """Register a handler of a path; it receives the server's state and the request's body. A
+    `WeightError` becomes status 400."""
 
     def register(handler: Handler) -> Handler:
         async def answer(request: web.Request) -> web.Response:
@@ -138,7 +138,7 @@ async def server_info(request: web.Request) -> web.Response:
 
 @routes.get("/get_load")
 async def get_load(request: web.Request) -> web.Response:
-    """SGLang's former load report, which the router's ``power_of_two`` policy asks for."""
+    """Return SGLang's former load report, for the router's ``power_of_two`` policy."""
     engine = state_of(request).engine
     load = await _on_engine(engine.call(lambda: load_report(engine)))
     waiting = load["num_waiting_reqs"]
@@ -306,7 +306,7 @@ async def weights_checker(state: ServerState, body: dict[str, Any]) -> web.Respo
     name = optional(body, "lora_name", TEXT, None)
     version: str | None = None
     more: dict[str, Any] = {}
-    if name is not None:  # of an adapter's tensors, as the engine multiplies with them
+    if name is not None:  # an adapter's tensors, as the engine uses them
         optional(body, "action", one_of("fingerprint", "checksum"), "fingerprint")
         adapter = engine.adapters.find(name, "lora_name")
         found = await _on_engine(engine.call(lambda: adapter.fingerprints(chosen)))
@@ -380,10 +380,10 @@ def _load_options(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare(expected: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Compare tensors with SGLang's checksums: sha256 of the bytes as they came.
+    """Compare tensors with SGLang's checksums: sha256 of the received bytes.
 
     Raises:
-        WeightError: one differs, is missing or was not expected; names it.
+        WeightError: a checksum differs, is missing or was not expected; names the tensor.
     """
     for name in expected:
         if name not in tensors:
@@ -401,9 +401,9 @@ def _compare(expected: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -
 
 
 def _adapter_route(path: str, change: Callable[[AdapterTable, Mapping[str, Any]], None]) -> None:
-    """Register a route that changes the adapters, with the body and the answer of SGLang's. Beyond
-    SGLang's fields a load may carry ``weight_version``: the version that tokens of requests with
-    this adapter report, whatever is pushed while they run."""
+    """Register a route that changes the adapters, with SGLang's request and answer. A load may have
+    the additional field ``weight_version``, the version that all tokens of requests with this
+    adapter report."""
 
     @_post(path)
     async def answer(state: ServerState, body: dict[str, Any]) -> web.Response:
@@ -431,7 +431,7 @@ _adapter_route("/unload_lora_adapter", _unload)
 
 @_post("/start_profile")
 async def start_profile(state: ServerState, body: dict[str, Any]) -> web.Response:
-    """Record what the engine thread computes, as SGLang's route does."""
+    """Start the profiler on the engine thread, as SGLang's route does."""
     folder = Path(optional(body, "output_dir", TEXT, tempfile.gettempdir()))
     name = optional(body, "profile_id", TEXT, str(time.time()))
     if state.profile is not None:
@@ -456,8 +456,7 @@ async def stop_profile(state: ServerState, body: dict[str, Any]) -> web.Response
 _EMBEDDING = "this is a model for generation, not for embeddings or classification"
 _SESSIONS = "it keeps no sessions; prompts that share a prefix find it in the cache without one"
 
-#: Path → why it is refused: with status 400, since OpenAI's client sends a request again that was
-#: answered with 501.
+#: Path → why it is unsupported. The status is 400, because OpenAI's client retries after 501.
 REFUSED = {
     "/encode": _EMBEDDING,
     "/classify": _EMBEDDING,

@@ -1,5 +1,5 @@
-"""Run the scheduler on the engine thread, which takes commands from other threads and hands results
-back in batches."""
+"""Run the scheduler on the engine thread, which executes commands of other threads and returns
+results in batches."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _RATE_WINDOW = 5.0
 
 
 class EngineDead(Exception):
-    """The engine thread ended with an error; nothing can be generated any more."""
+    """The engine thread ended with an error; it cannot generate any more."""
 
 
 class Engine:
-    """Owns model, cache and scheduler, all of which only its thread touches.
+    """Owns model, cache and scheduler, which only its thread uses.
 
     Construct (loads the model), `start`, then from any thread: `submit`, `abort`, `call`, `pause`,
     `resume`, `stop`.
@@ -98,14 +98,14 @@ class Engine:
         self._thread.start()
 
     def stop(self, timeout: float = deadlines.EMBEDDED_ENGINE_STOP) -> None:
-        """Let the current step end and the thread with it."""
+        """End the thread after the current step."""
         self._stopping = True
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout)
 
     def check_alive(self) -> None:
-        """Raise `EngineDead` if the engine thread is gone."""
+        """Raise `EngineDead` if the engine thread has ended."""
         if self.death is not None:
             raise EngineDead(f"the engine stopped: {type(self.death).__name__}: {self.death}")
 
@@ -113,14 +113,14 @@ class Engine:
         """Queue sequences.
 
         Raises:
-            EngineDead: the engine thread is gone.
+            EngineDead: the engine thread has ended.
         """
         self._post(lambda: self.scheduler.submit(sequences))
 
     def abort(
         self, matches: Callable[[Sequence], bool], message: str = "Aborted by AbortReq."
     ) -> None:
-        """End every sequence that matches, with the tokens it has."""
+        """End every matching sequence with its current tokens."""
 
         def run() -> None:
             self.scheduler.abort([s for s in self.scheduler.everything() if matches(s)], message)
@@ -136,7 +136,7 @@ class Engine:
                 return
             try:
                 future.set_result(function())
-            except Exception as error:  # crosses to the caller's thread, which raises it
+            except Exception as error:  # raised in the caller's thread
                 future.set_exception(error)
 
         self._post(run)
@@ -145,8 +145,8 @@ class Engine:
     def pause(self, mode: PauseMode) -> Future[None]:
         """Stop stepping. New requests wait.
 
-        "abort" ends what is under way; "retract" sends it back to the queue, to be prefilled again
-        with the tokens it has; "in_place" keeps keys and values as they are.
+        "abort" ends all sequences; "retract" returns them to the queue, to be prefilled again with
+        their tokens; "in_place" keeps their keys and values.
         """
 
         def run() -> None:
@@ -179,7 +179,7 @@ class Engine:
 
     def _run(self) -> None:
         if self.options.num_threads:
-            # OpenMP keeps the number per thread
+            # OpenMP has a separate setting per thread
             torch.set_num_threads(self.options.num_threads)
         try:
             while not self._stopping:
@@ -221,10 +221,10 @@ class Engine:
 
 
 class Hub:
-    """Sequences in flight and who waits for them. Lives on the event loop; `deliver` is called by
-    the engine thread.
+    """Sequences in flight and their waiting tasks. Lives on the event loop; the engine thread calls
+    `deliver`.
 
-    One wake-up of the loop per engine step, however many sequences it ended.
+    Each engine step wakes the loop at most once, however many sequences it ended.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -252,8 +252,8 @@ class Hub:
         return list(self._finished)
 
     async def run(self, engine: Engine, sequences: list[Sequence]) -> None:
-        """Submit sequences and wait until all are finished; when the waiting task is cancelled they
-        are aborted."""
+        """Submit sequences and wait until all are finished; abort them if the waiting task is
+        cancelled."""
         try:
             await asyncio.gather(*self._submit(engine, sequences))
         except asyncio.CancelledError:
@@ -265,8 +265,7 @@ class Hub:
     async def stream(
         self, engine: Engine, sequences: list[Sequence]
     ) -> AsyncIterator[tuple[int, bool]]:
-        """Yield (index, finished) whenever a sequence has new tokens, perhaps several, or has
-        ended."""
+        """Yield (index, finished) whenever a sequence has one or more new tokens, or has ended."""
         wake = asyncio.Event()
         for sequence in sequences:
             self._progress[sequence] = wake
@@ -330,7 +329,7 @@ def load_adapters(options: EngineOptions, store: WeightStore) -> AdapterTable:
     """Load the adapters of the command line.
 
     Raises:
-        UserError: one of them cannot be loaded.
+        UserError: an adapter cannot be loaded.
     """
     adapters = AdapterTable(
         store,
@@ -355,8 +354,8 @@ def _device(name: str) -> torch.device:
 
 
 def _kv_budget(gigabytes: float | None, device: torch.device) -> int:
-    """Return the bytes for keys and values: the user's choice, else half of the free memory of this
-    host or its container, or 80 % of the free GPU memory."""
+    """Return the bytes for keys and values: the given size, else half of the free memory of this
+    host or container, or 80 % of the free GPU memory."""
     if gigabytes is not None:
         return int(gigabytes * 1e9)
     if device.type == "cuda":

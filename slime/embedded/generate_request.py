@@ -1,5 +1,5 @@
-"""The body of ``/generate``: one prompt or several, as text or tokens, checked and turned into
-sequences."""
+"""Check the body of ``/generate`` (one or more prompts, as text or tokens) and make sequences from
+it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _FIELDS = (
     "top_logprobs_num", "return_text_in_logprobs", "return_routed_experts",
     "routed_experts_start_len", "return_sampling_mask", "stream", "lora_path", "image_data",
 )  # fmt: skip
-#: Fields of every kind of request that SGLang knows and that do not change what is generated here;
-#: below, those of ``/generate`` too.
+#: SGLang's fields for all kinds of requests that have no effect here; below, also those of
+#: ``/generate``.
 WITHOUT_EFFECT = (
     "session_id", "priority", "extra_key", "custom_labels", "data_parallel_rank", "routed_dp_rank",
     "disagg_prefill_dp_rank", "use_audio_in_video",
@@ -42,8 +42,8 @@ _WITHOUT_EFFECT = (
     *WITHOUT_EFFECT, "model", "log_metrics", "routing_key", "conversation_id", "no_logs",
     "received_time", "external_trace_header", "background", "modalities",
 )  # fmt: skip
-#: Fields of every kind of request that SGLang knows and this engine does not, allowed when they ask
-#: for nothing; below, those of ``/generate`` too.
+#: SGLang's fields for all kinds of requests that this engine does not support, allowed if they ask
+#: for nothing; below, also those of ``/generate``.
 UNSUPPORTED = (
     "images_config", "max_dynamic_patch", "min_dynamic_patch", "return_hidden_states",
     "return_prompt_token_ids", "session_params", "custom_logit_processor",
@@ -61,15 +61,15 @@ _ANY = FieldKind("anything", lambda value: value)
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits that requests are checked against, and the pieces they are built with.
+    """Limits for checking requests, and objects for parsing them.
 
     Attributes:
         eos_token_ids: of the model and its tokenizer.
         context_length: most tokens of prompt plus response.
-        noise: source of seeds for requests that bring none.
-        records_experts: whether answers can say which experts were chosen.
+        noise: source of seeds for requests without one.
+        records_experts: answers can contain the chosen experts.
         adapters: that requests may name.
-        images: how requests bring images; None: text alone is served.
+        images: reads the images of requests; None: only text is served.
     """
 
     vocab_size: int
@@ -88,8 +88,8 @@ class Job:
 
     Attributes:
         sequence: what the engine works on.
-        return_logprob, text_in_logprobs: what the answer carries.
-        experts_start: first token whose experts it carries; None for none.
+        return_logprob, text_in_logprobs: whether the answer contains them.
+        experts_start: first token whose experts the answer contains; None for none.
     """
 
     sequence: Sequence
@@ -118,7 +118,7 @@ def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
     """Check a ``/generate`` body.
 
     Raises:
-        BadRequest: the body cannot be served; says how to correct it.
+        BadRequest: the body is invalid; says how to correct it.
     """
     body = OBJECT.read("the body", raw)
     refuse_unknown(body, _FIELDS, _WITHOUT_EFFECT, _UNSUPPORTED)
@@ -203,7 +203,7 @@ def make_sequence(
     Args:
         copy: its number among the samples of its prompt.
     Raises:
-        BadRequest: the prompt leaves no room, or stop strings without a tokenizer.
+        BadRequest: the prompt leaves no room, or there are stop strings but no tokenizer.
     """
     length = len(prompt)
     context = limits.context_length
@@ -240,10 +240,10 @@ def refuse_unknown(
     without_effect: Iterable[str],
     unsupported: Iterable[str],
 ) -> None:
-    """Refuse fields that the engine cannot honour.
+    """Reject fields that the engine does not support.
 
     Raises:
-        BadRequest: a field that nobody knows, or one that is not supported and asks for something.
+        BadRequest: a field is unknown, or unsupported and not empty.
     """
     for name, value in body.items():
         if name in known or name in without_effect or value is None:
@@ -292,7 +292,7 @@ def _prompts(body: Mapping[str, Any], limits: RequestLimits) -> tuple[list[list[
 def _with_images(
     given: Any, prompts: list[list[int]], is_batch: bool, limits: RequestLimits
 ) -> tuple[list[list[int]], list[SequenceImages | None]]:
-    """Return the prompts with all placeholders of their images, and the images of each."""
+    """Return the prompts with all placeholders of their images, and the images of each prompt."""
     if limits.images is None:
         if not asks_for_nothing(given):
             raise BadRequest(

@@ -1,8 +1,8 @@
-"""Serve ``/generate`` and the health routes; helpers that all request handlers share.
+"""Serve ``/generate`` and the health routes; has helpers for all request handlers.
 
 Answers have SGLang's ``meta_info`` with its field names and shapes, and beyond it
-``token_weight_versions`` [[first output token, version], …], so that tokens sampled on either side
-of a push are told apart, and ``prefill_time`` and ``decode_time`` in seconds.
+``token_weight_versions`` [[first output token, version], …], which tells tokens before and after a
+push apart, and ``prefill_time`` and ``decode_time`` in seconds.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class ServerState:
 
     Attributes:
         tokenizer: a Hugging Face tokenizer with its chat template, or None.
-        tool_format: how the model writes calls of tools; None where that is not known.
+        tool_format: the model's format of tool calls; None if unknown.
         updates: one thread each for updates that may wait for each other's collectives.
-        profile: what records the engine thread; None while nothing does.
+        profile: the running profiler of the engine thread, or None.
     """
 
     engine: Engine
@@ -66,7 +66,7 @@ class ServerState:
     profile: TorchProfile | None = None
 
 
-#: A task that yields the state once the model is loaded.
+#: A task that returns the state after loading the model.
 STATE: web.AppKey[asyncio.Task[ServerState]] = web.AppKey("state")
 
 
@@ -74,7 +74,7 @@ def state_of(request: web.Request) -> ServerState:
     """Return the state of a server that has loaded its model.
 
     Raises:
-        Unavailable: the model is still being loaded, or could not be.
+        Unavailable: the model is not loaded yet, or loading failed.
     """
     task = request.app[STATE]
     if not task.done():
@@ -102,7 +102,7 @@ def check_can_generate(state: ServerState) -> None:
     """Check that the engine can generate now.
 
     Raises:
-        EngineDead: the engine thread is gone.
+        EngineDead: the engine thread has ended.
         Unavailable: memory was released, or the weights are not one consistent version.
     """
     engine = state.engine
@@ -123,7 +123,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     state = state_of(request)
     check_can_generate(state)
     body = await json_body(request)
-    if body.get("image_data"):  # decoding them would hold up the other requests
+    if body.get("image_data"):  # decoding images here would block other requests
         parsed = await asyncio.to_thread(parse_generate, body, state.limits)
     else:
         parsed = parse_generate(body, state.limits)
@@ -151,8 +151,7 @@ async def _events(state: ServerState, parsed: GenerateRequest) -> AsyncIterator[
 async def send_events(request: web.Request, events: AsyncIterator[Any]) -> web.StreamResponse:
     """Send server-sent events, one JSON object each, and "[DONE]" at the end.
 
-    The status is sent before the first event: an error after that is an event of its own, as in
-    SGLang.
+    The status is sent before the first event: later errors are events, as in SGLang.
     """
     response = web.StreamResponse(headers=EVENT_HEADERS)
     await response.prepare(request)
@@ -164,7 +163,7 @@ async def send_events(request: web.Request, events: AsyncIterator[Any]) -> web.S
         await response.write(
             event({"error": {"message": str(error), "type": "unavailable", "code": 503}})
         )
-    except ConnectionResetError:  # by the client; the stream has aborted its sequences
+    except ConnectionResetError:  # by the client; the stream aborts its sequences
         return response
     await response.write(DONE)
     await response.write_eof()
@@ -172,10 +171,10 @@ async def send_events(request: web.Request, events: AsyncIterator[Any]) -> web.S
 
 
 def refuse_known_rids(state: ServerState, rids: list[str]) -> None:
-    """Refuse request ids that are in use.
+    """Reject request ids that are in use.
 
     Raises:
-        BadRequest: a request of that id is under way.
+        BadRequest: a request with the same id is running.
     """
     known = {sequence.rid for sequence in state.hub.in_flight}
     for rid in rids:
@@ -186,15 +185,14 @@ def refuse_known_rids(state: ServerState, rids: list[str]) -> None:
 @routes.get("/health")
 @routes.get("/ping")
 async def health(request: web.Request) -> web.Response:
-    """Answer 200 as soon as the model is loaded and as long as the engine thread lives."""
+    """Answer 200 while the model is loaded and the engine thread is alive."""
     state_of(request).engine.check_alive()
     return web.Response()
 
 
 @routes.get("/health_generate")
 async def health_generate(request: web.Request) -> web.Response:
-    """Answer 200 if a token can be generated now. A busy engine proves it by its steps; a paused
-    engine is not asked to."""
+    """Answer 200 if the engine can generate a token now; a paused engine is not tested."""
     state = state_of(request)
     check_can_generate(state)
     if state.engine.paused:
@@ -217,10 +215,10 @@ async def health_generate(request: web.Request) -> web.Response:
 
 
 class Answer:
-    """Builds the answers of one sample: cumulative ones while it streams, and the last.
+    """Builds the answers of one sample: cumulative ones while it streams, and the final one.
 
     Args:
-        tokenizer: None leaves ``text`` out, as an engine without tokenizer does.
+        tokenizer: None omits ``text``.
     """
 
     def __init__(self, job: Job, tokenizer: Tokenizer | None) -> None:
@@ -231,10 +229,10 @@ class Answer:
         self._streamed = 0
 
     def partial(self, version: str) -> dict[str, Any]:
-        """Return text and tokens so far; ``version`` is that of the base's weights now.
+        """Return text and tokens so far; ``version`` is the current one of the base's weights.
 
-        The text leaves out a character that is not complete yet, and what may become a stop string:
-        it only grows.
+        The text omits an incomplete character, and the beginning of a possible stop string: it only
+        grows.
         """
         count = len(self.sequence.output_ids)
         body: dict[str, Any] = {"output_ids": self.sequence.output_ids[:count]}
@@ -257,7 +255,7 @@ class Answer:
         if self.job.experts_start is not None:
             assert sequence.experts is not None
             start = self.job.experts_start
-            # the last token was not sent through the model
+            # the model has not processed the last token
             body["meta_info"]["routed_experts"] = sequence.experts.encoded(
                 start, sequence.length - 1
             )
@@ -265,8 +263,8 @@ class Answer:
         return body
 
     def text_so_far(self, count: int) -> str:
-        """Return the text of the first ``count`` tokens, see `partial`. The last may be the stop
-        token of an end that the engine thread has not reported yet."""
+        """Return the text of the first ``count`` tokens, see `partial`. The last may be a stop
+        token before the engine thread has reported the end."""
         assert self._tokenizer is not None
         if count and self.sequence.output_ids[count - 1] in self.sequence.stop_ids:
             count -= 1
@@ -281,7 +279,7 @@ class Answer:
 
 
 def final_text(job: Job, tokenizer: Tokenizer) -> str:
-    """Decode the output, without what stopped it unless ``no_stop_trim``."""
+    """Decode the output, without the stop string or token unless ``no_stop_trim``."""
     sequence = job.sequence
     params = sequence.params
     matched = (sequence.finish_reason or {}).get("matched")

@@ -1,4 +1,4 @@
-"""Images in the embedded engine: what a request brings, and what the decoder sees of it."""
+"""Images in the embedded engine: from requests to the decoder's inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slime.models.vision import (
 )
 
 _FIELD = "image_data"
-#: Bytes of features that are kept for sequences with the same images.
+#: Bytes of features to keep for sequences with the same images.
 _KEPT_BYTES = 1 << 28
 
 
@@ -35,7 +35,7 @@ class ImageRequests:
     """Reads the images of requests.
 
     Attributes:
-        limit: most images of one prompt.
+        limit: maximum number of images per prompt.
     """
 
     reader: ImageReader
@@ -43,12 +43,13 @@ class ImageRequests:
     limit: int
 
     def read(self, ids: list[int], given: Any) -> tuple[list[int], SequenceImages | None]:
-        """Read the images of one prompt; a single placeholder becomes as many as the image needs.
+        """Read the images of one prompt; expand single placeholders to the number that the image
+        needs.
 
         Args:
             given: base64 or a data URI, or a list of them; None for none.
         Raises:
-            BadRequest: an image that cannot be read, or placeholders that do not fit the images.
+            BadRequest: an image is unreadable, or the placeholders do not match the images.
         """
         sources = [] if given is None else [given] if isinstance(given, str) else given
         if not isinstance(sources, list) or not all(isinstance(one, str) for one in sources):
@@ -132,8 +133,8 @@ class SequenceImages:
         return found
 
     def distinct(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the tokens with a negative number, made from the image, in place of each of its
-        placeholders. Equal tokens then have equal keys and values."""
+        """Replace each image's placeholders by a negative number from its digest. Equal tokens then
+        have equal keys and values."""
         found = tokens.copy()
         for image in self.images:
             number = int.from_bytes(image.key[:7], "big")
@@ -145,7 +146,7 @@ class SeenImages(NamedTuple):
     """Features of images in one forward pass.
 
     Attributes:
-        rows: int64 [n], which of its tokens they belong to.
+        rows: int64 [n], the tokens of the pass to which they belong.
         features: [n, (1 + levels) * hidden].
     """
 
@@ -153,7 +154,7 @@ class SeenImages(NamedTuple):
     features: Tensor
 
     def placed(self, hidden: Tensor) -> Tensor:
-        """Put the features in place of embeddings [tokens, hidden]."""
+        """Replace embeddings [tokens, hidden] of images by the features."""
         own = self.features[:, : hidden.shape[1]].to(hidden.dtype)
         return hidden.index_copy(0, self.rows, own)
 
@@ -165,7 +166,7 @@ class SeenImages(NamedTuple):
 
 
 class FeatureCache:
-    """Computes features of images, once for sequences that share them."""
+    """Computes the features of each image once for all sequences with it."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
@@ -178,11 +179,12 @@ class FeatureCache:
         places: Sequence[tuple[SequenceImages | None, int, int]],
         device: torch.device,
     ) -> SeenImages | None:
-        """Return what tokens see of images; None if they see nothing.
+        """Return the features of images at the given tokens; None if there are no images.
 
         Args:
-            epoch: of the weights; features of earlier ones are forgotten.
-            places: whose images, first position and number of the tokens, one after the other.
+            epoch: of the weights; drops features of earlier epochs.
+            places: (images, first position, number of tokens) of each sequence, in the order of the
+                tokens.
         """
         if epoch != self._epoch:
             self._kept.clear()

@@ -1,4 +1,4 @@
-"""The record of the embedded engine: its command line, and what a server holds."""
+"""The record of the embedded engine: its command line, and its memory footprint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.processes.host import python_module
 if TYPE_CHECKING:
     from slime.config.config import Config
 
-#: Copies of states of gated delta nets that a sequence keeps besides the live one
+#: Copies of states of gated delta nets that a sequence keeps in addition to the live one
 #: (`slime.embedded.states`).
 STATE_COPIES = 2
 
@@ -22,11 +22,11 @@ STATE_COPIES = 2
 def embedded_command(
     config: Config, model_path: str, host: str, port: int, place: EnginePlace = ONE_GPU
 ) -> LaunchSpec:
-    """Return how to start an embedded engine, on CPU or on the GPU that the environment names. It
-    is one process, whatever its place.
+    """Return how to start an embedded engine, on CPU or on the GPU in the environment. It is always
+    one process.
 
-    Its seed follows from its number: engines that drew the same numbers would give equal answers to
-    the samples of one prompt. A model other than the policy is held as its files are.
+    Its seed depends on its number: engines with equal seeds would give equal answers to the samples
+    of one prompt. Models other than the policy keep the dtype of their files.
     """
     is_policy = place.model_path is None
     argv = python_module("slime.embedded")
@@ -64,7 +64,8 @@ GROUP_RULES = GroupRules(("regular", "placeholder"), _check_override)
 
 
 def embedded_footprint(config: Config) -> EngineFootprint:
-    """Return what one process holds: everything, with a cache for a number of sequences."""
+    """Return the footprint of one process: the whole model, and a cache for a number of
+    sequences."""
     element = 4 if dtype_of(config) == "float32" else 2
     return EngineFootprint(
         element=element,

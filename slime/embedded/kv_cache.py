@@ -1,19 +1,19 @@
-"""Keys and values of all sequences: a row ("slot") per sequence, in blocks of positions that are
+"""Keys and values of all sequences: one row ("slot") per sequence, in blocks of positions that are
 added as needed.
 
     position:   0       64      128      192      256      320 …
     block:      │  64   │   64   │   64   │   64   │   64   │ …
                 each: keys and values [layers, slots, kv_heads, size, head_dim]
-                later blocks are larger, so that their number stays small
+                later blocks are larger, which keeps their number small
 
-Decoding reads slots 0 … n-1 of a block as one contiguous [n * kv_heads, size, head_dim]: in place,
-which torch's batched products only do with contiguous operands; and a block is read only for the
-sequences that reach it. So the scheduler keeps running sequences in the first slots and moves one
-when a hole appears. Growing longer adds a block and copies nothing. Storage begins at zero: masked
-positions are multiplied by a weight of 0, which only finite numbers survive.
+Decoding reads slots 0 … n-1 of a block as one contiguous [n * kv_heads, size, head_dim], without a
+copy because torch's batched products accept contiguous operands in place. A block is read only for
+the sequences that reach it. So the scheduler keeps running sequences in the first slots and moves
+one to fill a gap. A longer sequence adds a block without copying. Storage is initially zero: masked
+positions have weight 0, and 0 times NaN or infinity would be NaN.
 
-Layers whose tokens see a window keep the last positions alone, in a ring: position p lies at p
-modulo its size, which is that of the window and `SPARE` more.
+Layers with a window keep only the last positions, in a ring: position p is at p modulo the ring's
+size, which is the window's plus `SPARE`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from slime.models.mixers import mixer_of
 
 #: Size of the first blocks; every block is a multiple of it.
 BLOCK = 64
-#: Positions that a ring keeps beyond the window, at least. Others can take a prefix from a sequence
-#: that is at most so far ahead of it.
+#: Least number of positions that a ring keeps beyond the window. A prefix can be reused from a
+#: sequence that is at most this far beyond it.
 SPARE = 256
 _FIRST_SLOTS = 8
-#: Storage may grow to this many bytes to retain prefixes; beyond it the oldest retained prefix
-#: makes room.
+#: Storage may grow to this many bytes to retain prefixes; then the oldest retained prefix is
+#: replaced.
 _RETAIN_BYTES = 1 << 30
 _NO_TOKENS = np.empty(0, dtype=np.int64)
 
@@ -56,13 +56,13 @@ class CacheBlock:
     values: torch.Tensor
 
     def used(self, length: int) -> int:
-        """Return how many of its positions a sequence of this length has."""
+        """Return the number of positions in the block that a sequence of this length uses."""
         return min(self.size, max(0, length - self.start))
 
 
 class Place(NamedTuple):
-    """Where the cache has the keys and values of a layer: its number among those of its kind, and
-    its window. Layers that keep a state have no place of their own."""
+    """The place of a layer in the cache: its number among the layers of its kind, and its window.
+    Layers with a state do not use theirs."""
 
     number: int
     window: int | None
@@ -70,7 +70,7 @@ class Place(NamedTuple):
 
 @dataclass
 class WritePlan:
-    """Where new tokens' keys and values go.
+    """The places for new tokens' keys and values.
 
     Attributes:
         parts: (block, rows of the new tokens or None for all, flat index), for layers that keep
@@ -84,7 +84,7 @@ class WritePlan:
     places: list[Place]
 
     def write(self, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write those of layer ``number``: keys and values [tokens, kv_heads, head_dim]."""
+        """Write keys and values [tokens, kv_heads, head_dim] of layer ``number``."""
         head_dim = keys.shape[-1]
         layer, window = self.places[number]
         for block, rows, index in self.parts if window is None else self.of_window:
@@ -101,12 +101,12 @@ class KVCache:
     """Storage for the keys and values of all slots.
 
     Args:
-        max_slots: most sequences at once.
-        byte_limit: storage beyond it is only taken when a single sequence needs it.
-        whole_rings: rings have their full size from the start, so that shapes do not depend on what
-            other sequences need.
+        max_slots: maximum number of sequences at once.
+        byte_limit: storage exceeds it only if a single sequence needs it.
+        whole_rings: rings have their full size from the start, so shapes do not depend on other
+            sequences.
     Attributes:
-        ring: of the layers with a window, None without such layers or storage; it grows with
+        ring: of the layers with a window; None without such layers or storage. It grows with
             ``capacity`` up to ``ring_size``.
         states: of gated delta nets; None for a model without them.
     """
@@ -159,27 +159,27 @@ class KVCache:
         return 2 * self.arch.num_kv_heads * self.arch.head_dim * self.dtype.itemsize
 
     def _slot_bytes(self, length: int) -> int:
-        """Return the bytes of one slot of this length, copies of states included."""
+        """Return the bytes of one slot of this length, including copies of states."""
         kept = self._num_whole * length + self._num_windowed * self._ring_for(length)
         states = 0 if self.states is None else (1 + STATE_COPIES) * self.states.slot_bytes
         return kept * self._layer_bytes + states
 
     def _ring_for(self, length: int) -> int:
-        """Return the size of the ring when slots have so many positions."""
+        """Return the size of the ring for slots with this many positions."""
         return self.ring_size if self._whole_rings else min(length, self.ring_size)
 
     def keeps(self, length: int, written: int) -> bool:
-        """Tell whether a slot that was written up to position ``written`` has all that a token at
+        """Tell whether a slot written up to position ``written`` still has all keys that a token at
         position ``length`` sees."""
         first_seen = max(0, length - self._window + 1)
         return not self._num_windowed or first_seen >= written - self.ring_size
 
     def fits(self, slots: int, length: int) -> bool:
-        """Tell whether storage for so many slots of this length is within the limit."""
+        """Tell whether storage for this many slots of this length is within the limit."""
         return slots * self._slot_bytes(max(self.capacity, length)) <= self.byte_limit
 
     def ensure_slots(self, count: int) -> None:
-        """Have at least ``count`` slots (doubling, as far as the limits allow)."""
+        """Provide at least ``count`` slots, doubling the number if the limits allow."""
         assert count <= self.max_slots
         if count > self.num_slots:
             target = min(self.max_slots, max(count, 2 * self.num_slots, _FIRST_SLOTS))
@@ -192,7 +192,7 @@ class KVCache:
             self._resize(count)
 
     def ensure_length(self, length: int) -> None:
-        """Have at least ``length`` positions per slot."""
+        """Provide at least ``length`` positions per slot."""
         while self.capacity < length:
             start = self.capacity
             size = block_size(self.capacity)
@@ -200,13 +200,13 @@ class KVCache:
         self._grow_ring()
 
     def plan_write(self, slots: np.ndarray, positions: np.ndarray) -> WritePlan:
-        """Plan a write of tokens at (slot, position), int64 [tokens] each. The cache reaches all
-        positions."""
+        """Plan a write of tokens at (slot, position), int64 [tokens] each. The cache must contain
+        all positions."""
         of_window = []
         if self.ring is not None:
             last = np.full(self.num_slots, -1)
             np.maximum.at(last, slots, positions)
-            kept = positions > last[slots] - self.ring.size  # of a long prompt the last part
+            kept = positions > last[slots] - self.ring.size  # only the last part of a long prompt
             rows = np.flatnonzero(kept)
             of_window = [self._part(self.ring, slots, positions % self.ring.size, rows)]
         if not self._num_whole:
@@ -223,7 +223,7 @@ class KVCache:
     def _part(
         self, block: CacheBlock, slots: np.ndarray, within: np.ndarray, rows: np.ndarray
     ) -> tuple[CacheBlock, torch.Tensor | None, torch.Tensor]:
-        """Plan the write of some rows of a batch, which go to these places of a block."""
+        """Plan the write of some rows of a batch to the places ``within`` a block."""
         heads = np.arange(self.arch.num_kv_heads)
         index = (slots[rows, None] * len(heads) + heads) * block.size + within[rows][:, None]
         chosen = None if len(rows) == len(slots) else torch.from_numpy(rows).to(self.device)
@@ -233,16 +233,16 @@ class KVCache:
         self, number: int, slot: int, first: int, last: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of positions ``first`` to ``last - 1`` of one sequence in a layer
-        with a window, a copy [kv_heads, last - first, head_dim] each. Positions before those that
-        the ring keeps have the numbers of later ones."""
+        with a window, a copy [kv_heads, last - first, head_dim] each. Positions that the ring has
+        lost contain later ones."""
         assert self.ring is not None
         layer = self.places[number].number
         index = torch.arange(first, last, device=self.device) % self.ring.size
         return self.ring.keys[layer, slot][:, index], self.ring.values[layer, slot][:, index]
 
     def read(self, number: int, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of one sequence in a layer that keeps all, [kv_heads, length,
-        head_dim] each (a copy where several blocks hold it)."""
+        """Return keys and values of one sequence in a layer without a window, [kv_heads, length,
+        head_dim] each (a copy if several blocks hold it)."""
         layer = self.places[number].number
         used = [(block, count) for block in self.blocks if (count := block.used(length))]
         keys = [block.keys[layer, slot, :, :count] for block, count in used]
@@ -255,8 +255,8 @@ class KVCache:
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` positions of one slot to another, all that rings keep, and the
-        live state."""
+        """Copy the first ``length`` positions of one slot to another, and its whole ring and live
+        state."""
         if self.states is not None:
             self.states.copy(source, target)
         if self.ring is not None:
@@ -284,7 +284,7 @@ class KVCache:
 
     @torch.inference_mode()
     def clear_slot(self, slot: int) -> None:
-        """Zero a slot, after numbers that are not finite were written to it."""
+        """Zero a slot that contains non-finite numbers."""
         if self.states is not None:
             self.states.clear(slot)
         for block in [*self.blocks, *([self.ring] if self.ring else [])]:
@@ -292,7 +292,7 @@ class KVCache:
             block.values[:, slot].zero_()
 
     def release(self) -> None:
-        """Give the memory back; it is allocated again as needed."""
+        """Free the memory; it is allocated again as needed."""
         self.blocks = []
         self.ring = None
         self.num_slots = 0
@@ -309,8 +309,8 @@ class KVCache:
 
     @torch.inference_mode()
     def _grow_ring(self) -> None:
-        """Give the ring the size that the capacity asks for. A smaller ring has not wrapped around
-        yet, so that each position keeps its place."""
+        """Enlarge the ring according to the capacity. A smaller ring has not wrapped around yet, so
+        each position keeps its place."""
         size = self._ring_for(self.capacity)
         if not self._num_windowed or (self.ring is not None and self.ring.size >= size):
             return
@@ -335,8 +335,8 @@ class KVCache:
 
 
 def block_size(start: int) -> int:
-    """Return the size of the block that begins at ``start``: a quarter of what lies before it, in
-    powers of two, at least `BLOCK`.
+    """Return the size of the block that begins at ``start``: a quarter of ``start``, rounded to a
+    power of two, at least `BLOCK`.
 
     Example:
         >>> [block_size(start) for start in (0, 192, 256, 512, 1024)]
@@ -354,16 +354,15 @@ class Slot:
 
     Attributes:
         sequence: its owner, None when retained or free.
-        tokens: those whose keys and values are there and may be reused; empty when free.
-        experts: what these tokens were sent to, a row of `RoutedExperts` each; None where that is
-            not recorded.
-        length: positions that hold something of use (at least ``len(tokens)``).
-        written: positions that were ever written since its first one, so that rings have lost some.
+        tokens: tokens whose keys and values are in the slot and may be reused; empty when free.
+        experts: the experts of these tokens, a row of `RoutedExperts` each; None if not recorded.
+        length: number of positions in use (at least ``len(tokens)``).
+        written: number of positions ever written, from which follows what rings have lost.
         epoch: of the weights that computed them.
         last_used: larger is later.
-        adapter: key of the adapter that computed them with the weights; 0 for the base alone.
+        adapter: key of the adapter that computed them with the weights; 0 for only the base.
         state_at: tokens that the live state of gated delta nets has seen.
-        states: copies of states, by the tokens that they have seen, the oldest first.
+        states: number of tokens seen → copy of the state, the oldest first.
     """
 
     sequence: Sequence | None = None
@@ -382,7 +381,7 @@ class Slot:
         return self.sequence is None and self.length == 0
 
     def offer(self, sequence: Sequence, count: int) -> None:
-        """Let the first ``count`` tokens of a sequence, which are computed here, be reused."""
+        """Allow reuse of the first ``count`` tokens of the slot's sequence."""
         self.tokens = sequence.distinct_tokens()[:count]
         self.experts = None if sequence.experts is None else sequence.experts.first(count)
 
@@ -391,9 +390,8 @@ class SlotTable:
     """Assigns slots to sequences.
 
     Args:
-        reuse_decoded: whether keys and values of *sampled* tokens may serve as a prefix (not in
-            deterministic mode, where they can differ in the last bit from those that a prefill
-            computes).
+        reuse_decoded: whether keys and values of *sampled* tokens may be reused as a prefix (not in
+            deterministic mode: they can differ in the last bit from those of a prefill).
     """
 
     def __init__(self, cache: KVCache, reuse_decoded: bool) -> None:
@@ -418,14 +416,14 @@ class SlotTable:
         return next(index for index, slot in enumerate(self._slots) if slot.sequence is sequence)
 
     def epoch_of(self, sequence: Sequence) -> int:
-        """Epoch of the weights that its keys and values began with."""
+        """Return the epoch of the weights that computed its first keys and values."""
         return self._slots[self.slot_of(sequence)].epoch
 
     def find_prefix(
         self, tokens: np.ndarray, limit: int, epoch: int, adapter: int
     ) -> tuple[int, int]:
-        """Return (slot, length) of the longest usable prefix of ``tokens`` up to ``limit`` that the
-        same weights and adapter computed; length 0 when there is none."""
+        """Return (slot, length) of the longest usable prefix of ``tokens`` up to ``limit`` from the
+        same weights and adapter; length 0 if there is none."""
         best = -1
         best_length = 0
         for index, slot in enumerate(self._slots):
@@ -441,9 +439,10 @@ class SlotTable:
         return best, best_length
 
     def _with_state(self, slot: Slot, length: int) -> int:
-        """Return how many tokens a slot's best state up to ``length`` has seen; 0 without one.
+        """Return the number of tokens that a slot's longest state up to ``length`` has seen; 0
+        without one.
 
-        In deterministic mode only multiples of a chunk count, so that what follows meets the same
+        Deterministic mode allows only multiples of a chunk, so the following tokens have the same
         chunks in every batch.
         """
         known = [*slot.states, slot.state_at]
@@ -452,8 +451,8 @@ class SlotTable:
         return max((position for position in known if position <= length), default=0)
 
     def acquire(self, sequence: Sequence, source: int, length: int, epoch: int) -> int:
-        """Give a sequence a slot and put the first ``length`` positions of slot ``source`` into
-        it."""
+        """Assign a slot to a sequence, and copy the first ``length`` positions of slot ``source``
+        to it."""
         target = self._room(keep=source if length else -1)
         if length and source != target:
             self.cache.copy(source, target, length)
@@ -486,7 +485,7 @@ class SlotTable:
         return target
 
     def record(self, sequence: Sequence, num_prefilled: int, epoch: int) -> None:
-        """Note that a prefill computed the first ``num_prefilled`` tokens of a sequence."""
+        """Record that a prefill computed the first ``num_prefilled`` tokens of a sequence."""
         slot = self._slots[self.slot_of(sequence)]
         slot.length = num_prefilled
         slot.state_at = num_prefilled
@@ -495,31 +494,31 @@ class SlotTable:
             slot.offer(sequence, num_prefilled)
 
     def note_lengths(self, lengths: list[int]) -> None:
-        """Record how many positions of slots 0 … hold keys and values now."""
+        """Record the number of positions with keys and values in slots 0 …."""
         for slot, length in zip(self._slots, lengths):
             slot.length = length
             slot.state_at = length
             slot.written = max(slot.written, length)
 
     def keep_states(self, sequence: Sequence, states: Mapping[int, DeltaState]) -> None:
-        """Keep copies of the states of a sequence, for others to continue from; the oldest copies
-        make room."""
+        """Keep copies of a sequence's states, from which others can continue; drop the oldest
+        copies."""
         kept = self._slots[self.slot_of(sequence)].states
         kept.update(states)
         while len(kept) > STATE_COPIES:
             del kept[next(iter(kept))]
 
     def share_states(self, source: Sequence, target: Sequence) -> None:
-        """Keep the copies of one sequence for another with the same tokens, too."""
+        """Keep the copies of one sequence also for another with the same tokens."""
         self.keep_states(target, self._slots[self.slot_of(source)].states)
 
     def start_running(self, sequence: Sequence) -> None:
-        """Move a sequence whose prefill is complete behind the running ones."""
+        """Move a sequence with a complete prefill to the end of the running ones."""
         self._swap(self.slot_of(sequence), self.num_running)
         self.num_running += 1
 
     def release(self, sequence: Sequence, epoch: int, retain: bool = True) -> None:
-        """Take the slot from a sequence, keeping what is in it as a prefix."""
+        """Release the slot of a sequence, retaining its contents as a prefix."""
         index = self.slot_of(sequence)
         slot = self._slots[index]
         slot.sequence = None
@@ -537,7 +536,7 @@ class SlotTable:
             self._swap(index, self.num_running)
 
     def flush(self) -> None:
-        """Forget every retained prefix, and what running sequences offer."""
+        """Drop every retained prefix, and those that running sequences offer."""
         for slot in self._slots:
             slot.tokens = _NO_TOKENS
             slot.experts = None
@@ -546,7 +545,7 @@ class SlotTable:
                 slot.length = 0
 
     def trim(self, count: int) -> None:
-        """Have at most ``count`` slots; at most that many are owned."""
+        """Reduce to at most ``count`` slots; at most this many may be owned."""
         assert self.num_owned <= count
         self.flush()
         for index in range(len(self._slots) - 1, count - 1, -1):
@@ -556,13 +555,13 @@ class SlotTable:
         self.cache.keep_slots(count)
 
     def reset(self) -> None:
-        """Forget all slots, after the cache released its memory. Nothing is owned."""
+        """Drop all slots, after the cache released its memory. None may be owned."""
         assert self.num_owned == 0
         self._slots = []
 
     def _room(self, keep: int) -> int:
-        """Find a free slot: an existing one, a new one, or that of the prefix which was used
-        longest ago."""
+        """Find a free slot: an existing one, a new one, or that of the least recently used
+        prefix."""
         for index, slot in enumerate(self._slots):
             if slot.is_free:
                 return index
@@ -598,7 +597,7 @@ class SlotTable:
 
 
 def key_of(sequence: Sequence) -> int:
-    """Return the key of a sequence's adapter; 0 for the base alone."""
+    """Return the key of a sequence's adapter; 0 for only the base."""
     return 0 if sequence.adapter is None else sequence.adapter.key
 
 

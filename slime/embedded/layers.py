@@ -1,10 +1,9 @@
-"""The layers of the decoder that multiply: one weight and several ways to multiply by it, and
-layers of experts.
+"""The decoder's linear layers, with several ways to multiply, and its layers of experts.
 
-On CPU a weight is kept twice: as it is (its Hugging Face names address views of it) and in oneDNN's
-blocked layout, which multiplies 1.5 to 3 times faster at the few rows of a decode step, in bfloat16
-and in float32. Whoever writes to the weight calls `Linear.invalidate`; the blocked copy is made
-again before its next use.
+On CPU a weight is kept twice: unchanged (Hugging Face names refer to views of it) and in oneDNN's
+blocked layout, which is 1.5 to 3 times faster for the few rows of a decode step, in bfloat16 and in
+float32. Code that writes to a weight must call `Linear.invalidate`; the blocked copy is made again
+before its next use.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ class Linear:
     """``y = x Wᵀ + b`` for x [rows, in_features].
 
     Args:
-        weight: [out_features, in_features]; the transpose of a contiguous matrix will do.
+        weight: [out_features, in_features]; may be the transpose of a contiguous matrix.
         bias: [out_features] or None.
-        fixed_rows: multiply in blocks of exactly `FIXED_ROWS` rows, padded, so that a row's result
-            does not depend on its neighbours.
+        fixed_rows: multiply in padded blocks of exactly `FIXED_ROWS` rows, so a row's result does
+            not depend on other rows.
 
     Attributes:
-        packs: multiplies by oneDNN's copy.
+        packs: whether it multiplies by oneDNN's copy.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Linear:
         return self.weight.shape[0]
 
     def invalidate(self) -> None:
-        """Forget the blocked copy, after the weight was written to."""
+        """Drop the blocked copy, after a change of the weight."""
         self._packed = None
 
     @property
@@ -60,7 +59,7 @@ class Linear:
         residual: torch.Tensor | None = None,
         adapted: AdaptedRows | None = None,
     ) -> torch.Tensor:
-        """``y``, or ``residual + y``; with the products of the rows' adapters."""
+        """Return ``y``, or ``residual + y``, with the products of the rows' adapters."""
         y = self._in_fixed_blocks(x, residual) if self.fixed_rows else self._multiply(x, residual)
         if adapted is not None:
             adapted.add(y, x, self, self.fixed_rows)
@@ -86,7 +85,7 @@ class Linear:
 
 
 class TokenEmbedding:
-    """Rows of ``weight`` [vocabulary, hidden] by token; ``fixed_rows`` as of `Linear`."""
+    """Looks up rows of ``weight`` [vocabulary, hidden]; ``fixed_rows`` as in `Linear`."""
 
     def __init__(self, weight: torch.Tensor, fixed_rows: bool = False) -> None:
         self.weight = weight
@@ -97,7 +96,7 @@ class TokenEmbedding:
         return self.weight.shape[1]
 
     def __call__(self, token_ids: torch.Tensor, adapted: AdaptedRows | None = None) -> torch.Tensor:
-        """int64 [tokens] → [tokens, hidden]; with what the tokens' adapters add."""
+        """int64 [tokens] → [tokens, hidden], with the products of the tokens' adapters."""
         y = F.embedding(token_ids, self.weight)
         if adapted is not None:
             adapted.add_looked_up(y, token_ids, self, self.fixed_rows)
@@ -118,7 +117,7 @@ class Mlp:
     """``down(activation(gate x) · up x)``; gate and up in one matrix.
 
     Attributes:
-        limit, offset: as of `slime.models.activations.gated`.
+        limit, offset: as in `slime.models.activations.gated`.
         interleaved: the matrix has gate at even and up at odd rows, not all gates first.
     """
 
@@ -144,7 +143,7 @@ class Mlp:
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether oneDNN multiplies by a blocked copy of this weight on this machine."""
+    """Tell whether oneDNN can multiply by a blocked copy of this weight on this machine."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -160,7 +159,7 @@ class ExpertMLP:
         gate: [experts, hidden].
         gate_bias: [experts], of the logits; None without.
         bias: [experts], added to the scores for the choice only; None without.
-        shared_gate: [1, hidden], which weighs the shared experts' output; None without.
+        shared_gate: [1, hidden], weights the shared experts' output; None without.
     """
 
     facts: ExpertLayers
@@ -183,8 +182,8 @@ class ExpertMLP:
         ``chosen``.
 
         Args:
-            given: choices [tokens, k] to take in place of the router's own, a row of -1 leaves it
-                to the router.
+            given: choices [tokens, k] to use instead of the router's; a row of -1 keeps the
+                router's.
         """
         logits = F.linear(x.float(), self.gate.float())
         if self.gate_bias is not None:
@@ -199,7 +198,7 @@ class ExpertMLP:
                 added *= F.linear(x, self.shared_gate).sigmoid()
             output += added
         routed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        # by the experts' numbers: a token's sum has one order, whatever is batched with it
+        # in the order of the experts, so a token's sum does not depend on its batch
         for number in choices.unique().tolist():
             rows, place = (choices == number).nonzero(as_tuple=True)
             own = None if adapted is None else adapted.chosen(rows)
@@ -217,8 +216,8 @@ def route(
     """Route tokens: float32 [tokens, experts] → (weights float32 [tokens, k], experts int64
     [tokens, k]).
 
-    Rows of ``given`` that are not negative take the place of the choice; their weights are still
-    this router's.
+    Rows of ``given`` that are not negative replace the choice; their weights are still this
+    router's.
 
     Source: DeepSeek-V3 (arXiv:2412.19437), equations 12 to 16; a group's score is the sum of its
     two best experts.

@@ -1,5 +1,5 @@
-"""The products that adapters add to those of the base, for batches whose rows have several adapters
-or none."""
+"""The products that adapters add to the base's, for batches whose rows have different adapters or
+none."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-#: Rows per product in deterministic mode. Each product then has one shape, whatever is batched
-#: together.
+#: Rows per product in deterministic mode: all products then have the same shape in every batch.
 FIXED_ROWS = 32
 
 
@@ -20,9 +19,9 @@ class LowRank:
     """``scale · B A x``, an adapter's part of one `Linear`, or of the `TokenEmbedding`.
 
     Attributes:
-        down: [k, in_features]: A, or those of the parts of a fused layer below each other. Of the
-            embedding it has a column for each token.
-        up: [out_features, k]: B, zero outside of its own part's rows and columns.
+        down: [k, in_features]: A, or the concatenated ones of a fused layer's parts. For the
+            embedding, it has a column per token.
+        up: [out_features, k]: B, zero outside its part's rows and columns.
     """
 
     down: torch.Tensor
@@ -30,7 +29,7 @@ class LowRank:
     scale: float
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor, fixed_rows: bool) -> None:
-        """Add to all rows of y [rows, out_features] what x [rows, in_features] gives."""
+        """Add the products of x [rows, in_features] to y [rows, out_features]."""
         if fixed_rows:
             y.add_(self._in_fixed_blocks(x), alpha=self.scale)
         else:
@@ -39,7 +38,7 @@ class LowRank:
     def add_to_rows(
         self, y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, fixed_rows: bool
     ) -> None:
-        """Add to the rows ``rows`` (int64) of y what the same rows of x give."""
+        """Add the products of the rows ``rows`` (int64) of x to the same rows of y."""
         chosen = x.index_select(0, rows)
         delta = (
             self._in_fixed_blocks(chosen)
@@ -49,7 +48,7 @@ class LowRank:
         y.index_add_(0, rows, delta, alpha=self.scale)
 
     def looked_up(self, token_ids: torch.Tensor, fixed_rows: bool) -> torch.Tensor:
-        """Return, for the embedding, B A of tokens int64 [rows]: [rows, out_features]."""
+        """Return the embedding's B A for tokens int64 [rows]: [rows, out_features]."""
         chosen = self.down.index_select(1, token_ids).t()
         if not fixed_rows:
             return F.linear(chosen, self.up)
@@ -70,12 +69,12 @@ _ALL_ROWS = slice(None)
 
 
 class AdaptedRows:
-    """Which rows of a batch get the products of which adapter.
+    """Maps the rows of a batch to their adapters' products.
 
     Args:
         groups: (products, their rows).
-        owners: int64 [rows]: the group of each row, -1 for the base; None if all rows are one
-            group's.
+        owners: int64 [rows]: the group of each row, -1 for the base; None if all rows have one
+            group.
     """
 
     def __init__(
@@ -88,12 +87,12 @@ class AdaptedRows:
     def of(
         products: Sequence[Products | None], counts: Sequence[int], device: torch.device
     ) -> AdaptedRows | None:
-        """Return the rows of a batch in which each sequence has ``counts`` neighbouring rows.
+        """Map the rows of a batch in which each sequence has ``counts`` consecutive rows.
 
         Args:
-            products: of each sequence's adapter, None for the base.
+            products: of each sequence's adapter; None for the base.
         Returns:
-            None if all rows are the base's.
+            None if all rows use only the base.
         """
         distinct = {id(item): item for item in products if item is not None}
         if not distinct:
@@ -138,7 +137,7 @@ class AdaptedRows:
                 y.index_add_(0, rows, added, alpha=product.scale)
 
     def chosen(self, rows: torch.Tensor) -> AdaptedRows | None:
-        """Return the same for a batch of these rows, int64 [rows]; None if all are the base's."""
+        """Return the map for a batch of these rows, int64 [rows]; None if all use only the base."""
         if self._owners is None:
             return self
         owners = self._owners[rows]

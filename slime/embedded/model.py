@@ -23,12 +23,12 @@ from slime.models.spec import RotaryKind
 
 
 class Heads(NamedTuple):
-    """What one layer attends with.
+    """The inputs of one layer's attention.
 
     Attributes:
         queries: [tokens, heads, head_dim], rotated; so are the keys.
         keys, values: [tokens, kv_heads, head_dim].
-        sinks: [heads]; None where the layer has none.
+        sinks: [heads]; None if the layer has none.
     """
 
     queries: torch.Tensor
@@ -38,7 +38,7 @@ class Heads(NamedTuple):
 
 
 class Attend(Protocol):
-    """The attention of a forward pass: what its tokens see of those before them.
+    """The attention of a forward pass to the tokens and those before them.
 
     Attributes:
         states: of gated delta nets; None for a model without them.
@@ -51,8 +51,7 @@ class Attend(Protocol):
 
 
 class _GrowingQueries:
-    """An `Attend` that multiplies each token's queries by a factor, [tokens], and calls another
-    one."""
+    """An `Attend` that multiplies each token's queries by a factor, [tokens], and calls another."""
 
     def __init__(self, attend: Attend, factors: torch.Tensor) -> None:
         self._attend = attend
@@ -79,13 +78,13 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class MixerInput:
-    """What the token mixer of a layer computes with.
+    """The inputs of a layer's token mixer.
 
     Attributes:
         normed: [tokens, hidden].
         rotary: cos and sin of the tokens' positions.
         attend: to the tokens before them.
-        adapted: which tokens have an adapter; None if none has.
+        adapted: the tokens' adapters; None if no token has one.
     """
 
     layer: int
@@ -99,12 +98,12 @@ class MixerWeights(Protocol):
     """The token mixer of one layer; its record in `slime.models.mixers` names the class."""
 
     def mix(self, given: MixerInput) -> torch.Tensor:
-        """Return what the output projection takes."""
+        """Return the input of the output projection."""
 
 
 @dataclass
 class DecoderLayer:
-    """Weights of one layer. A norm is None where the layer has none in that place."""
+    """Weights of one layer. A norm is None if the layer does not have it."""
 
     input_norm: torch.Tensor | None
     attention: MixerWeights
@@ -162,7 +161,7 @@ class Decoder:
         Args:
             chosen: gets the chosen experts, int64 [tokens, k] for each layer that has experts.
             observer: is shown each part's output; costs a subtraction per part.
-            adapted: which tokens have an adapter; None if none has.
+            adapted: the tokens' adapters; None if no token has one.
             axis_positions: [3, tokens] in time, row and column; None: ``positions``.
             seen: features of images in place of tokens.
         """

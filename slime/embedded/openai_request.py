@@ -66,13 +66,13 @@ _CHAT = (
     "continue_final_message",
 )
 _COMPLETION = ("prompt", "echo", "best_of")
-#: Accepted and without meaning here.
+#: Accepted but without effect here.
 _WITHOUT_EFFECT = (
     *WITHOUT_EFFECT, "user", "store", "metadata", "service_tier", "safety_identifier",
     "prompt_cache_key", "parallel_tool_calls", "separate_reasoning", "stream_reasoning",
     "cache_salt", "routed_experts_start_len",
 )  # fmt: skip
-#: Known to OpenAI or SGLang and not to this engine; allowed when they ask for nothing.
+#: Known to OpenAI or SGLang but not supported here; allowed if they ask for nothing.
 _UNSUPPORTED = (
     *UNSUPPORTED, "regex", "ebnf", "json_schema", "stop_regex", "suffix", "functions",
     "function_call", "modalities", "audio", "input_ids", "reasoning", "reasoning_effort", "task",
@@ -86,10 +86,10 @@ class OpenAIRequest:
 
     Attributes:
         include_usage, continuous_usage: whether a stream ends with the usage, and whether every
-            chunk carries it.
-        logprobs: whether the answer carries log-probs.
+            chunk contains it.
+        logprobs: whether the answer contains log-probs.
         echo: whether the text of a completion begins with its prompt.
-        tools: that the model may call, where its calls can be read.
+        tools: that the model may call, if its calls can be parsed.
     """
 
     id: str
@@ -113,9 +113,9 @@ def parse_chat(
     """Check a ``/v1/chat/completions`` body.
 
     Args:
-        calls: how the model writes calls of tools; None: they stay text.
+        calls: the model's format of tool calls; None: they remain text.
     Raises:
-        BadRequest: anything that cannot be served.
+        BadRequest: the request cannot be served.
     """
     refuse_unknown(body, (*_SAMPLING, *_SHARED, *_CHAT), _WITHOUT_EFFECT, _UNSUPPORTED)
     _check_temperature(body)
@@ -145,7 +145,7 @@ def parse_completion(body: dict[str, Any], limits: RequestLimits, model: str) ->
     """Check a ``/v1/completions`` body.
 
     Raises:
-        BadRequest: anything that cannot be served.
+        BadRequest: the request cannot be served.
     """
     refuse_unknown(body, (*_SAMPLING, *_SHARED, *_COMPLETION), _WITHOUT_EFFECT, _UNSUPPORTED)
     _check_temperature(body)
@@ -180,9 +180,9 @@ def render_chat(
     """Apply the model's chat template to ``messages``; returns token ids.
 
     Args:
-        images: collects images; None: they are refused.
+        images: collects images; None: images are rejected.
     Raises:
-        BadRequest: messages of a form that the template or a text model does not take.
+        BadRequest: the template or a text model does not accept the messages.
     """
     if tokenizer is None or not tokenizer.chat_template:
         raise BadRequest("this model has no chat template; use /generate or /v1/completions")
@@ -251,7 +251,7 @@ def _finish(
 
 
 def split_model(name: str, limits: RequestLimits, model: str) -> tuple[str, str]:
-    """Return the base and the adapter ("" for none) that "base:adapter" or an adapter's name means.
+    """Split "base:adapter" or an adapter's name into base and adapter ("" for none).
 
     Without adapters a colon has no meaning.
     """
@@ -264,7 +264,8 @@ def split_model(name: str, limits: RequestLimits, model: str) -> tuple[str, str]
 
 
 def _adapter_of(body: Mapping[str, Any], limits: RequestLimits, model: str) -> Any:
-    """Return ``lora_path`` of a ``/generate`` request, by the model's name or the field itself."""
+    """Return ``lora_path`` of a ``/generate`` request, from the model's name or the field
+    itself."""
     named = split_model(optional(body, "model", TEXT, model), limits, model)[1]
     given = body.get("lora_path")
     if not named:
@@ -276,7 +277,7 @@ def _adapter_of(body: Mapping[str, Any], limits: RequestLimits, model: str) -> A
 
 @contextlib.contextmanager
 def _their_names(used: Mapping[str, str]) -> Iterator[None]:
-    """Make refusals inside name the field as the caller wrote it."""
+    """Rename fields in errors of the block to the caller's names."""
     theirs = {ours: name for name, ours in used.items()}
     try:
         yield
@@ -288,8 +289,7 @@ def _their_names(used: Mapping[str, str]) -> Iterator[None]:
 
 
 def _check_temperature(body: Mapping[str, Any]) -> None:
-    """Check OpenAI's range of temperatures; the engine's own routes take any that is not
-    negative."""
+    """Check OpenAI's range of temperatures; ``/generate`` accepts any that is not negative."""
     optional(
         body, "temperature", number(lambda x: 0 <= x <= _HOTTEST, f"from 0 to {_HOTTEST}"), None
     )

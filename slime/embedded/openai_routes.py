@@ -70,11 +70,10 @@ async def model(request: web.Request) -> web.Response:
 
 
 def _unknown_model(state: ServerState, name: str) -> web.Response | None:
-    """Return OpenAI's 404 for a model that is not served; None for one that is. "default" is
-    SGLang's name of the model.
+    """Return OpenAI's 404 for an unknown model, else None. "default" is SGLang's name of the model.
 
-    A server that was given no name (the engine of a run, which agents call as they please) answers
-    to any.
+    A server without a configured name accepts any name (for engines of a run, because agents use
+    arbitrary ones).
     """
     options = state.engine.options
     base, _ = split_model(name, state.limits, state.model_name)
@@ -106,7 +105,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await json_body(request)
     if state.limits.images is None:
         asked = parse_chat(body, *given)
-    else:  # decoding images would hold up the other requests
+    else:  # decoding images here would block other requests
         asked = await asyncio.to_thread(parse_chat, body, *given)
     return _unknown_model(state, asked.model) or await _answer(
         request, asked, _chat_choice, _chat_chunks, "chat.completion", "chat.completion.chunk"
@@ -133,7 +132,7 @@ async def _answer(
     whole: str,
     part: str,
 ) -> web.StreamResponse:
-    """Generate; answer with all choices at once, or with chunks and, if asked for, the usage at the
+    """Generate; answer with all choices at once, or with chunks and, if requested, the usage at the
     end."""
     state = state_of(request)
     jobs = asked.generate.jobs
@@ -165,8 +164,8 @@ async def _stream(
 async def _news(
     asked: OpenAIRequest, state: ServerState
 ) -> AsyncIterator[tuple[int, str, slice, bool]]:
-    """Yield (choice, new text, its tokens, finished) as a stream goes on; texts of a choice add up
-    to its whole text."""
+    """Yield (choice, new text, its tokens, finished) during a stream; the texts of a choice
+    concatenate to its whole text."""
     jobs = asked.generate.jobs
     answers = [Answer(job, state.tokenizer) for job in jobs]
     shown = [""] * len(jobs)
@@ -196,7 +195,7 @@ def _chat_choice(index: int, asked: OpenAIRequest, state: ServerState) -> dict[s
 
 
 async def _chat_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[dict[str, Any]]:
-    """Yield the role of every choice, then its text and its calls as they come, then its end."""
+    """Yield the role of every choice, then its text and calls when available, then its end."""
     written = [""] * len(asked.generate.jobs)
     sent = [Reply("")] * len(asked.generate.jobs)
     for index in range(len(asked.generate.jobs)):
@@ -260,7 +259,8 @@ def _text_choice(index: int, asked: OpenAIRequest, state: ServerState) -> dict[s
 
 
 async def _text_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[dict[str, Any]]:
-    """Yield the text of every choice as it comes; the last chunk of a choice carries its end."""
+    """Yield the text of every choice when available; the last chunk of a choice contains its
+    end."""
     echoed: set[int] = set()
     async for index, new, tokens, ended in _news(asked, state):
         job = asked.generate.jobs[index]
@@ -279,8 +279,8 @@ def _prompt_text(job: Job, tokenizer: Any) -> str:
 
 
 def _text_logprobs(job: Job, tokenizer: Any, tokens: slice, echo: bool) -> dict[str, Any]:
-    """Return parallel lists; the prompt's first token has no log-prob. Offsets are -1, as in
-    SGLang: not computed."""
+    """Return parallel lists; the prompt's first token has no log-prob. As in SGLang, offsets are
+    not computed (-1)."""
     sequence = job.sequence
     ids = sequence.output_ids[tokens]
     values = cast("list[float | None]", sequence.output_logprobs[tokens])

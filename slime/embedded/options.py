@@ -12,7 +12,7 @@ def _option(default: Any, description: str, **argument: Any) -> Any:
 
 
 def named_path(text: str) -> tuple[str, str]:
-    """NAME=PATH, or PATH, which then is the name, too."""
+    """Parse NAME=PATH, or PATH, which is then also the name."""
     name, separator, path = text.partition("=")
     if not name or (separator and not path):
         raise argparse.ArgumentTypeError(f"{text!r} is neither NAME=PATH nor PATH")
@@ -21,7 +21,7 @@ def named_path(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine serves; the help of the command line describes each option."""
+    """The options of an engine; the command line's help describes each."""
 
     model_path: str = field(metadata={"help": "Hugging Face model directory", "required": True})
     served_model_name: str | None = _option(

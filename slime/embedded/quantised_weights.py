@@ -3,8 +3,8 @@
     update ─► stored parts (INT4, FP8), kept as they came
            ─► weight in the engine's dtype, once all its parts are there
 
-What came is kept because it is what trainer and engine compare; it is a quarter or half of the
-weights in size.
+The stored parts are kept because trainer and engine compare them; they are a quarter or half of the
+weights' size.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Low-rank adapters as engines know them: a name for each version, and the routes that take them.
+"""Low-rank adapters in engines: a name for each version, and the routes that load and use them.
 
     POST /load_lora_adapter_from_tensors   {"lora_name": "policy-7", "config_dict": PEFT's,
                                             "serialized_tensors": one text for all ranks}
     POST /generate                         {…, "lora_path": "policy-7"}
     POST /unload_lora_adapter              {"lora_name": "policy-6"}
 
-The routes are SGLang's. A name cannot be loaded over, and requests that have begun keep the adapter
-of their name, so each version has a name of its own: requests go on while the next one is loaded,
-and the name says exactly which weights made a token. A request without a name is for the base.
+The routes are SGLang's. A loaded name cannot be overwritten, and running requests keep their
+adapter. So each version has its own name: requests continue while the next version is loaded, and
+the name tells which weights sampled a token. A request without a name uses the base.
 
-The embedded engine also says what it holds of an adapter, under the names and in the form in which
-it came: ``POST /weights_checker {"action": "fingerprint", "lora_name": "policy-7", "names": null}``
-→ ``{"fingerprints": {name: hex}}``. Imports no torch.
+The embedded engine also reports fingerprints of an adapter's tensors, under the names and in the
+form in which they were sent: ``POST /weights_checker {"action": "fingerprint", "lora_name":
+"policy-7", "names": null}`` → ``{"fingerprints": {name: hex}}``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 
 LOAD_ADAPTER = "/load_lora_adapter_from_tensors"
 UNLOAD_ADAPTER = "/unload_lora_adapter"
-#: Field of a request that names its adapter; the engines' word for it.
+#: Field of a request that names its adapter.
 ADAPTER_FIELD = "lora_path"
 #: Routes whose requests may name an adapter.
 GENERATING = ("/generate", "/v1/chat/completions", "/v1/completions")
 
-#: Layers that engines fuse, in their order there, and whose adapters they take as complete sets.
+#: Layers that engines fuse, in order. Engines accept their adapters only as complete sets.
 FUSED_SETS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -49,12 +49,12 @@ def adapter_name(version: int) -> str:
 
 
 def served_targets(targets: Collection[str], known: Collection[str]) -> list[str]:
-    """Return the layers that have an adapter in engines: those that are trained, and those that
-    engines fuse them with.
+    """Return the layers that have an adapter in engines: the trained ones, and layers fused with
+    them.
 
     Args:
-        targets: last parts of the names of the layers that are trained.
-        known: of all layers of the model that can have one.
+        targets: last parts of the names of the trained layers.
+        known: the same of all layers of the model that can have an adapter.
 
     Example:
         >>> served_targets(["q_proj", "o_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"])
@@ -66,18 +66,18 @@ def served_targets(targets: Collection[str], known: Collection[str]) -> list[str
 
 
 def version_of(name: str) -> int | None:
-    """Return the weight version that a name stands for; None for an adapter of another origin."""
+    """Return the weight version of an adapter's name; None for other adapters."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def with_version(answer: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return an engine's answer with the weight version of the adapter that was asked for.
+    """Return an engine's answer with the weight version of the requested adapter.
 
-    An engine's own word is the version that was loaded last when the answer ended.
+    The engine itself reports the version that was loaded last when the answer ended.
 
     Args:
-        answer: of ``/generate``, of one prompt or of several, or of an OpenAI route.
+        answer: the answer of ``/generate`` to one or several prompts, or of an OpenAI route.
     """
     version = version_of(name)
     if version is None:

@@ -1,4 +1,5 @@
-"""The engine protocol: SGLang's HTTP API, the only thing rollout and weight sync know of an engine.
+"""The engine protocol: SGLang's HTTP API, the only interface of rollout and weight sync to an
+engine.
 
     rollout   /generate ──► router ──► engine 0..n
     weights   pause, update, flush, continue ──► each engine
@@ -22,21 +23,21 @@ from slime.engines.keys import header_of, key_of
 if TYPE_CHECKING:
     import aiohttp
 
-#: Counts of requests and tokens; a question that an engine answers in any state, paused or asleep.
+#: Counts of requests and tokens; an engine answers this in any state, paused or asleep.
 LOADS_PATH = "/v1/loads?include=core"
 
-#: Dotted path of the function that SGLang engines are started with to report what they hold.
+#: Dotted path of the function with which SGLang engines report their weights.
 WEIGHT_PROBE = "slime.engines.sglang.weight_probe.report"
 
 #: Dotted path of the function that loads buckets in which neighbouring experts are one tensor.
 WEIGHT_LOADER = "slime.engines.sglang.weight_loader.load"
 
-#: A proxy variable must never catch traffic between our own processes.
+#: Traffic between our own processes must ignore proxy variables.
 WITHOUT_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class EngineError(Exception):
-    """An engine (or the router) did not do what was asked: HTTP status, time-out or a body with
+    """A request to an engine or the router failed: HTTP status, time-out or a body with
     success=false."""
 
     def __init__(self, url: str, what: str, status: int | None = None) -> None:
@@ -60,11 +61,12 @@ class GenerateResult:
 
     Attributes:
         token_ids: sampled tokens, the stop token included.
-        log_probs: one per token, temperature-scaled, before top-p / top-k; of a request with
-            ``return_sampling_mask`` behind them.
+        log_probs: one per token, temperature-scaled, before top-p / top-k; after them if the
+            request had ``return_sampling_mask``.
         text: the decoded tokens.
         finish_reason: "stop" | "length" | "abort".
-        meta_info: everything the engine said, ``weight_version`` and cache counters included.
+        meta_info: the engine's whole ``meta_info``, including ``weight_version`` and cache
+            counters.
     """
 
     token_ids: list[int]
@@ -78,7 +80,7 @@ class GenerateResult:
         """Read the answer of ``/generate``.
 
         Raises:
-            EngineError: it is no such answer, or has tokens without a log-prob (null stands for
+            EngineError: the answer is malformed, or has tokens without a log-prob (null stands for
                 NaN).
         """
         if "meta_info" not in body:
@@ -116,7 +118,7 @@ def is_ready(url: str, timeout: float) -> bool:
     try:
         with WITHOUT_PROXIES.open(url, timeout=timeout) as answer:
             return answer.status == 200
-    except (OSError, http.client.HTTPException):  # not up yet, or a status of 400 and more
+    except (OSError, http.client.HTTPException):  # not up yet, or a status of 400 or more
         return False
 
 
@@ -124,8 +126,8 @@ class EngineClient:
     """Async HTTP client for one base URL (an engine or the router). Every call has a deadline, and
     carries the key that this process knows for the URL (`slime.engines.keys`).
 
-    Use as ``async with EngineClient(url) as engine``. Safe to share by any number of tasks of one
-    event loop.
+    Use as ``async with EngineClient(url) as engine``. Any number of tasks of one event loop may
+    share it.
 
     Args:
         url: base URL, e.g. "http://127.0.0.1:30000".
@@ -138,7 +140,7 @@ class EngineClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> EngineClient:
-        import aiohttp  # here, as most processes know the protocol's names and make no requests
+        import aiohttp  # imported here, because most processes make no requests
 
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
         # trust_env stays off, as in `WITHOUT_PROXIES`
@@ -164,11 +166,11 @@ class EngineClient:
         timeout: float | None = None,
         headers: dict[str, str] | None = None,
     ) -> dict[str, Any]:
-        """One call; returns the decoded JSON body ({} when the answer has none).
+        """Make one call; return the decoded JSON body ({} if the answer has none).
 
         Raises:
-            EngineError: connection failed, deadline passed, or HTTP status >= 400; 401 when it
-                refuses the key.
+            EngineError: connection failed, deadline passed, or HTTP status >= 400; 401 if the
+                engine refuses the key.
         """
         import aiohttp
 
@@ -213,7 +215,7 @@ class EngineClient:
     async def post(
         self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None
     ) -> dict[str, Any]:
-        """Like `request`; a body that says ``success: false`` is an EngineError too."""
+        """Like `request`; a body with ``success: false`` raises EngineError too."""
         answer = await self.request("POST", path, body if body is not None else {}, timeout=timeout)
         if answer.get("success") is False:
             raise EngineError(self.url, f"{path} refused: {answer.get('message') or answer}")

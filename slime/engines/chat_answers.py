@@ -39,8 +39,8 @@ def event(body: Any, name: str = "") -> bytes:
 
 
 def new_call_id() -> str:
-    """Make an id for a tool call: nine letters and digits, since Mistral's chat templates refuse
-    any other."""
+    """Make an id for a tool call: nine letters and digits, because Mistral's chat templates refuse
+    others."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 
@@ -62,7 +62,7 @@ def message(
 
 
 def ending(kind: str | None, matched: Any = None, *, calls_tools: bool = False) -> dict[str, Any]:
-    """Return OpenAI's word for how a choice ended, and SGLang's field for what stopped it."""
+    """Return OpenAI's finish reason of a choice, and SGLang's field for what stopped it."""
     return {
         "finish_reason": "tool_calls" if calls_tools and kind == "stop" else kind,
         "matched_stop": matched,

@@ -1,6 +1,6 @@
-"""Check messages and tools of chat completion requests, for every server here that answers them.
+"""Check messages and tools of chat completion requests, for all servers of this project.
 
-`slime.prompts.conversation` reads them once they are checked.
+`slime.prompts.conversation` then reads them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def read_messages(body: Mapping[str, Any], images: ImageParts | None = None) -> 
     """Read the ``messages`` of a body into the form of `slime.prompts.conversation`.
 
     Args:
-        images: collects images; None: they are refused.
+        images: collects images; None: images are refused.
     Raises:
-        BadRequest: there are none, or a text model does not take the form of one.
+        BadRequest: there are no messages, or one is malformed or unsupported.
     """
     messages = required(body, "messages", LIST)
     if not messages:
@@ -58,7 +58,7 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Read the ``tools`` that the model may call; None if there are none.
 
     Raises:
-        BadRequest: one is not a function.
+        BadRequest: a tool is not a function.
     """
     with refused("tools"):
         tools = conversation.read_tools(optional(body, "tools", LIST, None))
@@ -74,16 +74,16 @@ def refuse_constraints(body: Mapping[str, Any]) -> None:
     """Refuse a request whose output must be of a given form, which needs constrained decoding.
 
     Raises:
-        BadRequest: it names ``response_format`` or ``tool_choice``.
+        BadRequest: names ``response_format`` or ``tool_choice``.
     """
     wanted = optional(body, "response_format", OBJECT, {}).get("type", "text")
     if wanted != "text":
-        said = f"response_format {wanted!r} needs constrained decoding, which is not done here"
+        said = f"response_format {wanted!r} needs constrained decoding, which is not supported"
         raise BadRequest(said, "response_format")
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise BadRequest(
             f"tool_choice must be 'auto' or 'none', got {choice!r}: a forced call needs "
-            "constrained decoding, which is not done here",
+            "constrained decoding, which is not supported",
             "tool_choice",
         )

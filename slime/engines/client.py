@@ -2,13 +2,13 @@
 
     generate function ──► RolloutClient ──► router ──► engine
         slots      at most concurrency × engines samples at once
-        retries    lost connections and 5xx, with backoff, until ``retry_seconds`` have passed; at
-                   least every second or so while some engine serves
+        retries    lost connections and 5xx, with backoff, until ``retry_seconds`` have passed;
+                   about once per second while any engine serves
         deadline   one for each request, retries included
         abort      everything on every engine; requests made meanwhile come back as aborted
         fork       a second client with requests of its own, for what runs at the same time
 
-A request may be sent again after a failure: it has no effect but its answer, and in deterministic
+A request may be sent again after a failure: its only effect is its answer, and in deterministic
 mode its seed makes the answer the same.
 """
 
@@ -36,16 +36,15 @@ logger = get_logger(__name__)
 
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 5.0
-#: The longest wait while some engine is healthy, so that requests of a dead engine go to another
-#: one as soon as the router has removed it.
+#: The longest wait while any engine is healthy, so that requests of a dead engine soon go to
+#: another one after the router has removed it.
 _LONGEST_WHILE_SERVED = 1.0
 _FIRST_POLL = 0.02
 _LONGEST_POLL = 1.0
-#: Fields of a request that sglang-router 0.3.2 does not forward, because it reads requests into a
-#: fixed form.
+#: Fields of a request that sglang-router 0.3.2 drops, because it parses requests into a fixed form.
 _NOT_FORWARDED = ("return_routed_experts", "routed_experts_start_len", "return_sampling_mask")
-#: Sampling parameters that it forwards. It drops all others, so that requests with one go straight
-#: to an engine, which refuses what it does not know.
+#: Sampling parameters that it forwards. It drops all others, so requests with others go straight to
+#: an engine, which refuses unknown ones.
 _FORWARDED_PARAMS = {field.name for field in dataclasses.fields(SamplingParams)} - {
     "logit_bias"
 } | {
@@ -54,7 +53,7 @@ _FORWARDED_PARAMS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
 def loses_fields(body: dict[str, Any]) -> bool:
-    """Whether the router would leave out something of a request to ``/generate``."""
+    """Whether the router would drop a field of a request to ``/generate``."""
     params = body.get("sampling_params")
     names = params.keys() if isinstance(params, dict) else set()
     return any(body.get(name) for name in _NOT_FORWARDED) or not names <= _FORWARDED_PARAMS
@@ -75,9 +74,9 @@ class InFlight:
     attempt: int = 1
     #: The engine that it was sent to; empty where the router chooses.
     url: str = ""
-    #: It is for the policy's engines: an abort ends it. Judges and tools are left alone.
+    #: Whether an abort ends it: true for the policy's engines, false for judges and tools.
     ends_with_rollout: bool = True
-    #: Name of the adapter that the last try asked for; "" for the base.
+    #: Name of the adapter that the last attempt requested; "" for the base.
     adapter: str = ""
 
 
@@ -90,7 +89,7 @@ class RequestSlots(asyncio.Semaphore):
         self._owed = 0
 
     async def resize(self, size: int) -> None:
-        """Change the number of slots. Surplus slots that are in use go once they are released."""
+        """Change the number of slots. Surplus slots in use disappear when they are released."""
         self._owed += self.size - size
         self.size = size
         while self._owed > 0 and not self.locked():
@@ -109,7 +108,7 @@ class RequestSlots(asyncio.Semaphore):
 
 @dataclass
 class Served:
-    """Whether any engine serves, by the router's last answer; shared by all forks of a client."""
+    """Whether any engine serves, from the router's last answer; shared by all forks of a client."""
 
     at: float = -math.inf
     by_some: bool = True
@@ -120,7 +119,7 @@ class PolicyAdapter:
     """The adapter that requests for the policy name; shared by all forks of a client.
 
     Attributes:
-        name: "" where the policy is no adapter.
+        name: "" if the policy is not an adapter.
     """
 
     name: str = ""
@@ -134,15 +133,15 @@ class ClientCounters:
     retries: int = 0
 
     def take(self) -> dict[str, int]:
-        """Return the counts, and begin again at 0."""
+        """Return the counts and reset them."""
         taken = {"requests": self.requests, "retries": self.retries}
         self.requests = self.retries = 0
         return taken
 
 
 class BusyClock:
-    """Measures the share of time in which some request was under way, over all clients that share
-    the clock.
+    """Measures the share of time with at least one running request, over all clients that share the
+    clock.
 
     Args:
         clock: seconds.
@@ -175,8 +174,7 @@ class BusyClock:
         self._since = now
 
     def take_idle_ratio(self) -> float:
-        """Share of the time since the last call, or the beginning, in which no request was under
-        way."""
+        """Share of the time without a running request, since the last call or the beginning."""
         self._turn()
         seconds = self._since - self._taken
         busy = self._busy
@@ -190,17 +188,18 @@ class RolloutClient:
 
     Args:
         base_url: the router (or a single engine).
-        max_concurrency: samples being generated at once per engine, of the engines that the router
-            names; whoever generates holds one of `slots`.
-        request_timeout: seconds until a request is given up, retries included.
-        retry_seconds: seconds after its first failure during which a request is sent again.
+        max_concurrency: samples generated at once per engine behind the router; each sample holds
+            one of `slots` meanwhile.
+        request_timeout: seconds until a request is given up, including retries.
+        retry_seconds: seconds after its first failure during which a request is retried.
         send_routing_key: pass the session id in the header that the router's ``manual`` policy
             reads.
-        engine_urls: of the engines behind the router, as far as they are known; none: one.
+        engine_urls: known URLs of the engines behind the router; if empty, one engine is assumed.
 
     Attributes:
         in_flight: requests waiting for an answer, oldest first.
-        busy: of the policy's engines, by the requests of this client and all its forks.
+        busy: measures how busy the policy's engines are, by requests of this client and all its
+            forks.
         last_progress: `time.monotonic` of the last answer.
     """
 
@@ -228,12 +227,12 @@ class RolloutClient:
         self._aborting = asyncio.Event()
         self._on_abort: set[Callable[[], object]] = set()
         self._engines: dict[str, EngineClient] = {}
-        #: The router's, and those of the engines that it has named so far.
+        #: URLs of the router, and of the engines that it has named so far.
         self._policy_urls = {self.base_url, *urls}
         self._next_key = 0
         self._served = Served()
         self._adapter = PolicyAdapter()
-        #: All clients that `fork` made of the same first one, and that one.
+        #: The first client and all its forks.
         self._forks = [self]
 
     async def __aenter__(self) -> RolloutClient:
@@ -249,14 +248,13 @@ class RolloutClient:
 
     @contextlib.contextmanager
     def fork(self, *, own_slots: bool = False) -> Iterator[RolloutClient]:
-        """Yield a client for another rollout at the same time, with counters, requests and aborts
-        of its own.
+        """Yield a client for a concurrent rollout, with separate counters, requests and aborts.
 
-        Since engines can only abort everything, an abort of one cuts the others' requests short,
-        too; whoever sent them sends them again, from where they were (`slime.rollout.generate`).
+        Engines can only abort all requests, so an abort also aborts the requests of other forks;
+        their senders continue them (`slime.rollout.generate`).
 
         Args:
-            own_slots: give it as many slots again, so that it does not queue behind others'
+            own_slots: give it the same number of separate slots, so it does not queue behind other
                 samples.
         """
         client = copy.copy(self)
@@ -283,7 +281,7 @@ class RolloutClient:
     async def _workers(self) -> list[RouterWorker]:
         workers = await list_workers(await self.engine())
         self._policy_urls.update(worker.url for worker in workers)
-        if workers:  # engines join and leave; with none at all there will be one again
+        if workers:  # engines join and leave; keep the slots while there is none
             for slots in {client.slots for client in self._forks}:
                 await slots.resize(self.max_concurrency * len(workers))
         return workers
@@ -291,11 +289,11 @@ class RolloutClient:
     # -- adapters ----------------------------------------------------------------------------------
 
     async def use_adapter(self, name: str, *, cut: bool) -> None:
-        """Have all requests from now on, retries included, ask for this adapter.
+        """Make all requests from now on, including retries, name this adapter.
 
         Args:
-            cut: abort requests for older ones, so that whoever sent them goes on with this one;
-                else they end with the adapter that they began with.
+            cut: abort requests for older adapters, so that their senders continue with this one;
+                else they end with their first adapter.
         """
         self._adapter.name = name
         if cut and self.adapters_in_use() - {name}:
@@ -307,12 +305,13 @@ class RolloutClient:
                     logger.warning("%s still uses an older adapter: %s", worker.url, problem)
 
     def adapters_in_use(self) -> set[str]:
-        """Return the names of the adapters that requests under way have asked for."""
+        """Return the names of the adapters that running requests use."""
         requests = (one for client in self._forks for one in client.in_flight.values())
         return {request.adapter for request in requests if request.adapter}
 
     def _adapter_for(self, path: str, body: dict[str, Any], request: InFlight) -> str:
-        """Return the adapter to add to a request; "" for none, or where it names its own."""
+        """Return the adapter to add to a request; "" for none, or if the request names one
+        itself."""
         if not request.ends_with_rollout or path not in GENERATING or ADAPTER_FIELD in body:
             return ""
         return self._adapter.name
@@ -328,19 +327,17 @@ class RolloutClient:
         routing_key: str = "",
         **extra: Any,
     ) -> GenerateResult:
-        """Token-in, token-out generation; returns an empty "abort" result while an abort is under
-        way.
+        """Token-in, token-out generation; returns an empty "abort" result during an abort.
 
         Args:
-            rid: names the request on the engine; a retry gets ``-r1``, ``-r2``, … appended, since
-                the engine may still know the first one.
+            rid: names the request on the engine; retries get ``-r1``, ``-r2``, … appended, because
+                the engine may still hold the first one.
             routing_key: the session, for policies with affinity.
-            extra: further fields of the request body. With one that the router would leave out, a
-                sampling parameter included, the request goes straight to the engine that has the
-                fewest of our requests.
+            extra: further fields of the request body. If the router would drop a field or sampling
+                parameter, the request goes straight to the engine with the fewest of our requests.
         Raises:
             RequestRefused: HTTP 4xx; carries the engine's message.
-            EngineError: still failing after the retries, or no answer within the deadline.
+            EngineError: all retries failed, or there was no answer within the deadline.
         """
         body = {
             "input_ids": input_ids,
@@ -375,13 +372,12 @@ class RolloutClient:
         retry: bool = True,
         past_router: bool = False,
     ) -> dict[str, Any] | None:
-        """POST with retries, counted as in flight; None when it was not sent because of an abort
-        under way.
+        """POST with retries, counted as in flight; None if it was not sent because of an abort.
 
         Args:
-            url: whom to ask instead of the router. An abort concerns only the router and the
-                engines behind it.
-            past_router: each try goes to an engine that is chosen here.
+            url: the server, instead of the router. An abort only affects the router and the engines
+                behind it.
+            past_router: choose an engine here for each attempt.
         """
         ends_with_rollout = not url or url in self._policy_urls
         request = InFlight(
@@ -408,14 +404,14 @@ class RolloutClient:
                     if error.status is not None and 400 <= error.status < 500:
                         if adapter != self._adapter_for(path, body, request):
                             request.attempt += 1
-                            continue  # an engine that came back has the newest adapter alone
+                            continue  # a restarted engine has only the newest adapter
                         raise RequestRefused(error.url, error.what, error.status) from error
                     first_failure = first_failure or time.monotonic()
                     give_up = min(end, first_failure + self.retry_seconds * retry)
                     if time.monotonic() + backoff > give_up:
-                        said = f"{error.what} (given up after {request.attempt} tries)"
+                        said = f"{error.what} (given up after {request.attempt} attempts)"
                         raise EngineError(error.url, said, error.status) from error
-                    logger.debug("%s: try %d failed: %s", request.name, request.attempt, error)
+                    logger.debug("%s: attempt %d failed: %s", request.name, request.attempt, error)
                 self.counters.retries += 1
                 request.attempt += 1
                 sleep = self._sleep_unless_aborting if ends_with_rollout else asyncio.sleep
@@ -430,8 +426,8 @@ class RolloutClient:
             return None
 
     async def _some_engine_serves(self) -> bool:
-        """Whether the router lists a healthy engine, asked now and then; true if the router does
-        not answer, since it may come back any moment."""
+        """Whether the router lists a healthy engine, asked at intervals; true if the router does
+        not answer, because it may return at any moment."""
         served = self._served
         now = time.monotonic()
         if now - served.at >= deadlines.CLIENT_WORKERS:
@@ -444,7 +440,7 @@ class RolloutClient:
         return served.by_some
 
     async def _least_busy(self, request: InFlight) -> str:
-        """Return the URL of the healthy engine with the fewest other requests of ours.
+        """Return the URL of the healthy engine with the fewest of our other requests.
 
         Raises:
             EngineError: the router does not answer, or has no healthy engine.
@@ -486,7 +482,7 @@ class RolloutClient:
 
     @contextlib.contextmanager
     def on_abort(self, call: Callable[[], object]) -> Iterator[None]:
-        """Inside, ``call`` is called as soon as an abort begins."""
+        """Call ``call`` as soon as an abort begins within the block."""
         self._on_abort.add(call)
         try:
             yield
@@ -495,7 +491,7 @@ class RolloutClient:
 
     @contextlib.contextmanager
     def abort_scope(self) -> Iterator[None]:
-        """Inside, nothing new is sent: requests return at once as aborted."""
+        """Send no new requests within the block: they return at once as aborted."""
         self._aborting.set()
         for call in list(self._on_abort):
             call()
@@ -505,16 +501,15 @@ class RolloutClient:
             self._aborting.clear()
 
     async def abort_all(self, timeout: float) -> None:
-        """Stop every request on every engine; return when all engines are idle, or, if a fork has
-        requests too, when this client's requests have come back. Call inside `abort_scope`.
+        """Stop every request on every engine. Return when all engines are idle or, if a fork has
+        requests too, when this client's requests have returned. Call inside `abort_scope`.
 
-        The abort is repeated until then, since a request may still be on its way when the first
-        arrives. An engine that does not answer is not waited for once this client's requests have
-        all come back.
+        The abort is repeated until then, because a request may arrive after the first abort. The
+        call does not wait for a silent engine once all requests of this client have returned.
 
         Raises:
-            EngineError: requests are still there after ``timeout`` seconds; names the engines and
-                what they said.
+            EngineError: requests remain after ``timeout`` seconds; names the engines and their
+                errors.
         """
         end = time.monotonic() + timeout
         workers = await self._workers_or_known()
@@ -552,7 +547,7 @@ class RolloutClient:
             known = self._known_workers()
             if not known:
                 raise
-            logger.warning("abort: %s; the engines are told without it", error)
+            logger.warning("abort: %s; the engines are asked directly", error)
             return known
 
     def _known_workers(self) -> list[RouterWorker]:
@@ -562,7 +557,8 @@ class RolloutClient:
         ]
 
     async def _abort_worker(self, worker: RouterWorker) -> tuple[int, str]:
-        """Send an abort; return how many requests the worker still has, and what went wrong."""
+        """Send an abort; return the number of requests that the worker still has, and an error or
+        ""."""
         try:
             engine = await self.engine(worker.url)
             await engine.request(

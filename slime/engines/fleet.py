@@ -1,7 +1,7 @@
 """Send the same request to all engines of a run at once, with one deadline; used by weight sync.
 
-Requests run on an event loop in a thread of their own. The calling thread keeps the collectives and
-the copies: while it packs a bucket, answers to the previous one arrive.
+Requests run on an event loop in a separate thread, so answers to one bucket arrive while the
+calling thread packs the next.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class EngineFleet:
     """Connections to ``urls``. Use `close` when done.
 
     Args:
-        patience: seconds until an engine that `post_to` or `flush_cache` still waits for is asked
-            for its load, and seconds for that answer. Without one the engine counts as failed.
-            None: it is waited for until the deadline.
+        patience: seconds after which `post_to` and `flush_cache` ask a silent engine for its load,
+            and seconds for that answer. Without an answer the engine counts as failed. None: wait
+            until the deadline.
     """
 
     def __init__(self, urls: Sequence[str], patience: float | None = None) -> None:
@@ -57,13 +57,13 @@ class EngineFleet:
         timeout: float,
         grace: float | None = None,
     ) -> Future[list[Body]]:
-        """Send to all engines; the future holds their answers in order.
+        """Post to all engines; the future holds their answers in order.
 
         Args:
-            body: the same for all, or a function of the engine's number.
+            body: one body for all, or a function of the engine's number.
             timeout: seconds until an engine that has not answered is an error.
-            grace: seconds that the others are waited for once an engine has failed, where they
-                cannot go on without it; None waits for all.
+            grace: after one engine has failed, seconds to wait for the others, if they cannot
+                continue without it; None waits for all.
         """
         bodies = [
             body(number) if callable(body) else (body or {}) for number in range(len(self.urls))
@@ -75,17 +75,17 @@ class EngineFleet:
     def post(
         self, path: str, body: Body | Callable[[int], Body] | None, timeout: float
     ) -> list[Body]:
-        """Send to all engines and wait for every answer.
+        """Post to all engines and wait for every answer.
 
         Raises:
-            EngineError: one of them failed; names all that did.
+            EngineError: names all engines that failed.
         """
         return self.wait(self.start(path, body, timeout), timeout)
 
     def post_to(
         self, path: str, bodies: Mapping[str, Body], timeout: float
     ) -> dict[str, Body | EngineError]:
-        """Send to some of the engines, by URL, and return each one's answer or error."""
+        """Post to some of the engines, by URL, and return each one's answer or error."""
         clients = dict(zip(self.urls, self._clients, strict=True))
 
         async def post_all() -> list[Any]:
@@ -125,11 +125,11 @@ class EngineFleet:
         return asyncio.run_coroutine_threadsafe(client.get(path, timeout), self._loop)
 
     def flush_cache(self, timeout: float, urls: Collection[str] | None = None) -> None:
-        """Empty every engine's prefix cache; ask again while an engine refuses because requests
-        are still ending.
+        """Empty every engine's prefix cache; retry while an engine refuses because requests are
+        still ending.
 
         Args:
-            urls: of the engines that are asked; by default all.
+            urls: the engines to ask; by default all.
         Raises:
             EngineError: an engine still refused when ``timeout`` seconds had passed.
         """
@@ -157,7 +157,7 @@ class EngineFleet:
     def wait(self, future: Future[list[Body]], timeout: float) -> list[Body]:
         """Return the answers of `start`.
 
-        The requests' own deadline comes first; this one is for an event loop that hangs.
+        The requests' own deadline comes first; this one covers an event loop that hangs.
         """
         return future.result(timeout + deadlines.FLEET_LOOP)
 
@@ -167,7 +167,7 @@ class EngineFleet:
 
         async def leave() -> None:
             unanswered = asyncio.all_tasks() - {asyncio.current_task()}
-            # nobody waits for them, and without connections they would fail
+            # nothing waits for these, and without connections they would fail
             for task in unanswered:
                 task.cancel()
             await asyncio.gather(*unanswered, return_exceptions=True)
@@ -208,11 +208,11 @@ class EngineFleet:
 
 
 class Fleets:
-    """One fleet per group of engines, whose connections stay open while the group is the same.
+    """One fleet per group of engines. Its connections stay open as long as the group exists.
 
     Args:
         patience: see `EngineFleet`.
-        groups: returns the present groups; fleets of other groups are closed when one is added.
+        groups: returns the current groups; fleets of other groups are closed when one is added.
     """
 
     def __init__(

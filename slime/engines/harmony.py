@@ -1,13 +1,13 @@
-"""gpt-oss's form of an answer, called harmony: messages, each on a channel.
+"""harmony, the answer format of gpt-oss: messages, each on a channel.
 
     <|channel|>analysis<|message|>They ask for the weather.<|end|>
     <|start|>assistant<|channel|>commentary<|message|>Let me look.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>
     {"city": "Bern"}<|call|>
 
-What is on the channel analysis is reasoning; a message to somebody calls a tool; everything else is
-text for people. The head of the first message, ``<|start|>assistant``, is in the prompt. The
-recipient may also stand before the channel, as the published template writes former calls.
+Messages on the channel analysis are reasoning; a message with a recipient calls a tool; all others
+are text for the user. The header of the first message, ``<|start|>assistant``, is in the prompt.
+The recipient may also come before the channel, as the published template writes earlier calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CHANNEL = "<|channel|>"
 _MESSAGE = "<|message|>"
 _ENDS = re.compile(r"<\|(?:end|call|return)\|>")
 _MARKS = (_START, _CHANNEL, _MESSAGE, "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
-#: What the first message may begin with, as its head is in the prompt.
+#: Beginnings of the first message, whose header is in the prompt.
 _FIRST = (_CHANNEL, " to=", "to=")
 
 
@@ -32,7 +32,7 @@ class ChannelMessage:
 
     Attributes:
         channel: "analysis", "commentary" or "final"; "" for text outside of all channels.
-        recipient: whom it is for: "functions.NAME"; "" for people.
+        recipient: "functions.NAME"; "" for the user.
         is_whole: its end has been written.
     """
 
@@ -60,7 +60,7 @@ class ChannelMessage:
 
 
 def messages(text: str) -> Iterator[ChannelMessage]:
-    """Read an answer, or its beginning. A head without its message is no message yet.
+    """Parse an answer, or its beginning. A header without its message is not a message yet.
 
     Example:
         >>> [(one.channel, one.tool) for one in messages(
@@ -90,7 +90,7 @@ def messages(text: str) -> Iterator[ChannelMessage]:
 
 
 def may_be_a_head(text: str) -> bool:
-    """Tell whether the beginning of an answer may become the head of its first message."""
+    """Whether the beginning of an answer may become the header of its first message."""
     return any(text.startswith(mark) or mark.startswith(text) for mark in _FIRST)
 
 

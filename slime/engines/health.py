@@ -1,4 +1,4 @@
-"""Find engines that hang: alive, but without a good answer for too long. Part of
+"""Find engines that hang: alive, but without a healthy answer for too long. Part of
 --use-fault-tolerance."""
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from slime.engines.kinds import engine_of
 
 
 class HealthChecks:
-    """Finds engines that gave no good answer for ``timeout`` seconds after they were asked.
+    """Finds engines without a healthy answer for ``timeout`` seconds after a check began.
 
-    Only engines that are awake may be asked, because SGLang generates a token to answer. So no
-    question may be under way either when they release their memory (`end`).
+    Only engines that are awake may be checked, because SGLang generates a token to answer. So all
+    checks must end before engines release their memory (`end`).
 
     Args:
-        path: that answers 200 while all is well.
-        interval: seconds between two questions to an engine, from one rollout to the next too.
-        first_wait: seconds before the first one, after each `begin`.
+        path: answers 200 while the engine is healthy.
+        interval: seconds between two checks of an engine, also across rollouts.
+        first_wait: seconds before the first check after each `begin`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class HealthChecks:
         """Make the checks of a run.
 
         Args:
-            path: asked instead of the engine's own health path.
+            path: used instead of the engine's own health path.
         """
         flags = config.fault_tolerance
         return HealthChecks(
@@ -62,14 +62,15 @@ class HealthChecks:
         )
 
     def begin(self) -> None:
-        """Allow questions: the engines are awake."""
+        """Allow checks: the engines are awake."""
         self._open = {}
         self._next = max(self._next, self._clock() + self.first_wait)
 
     def silent(self, fleet: EngineFleet) -> list[str]:
-        """Ask when it is due, read answers without waiting, and return URLs of hanging engines."""
+        """Start checks that are due, read answers without waiting, and return URLs of hanging
+        engines."""
         now = self._clock()
-        # questions over connections that are closed will not be answered
+        # checks over closed connections get no answer
         if fleet is not self._fleet:
             self._fleet = fleet
             self._open = {}
@@ -93,13 +94,13 @@ class HealthChecks:
         return hanging
 
     def end(self, fleet: EngineFleet) -> list[str]:
-        """Finish the questions under way, until the next `begin`; return URLs of engines that hang.
+        """Finish the running checks, and start none until the next `begin`; return URLs of engines
+        that hang.
 
-        SGLang's answer takes a whole second, in which it sleeps. An engine that empties its cache
-        meanwhile, which takes milliseconds, is well and has no request left: its answer is not
-        waited for.
+        SGLang sleeps for a second before it answers. An engine that can empty its cache meanwhile,
+        in milliseconds, is healthy and has no request left, so its answer is not awaited.
         """
-        if fleet is not self._fleet:  # its questions were dropped with its connections
+        if fleet is not self._fleet:  # its checks ended with its connections
             self._open = {}
         wait(
             self._open.values(),

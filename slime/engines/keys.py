@@ -3,11 +3,12 @@
     driver: RunKeys.new() ──► rollout actor, owners of servers, trainers (sealed Ray messages)
                           └─► engines, routers (`VARIABLE` in their environment, see `take`)
 
-Every run makes a key of its own, and each engine or router that it restarts gets the same. External
-engines ask for their own key, if any; the run's is never sent to them. A process knows a key by the
-URL that it belongs to, so that judges, tools and models on other servers are sent none.
+Every run makes its own key, and restarted engines and routers get the same one. External engines
+require their own key, if any; the run's key is never sent to them. A process maps URLs to keys, so
+judges, tools and models on other servers get none.
 
-As in SGLang, ``/health…`` and ``/metrics…`` of an engine and the router's liveness need no key.
+As in SGLang, ``/health…`` and ``/metrics…`` of an engine and the router's liveness route need no
+key.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from dataclasses import dataclass
 
 from slime.redact import HIDDEN
 
-#: The key that a server of this environment asks for; in a driver's, the one that external engines
-#: ask for.
+#: In a server's environment: the key that it requires. In a driver's: the key of external engines.
 VARIABLE = "SLIME_ENGINE_KEY"
 
 #: Variable of servers that `slime serve` starts: whether their control routes are closed.
@@ -35,7 +35,7 @@ _OPEN = ("/health", "/metrics")
 
 
 class Key(str):
-    """A key whose repr is hidden, so that it appears in no log and no traceback by accident."""
+    """A key with a hidden repr, so it does not appear in logs and tracebacks by accident."""
 
     __slots__ = ()
 
@@ -55,7 +55,7 @@ class RunKeys:
         return RunKeys(Key(secrets.token_urlsafe(32)), Key(os.environ.get(VARIABLE, "")))
 
 
-# until `use`, only external engines can be asked
+# before `use`, only external engines can be called
 _run = RunKeys(Key(), Key(os.environ.get(VARIABLE, "")))
 _key_of: dict[str, Key] = {}
 _external: set[str] = set()
@@ -75,7 +75,7 @@ def own(*urls: str) -> None:
 
 
 def external(*urls: str) -> None:
-    """Register engines that somebody else has started."""
+    """Register engines that were started outside the run."""
     for url in urls:
         know(url, _run.external)
         _external.add(url.rstrip("/"))
@@ -110,8 +110,8 @@ def header_of(key: str) -> dict[str, str]:
 
 
 def take() -> Key:
-    """Remove the key of this server ("": none) from the environment, hence from its children's,
-    and return it."""
+    """Remove this server's key from the environment, so that children do not inherit it, and return
+    it; "" if there is none."""
     return Key(os.environ.pop(VARIABLE, ""))
 
 
@@ -121,10 +121,10 @@ def take_access() -> str:
 
 
 def admits(key: str, method: str, path: str, authorization: str) -> bool:
-    """Return whether a server that requires ``key`` answers a request; compare in constant time.
+    """Return whether a server that requires ``key`` answers a request. Compares in constant time.
 
     Args:
-        authorization: the header, "" where there is none.
+        authorization: the header; "" if there is none.
 
     Example:
         >>> admits("abc", "POST", "/generate", "Bearer abc"), admits("abc", "POST", "/generate", "")

@@ -1,5 +1,5 @@
-"""The engines that can generate for a run: one record each, with everything that depends on which
-engine it is.
+"""The engines that can generate for a run: one record each, with everything that differs between
+engines.
 
 To add an engine, whose server speaks the protocol of `slime.engines.api`, touch four files:
 
@@ -9,8 +9,8 @@ To add an engine, whose server speaks the protocol of `slime.engines.api`, touch
 3. `slime.config.groups_rollout`: its name among the values of ``--rollout-engine``.
 4. `slime.config.engine_flags`: its row in `ENGINE_OPTIONS`; a test compares the three.
 
-Its server says in ``/server_info`` how weights reach it (`slime.engines.wire.abilities`).
-``tests/contracts`` shows whether it keeps the protocol.
+Its server reports in ``/server_info`` how it receives weights (`slime.engines.wire.abilities`).
+``tests/contracts`` tests whether it follows the protocol.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 class ServerCommand(Protocol):
-    """How to start one server of an engine, or one node's part of it; its first node answers the
+    """Builds the command of one engine server, or of one node's part of it; the first node answers
     requests.
 
     Raises:
-        UserError: the engine is not there, or cannot do what a flag asks for.
+        UserError: the engine is not installed, or does not support a flag.
     """
 
     def __call__(
@@ -54,39 +54,38 @@ class EngineKind:
     Attributes:
         command: starts a server.
         footprint: what a server holds on each of its GPUs.
-        startup_seconds: until it answers, at most.
-        health_path: answers 200 while an engine works whose memory is not released. ``/health``,
-            which the router asks, must answer at any time.
-        served_models: which models a run's engines serve, on which groups of GPUs.
-        check_flags: refuses what an engine could not do for this run; looks at flags and
-            environment variables only.
+        startup_seconds: at most, until it answers.
+        health_path: answers 200 while an engine works that holds its memory. ``/health``, which the
+            router calls, must answer at any time.
+        served_models: the models that a run's engines serve, and their groups of GPUs.
+        check_flags: refuses unsupported flags; reads only flags and environment variables.
         check_model: refuses a model, by its spec and config.json, that the engine is known to
-            compute otherwise than the trainer, or that pushes cannot reach in it.
-        check_transposed_experts: refuses a directory whose stacks of experts are transposed
-            against published ones.
+            compute differently from the trainer, or that cannot get pushes there.
+        check_transposed_experts: refuses a directory with stacks of experts that are transposed
+            relative to published ones.
         check_installed: refuses an environment that cannot start it.
-        weights_dtype: the dtype of the policy's weights, in the engine's words.
-        computed_here: its model can be computed in another process of this system, part by part
-            (`slime align`), and takes the trainer's library for quantised weights. What pushes
-            bring to others of such weights is checked before they start
+        weights_dtype: the dtype of the policy's weights, by the engine's name.
+        computed_here: other processes of this system can compute its model part by part (`slime
+            align`), and it uses the trainer's library for quantised weights. For other engines,
+            pushes of quantised weights are checked before the launch
             (`slime.weights.quantised_launch`).
-        reads_generation_config: sampling settings that a request leaves out are those of
-            generation_config.json.
-        tool_call_words: words of its command line that make it read calls of tools, by SGLang's
-            name of their format ("qwen25").
-        adapter_words: words of its command line for adapters that it serves from the start, by
-            name → PEFT directory.
-        image_words: words of its command line for a model that sees images, where the engine does
-            not find that out itself.
-        releases_without_gpu: it has memory to give to the trainer on hosts without GPUs, too.
-        trainer_environment: what trainer ranks need in their environment to send it weights, where
-            that does not say otherwise.
+        reads_generation_config: generation_config.json gives sampling settings that a request
+            leaves out.
+        tool_call_words: command line options that make it parse tool calls, by SGLang's name of
+            their format ("qwen25").
+        adapter_words: command line options for adapters that it serves from the start, by name →
+            PEFT directory.
+        image_words: command line options for a model that reads images, if the engine does not
+            detect this itself.
+        releases_without_gpu: it can release memory for the trainer also on hosts without GPUs.
+        trainer_environment: defaults of environment variables that trainer ranks need to send it
+            weights.
         if_out_of_memory, if_killed: remedies, each with its flag, for a server that ran out of its
             GPU's memory, and for one that ended without a message, perhaps because its host ran
             out of memory.
-        memory_fraction: the flag of its share of a GPU's memory; "" where it has none.
-        largest_graph: the largest batch that its flags allow a CUDA graph for; None where they set
-            no limit.
+        memory_fraction: the flag of its share of a GPU's memory; "" if there is none.
+        largest_graph: the largest batch that its flags allow a CUDA graph for; None if they set no
+            limit.
         to_find_the_cause: remedies that help to find the cause of any death.
     """
 
@@ -114,7 +113,7 @@ class EngineKind:
     to_find_the_cause: tuple[str, ...] = ()
 
     def remedies(self, exception: str) -> tuple[str, ...]:
-        """Return the remedies for a server that died, whose log ends with ``exception`` ("": with
+        """Return the remedies for a server that died; its log ends with ``exception`` ("":
         none)."""
         if "out of memory" in exception.lower():
             return (*self.if_out_of_memory, *self.to_find_the_cause)
@@ -122,12 +121,11 @@ class EngineKind:
 
 
 def named_paths(adapters: Mapping[str, Path]) -> list[str]:
-    """Return NAME=PATH of each adapter, as engines have them on their command lines."""
+    """Return NAME=PATH of each adapter, as on engines' command lines."""
     return [f"{name}={path}" for name, path in adapters.items()]
 
 
-#: Name of ``--rollout-engine`` → the module whose ``KIND`` is its record, imported when a run uses
-#: it.
+#: Value of ``--rollout-engine`` → the module with its record ``KIND``, imported when a run uses it.
 ENGINES = {"embedded": "slime.embedded.kind", "sglang": "slime.engines.sglang.kind"}
 
 
@@ -143,6 +141,6 @@ def engine_of(config: Config) -> EngineKind:
 
 
 def engine_named(flags: Mapping[str, Any]) -> EngineKind:
-    """Return the engine of a run folder's flags; SGLang where an old folder does not say."""
+    """Return the engine of a run folder's flags; SGLang if an old folder does not name it."""
     name = str(flags.get("rollout_engine"))
     return engine_kind(name if name in ENGINES else "sglang")

@@ -1,4 +1,4 @@
-"""Records that describe engines and their servers, whichever engine it is.
+"""Records that describe the servers of any engine.
 
     ServedModel ─► ServerGroup ─► EnginePlace ─► LaunchSpec   `slime.cluster` starts and watches it
     EngineFootprint                                           `slime.memory` plans with it
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from slime.config.config import Config
 
 
-#: Versions of a run's adapter that an engine holds at once: requests under way end with the older.
+#: Versions of a run's adapter that an engine holds at once: running requests end with the older.
 RESIDENT_ADAPTERS = 2
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """How to start one server process, and how to see that it is ready.
+    """How to start one server process, and how to tell that it is ready.
 
     Attributes:
         argv: command line, the interpreter first.
@@ -48,16 +48,16 @@ class EnginePlace:
     """The place of one engine, or of one node's part of it.
 
     Attributes:
-        number: of the engine in the run; its seed follows from it.
+        number: the engine's number in the run, from which its seed follows.
         gpus: ids of the GPUs on this node, as CUDA_VISIBLE_DEVICES spells them; () leaves the
             environment alone.
-        num_gpus: of the whole engine, over all its nodes.
+        num_gpus: number of GPUs of the whole engine, over all its nodes.
         nccl_port: reserved for the engine's own process group; None lets the engine choose.
-        num_nodes, node_rank: of an engine that reaches over nodes.
-        dist_init_addr: host:port on its first node; needed then.
-        overrides: the engine's options of the server group (--sglang-config), over those of the
-            command line.
-        model_path: of a model other than the policy: it keeps its weights.
+        num_nodes, node_rank: of a multi-node engine.
+        dist_init_addr: host:port on its first node; required for a multi-node engine.
+        overrides: engine options of the server group (--sglang-config), which override the command
+            line.
+        model_path: the directory of a model other than the policy, which keeps its weights.
     """
 
     number: int = 0
@@ -71,19 +71,19 @@ class EnginePlace:
     model_path: str | None = None
 
 
-#: The first engine, on one GPU that the environment names.
+#: The first engine, on one GPU from the environment.
 ONE_GPU = EnginePlace()
 
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """Servers that are alike.
+    """Servers with the same settings.
 
     Attributes:
         worker_type: "regular", "prefill", "decode", or "placeholder" (GPUs left alone).
-        num_gpus: of the whole group.
-        num_gpus_per_engine: of each of its servers.
-        overrides: the engine's options (names with underscores) over those of the command line.
+        num_gpus: GPUs of the whole group.
+        num_gpus_per_engine: GPUs of each server.
+        overrides: engine options (names with underscores) that override the command line.
     """
 
     worker_type: str
@@ -98,12 +98,12 @@ class ServerGroup:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One model's servers, behind a router of their own.
+    """One model's servers, behind their own router.
 
     Attributes:
-        path: of its Hugging Face directory.
-        is_policy: rollouts ask it, and pushes go to it. One model of a run is; the others keep
-            their weights.
+        path: its Hugging Face directory.
+        is_policy: it generates rollouts and gets weight pushes. Exactly one model of a run is the
+            policy; the others keep their weights.
     """
 
     name: str
@@ -113,8 +113,8 @@ class ServedModel:
 
 
 def only_the_policy(config: Config) -> list[ServedModel]:
-    """Return the policy's servers on all GPUs of the rollout; no model where it has none. They are
-    alike, or with ``--prefill-num-servers`` so many prefill and the others decode."""
+    """Return the policy's servers on all GPUs of the rollout; [] without such GPUs. All are
+    regular, or with ``--prefill-num-servers`` that many prefill and the others decode."""
     total = config.cluster.rollout_num_gpus
     per_engine = config.cluster.rollout_num_gpus_per_engine
     groups: tuple[ServerGroup, ...] = (ServerGroup("regular", total, per_engine),)
@@ -141,15 +141,18 @@ class EngineFootprint:
         attention: ranks that divide the attention: fewer than ``tensor`` with data-parallel
             attention.
         element, kv_element: bytes of a weight and of an entry of the KV cache.
-        vocabulary_unit: the vocabulary is padded to a multiple of it.
-        keeps_latents: of latent attention the cache has the latents, not the keys and values made
-            of them.
-        sequences: requests that the cache is made for; None: it takes what ``fraction`` leaves.
-        fraction: of the GPU's memory for weights and KV cache together; None: the engine chooses.
-        automatic_fraction: roughly what it chooses then, by the bytes of the device.
-        fraction_option: where users set the fraction.
-        adapters_at_once: adapters that memory is reserved for, if the run has adapters.
-        dequantises: it holds quantised weights and the plain ones that they stand for.
+        vocabulary_unit: the vocabulary is padded to a multiple of this.
+        keeps_latents: with latent attention, the cache holds the latents instead of keys and
+            values.
+        sequences: number of requests for which the cache is sized; None: it uses the memory that
+            ``fraction`` leaves.
+        fraction: share of the GPU's memory for weights and KV cache together; None: the engine
+            chooses.
+        automatic_fraction: the approximate fraction that it then chooses, given the bytes of the
+            device.
+        fraction_option: the option that sets the fraction.
+        adapters_at_once: number of adapters for which memory is reserved, if the run has adapters.
+        dequantises: it holds both quantised weights and their dequantised values.
         state_copies: copies of a sequence's state that it keeps besides the live one, for gated
             delta nets.
     """

@@ -5,7 +5,7 @@ sglang:
     num_gpus_per_engine: 2
     server_groups:               # also spelt engine_groups
       - {worker_type: regular, num_gpus: 4, overrides: {mem_fraction_static: 0.8}}
-  - name: judge                  # any other model, behind a router of its own, for custom
+  - name: judge                  # any other model, behind its own router, for custom
     model_path: models/judge     # generate and reward functions
     server_groups:
       - {worker_type: regular, num_gpus: 2}
@@ -46,7 +46,7 @@ class GroupRules:
     Attributes:
         worker_types: supported kinds of servers.
         check_override: called with name (with underscores) and value of each option; raises
-            `UserError`, to whose message the place in the file is added.
+            `UserError`, whose message gets the place in the file.
         check_policy: called with config, overrides and place of each group of the policy, which
             gets the weight pushes; raises `UserError`.
     """

@@ -1,4 +1,4 @@
-"""Separate the reasoning in a model's answer, which stands between marks, from the rest.
+"""Separate the reasoning in a model's answer, which is enclosed by marks, from the rest.
 
 >>> THINK.split("<think>\nTwo and two.\n</think>\n\n4")
 SplitReasoning(reasoning='Two and two.', rest='4')
@@ -26,7 +26,7 @@ class ReasoningFormat:
     """The marks that a model puts around its reasoning.
 
     Attributes:
-        in_template: what a chat template has that teaches it; "": the closing mark.
+        in_template: text by which a chat template is recognised; "": the closing mark.
     """
 
     begin: str
@@ -37,8 +37,7 @@ class ReasoningFormat:
         """Split a whole answer.
 
         Args:
-            opened: the prompt ends with the opening mark, so that the answer begins within
-                reasoning.
+            opened: the prompt ends with the opening mark, so the answer begins within reasoning.
         """
         start = text.lstrip()
         if start.startswith(self.begin):
@@ -55,11 +54,11 @@ class ReasoningFormat:
 
 
 class ChannelReasoning(ReasoningFormat):
-    """Reasoning on a channel of its own (`slime.engines.harmony`)."""
+    """Reasoning on a separate channel (`slime.engines.harmony`)."""
 
     def split(self, text: str, *, opened: bool = False) -> SplitReasoning:
-        """Split a whole answer; calls of tools stay in the rest as they are written, other messages
-        as their text."""
+        """Split a whole answer; the rest keeps tool calls as written, and the text of other
+        messages."""
         found = list(harmony.messages(self.begin + text if opened else text))
         if all(not one.channel for one in found):
             return SplitReasoning(None, text)

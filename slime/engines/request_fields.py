@@ -1,4 +1,4 @@
-"""Check fields of requests to engines; `SamplingParams` is the table of sampling parameters.
+"""Check fields of requests to engines. `SamplingParams` is the table of sampling parameters.
 
 integer(low=1).read("n", 0)    ->  BadRequest: n must be an integer of at least 1, got 0
 """
@@ -18,10 +18,10 @@ _SHOWN = 200  # characters of a refused value that the message repeats
 
 
 class BadRequest(ValueError):
-    """The request cannot be served as it is; answered with status 400 and this message.
+    """The request is invalid; answered with status 400 and this message.
 
     Attributes:
-        field: the name of the field to blame, None when there is no single one.
+        field: the name of the invalid field; None if there is no single one.
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:
@@ -42,12 +42,11 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class FieldKind:
-    """The values that a field takes.
+    """The values that a field accepts.
 
     Attributes:
-        accepts: in words, to follow "must be".
-        convert: gives the value; anything that it raises of TypeError, ValueError and OverflowError
-            is a refusal.
+        accepts: a description that follows "must be".
+        convert: converts a value; refuses it with TypeError, ValueError or OverflowError.
     """
 
     accepts: str
@@ -57,7 +56,7 @@ class FieldKind:
         """Convert a value.
 
         Raises:
-            BadRequest: it is not of this kind; names the field, the value and what is accepted.
+            BadRequest: the value is not accepted; names field, value and accepted values.
         """
         try:
             return self.convert(value)
@@ -154,18 +153,18 @@ OBJECT = FieldKind("an object", lambda value: _instance(value, Mapping))
 
 
 def optional(body: Mapping[str, Any], name: str, kind: FieldKind, default: Any) -> Any:
-    """Return the field of a body, or ``default`` where it is left out or null."""
+    """Return a field of a body, or ``default`` if it is missing or null."""
     value = body.get(name)
     return default if value is None else kind.read(name, value)
 
 
 def required(body: Mapping[str, Any], name: str, kind: FieldKind) -> Any:
-    """Return the field of a body, refused where it is left out."""
+    """Return a required field of a body."""
     return kind.read(name, body.get(name))
 
 
 def asks_for_nothing(value: Any) -> bool:
-    """Return whether an unsupported field changes nothing: it is empty, off, or a list of such
+    """Return whether an unsupported field has no effect: it is empty, off, or a list of such
     values."""
     return value is None or value is False or value in ("", 0) or value == {} or _all_nothing(value)
 
@@ -175,7 +174,7 @@ def _all_nothing(value: Any) -> bool:
 
 
 def _instance(value: Any, *types: type) -> Any:
-    """Return ``value`` if it is of one of the types; true and false are no numbers."""
+    """Return ``value`` if it has one of the types; booleans do not count as numbers."""
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         raise TypeError
     return value
@@ -191,7 +190,7 @@ def _range(low: int | None, high: int | None) -> str:
 
 #: Below this a temperature means greedy, as in SGLang.
 GREEDY_BELOW = 1e-6
-#: Parameters that SGLang knows and the embedded engine does not; allowed when they ask for nothing.
+#: Parameters of SGLang that the embedded engine does not support; allowed if they have no effect.
 _UNSUPPORTED = (
     "json_schema",
     "regex",
@@ -201,12 +200,12 @@ _UNSUPPORTED = (
     "custom_params",
     "stream_interval",
 )
-_MOST_SAMPLES = 4096  # of one prompt: more is a slip, and would be queued at once
+_MOST_SAMPLES = 4096  # per prompt: more is likely a mistake, and all would be queued at once
 _ANY_VOCABULARY = 1 << 31
 
 
 def _row(default: Any, kind: FieldKind | Callable[[int], FieldKind]) -> Any:
-    """A parameter's default and what it takes, which may depend on the size of the vocabulary."""
+    """A parameter's default and accepted values, which may depend on the vocabulary size."""
     return field(default=default, metadata={"kind": kind})
 
 
@@ -276,8 +275,8 @@ def parse_params(raw: Any, vocab_size: int = _ANY_VOCABULARY) -> SamplingParams:
     """Check ``sampling_params``; None values mean the default.
 
     Raises:
-        BadRequest: unknown name, wrong type, value out of range, or a feature this engine does not
-            have.
+        BadRequest: a name is unknown, a type is wrong, a value is out of range, or a feature is
+            unsupported.
     """
     values: dict[str, Any] = {}
     for name, value in OBJECT.read("sampling_params", {} if raw is None else raw).items():

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: Name on the command line → policy of the router. ``cache_aware`` keeps the samples of one prompt
 #: on one engine, also for requests that come as token ids. ``consistent_hashing`` is the reference
-#: system's word for affinity of a session to an engine, which this router calls ``manual``.
+#: system's name for session affinity, which this router calls ``manual``.
 POLICIES = {
     "cache_aware": "cache_aware",
     "round_robin": "round_robin",
@@ -39,7 +39,7 @@ POLICIES = {
     "consistent_hashing": "manual",
 }
 
-#: Answers 200 as long as the router itself is well, whatever its workers are.
+#: Answers 200 as long as the router itself is healthy, whatever the state of its workers.
 LIVENESS_PATH = "/liveness"
 
 # the router's own limit of 512 MiB is too small for requests with many images
@@ -51,7 +51,7 @@ def router_policy(name: str) -> str:
     ``--sglang-router-strategy``.
 
     Raises:
-        UserError: no such policy.
+        UserError: there is no such policy.
     """
     if name not in POLICIES:
         raise UserError(
@@ -64,10 +64,10 @@ def router_policy(name: str) -> str:
 def router_flags(name: str, worker_urls: list[str]) -> dict[str, Any]:
     """Return the router's flags for a policy and the workers that it will have.
 
-    ``power_of_two`` refuses to start unless it is given two workers on its command line; so it gets
-    them there, while under other policies they register (`register_workers`). It asks them for
-    their load (``/get_load``) as often as it looks for workers that start: every second instead of
-    every half minute. With one worker there is nothing to choose.
+    ``power_of_two`` only starts with two workers on its command line, so it gets them there; under
+    other policies they register (`register_workers`). It polls their load (``/get_load``) at the
+    interval of its start-up checks, which is therefore a second instead of half a minute. With one
+    worker there is no choice.
     """
     policy = router_policy(name)
     given = started_with(name, worker_urls)
@@ -98,10 +98,10 @@ def router_command(
 ) -> LaunchSpec:
     """Return how to start the router; its workers register once it answers (`register_workers`).
 
-    Its retries and circuit breaker are off: `RolloutClient` owns retries, and an open circuit would
-    answer 503 for a minute after an engine has come back. Its metrics get a free port, because with
-    a fixed one only one router could run on a host. If another process takes that port before the
-    router binds it, the router ends with "Address already in use" and is started again.
+    Its retries and circuit breaker are off: `RolloutClient` does the retries, and an open circuit
+    would answer 503 for a minute after an engine has returned. Its metrics get a free port, because
+    with a fixed port only one router could run per host. If another process takes that port first,
+    the router ends with "Address already in use" and is restarted.
 
     Args:
         worker_urls: workers for policies that need them on the command line (`started_with`).
@@ -148,8 +148,8 @@ def disaggregated_router_command(
 
 # -- its workers -----------------------------------------------------------------------------------
 
-#: The router's name of the model. Without one it would show the model's path to everybody: it
-#: answers /v1/models without a key.
+#: The router's name of the model. Without it the router would reveal the model's path, because
+#: /v1/models needs no key.
 _MODEL = "policy"
 
 
@@ -158,13 +158,13 @@ async def register_workers(
 ) -> None:
     """Put engines behind the router and wait until it has accepted each of them as healthy.
 
-    Workers that it knows already are left as they are.
+    Known workers are not changed.
 
     Args:
         timeout: deadline in seconds for all of them together.
         policy: the name that the router was configured with, see `started_with`.
     Raises:
-        EngineError: the router refused one, or one is not healthy in time; names which.
+        EngineError: names engines that the router refused or that were not healthy in time.
     """
     end = time.monotonic() + timeout
     async with EngineClient(router_url, timeout=min(timeout, deadlines.WORKERS_LIST)) as router:
@@ -194,10 +194,10 @@ async def register_workers(
 
 
 async def remove_worker(router_url: str, worker_url: str, timeout: float) -> None:
-    """Take an engine out of the router (it gets no new requests) and wait until it is gone.
+    """Remove an engine from the router (it gets no new requests), and wait until it is removed.
 
     Raises:
-        EngineError: it is still there after ``timeout`` seconds.
+        EngineError: the engine is still registered after ``timeout`` seconds.
     """
     end = time.monotonic() + timeout
     async with EngineClient(router_url, timeout=timeout) as router:
@@ -212,6 +212,6 @@ async def remove_worker(router_url: str, worker_url: str, timeout: float) -> Non
             try:
                 await router.request("DELETE", f"/workers/{ids[0]}")
             except EngineError as error:
-                if error.status != 404:  # gone since we looked
+                if error.status != 404:  # it was removed meanwhile
                     raise
             await asyncio.sleep(0.1)

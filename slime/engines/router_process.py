@@ -3,7 +3,7 @@
 The debugging router, which is not used here, imports FastAPI and, where it is installed, SGLang
 with torch: 14 s on a host with GPUs at every start of a router. An empty module takes its place.
 
-The router's key comes by the environment, because every user of the host can read a command line.
+The environment passes the router's key, because every user of the host can read a command line.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Calls of tools in what a model writes: one row per way of writing them, and what is text and what
-is a call.
+"""Separate tool calls from text in a model's output, for each format of calls.
 
 >>> text = 'Let me look.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 >>> FORMATS["hermes"].read(text, {"f": {}}, ended=True)
 Reply(text='Let me look.', calls=(Call(name='f', arguments='{"x": 1}'),))
 
-`ToolFormat.read` is a function of the text so far: as that grows, the reply's text only grows and
-its calls are only added to, which is all that streaming needs.
+`ToolFormat.read` is a function of the text so far: as the text grows, the reply's text and calls
+only grow, so replies can be streamed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from slime.engines import harmony
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool; ``arguments`` is a JSON object as text, as OpenAI has it."""
+    """A call of a tool; ``arguments`` is a JSON object as text, as in OpenAI's API."""
 
     name: str
     arguments: str
@@ -35,32 +34,31 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """The text of an answer for people, and the calls in it."""
+    """The text and the calls of an answer."""
 
     text: str
     calls: tuple[Call, ...] = ()
 
 
-#: What may be called: the JSON schemas of the arguments, by the tools' names. {} where a client
-#: gave none.
+#: Tool name → JSON schema of its arguments; {} if the client gave no tools.
 Tools = Mapping[str, Mapping[str, Any]]
-#: The calls in a text that begins where the first of them does; ends with a ValueError where one is
-#: not complete.
+#: Yields the calls in a text that begins with the first call; raises ValueError at an incomplete
+#: one.
 Parse = Callable[[str, Tools], Iterator[Call]]
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One way of writing calls.
+    """One format of calls.
 
     Attributes:
         begins: what the first call begins with; (): the tool's name and a line break.
-        at_start: calls are the whole answer, or there are none.
+        at_start: an answer consists only of calls, or has none.
         parse: reads them.
-        in_template: a chat template that has all of these texts uses this format.
-        families: model families that use it whatever their template says.
-        sglang_parser: SGLang's name for it; "": it cannot read this way.
-        special_marks: its marks are special tokens, so that they must not be left out of the text.
+        in_template: a chat template that contains all these texts uses this format.
+        families: model families that use it if their template does not tell.
+        sglang_parser: SGLang's name of the format; "": SGLang cannot parse it.
+        special_marks: its marks are special tokens, which decoding must keep.
     """
 
     begins: tuple[str, ...]
@@ -72,15 +70,14 @@ class ToolFormat:
     special_marks: bool = False
 
     def read(self, text: str, tools: Tools, *, ended: bool) -> Reply:
-        """Return text and complete calls of an answer, or of its beginning. What follows the first
-        call is calls.
+        """Return text and complete calls of an answer, or of its beginning. Only calls may follow
+        the first call.
 
         Args:
-            tools: that may be called. Without marks only an answer that begins with one of their
-                names is a call; and where values are written without quotes, the schemas tell which
-                of them are text.
-            ended: nothing will follow; until then, what may become a call is held back. What looked
-                like a call and cannot be read is text then.
+            tools: the tools that may be called. Formats without marks recognise a call by a tool's
+                name at the start. For values without quotes, the schemas tell which are text.
+            ended: the answer is complete. Before that, text that may become a call is held back; at
+                the end, unreadable calls become text.
         """
         marks = self.begins or tuple(f"{name}\n" for name in tools)
         start = self._start(text, marks)
@@ -100,8 +97,8 @@ class ToolFormat:
         return min(found, default=None)
 
     def _held(self, text: str, marks: tuple[str, ...]) -> int:
-        """Characters at the end that a call may begin with, and blanks before them, which a call
-        takes away."""
+        """Count the characters at the end that may begin a call, and the blanks before them, which
+        a call removes."""
         if self.at_start:
             start = text.lstrip()
             return len(text) if any(mark.startswith(start) for mark in marks) else 0
@@ -112,8 +109,8 @@ class ToolFormat:
 
 
 class ChannelToolFormat(ToolFormat):
-    """Calls as messages to a tool (`slime.engines.harmony`). Reasoning on a channel of its own is
-    left out of the text."""
+    """Calls as messages to a tool (`slime.engines.harmony`). The text omits reasoning, which has
+    its own channel."""
 
     def read(self, text: str, tools: Tools, *, ended: bool) -> Reply:
         found = list(harmony.messages(text))
@@ -137,12 +134,12 @@ class ChannelToolFormat(ToolFormat):
 def _until_broken(calls: Iterator[Call]) -> Iterator[Call]:
     try:
         for call in calls:
-            # within an answer, as objects
+            # nested as deeply as in a response
             orjson.dumps([[[[[[[[call.name, orjson.loads(call.arguments)]]]]]]]])
             yield call
     except (ValueError, orjson.JSONEncodeError, RecursionError):
-        # cut short, no JSON, half a character (\ud83d), or brackets without end: what came before
-        # it counts
+        # cut short, not JSON, half a character (\ud83d), or nested too deeply: keep the calls
+        # before it
         return
 
 
@@ -152,16 +149,16 @@ def _until_broken(calls: Iterator[Call]) -> Iterator[Call]:
 def _finite(number: str) -> float:
     value = float(number)
     if not math.isfinite(value):
-        raise ValueError(f"{number} is no JSON, or too large")
+        raise ValueError(f"{number} is not JSON, or too large")
     return value
 
 
-#: Refuses NaN and Infinity, which json takes by default and readers of the arguments do not.
+#: Rejects NaN and Infinity, which json accepts by default but readers of the arguments do not.
 _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def _object(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value at a place, blanks before it skipped, and where it ends.
+    """Return the JSON value at ``at``, after blanks, and the index of its end.
 
     Raises:
         ValueError: there is none, or only its beginning.
@@ -179,7 +176,7 @@ def _call(value: Any) -> Call:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError("no call")
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # written as text once more
+    if isinstance(arguments, str):  # encoded twice
         arguments = _DECODER.decode(arguments)
     return Call(value["name"], _arguments(arguments))
 
@@ -191,8 +188,8 @@ def _arguments(value: Any) -> str:
 
 
 def _between(text: str, begin: str, end: str) -> Iterator[str]:
-    """Yield the text between each pair of marks. A model that repeats the first one to its limit
-    costs no more than any other."""
+    """Yield the text between each pair of marks. Takes linear time even if a model repeats the
+    first mark endlessly."""
     at = 0
     while (start := text.find(begin, at)) >= 0 and (
         stop := text.find(end, start + len(begin))
@@ -231,7 +228,7 @@ def _qwen3_coder(text: str, tools: Tools) -> Iterator[Call]:
             values: dict[str, Any] = {}
             for pair in _between(body, "<parameter=", "</parameter>"):
                 key, _, value = pair.partition(">")
-                # the template's; further ones are the value's
+                # the template adds one line break at each end; others belong to the value
                 value = value.removeprefix("\n").removesuffix("\n")
                 values[key.strip()] = _value(value, tools.get(name.strip(), {}), key.strip())
             if not closed:
@@ -239,13 +236,13 @@ def _qwen3_coder(text: str, tools: Tools) -> Iterator[Call]:
             yield Call(name.strip(), _arguments(values))
 
 
-#: As Python writes them, and so templates that turn a value into text: {{ value | string }}.
+#: As written by Python and by templates that convert a value to text: {{ value | string }}.
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def _value(written: str, schema: Mapping[str, Any], key: str) -> Any:
-    """Return an argument that is written without quotes: text where the tool wants text alone, even
-    if it is JSON, too; else JSON, or text where it is none.
+    """Decode an argument without quotes: as text if the tool accepts only text; otherwise as JSON,
+    or as text if it is not JSON.
 
     >>> [_value("42", {"properties": {"x": {"type": kind}}}, "x") for kind in ("string", "integer")]
     ['42', 42]
@@ -265,10 +262,10 @@ def _value(written: str, schema: Mapping[str, Any], key: str) -> Any:
 
 
 def _types(wanted: Any, schema: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Return the types that a part of a schema allows, as far as it says so.
+    """Return the types that a part of a schema allows; empty if it does not say.
 
     Args:
-        schema: all of it, for "$ref": "#/$defs/…".
+        schema: the whole schema, to resolve "$ref": "#/$defs/…".
     """
     if not isinstance(wanted, Mapping) or depth > 4:
         return set()
@@ -287,7 +284,7 @@ def _types(wanted: Any, schema: Mapping[str, Any], depth: int = 0) -> set[str]:
 
 
 def _llama(text: str, tools: Tools) -> Iterator[Call]:
-    """{"name": …, "parameters": {…}}, several parted by semicolons."""
+    """{"name": …, "parameters": {…}}, separated by semicolons."""
     at = 0
     while text[at:].strip():
         value, at = _object(text, at)
@@ -300,7 +297,7 @@ def _glm4(text: str, tools: Tools) -> Iterator[Call]:
     """The tool's name on a line of its own, its arguments below it."""
     name, found, rest = text.strip().partition("\n")
     if found and rest.strip():
-        # a call that was streamed cannot be taken back for what follows it
+        # ignore what follows: a streamed call cannot be retracted
         value, _ = _object(rest, 0)
         yield Call(name.strip(), _arguments(value))
 
@@ -336,7 +333,7 @@ def _harmony(text: str, tools: Tools) -> Iterator[Call]:
 
 
 _DEEPSEEK_BEGINS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
-#: The first format counts whose marks are in a template.
+#: The first format whose marks are in a template is used.
 FORMATS: dict[str, ToolFormat] = {
     "glm45": ToolFormat(
         ("<tool_call>",),
@@ -411,11 +408,11 @@ FORMATS: dict[str, ToolFormat] = {
 
 
 def tool_format(template: str | None, family: str) -> ToolFormat | None:
-    """Return the format in which a model writes calls, by its chat template, else by its family;
-    None where neither tells.
+    """Return a model's format of calls, by its chat template, else by its family; None if neither
+    tells.
 
     Args:
-        template: None for a model that has none, and so no turns and no tools.
+        template: None for a model without one, which has no tools.
         family: of `slime.models.family_name`.
     """
     if template is None:
@@ -446,7 +443,8 @@ def chat_template(directory: Path) -> str | None:
 
 
 def tool_schemas(tools: list[Any]) -> dict[str, Mapping[str, Any]]:
-    """Return ``tools`` of a request, of OpenAI's form or bare, as `ToolFormat.read` wants them."""
+    """Return ``tools`` of a request, in OpenAI's form or bare, in the form for
+    `ToolFormat.read`."""
     functions = (tool.get("function", tool) for tool in tools if isinstance(tool, Mapping))
     found = (
         (one.get("name"), one.get("parameters")) for one in functions if isinstance(one, Mapping)

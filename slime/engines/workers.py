@@ -12,7 +12,7 @@ from slime.engines.api import EngineClient, EngineError
 #: engine.
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 
-#: Label of workers that somebody else has started, as the router stores and lists it.
+#: Label of workers that were started outside this run, as the router stores and lists it.
 EXTERNAL = {"slime": "external"}
 
 
@@ -20,10 +20,10 @@ EXTERNAL = {"slime": "external"}
 class RouterWorker:
     """One engine behind the router.
 
-    The router's count of its load is left out, because it is 0 under most policies.
+    The router's load count is omitted: it is 0 under most policies.
 
     Attributes:
-        is_external: somebody else has started it.
+        is_external: it was started outside this run.
     """
 
     id: str
@@ -33,7 +33,7 @@ class RouterWorker:
 
 
 async def list_workers(router: EngineClient) -> list[RouterWorker]:
-    """List the router's workers and register their keys; an engine in a router's place is listed as
+    """List the router's workers and register their keys; an engine without a router is listed as
     its own only worker.
 
     Raises:

@@ -25,7 +25,7 @@ class TableRows:
     """Rows of a `datasets.Dataset`, mapped into memory.
 
     Args:
-        name: what the table is called in messages.
+        name: names the table in messages.
     """
 
     def __init__(self, table: Any, name: str, part: slice) -> None:
@@ -45,8 +45,8 @@ class TableRows:
 
 
 def cache_folder() -> str | None:
-    """Return a temporary folder where the cache of `datasets`, which it locks even to read text, is
-    read-only."""
+    """Return a temporary folder if the cache of `datasets` is read-only, because `datasets` locks
+    files there even to read text; else None."""
     import datasets
 
     cache = Path(datasets.config.HF_DATASETS_CACHE)
@@ -64,7 +64,7 @@ def load_file(file: str, suffix: str) -> Any:
     """The `datasets.Dataset` of a Parquet or Arrow file.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     import datasets
 
@@ -86,10 +86,9 @@ def iter_parquet(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
         opened = pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:
         raise UserError(
-            f"'{file}' is no Parquet file",
+            f"'{file}' is not a Parquet file",
             why=str(error).split(". ")[0],
-            fix="it may be cut short, or a pointer of git lfs (git lfs pull fetches what it "
-            "stands for)",
+            fix="it may be cut short, or a git lfs pointer (git lfs pull fetches the file)",
         ) from error
     with opened as table:
         converts = _conversions(table.schema_arrow)
@@ -101,7 +100,8 @@ def iter_parquet(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextlib.contextmanager
 def loading(path: str) -> Iterator[None]:
-    """`datasets` without its own messages; what it raises becomes a `UserError` about ``path``."""
+    """Silence `datasets` within the block, and convert its errors to a `UserError` about
+    ``path``."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -109,7 +109,7 @@ def loading(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        # of "An error occurred while generating the dataset", which says nothing
+        # the message "An error occurred while generating the dataset" hides its cause
         cause = error.__cause__ or error
         why = f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
         fix = (
@@ -129,8 +129,7 @@ def _converted(row: dict[str, Any], converts: dict[str, _Convert]) -> dict[str, 
 
 
 def _conversions(schema: pyarrow.Schema) -> dict[str, _Convert]:
-    """Conversions of columns that Arrow's own conversion to Python gets wrong: short floats come
-    with the digits of a long one."""
+    """Conversions of columns that Arrow converts badly: short floats get the digits of a double."""
     found = {field.name: _conversion(field.type) for field in schema}
     return {name: convert for name, convert in found.items() if convert is not None}
 
@@ -154,7 +153,7 @@ def _conversion(kind: pyarrow.DataType) -> _Convert | None:
 
 
 def _shortest(kind: type[np.floating[Any]], value: Any) -> Any:
-    """The float with the fewest digits that is ``value`` when rounded to ``kind``: 0.1, not
+    """The float with the fewest digits that rounds to ``value`` in ``kind``: 0.1, not
     0.10000000149011612."""
     return float(str(kind(value))) if isinstance(value, float) else value
 

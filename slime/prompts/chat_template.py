@@ -1,4 +1,4 @@
-"""Chat messages to text, and the signs that text is already templated."""
+"""Render chat messages to text, and detect text that is already templated."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class TemplateRefuses(UserError):
 
 
 def template_source(tokenizer: Any) -> str:
-    """The source of the tokenizer's chat template (of all of them, where it has several); ""
-    without one."""
+    """The source of the tokenizer's chat template, or of all its templates; "" without one."""
     found = getattr(tokenizer, "chat_template", None)
     return "\n".join(found.values()) if isinstance(found, dict) else found or ""
 
@@ -43,12 +42,12 @@ def render_messages(
     add_generation_prompt: bool = True,
     **template_kwargs: Any,
 ) -> str:
-    """The messages, of any wire form, as text in the tokenizer's chat template.
+    """Render messages of any wire form with the tokenizer's chat template.
 
     Raises:
         UserError: the tokenizer has no chat template, or one that cannot be read.
         TemplateRefuses: the template refuses the messages.
-        ConversationError: a message that cannot be understood.
+        ConversationError: a message cannot be understood.
     """
     form = template_form(tokenizer, **template_kwargs)
     shown = [form.shown(message) for message in form.merged(read_messages(messages, tools=tools))]
@@ -69,7 +68,7 @@ def render_shown(
     add_generation_prompt: bool = True,
     **template_kwargs: Any,
 ) -> str:
-    """`render_messages` for messages that already have the form in which this template takes them.
+    """`render_messages` for messages that already have the form that this template expects.
 
     Raises:
         UserError, TemplateRefuses: as `render_messages`.
@@ -81,7 +80,7 @@ def render_shown(
             "--apply-chat-template is set, but the tokenizer has no chat template",
             why="neither tokenizer_config.json nor chat_template.jinja in "
             f"'{tokenizer.name_or_path}' has one",
-            fix="take an instruct model, add a chat_template.jinja, or leave "
+            fix="use an instruct model, add a chat_template.jinja, or leave "
             "--apply-chat-template out",
         )
     try:
@@ -98,7 +97,7 @@ def render_shown(
         raise UserError(
             "the tokenizer's chat template has a syntax error",
             why=f"line {error.lineno}: {error.message}",
-            fix="mend chat_template.jinja or the chat_template of tokenizer_config.json in "
+            fix="correct chat_template.jinja or the chat_template of tokenizer_config.json in "
             f"'{tokenizer.name_or_path}'",
         ) from error
     except (
@@ -126,22 +125,22 @@ class TemplateForm:
     """The form in which one chat template expects messages, found by rendering probes.
 
     Attributes:
-        text_arguments: arguments of calls are to be JSON text, not objects.
-        null_content: a message of calls without text is to have null for its content, not "".
-        short_ids: ids of calls are to be nine letters or digits (Mistral's).
-        parts: content is to be a list of parts, not text.
+        text_arguments: arguments of calls must be JSON text, not objects.
+        null_content: the content of a message with calls and no text must be null, not "".
+        short_ids: ids of calls must be nine letters or digits (Mistral's).
+        parts: content must be a list of parts, not text.
         reasoning_key: the key under which reasoning is written; None: there is none.
         calls_reasoning_key: the key under which reasoning before a call is written.
-        thinking_parts: reasoning is written where it is a part of content, of the type "thinking"
+        thinking_parts: reasoning is written if it is a content part of the type "thinking"
             (Mistral's).
         writes_inline: reasoning between <think> marks in the content of the last answer is written
-            as it stands.
-        thinks_inline: it is written so, and the template knows these marks.
+            unchanged.
+        thinks_inline: as ``writes_inline``, and the template knows these marks.
         knows_developer: there is a role "developer"; otherwise its messages are the system's.
         writes_names: the ``name`` of a user's message is written.
         varies: two renderings of the same messages differ.
         asks: ``add_generation_prompt`` has an effect.
-        tail: what is written behind the text of the last assistant's message.
+        tail: the text that is written after the last assistant message.
         end: the part of ``tail`` that the model itself generates: up to its end-of-turn token.
     """
 
@@ -162,8 +161,8 @@ class TemplateForm:
     end: str = ""
 
     def merged(self, messages: Messages) -> Messages:
-        """The messages with roles that the template knows: without a role "developer" its messages
-        become the system's, one message with a system message right before."""
+        """The messages with roles that the template knows: without the role "developer", developer
+        messages become system messages, merged with a system message right before."""
         if self.knows_developer or all(message["role"] != "developer" for message in messages):
             return messages
         found: Messages = []
@@ -177,7 +176,7 @@ class TemplateForm:
         return found
 
     def shown(self, message: dict[str, Any]) -> dict[str, Any]:
-        """One message, of the form that `read_messages` gives, as the template takes it."""
+        """Convert one message from `read_messages` to the form that the template expects."""
         shown = {
             key: value
             for key, value in message.items()
@@ -227,7 +226,7 @@ class TemplateForm:
 
 
 def short_id(given: Any) -> str:
-    """Nine letters and digits for an id of a call; those of this form stay, others are digested."""
+    """Nine letters and digits for a call's id: the id itself if it has this form, else a digest."""
     text = str(given)
     if len(text) == 9 and text.isascii() and text.isalnum():
         return text
@@ -235,8 +234,8 @@ def short_id(given: Any) -> str:
 
 
 def template_form(tokenizer: Any, **template_kwargs: Any) -> TemplateForm:
-    """Return how the tokenizer's chat template takes messages; it is rendered once for a template
-    and its keyword arguments."""
+    """Return the form in which the tokenizer's chat template expects messages. Cached per template
+    and keyword arguments."""
     source = template_source(tokenizer)
     if not source:
         return TemplateForm()
@@ -261,7 +260,7 @@ def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateFor
     kwargs = {key: value for key, value in given if key not in ("tools", "messages")}
 
     def render(messages: Messages, *, ask: bool = False, tools: Any = None) -> str | None:
-        for some in (tools, _PROBE_TOOLS):  # templates for tools alone refuse to go without
+        for some in (tools, _PROBE_TOOLS):  # some templates refuse to render without tools
             try:
                 return render_shown(
                     tokenizer, messages, tools=some, add_generation_prompt=ask, **kwargs
@@ -325,8 +324,8 @@ _PROBE_CALL = {
 
 
 def _form_of_calls(form: TemplateForm, probe: Callable[..., str]) -> TemplateForm:
-    """Try forms of calls from the most usual on; the first that the template writes unchanged
-    counts."""
+    """Try forms of calls, the most usual first; use the first that the template writes
+    unchanged."""
     messages = (
         {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
         {"role": "tool", "content": "probe", "name": _NAME, "tool_call_id": "call_1"},
@@ -366,9 +365,9 @@ def _writes_thought(
 
 
 def _end_of(tail: str, behind: str, tokenizer: Any) -> str:
-    """The part of the tail that the model generates: up to the last special token that is also
-    there when a user's message follows (some templates end the whole text with another one); else
-    up to the first special token."""
+    """The part of the tail that the model generates. It ends with the last special token that is
+    also written when a user message follows, because some templates end the whole text with another
+    one; else with the first special token."""
     special = {
         token for token in [*special_tokens(tokenizer).values(), tokenizer.eos_token] if token
     }
@@ -397,11 +396,11 @@ def _end_of(tail: str, behind: str, tokenizer: Any) -> str:
 
 @dataclass(frozen=True)
 class ReasonedAnswer:
-    """Reasoning and answer of an assistant's message; ``text`` is "" where there is no reasoning.
+    """Reasoning and answer of an assistant message; ``text`` is "" without reasoning.
 
     Attributes:
-        marks: the pair of marks around it in the content; None: it has a key of its own, or there
-            is none.
+        marks: the pair of marks around the reasoning in the content; None if it has its own key, or
+            there is none.
         gap: line breaks between the closing mark and the answer.
     """
 
@@ -412,7 +411,7 @@ class ReasonedAnswer:
 
 
 def reasoning_of(message: dict[str, Any]) -> ReasonedAnswer:
-    """Reasoning of a message in the one form, under its own key or at the beginning of the content.
+    """Reasoning of a normalised message, under its own key or at the beginning of the content.
 
     Example:
         >>> reasoning_of({"content": "<think>\\nhm\\n</think>\\n\\n4"})
@@ -445,8 +444,7 @@ def render_prompt(
     tools: list[dict[str, Any]] | None = None,
     **template_kwargs: Any,
 ) -> str:
-    """Render messages up to where the assistant is to speak; bare text is taken as one user
-    message."""
+    """Render messages with the generation prompt; bare text counts as one user message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return render_messages(tokenizer, messages, tools=tools, **template_kwargs)
 
@@ -459,12 +457,11 @@ def between_turns(
     to_past: bool = False,
     **template_kwargs: Any,
 ) -> str:
-    """Render the text from the end of an assistant's words to where the assistant is to speak
-    again, with ``messages`` between: the end of the turn, the messages, the head of the next turn.
+    """Render the text between two assistant turns: the end of the turn, ``messages``, the header of
+    the next turn.
 
     Args:
-        to_past: the next turn is one that was spoken before; templates may begin those in another
-            way.
+        to_past: the next turn is a past one; templates may begin past turns differently.
     Raises:
         UserError, TemplateRefuses: as `render_messages`.
     """
@@ -479,10 +476,11 @@ def between_turns(
     except TemplateRefuses:
         if not to_past:
             raise
-        # Mistral's: the assistant speaks twice in a row, where nothing but answers of tools comes
-        # between
+        # Mistral's templates refuse two assistant turns with only tool results between them
         text = render_messages(tokenizer, start + between, tools=tools, **template_kwargs)
-    return text[text.find(_PROBE) + len(_PROBE) :]  # the first: messages may speak of it, too
+    return text[
+        text.find(_PROBE) + len(_PROBE) :
+    ]  # the first one: messages may contain the probe too
 
 
 def before_past_turn(
@@ -492,7 +490,7 @@ def before_past_turn(
     tools: list[dict[str, Any]] | None = None,
     **template_kwargs: Any,
 ) -> str:
-    """Render messages up to words of the assistant that are not its last ones.
+    """Render messages up to an assistant turn that is not the last one.
 
     Raises:
         UserError, TemplateRefuses: as `render_messages`.
@@ -508,8 +506,8 @@ def before_past_turn(
 
 
 def takes_any_order(tokenizer: Any) -> bool:
-    """Whether the template writes messages where they stand, several of one role in a row and
-    system messages in the midst, too, which agents send. Some refuse them (Mistral's), or write all
+    """Whether the template writes messages in any order that agents send: several of one role in a
+    row, and system messages in the middle. Some templates refuse them (Mistral's), or write all
     system messages first (DeepSeek's)."""
     roles = ("system", "system", "user", "user", "assistant", "user", "system")
     told: Messages = [
@@ -525,7 +523,7 @@ def takes_any_order(tokenizer: Any) -> bool:
 
 def in_turns(messages: Messages, *, begins: bool) -> Messages:
     """Messages for templates that do not `take any order <takes_any_order>`: one system message at
-    the beginning, later ones as the user's, and what is said in a row as one.
+    the beginning, later ones as user messages, and consecutive messages of one role merged.
 
     Args:
         begins: whether the conversation begins with them.
@@ -543,8 +541,7 @@ def in_turns(messages: Messages, *, begins: bool) -> Messages:
 
 
 def without_repeated_end(before: list[int], between: list[int]) -> list[int]:
-    """Tokens of `between_turns` as they follow ``before``: a model that has ended its turn itself
-    needs no second end.
+    """Tokens of `between_turns` without the end of the turn if ``before`` already ends with it.
 
     Example:
         >>> without_repeated_end([7, 99], [99, 5]), without_repeated_end([7], [99, 5])
@@ -583,7 +580,7 @@ def end_of_turn_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """Special tokens by id, those added for chat templates included."""
+    """Special tokens by id, including those added for chat templates."""
     added = {
         number: token.content
         for number, token in tokenizer.added_tokens_decoder.items()

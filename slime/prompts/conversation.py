@@ -1,15 +1,14 @@
-"""Turn every wire form of a conversation into one form: the messages that
-`slime.prompts.chat_template` renders.
+"""Normalise every wire form of a conversation to the messages that `slime.prompts.chat_template`
+renders.
 
 Wire forms: OpenAI's chat completions and Responses, Anthropic's messages, ShareGPT
-(``from``/``value``), Gemini's ``parts``, a whole conversation as JSON text, and what columnar files
-make of each of them.
+(``from``/``value``), Gemini's ``parts``, a whole conversation as JSON text, and each of these as
+columnar files store it.
 
-A message in the one form has ``role``, ``content`` (text), and where there is something to say:
-``reasoning_content`` (text), ``tool_calls`` (``id``, ``type``, ``function`` with ``name`` and
-``arguments`` as an object), ``tool_call_id``, ``name``, and ``step_loss_mask`` 0 for a turn that is
-not trained. Other keys stay as they are: a template may read them. Reading messages that are in the
-one form changes nothing.
+A normalised message has ``role``, ``content`` (text), and optionally: ``reasoning_content`` (text),
+``tool_calls`` (``id``, ``type``, ``function`` with ``name`` and ``arguments`` as an object),
+``tool_call_id``, ``name``, and ``step_loss_mask`` 0 for a turn that is not trained. Other keys stay
+as they are: a template may read them. Reading normalised messages changes nothing.
 
 >>> read_messages([{"from": "human", "value": "hi"},
 ...                {"role": "assistant", "content": [{"text": "hello"}]}])
@@ -31,7 +30,7 @@ from slime.errors import UserError
 
 Messages = list[dict[str, Any]]
 
-#: Names that other systems give to roles → ours. A role that is not here stays what it is.
+#: Names that other systems give to roles → ours. Other roles stay unchanged.
 _ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -48,18 +47,17 @@ _ROLES = {
     "function_call": "assistant",
     "tool_call": "assistant",
 }
-#: Roles of the assistant whose text is a call of a tool (ShareGPT).
+#: Roles of assistant messages whose text is a tool call (ShareGPT).
 _CALLING_ROLES = ("function_call", "tool_call")
-#: Keys under which other systems keep what was thought before an answer, the first that is there
-#: counts.
+#: Keys under which systems keep reasoning, in order of preference.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-#: Keys that say whether an assistant's turn is trained; 0 and false: it is not.
+#: Keys that tell whether an assistant turn is trained; 0 and false: it is not.
 LOSS_KEYS = ("step_loss_mask", "weight", "loss", "loss_mask", "train", "trainable")
-#: Keys of a message in the one form.
+#: Keys of a normalised message.
 _KEYS = (
     "role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "step_loss_mask"
 )  # fmt: skip
-#: Keys of wire forms that carry no meaning of their own once the message is read.
+#: Keys of wire forms that are dropped after the message is read.
 _CONSUMED = ("from", "value", "parts", "function_call", *REASONING_KEYS, *LOSS_KEYS)
 _TEXT_PARTS = ("text", "input_text", "output_text", "summary_text")
 _REASONING_PARTS = ("thinking", "reasoning", "reasoning_text")
@@ -68,7 +66,7 @@ _ITEMS = ("function_call", "function_call_output", "reasoning", "message")
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 #: Parts of content that are images.
 _IMAGE_PARTS = ("image", "image_url", "input_image")
-#: Where an image of a row's column belongs in a text.
+#: Marks the place of an image from a row's column in a text.
 IMAGE_MARK = "<image>"
 _LOOKS_LIKE_MESSAGES = re.compile(
     r"""\s*\[\s*\{.*?['"](role|from|content|value)['"]\s*:""", re.DOTALL
@@ -79,8 +77,7 @@ class ConversationError(UserError):
     """A message, a call or a tool cannot be understood.
 
     Args:
-        kind: a noun phrase without places and values, so that rows of one kind are counted
-            together.
+        kind: a noun phrase without places and values; rows of one kind are counted together.
         where: the place, e.g. ``messages[3].tool_calls[0]``.
         detail: what was found there.
     """
@@ -93,20 +90,20 @@ class ConversationError(UserError):
         self.detail = detail
 
     def sentence(self) -> str:
-        """The whole error on one line, for answers of a server."""
+        """The error on one line, for a server's answers."""
         return f"{self.what}: {self.detail}" if self.detail else self.what
 
 
 @dataclass
 class ImageParts:
-    """The images of messages, collected where a model sees them.
+    """Collects the images of messages for a model that reads images.
 
     Args:
-        placeholder: what is written in the place of each.
-        reads_marks: `IMAGE_MARK` in a text is the place of an image, too.
+        placeholder: text that replaces each image.
+        reads_marks: `IMAGE_MARK` in a text also marks an image.
     Attributes:
         sources: of each image, in order: text (a path, URL, data URI or base64), bytes, an object
-            with "bytes" or "path", or None for the next one of the row's column.
+            with "bytes" or "path", or None for the next image of the row's column.
     """
 
     placeholder: str
@@ -121,7 +118,7 @@ class ImageParts:
         return text.replace(IMAGE_MARK, self.placeholder)
 
     def part(self, part: Mapping[str, Any]) -> str:
-        """Note the image of a part; return its placeholder."""
+        """Record the image of a part; return its placeholder."""
         source = next((part[key] for key in _IMAGE_KEYS if part.get(key) is not None), None)
         if isinstance(source, Mapping) and "bytes" not in source and "path" not in source:
             source = source.get("url") or source.get("data")
@@ -137,15 +134,15 @@ _IMAGE_KEYS = ("image", "image_url", "source", "url", "path", "base64", "bytes",
 
 
 def conversation_in(value: Any, where: str = "messages") -> tuple[list[Any], Any] | None:
-    """The messages, still in their wire form, and the tools of a value that is a conversation; None
-    for any other.
+    """The messages, still in their wire form, and the tools of a value that is a conversation; else
+    None.
 
     A list of objects, an object with ``messages`` or ``conversations`` (and ``tools``), one
     message, a struct of lists (what columnar files make of a sequence of structs), or any of these
     as JSON text.
 
     Raises:
-        ConversationError: text that is meant as a conversation and is not valid JSON.
+        ConversationError: the text looks like a conversation and is not valid JSON.
     """
     if isinstance(value, str):
         value = _from_text(value, where)
@@ -165,7 +162,7 @@ def conversation_in(value: Any, where: str = "messages") -> tuple[list[Any], Any
 
 
 def _from_text(text: str, where: str) -> Any:
-    """The list or object that a text is the JSON of; None for text that is just text."""
+    """Parse text that is a JSON list or object of messages; None for other text."""
     start = text.lstrip()[:1]
     if start not in ("[", "{"):
         return None
@@ -196,7 +193,7 @@ def read_messages(
     drops_nulls: bool = False,
     images: ImageParts | None = None,
 ) -> Messages:
-    """Messages of any wire form in the one form.
+    """Normalise messages of any wire form.
 
     Args:
         where: name of the list, for errors.
@@ -206,7 +203,7 @@ def read_messages(
             to the union of all keys.
         images: collects images; None: they are refused.
     Raises:
-        ConversationError: a message that cannot be understood, images and other media; names the
+        ConversationError: a message cannot be understood, or has images or other media; names the
             place.
     """
     reader = _MessageReader(_schemas(tools), drops_nulls, images)
@@ -216,10 +213,10 @@ def read_messages(
 
 
 def read_text(content: Any, where: str, *, join: str = "") -> str:
-    """Content that is text or a list of text parts, as one text.
+    """Join content that is text or a list of text parts.
 
     Args:
-        join: what stands between two parts.
+        join: separator between two parts.
     Raises:
         ConversationError: anything else.
     """
@@ -227,10 +224,10 @@ def read_text(content: Any, where: str, *, join: str = "") -> str:
 
 
 def reading_loss_keys(message: Mapping[str, Any], where: str) -> int | None:
-    """0 or 1 as the `LOSS_KEYS` of a message say; None where there are none.
+    """0 or 1 from the `LOSS_KEYS` of a message; None if it has none.
 
     Raises:
-        ConversationError: a value that is neither 0 nor 1, or keys that contradict each other.
+        ConversationError: a value is neither 0 nor 1, or keys contradict each other.
     """
     said: dict[str, int] = {}
     for key in LOSS_KEYS:
@@ -254,7 +251,7 @@ def reading_loss_keys(message: Mapping[str, Any], where: str) -> int | None:
 
 
 class _MessageReader:
-    """Collects messages; a wire message may become several, and several items of Responses may
+    """Collects messages. One wire message may become several, and several items of Responses may
     become one."""
 
     def __init__(
@@ -265,7 +262,7 @@ class _MessageReader:
         self._schemas = schemas
         self._drops_nulls = drops_nulls
         self._open: dict[str, Any] | None = None
-        """The assistant's message that items of Responses are still added to."""
+        """The assistant message to which further items of Responses are added."""
 
     def add(self, message: Any, where: str) -> None:
         if not isinstance(message, Mapping):
@@ -297,7 +294,7 @@ class _MessageReader:
         self._add_message(given, where)
 
     def _add_item(self, item: dict[str, Any], where: str) -> None:
-        """Reasoning, text and calls in a row are one message of the assistant."""
+        """Add an item; consecutive reasoning, text and calls form one assistant message."""
         said = self._open
         kind = item["type"]
         if said is not None and kind != "function_call":
@@ -350,7 +347,7 @@ class _MessageReader:
         loss = reading_loss_keys(given, where)
         if role == "assistant" and loss == 0:
             said["step_loss_mask"] = 0
-        # asks for what is not done; kept, so that it is reported
+        # only assistant turns are trained: keep the keys, so that they are reported as unread
         elif role != "assistant" and loss == 1:
             said |= {key: given[key] for key in LOSS_KEYS[1:] if key in given}
         known = (*_KEYS, *_CONSUMED)
@@ -443,7 +440,7 @@ class _MessageReader:
             found.calls.append(self._call(given, where))
         elif kind == "tool_result" and found.has_image:
             raise ConversationError(
-                "an image before the result of a tool, which is told first",
+                "an image before a tool result, and results come first",
                 where,
                 "",
                 "write results of tools first in a message",
@@ -539,7 +536,7 @@ class _Content:
 
 
 def _is_parts(content: Any) -> bool:
-    """Whether a tool's result is a list of parts rather than a value of its own."""
+    """Whether a tool's result is a list of parts rather than a plain value."""
     parts = [content] if isinstance(content, Mapping) else content
     kinds = (*_TEXT_PARTS, "tool_result")
     return isinstance(parts, list | tuple) and all(
@@ -569,7 +566,7 @@ def _named(value: Any) -> str:
 
 
 def _decoded(value: Any, where: str) -> Any:
-    """Columnar files often hold nested values as JSON text."""
+    """Decode JSON text: columnar files often hold nested values in this form."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -609,13 +606,13 @@ def read_tools(
 ) -> list[dict[str, Any]]:
     """Tools in OpenAI's form ``{"type": "function", "function": {"name": …, "parameters": …}}``.
 
-    They may come wrapped so, bare, in Anthropic's form (``input_schema``), and all of them or each
-    as JSON text.
+    They may be given in this form, bare, in Anthropic's form (``input_schema``), and together or
+    singly as JSON text.
 
     Args:
         drops_nulls: keys that are null in nested records are absent.
     Raises:
-        ConversationError: one that is not a function with a name.
+        ConversationError: a tool is not a function with a name.
     """
     value = _decoded(value, where)
     if isinstance(value, Mapping):
@@ -663,8 +660,8 @@ def _schemas(tools: list[dict[str, Any]] | None) -> dict[str, Any]:
 
 
 def without_nulls(value: Any, schema: Any = None) -> Any:
-    """The value without keys that are null, at any depth, except where ``schema`` allows null.
-    Lists keep theirs.
+    """Remove keys that are null, at any depth, except where ``schema`` allows null. Lists keep
+    nulls.
 
     Example:
         >>> without_nulls({"a": None, "b": {"c": None, "d": [None]}})
@@ -688,7 +685,7 @@ def without_nulls(value: Any, schema: Any = None) -> Any:
 
 
 def allows_null(schema: Any) -> bool:
-    """Whether a part of a JSON schema names null among its types or values."""
+    """Whether a JSON schema allows null as a type or value."""
     if not isinstance(schema, Mapping):
         return False
     kinds = schema.get("type")
@@ -706,7 +703,7 @@ def allows_null(schema: Any) -> bool:
 
 
 def unread_keys(messages: Messages, template: str | None, *, writes_names: bool = True) -> set[str]:
-    """Keys of messages, in the one form, that neither this system nor the chat template reads.
+    """Keys of normalised messages that neither this system nor the chat template reads.
 
     Args:
         template: its source; a key that it names counts as read.
@@ -752,7 +749,7 @@ class UnreadKeys:
         self.keys.update(other.keys)
 
     def warning(self, path: str, num_rows: int) -> str:
-        """One sentence; "" where every key is read."""
+        """One sentence; "" if every key is read."""
         said = []
         for what, found in (("columns", self.columns), ("message keys", self.keys)):
             if found:

@@ -1,9 +1,9 @@
-"""Folders that hold a Hugging Face data set: which configuration and which split of it is read.
+"""Find the configuration and the split to read in the folder of a Hugging Face data set.
 
     path[/config][:split]
 
-Files of text (JSON, CSV) are only located with the help of `datasets`; `slime.prompts.readers`
-reads them, so that their values stay as they are written.
+`datasets` only locates text files (JSON, CSV). `slime.prompts.readers` reads them, so their values
+stay as written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slime.errors import UserError
 from slime.hub import shown_path
 from slime.prompts.arrow_rows import cache_folder, loading
 
-#: Splits that are taken where a path names none, the first that there is.
+#: Default splits, in order of preference.
 TRAINING = ("train",)
 EVALUATION = ("test", "validation")
 _TEXT_MODULES = ("json", "csv")
@@ -32,9 +32,9 @@ class FoundSplit:
 
     Attributes:
         name: folder and configuration, for messages.
-        splits: all that there are.
+        splits: all splits of the data set.
         was_named: the path names the split.
-        table: loads it as a `datasets.Dataset`; None for files of text.
+        table: loads the split as a `datasets.Dataset`; None for text files.
         text_files: paths of JSON or CSV files.
     """
 
@@ -47,14 +47,14 @@ class FoundSplit:
 
 
 def find(path: str, split: str | None, preferred: Sequence[str]) -> FoundSplit | None:
-    """Find what a path without slice stands for; None where there is no such folder or
+    """Find the split that a path without slice names; None if there is no such folder or
     configuration.
 
     Args:
-        split: its name; None takes the first of ``preferred`` that there is, or the only one.
+        split: its name; None takes the first of ``preferred`` that exists, or the only one.
     Raises:
-        UserError: no such split or configuration, several to choose from, or a folder that cannot
-            be read.
+        UserError: there is no such split or configuration, the choice is ambiguous, or the folder
+            cannot be read.
     """
     import datasets
 
@@ -81,8 +81,8 @@ def find(path: str, split: str | None, preferred: Sequence[str]) -> FoundSplit |
 
 
 def split_notice(path: str, preferred: Sequence[str]) -> str | None:
-    """One line on which split is taken where the path (``path[:split][@[a:b]]``) names none; None
-    without a choice.
+    """One line that tells which split is read if the path (``path[:split][@[a:b]]``) names none;
+    None if there was no choice.
 
     Raises:
         UserError: as `find`.
@@ -111,10 +111,10 @@ def _load(folder: Path, config: str | None, split: str, path: str) -> Any:
 
 
 def _folder_and_config(path: str) -> tuple[Path | None, str | None]:
-    """A folder, and the configuration of it where the last part of the path is the name of one.
+    """A folder, and its configuration if the last part of the path names one.
 
-    A configuration that the folder above declares wins over a folder of its name, which it may not
-    be limited to.
+    A declared configuration takes precedence over a folder of its name, because it may include
+    other files.
     """
     folder = Path(path)
     if folder.parent.is_dir() and folder.name in _declared_configs(folder.parent):
@@ -131,7 +131,7 @@ def _declared_configs(folder: Path) -> list[str]:
         return []
     try:
         configs = DatasetCard.load(readme).data.to_dict().get("configs") or []
-    except ValueError:  # a README that is no data set's card
+    except ValueError:  # the README is not a data set card
         return []
     return [
         str(one["config_name"]) for one in configs if isinstance(one, dict) and "config_name" in one
@@ -149,14 +149,14 @@ def _builder(folder: Path, config: str | None, path: str) -> Any:
             shown = shown_path(path)
             raise UserError(
                 f"'{shown}' has several configurations: {', '.join(declared)}",
-                why="they are data sets of their own, and none is the default",
+                why="they are separate data sets, and none is the default",
                 fix=f"name one: {shown}/{declared[0]}",
             ) from error
         raise
 
 
 def _chosen(path: str, names: list[str], asked: str | None, preferred: Sequence[str]) -> FoundSplit:
-    """The split that is read, without its rows."""
+    """Choose the split to read, without its rows."""
     shown = shown_path(path)
     if asked is not None and asked not in names:
         near = difflib.get_close_matches(asked, names, n=1) or names
@@ -177,7 +177,7 @@ def _chosen(path: str, names: list[str], asked: str | None, preferred: Sequence[
 
 
 def _check_plain(config: Any, kind: str, path: str) -> None:
-    """Settings of a README.md that change how its files are read."""
+    """Refuse settings of a README.md that change how its files are read."""
     other = None
     if kind == "json":
         other = "field" if config.field is not None else None
@@ -187,7 +187,7 @@ def _check_plain(config: Any, kind: str, path: str) -> None:
         other = "sep or delimiter"
     if other:
         raise UserError(
-            f"the README.md of '{shown_path(path)}' sets {other} for its files, which are read "
-            "without",
+            f"the README.md of '{shown_path(path)}' sets {other} for its files, which is not "
+            "supported",
             fix="convert them to JSONL or Parquet, or name a file",
         )

@@ -1,4 +1,4 @@
-"""Images of prompts: found in rows and messages, read, and put among the tokens.
+"""Images of prompts: find them in rows and messages, read them, and expand their placeholders.
 
     row ─► `ImageSources.of_row` ─► sources ─► `kept` ─► references, in Sample.multimodal_inputs
     text ─► one placeholder for each image ─► tokens ─► `expand` ─► as many as the image has
@@ -35,10 +35,10 @@ from slime.samples.types import Sample
 if TYPE_CHECKING:
     from slime.models.images import ImageReader
 
-#: Text that is no path and may be base64: shorter ones are taken for the name of a file.
+#: Text that may be base64 if it is not a path; shorter text counts as the name of a file.
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
-_FIX = "mend or remove the files"
-#: Bytes of a file that is downloaded.
+_FIX = "repair or remove the files"
+#: Most bytes of a downloaded file.
 _LARGEST_FILE = 1 << 26
 
 #: Bytes of an image, or the path of its file.
@@ -50,10 +50,10 @@ class ImageSources:
     """How rows of one data set name their images.
 
     Attributes:
-        column: that holds them; "" for messages alone.
-        root: directory of the data, from which paths go out.
-        folder: where bytes are kept.
-        limit: most images of a row.
+        column: the column with images; "" if only messages have images.
+        root: directory of the data, to which paths are relative.
+        folder: where images that come as bytes are stored.
+        limit: most images per row.
         allow_urls: download images.
     """
 
@@ -70,10 +70,10 @@ class ImageSources:
         """Read the flags; None for a run without images.
 
         Args:
-            path: of the data set.
+            path: the data set's.
             keys: --multimodal-keys, or those of an evaluation set.
         Raises:
-            UserError: keys of other media, or none of images.
+            UserError: keys name other media, or no column of images.
         """
         if not keys:
             return None
@@ -97,11 +97,12 @@ class ImageSources:
         )
 
     def of_row(self, row: Mapping[str, Any], parts: ImageParts) -> list[Source]:
-        """Return the images of a row in the order of their places: those that parts of messages
-        bring, and those of the column where marks and bare parts stand.
+        """Return the images of a row in order: images in message parts, and images of the column in
+        place of marks and bare parts.
 
         Raises:
-            RowProblem: there are more or fewer than places, too many, or one cannot be read.
+            RowProblem: the number of images differs from the number of places or exceeds the limit,
+                or an image cannot be read.
         """
         given = row.get(self.column)
         column = list(given) if isinstance(given, list | tuple) else [given]
@@ -142,15 +143,15 @@ class ImageSources:
     def _located(self, value: Any) -> Source:
         """
         Raises:
-            ImageError: a value of another kind, or a URL that may not be read.
-            OSError: there is no such file, or no such server.
+            ImageError: the value has another type, or is a URL without --allow-image-urls.
+            OSError: there is no such file or server.
         """
         if isinstance(value, Mapping):
             value = value.get("bytes")
         if isinstance(value, bytes | bytearray):
             return bytes(value)
         if not isinstance(value, str) or not value:
-            raise ImageError(f"it is a {type(value).__name__}, no path, bytes or base64")
+            raise ImageError(f"it is a {type(value).__name__}, not a path, bytes or base64")
         if value.startswith("data:"):
             return from_data_uri(value)
         if value.startswith(("http://", "https://")):
@@ -169,7 +170,7 @@ class ImageSources:
 def decoded_base64(text: str) -> bytes:
     """
     Raises:
-        ImageError: it is none.
+        ImageError: the text is not valid base64.
     """
     try:
         return base64.b64decode("".join(text.split()), validate=True)
@@ -180,7 +181,7 @@ def decoded_base64(text: str) -> bytes:
 def from_data_uri(value: str) -> bytes:
     """
     Raises:
-        ImageError: it has no base64.
+        ImageError: the URI has no base64.
     """
     head, _, text = value.partition(",")
     if not head.endswith(";base64"):
@@ -203,7 +204,7 @@ def _download(url: str) -> bytes:
 
 
 def media_folder(config: Config) -> str:
-    """Return the folder of a run where images are kept that came as bytes."""
+    """Return the folder in which a run stores images that came as bytes."""
     return f"{config.observe.output_dir}/{config.observe.run_name}/media"
 
 
@@ -215,14 +216,14 @@ def kept(sources: Iterable[Source], folder: str) -> list[str]:
 def bytes_of(source: Source) -> bytes:
     """
     Raises:
-        OSError: the file is not there any more.
+        OSError: the file no longer exists.
     """
     return source if isinstance(source, bytes) else Path(source).read_bytes()
 
 
 @dataclass(eq=False)
 class ImagePrompts:
-    """Puts the images of one model among tokens."""
+    """Expands image placeholders among the tokens of one model."""
 
     reader: ImageReader
     vision: VisionSpec
@@ -241,21 +242,20 @@ class ImagePrompts:
         return rows // self.vision.merge_size, columns // self.vision.merge_size
 
     def num_tokens(self, sources: Iterable[Source]) -> int:
-        """Return how many tokens more than one placeholder each images have."""
+        """Return how many tokens images have in addition to one placeholder each."""
         return sum(rows * columns - 1 for rows, columns in map(self.size, sources))
 
     def expand(
         self, tokens: Sequence[int], sources: Sequence[Source], what: str, start: int = 0
     ) -> tuple[list[int], list[ImageSpan]]:
-        """Give each image as many placeholders as it has tokens, where it has one or has them
-        already.
+        """Expand the placeholder of each image to as many as the image has tokens. Images that
+        already have all of them stay.
 
         Args:
-            what: whose tokens they are, for errors.
-            start: tokens before these, which count in the spans.
+            what: the owner of the tokens, for errors.
+            start: number of tokens before these, which the spans count too.
         Raises:
-            UserError: there are other placeholders than those of the images, or an image cannot be
-                read any more.
+            UserError: placeholders do not match the images, or an image can no longer be read.
         """
         runs = placeholder_runs(tokens, self.vision)
         if len(runs) != len(sources):
@@ -287,7 +287,7 @@ class ImagePrompts:
         return [*whole, *tokens[end:]], spans
 
     def within(self, tokens: Sequence[int], sources: list[str]) -> list[str]:
-        """Return the images of a conversation's beginning, which has so many placeholders."""
+        """Return the first images of a conversation, as many as ``tokens`` has placeholders for."""
         return sources[: len(placeholder_runs(tokens, self.vision))]
 
     def expand_masked(
@@ -305,7 +305,7 @@ class ImagePrompts:
 
 @functools.lru_cache(maxsize=4)
 def image_prompts(model_path: str, max_pixels: int | None) -> ImagePrompts:
-    """Return what puts images among the tokens of a model.
+    """Return the `ImagePrompts` of a model.
 
     Raises:
         UserError: the model sees no images, or has no image processor.
@@ -319,7 +319,7 @@ def image_prompts(model_path: str, max_pixels: int | None) -> ImagePrompts:
 
 
 def images_of(config: Config) -> ImagePrompts | None:
-    """Return what puts images among the tokens of a run; None for a run without images.
+    """Return the `ImagePrompts` of a run; None for a run without images.
 
     Raises:
         UserError: as `image_prompts`.
@@ -330,7 +330,7 @@ def images_of(config: Config) -> ImagePrompts | None:
 
 
 def add_images(sample: Sample, references: Sequence[str], spans: Sequence[ImageSpan]) -> None:
-    """Note images whose tokens a sample has."""
+    """Record images whose tokens a sample has."""
     if not spans:
         return
     known = (sample.multimodal_train_inputs or {}).get(SPANS) or []
@@ -340,10 +340,10 @@ def add_images(sample: Sample, references: Sequence[str], spans: Sequence[ImageS
 
 
 def read_inline(parts: ImageParts, where: str) -> list[bytes]:
-    """Return the bytes of images that messages bring along.
+    """Return the bytes of images that messages contain.
 
     Raises:
-        ConversationError: one is not there, is the address of a file, or cannot be decoded.
+        ConversationError: an image has no data, is a URL of a file or server, or cannot be decoded.
     """
     found = []
     for number, source in enumerate(parts.sources, start=1):

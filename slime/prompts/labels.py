@@ -1,8 +1,7 @@
 """Labels as they are written in the data.
 
-A reward function compares a label with a response, which is text. So a number among the labels
-becomes the text that stands in the data, digit by digit: ``5.10`` is "5.10" and not "5.1", and
-integers keep all digits.
+A reward function compares a label with a response, which is text. So numbers become the text in the
+data, digit by digit: ``5.10`` is "5.10" and not "5.1", and integers keep all digits.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from slime.prompts.problems import RowProblem, missing_key
 #: Built-in rewards that compare the response with a label, which must then be text, a number, a
 #: boolean or a date.
 _COMPARING = frozenset({"math", "deepscaler", "dapo", "f1", "gpqa"})
-#: Built-in rewards to which a number is not its digits: gpqa takes it as the position of a choice.
+#: Built-in rewards that read a number as the position of a choice.
 _POSITIONS = frozenset({"gpqa"})
 _DATES = (datetime.date, datetime.time, datetime.timedelta)
 
 
 class NumberAsWritten(float):
-    """A JSON number that prints as it is written (``5.10``, ``1e5``); in arithmetic the nearest
+    """A JSON number that prints as written (``5.10``, ``1e5``); in arithmetic it is the nearest
     float.
 
     Example:
@@ -50,8 +49,7 @@ class NumberAsWritten(float):
 
 
 class JsonRow(dict[str, Any]):
-    """A JSON object. Its values are plain; `written` reads one again with the digits that the text
-    has."""
+    """A JSON object with plain values; `written` reads a value with the digits of the JSON text."""
 
     __slots__ = ("_text",)
 
@@ -68,8 +66,8 @@ class JsonRow(dict[str, Any]):
 
 
 def written_integer(text: str) -> int | NumberAsWritten:
-    """A JSON integer as an int where that has the same digits: not of "-0", nor beyond what `int`
-    reads."""
+    """A JSON integer as an int if that has the same digits, which "-0" and integers too long for
+    `int` have not."""
     try:
         return NumberAsWritten(text) if text == "-0" else int(text)
     except ValueError:  # sys.get_int_max_str_digits()
@@ -85,12 +83,12 @@ def read_label(row: dict[str, Any], key: str, flag: str, *, raw: bool, rm_type: 
     """The label of a row, as `label_text` spells it.
 
     Args:
-        flag: what names the column, for messages.
+        flag: the flag that names the column, for messages.
         raw: numbers stay Python numbers (--label-type raw).
-        rm_type: the built-in reward of this row; "" for none. Of one that compares, the label must
-            be text, a number, a boolean or a date.
+        rm_type: the built-in reward of this row; "" for none. If it compares, the label must be
+            text, a number, a boolean or a date.
     Raises:
-        RowProblem: no such column, or a label that cannot be compared.
+        RowProblem: there is no such column, or the label cannot be compared.
     """
     if key not in row:
         raise missing_key(key, flag, row)
@@ -111,17 +109,17 @@ def read_label(row: dict[str, Any], key: str, flag: str, *, raw: bool, rm_type: 
 
 
 def written(row: dict[str, Any], key: str) -> Any:
-    """The value of a column with numbers as the data has them."""
+    """The value of a column, with numbers as written in the data."""
     return row.written(key) if isinstance(row, JsonRow) else row[key]
 
 
 def label_text(label: Any) -> Any:
-    """The label with numbers, booleans, decimals, dates and times as text.
+    """Convert a label that is a number, boolean, decimal, date or time to text.
 
-    A number of JSON is its own text, a decimal keeps its scale, a float of a columnar file is the
-    shortest text that reads as the same float; booleans are spelled as JSON does. NaN, which is how
-    columnar files say that there is none, becomes None. Lists and dicts stay, with decimals and
-    dates in them as text. So do text and None.
+    JSON numbers keep their text and decimals their scale; floats of columnar files become the
+    shortest text of the same float; booleans are spelled as in JSON. NaN, a missing value in
+    columnar files, becomes None. Text and None stay, and so do lists and dicts, except for decimals
+    and dates in them.
 
     Example:
         >>> tuple(map(label_text, (22, True, 0.5, Decimal("5.10"), [1, 2])))
@@ -137,7 +135,7 @@ def label_text(label: Any) -> Any:
 
 
 def _holdable(value: Any) -> Any:
-    """Convert a value to one that JSON can hold; numbers are left alone."""
+    """Convert a value to one that JSON can hold; numbers stay."""
     if isinstance(value, Decimal):
         return format(value, "f") if value.is_finite() else str(value)
     if isinstance(value, _DATES):
@@ -150,7 +148,7 @@ def _holdable(value: Any) -> Any:
 
 
 def _is_number(label: Any) -> bool:
-    """Whether it is a number, NaN and the infinities excluded; what overflows a float is one."""
+    """Whether a label is a finite number; a JSON number that overflows a float counts as one."""
     if isinstance(label, (float, Decimal)) and not isinstance(label, NumberAsWritten):
         return math.isfinite(label)
     return isinstance(label, (int, float)) and not isinstance(label, bool)
@@ -163,9 +161,9 @@ def _is_position(label: Any) -> bool:
 def _check_comparable(label: Any, key: str, flag: str) -> None:
     if isinstance(label, (float, Decimal)) and not _is_number(label):
         raise RowProblem(
-            f"have a label (key '{key}') that is no number",
+            f"have a label (key '{key}') that is not a number",
             f"found {label}; the reward function compares it with the response",
-            "remove these rows, or write what the right answer is as text",
+            "remove these rows, or write the right answer as text",
         )
     if not (_is_number(label) or isinstance(label, (str, bool, *_DATES))):
         found = "None" if label is None else f"a {type(label).__name__}"

@@ -27,7 +27,7 @@ SHUFFLE_BUFFER = 10_000
 
 class PromptOrder(Protocol):
     """Prompts one after another. ``tell()`` is the position of the next ``take()``. ``shuffle``
-    (else the order is that of the data) holds from the next ``seek`` on."""
+    takes effect with the next ``seek``; without it the order is that of the data."""
 
     shuffle: bool
 
@@ -45,10 +45,9 @@ class MappedOrder:
 
     Args:
         kept: positions of the rows that can be drawn; int64 [number of rows].
-        unchecked: ``kept`` has all rows, of which most were not checked. Each is checked when its
-            turn comes: prompts that are too long, and rows that cannot be used, are passed over
-            with a warning. An offset counts them, so that a position stands for the same draws
-            whatever was passed over.
+        unchecked: ``kept`` has all rows, and most were not checked. Each is checked when it is
+            drawn: prompts that are too long and invalid rows are skipped with a warning. An offset
+            counts skipped rows, so a position does not depend on them.
     """
 
     rows: Rows
@@ -86,12 +85,12 @@ class MappedOrder:
                 prompt.where = self.rows.where(position)
                 return prompt
         raise UserError(
-            f"none of {len(self.kept)} rows in a row can be used",
+            f"none of {len(self.kept)} consecutive rows can be used",
             fix="the warnings above say what is wrong with them",
         )
 
     def _prompt(self, position: int) -> Prompt | None:
-        """The row at ``position``; None for one that is passed over."""
+        """The row at ``position``; None if it is skipped."""
         try:
             prompt = read_prompt(self.rows[position], self.checker.form, self.checker.tokenizer)
         except RowProblem as problem:
@@ -132,13 +131,13 @@ class MappedOrder:
         )
 
     def fingerprint(self) -> str:
-        """Changes with the rows that can be drawn: their number, and content of the first, middle
+        """A digest of the rows that can be drawn: their positions, and content of the first, middle
         and last."""
         digest = xxhash.xxh3_64(self.kept.tobytes())
         for position in (0, len(self.kept) // 2, len(self.kept) - 1):
             try:
                 row = repr(self.rows[int(self.kept[position])])
-            except RowProblem as problem:  # a row that was not checked
+            except RowProblem as problem:  # the row was not checked
                 row = f"{problem.kind}: {problem.detail}"
             digest.update(row.encode())
         return digest.hexdigest()
@@ -158,7 +157,7 @@ class StreamedOrder:
 
     Shuffling picks at random, seeded by ``seed + epoch``, from a buffer of the next
     `SHUFFLE_BUFFER` rows. An offset counts drawn prompts of the epoch; seeking reads the epoch
-    again up to there.
+    again up to the offset.
     """
 
     path: str
@@ -195,7 +194,7 @@ class StreamedOrder:
                 raise UserError(
                     f"{self.path} has no prompt of at most {self.checker.max_tokens} tokens",
                     why=too_long or "it has no rows",
-                    fix=f"raise {self.checker.limit_flags}, or take other data",
+                    fix=f"raise {self.checker.limit_flags}, or use other data",
                 )
             if self._too_long:
                 tell(
@@ -236,7 +235,7 @@ class StreamedOrder:
                 )
 
     def fingerprint(self) -> str:
-        """Changes with the first row: a stream is not read to its end for this."""
+        """A digest of the first row only, because a stream is not read to its end for this."""
         first = repr(next(iter_rows(self.path), None))
         return f"stream {xxhash.xxh3_64_hexdigest(first.encode())}"
 

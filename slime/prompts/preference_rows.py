@@ -1,4 +1,4 @@
-"""Rows of preferences: a prompt and its answers, whichever way the columns hold them.
+"""Rows of preferences: a prompt and its answers, in any of these columns.
 
 {"prompt": …, "chosen": …, "rejected": …}        text, or messages
 {"chosen": [prompt + answer], "rejected": […]}   the messages that both begin with are the prompt
@@ -15,7 +15,7 @@ from typing import Any
 from slime.prompts.conversation import Messages
 from slime.prompts.problems import RowProblem, missing_key
 
-#: Column of the prompt where --input-key is not given and its default is no column.
+#: Column of the prompt if --input-key is not given and its default is not a column.
 _USUAL_PROMPT = "prompt"
 
 
@@ -26,7 +26,7 @@ class PreferenceColumns:
     Attributes:
         answers: name of an answer ("chosen") → its column.
         label: the column of the label of a single answer; None for pairs.
-        prompt_required: the column of the prompt was asked for by flag.
+        prompt_required: a flag names the column of the prompt.
     """
 
     answers: Mapping[str, str]
@@ -34,7 +34,7 @@ class PreferenceColumns:
     prompt_required: bool = False
 
     def prompt_column(self, row: Mapping[str, Any], input_key: str) -> str | None:
-        """The column that holds the prompt; None where it is the beginning of the answers."""
+        """The column that holds the prompt; None if the answers begin with the prompt."""
         if input_key in row:
             return input_key
         if self.prompt_required:
@@ -66,7 +66,7 @@ class PreferenceColumns:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All columns but the prompt's."""
+        """All columns except the prompt's."""
         return (*self.answers.values(), *([self.label] if self.label else []))
 
 
@@ -76,9 +76,9 @@ def with_prompt(
     """The prompt, and what each answer adds to it: both text, or both messages.
 
     Args:
-        prompt: of its own column; not read where answers are whole conversations.
+        prompt: from its own column; ignored if answers are whole conversations.
     Raises:
-        RowProblem: there is no prompt, or the answers do not have the same one.
+        RowProblem: there is no prompt, or the answers have different ones.
 
     Example:
         >>> hi = {"role": "user", "content": "Hi"}
@@ -95,7 +95,7 @@ def with_prompt(
     if prompt is None:
         raise RowProblem(
             "have answers without a prompt",
-            f"there is no column '{_USUAL_PROMPT}', and the answers are no whole conversations",
+            f"there is no column '{_USUAL_PROMPT}', and the answers are not whole conversations",
             "pass --input-key with the column of the prompt",
         )
     if talks:
@@ -109,8 +109,8 @@ def with_prompt(
 
 
 def _shared_beginning(talks: Sequence[Messages]) -> int:
-    """Count the messages of the prompt: those that all conversations begin with, or, of a single
-    conversation, all but the last."""
+    """Count the messages of the prompt: the beginning that all conversations share, or all but the
+    last message of a single conversation."""
     longest = min(map(len, talks)) - 1
     alike = itertools.takewhile(
         lambda messages: all(message == messages[0] for message in messages),
@@ -127,7 +127,7 @@ def _shared_beginning(talks: Sequence[Messages]) -> int:
 
 
 def conversation_of(prompt: Messages, answer: Messages) -> Messages:
-    """Prompt and answer as one conversation, of which the answer alone is trained."""
+    """Prompt and answer as one conversation in which only the answer is trained on."""
     return [
         {**message, "step_loss_mask": 0} if message["role"] == "assistant" else message
         for message in prompt

@@ -1,8 +1,8 @@
 """The check of rows: read, render and measure each one, leave out prompts that are too long, keep
 the order.
 
-The driver checks rows before a launch (`slime.rollout.validate_rows`), with further checks of its
-own; the process that draws prompts then takes over which rows were kept.
+The driver checks rows before a launch (`slime.rollout.validate_rows`), with further checks; the
+process that draws prompts then reuses its list of kept rows.
 """
 
 from __future__ import annotations
@@ -37,17 +37,16 @@ logger = get_logger(__name__)
 #: Rows per tokeniser call, and per task of a data worker.
 _BATCH = 512
 _TASK = 1024
-#: Data sets of at most so many rows are checked whole before the first draw; of larger ones a
-#: sample is.
+#: Data sets of at most this many rows are checked completely before the first draw; of larger ones,
+#: a selection is.
 ALL_ROWS = 20_000
-#: Rows of each part of such a sample: the first ones, the last ones, and as many evenly spaced
-#: between them.
+#: Rows of each part of this selection: first rows, last rows, and evenly spaced rows between them.
 SAMPLED_ROWS = 2_000
-#: A check that would take one process more seconds than this is shared among several.
+#: Several processes share a check that would take one process more seconds than this.
 _SLOW_CHECK = 20.0
-#: Tokens that a tokenizer may add to those of a text, with room to spare.
+#: Upper bound of the tokens that a tokenizer adds to a text.
 _ADDED = 64
-#: Rows whose tokens tell whether two tokenizers measure alike.
+#: Number of rows whose tokens are compared to detect another tokenizer.
 _ROWS_COMPARED = 32
 
 
@@ -55,7 +54,7 @@ class RowJudge(Protocol):
     """Further checks of rows whose prompts were read; picklable."""
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[list[RowProblem]]:
-        """Problems of each of ``prompts``."""
+        """Return the problems of each of ``prompts``."""
         ...
 
 
@@ -111,7 +110,7 @@ class Scan:
         return UserError(
             f"every prompt of {path} is longer than {checker.max_tokens} tokens",
             why=f"{self.looked_at} prompts, the shortest has {self.shortest} tokens",
-            fix=f"raise {checker.limit_flags}, or take other data",
+            fix=f"raise {checker.limit_flags}, or use other data",
         )
 
     def warnings(self, path: str, checker: Checker, *, has_more: bool = False) -> list[str]:
@@ -148,9 +147,9 @@ class Checker:
     """Checks rows one range at a time; picklable, so that data workers can hold one each.
 
     Args:
-        max_tokens: prompts of more tokens are left out; None for no limit.
+        max_tokens: longer prompts are left out; None for no limit.
         limit_flags: the flags that set the limit, for messages.
-        judge: further checks, which `scan` makes and `stream` does not.
+        judge: further checks, only made by `scan`.
     """
 
     form: RowFormat
@@ -204,8 +203,8 @@ class Checker:
         return self.max_tokens is None or length <= self.max_tokens
 
     def lengths(self, prompts: list[Prompt]) -> list[int]:
-        """Tokens of each prompt; 0 where nothing need or can be measured: no limit, a text that is
-        far too short to exceed it, or chat messages without template."""
+        """Tokens of each prompt; 0 if they are not measured: there is no limit, the text is too
+        short to exceed it, or chat messages have no template."""
         lengths = [len(prompt.tokens) + prompt.image_tokens for prompt in prompts]
         if self.max_tokens is None or self.form.raw:
             return [0] * len(prompts)
@@ -222,14 +221,14 @@ class Checker:
         return lengths
 
     def _may_exceed(self, text: str | Messages, image_tokens: int) -> TypeGuard[str]:
-        """Tell whether a text may exceed the limit: a token holds at least a byte, apart from what
-        the tokenizer's normaliser adds."""
+        """Whether a text may exceed the limit: a token holds at least one byte, except for text
+        that the tokenizer's normaliser adds."""
         room = (self.max_tokens or 0) - image_tokens
         return isinstance(text, str) and 2 * len(text.encode("utf-8", "replace")) + _ADDED > room
 
     def stream(self, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[Prompt, int]]:
-        """(prompt, length) of rows that come one by one; a row that cannot be used is a
-        `UserError`. The judge is not asked."""
+        """Yield (prompt, length) of streamed rows; an invalid row raises a `UserError`. The judge
+        is not called."""
         for where, row in rows:
             try:
                 prompt = read_prompt(row, self.form, self.tokenizer)
@@ -249,7 +248,7 @@ def prepare(rows: Rows, path: str, checker: Checker, num_workers: int = 0) -> np
     Args:
         num_workers: processes that render and tokenise; 0: as many as the work needs.
     Raises:
-        UserError: rows that cannot be used (all of them counted), or no prompt short enough.
+        UserError: rows are invalid (with their number), or all prompts are too long.
     """
     kept = _remembered_rows(rows, path, checker)
     if kept is not None:
@@ -267,7 +266,7 @@ def read_samples(path: str, checker: Checker, splits: Sequence[str] = TRAINING) 
     """A sample of each row that can be drawn, in the order of the file, without indices.
 
     Args:
-        splits: as of `open_rows`.
+        splits: as in `open_rows`.
     Raises:
         UserError: as `open_rows` and `prepare`.
     """
@@ -290,8 +289,8 @@ def read_samples(path: str, checker: Checker, splits: Sequence[str] = TRAINING) 
 
 def positions_to_check(num_rows: int) -> Sequence[int]:
     """Rows that are checked before a launch: all of up to `ALL_ROWS`, else the first and the last
-    `SAMPLED_ROWS`, and as many evenly spaced between them. The choice depends on the number of rows
-    alone.
+    `SAMPLED_ROWS`, and as many evenly spaced between them. The choice depends only on the number of
+    rows.
 
     Example:
         >>> len(positions_to_check(20_000)), len(positions_to_check(2_000_000))
@@ -311,12 +310,12 @@ def positions_to_check(num_rows: int) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class CheckedRows:
-    """The rows of a data set that were kept, and the conditions under which that still holds.
+    """The rows of a data set that were kept, and the conditions under which this stays valid.
 
     Attributes:
         stamp: size and time of the files.
-        first_rows: digest of the first rows and of their lengths, which tells splits and tokenizers
-            apart.
+        first_rows: digest of the first rows and their tokens, which differs between splits and
+            tokenizers.
         kept: positions, int64 [number kept].
     """
 
@@ -340,7 +339,7 @@ def checked_rows(rows: Rows, path: str, checker: Checker, found: Scan) -> Checke
 
 
 def remember(checked: Sequence[CheckedRows]) -> None:
-    """Let `prepare` in this process use these records; earlier ones are forgotten."""
+    """Let `prepare` in this process use these records instead of earlier ones."""
     _checked[:] = checked
 
 
@@ -380,16 +379,16 @@ def _digest(rows: Rows, checker: Checker) -> str:
 def templated_warning(path: str, count: int, where: str, markers: list[str]) -> str:
     return (
         f"{path}: {count} prompts already carry the chat template (first: {where}; markers: "
-        f"{', '.join(markers)}), and --apply-chat-template puts them into it a second time; leave "
+        f"{', '.join(markers)}), and --apply-chat-template would apply it a second time; leave "
         "the flag out, or strip the markers from the data"
     )
 
 
 def scan_rows(rows: Rows, positions: Sequence[int], checker: Checker, num_workers: int = 0) -> Scan:
-    """Check rows, in several processes where one would take long.
+    """Check rows, in several processes if one would take long.
 
     Args:
-        num_workers: processes; 0: one, and up to eight if the first rows show that the rest takes
+        num_workers: processes; 0: one, or up to eight if the first rows show that one would take
             too long.
     """
     total = Scan()
@@ -422,7 +421,7 @@ def _scan_all(
     if workers < 2:
         yield checker.scan(rows, positions)
         return
-    # spawn: a fork would copy the locks of tokeniser and Ray threads in whatever state they are
+    # spawn: a fork would copy locks that tokeniser and Ray threads may hold
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _start_worker, (rows, checker)) as pool:
         with without_working_directory():  # the first task starts all processes

@@ -1,4 +1,4 @@
-"""Problems with rows of data: collected over all of them, reported once, with a count and the first
+"""Problems with rows of data: collected over all rows, and reported once with a count and the first
 place."""
 
 from __future__ import annotations
@@ -9,23 +9,22 @@ from dataclasses import dataclass, field
 
 from slime.errors import UserError
 
-#: Rows of a kind that an error names.
+#: Most rows of one kind that an error names.
 _MOST_LISTED = 200
 
 
 class RowProblem(Exception):
-    """Something is wrong with one row. Raised and caught where rows are read and checked; users see
-    the `UserError` or the warning made from it.
+    """A problem of one row. The code that reads and checks rows raises and catches it; users see a
+    `UserError` or a warning made from it.
 
     Args:
         kind: completes "3 of 100 rows …"; problems of one kind are counted together.
         detail: about this row (a parse error, the type that was found).
         fix: what to do, the same for all of one kind.
-        refuse_at: share of the rows from which on the run is refused; below it is a warning. 0
-            refuses a single row, 1 refuses only if every row has the problem, and more than 1 never
-            refuses.
-        is_told: warn of it where it does not refuse.
-        lists: name all rows of this kind, not the first one alone.
+        refuse_at: share of rows at which the launch is refused; below it there is a warning. 0: one
+            row is enough; 1: every row must have the problem; above 1: never refused.
+        is_told: warn if the launch is not refused.
+        lists: name all rows of this kind, not only the first.
     """
 
     def __init__(
@@ -61,17 +60,15 @@ _USUAL = {
 
 
 def missing_key(key: str, flag: str, row_keys: Iterable[str]) -> RowProblem:
-    """A row without the column that ``flag`` names; tells the keys there are, and one of a like or
-    usual name."""
+    """A row without the column that ``flag`` names. Lists its keys, and suggests one with a similar
+    or usual name."""
     keys = [str(k) for k in row_keys]
     usual = next((names for end, names in _USUAL.items() if flag.endswith(end)), ())
     there = [name for name in usual if name in keys]
-    fix = f"pass {flag} with the column that is meant, or leave it out where there is none"
+    fix = f"pass {flag} with an existing column, or leave it out if there is none"
     if near := difflib.get_close_matches(key, keys, n=1, cutoff=0.5) or there:
         fix = f"pass {flag} {near[0]}"
-    return RowProblem(
-        f"have no key '{key}'", f"the keys there are: {', '.join(keys) or 'none'}", fix
-    )
+    return RowProblem(f"have no key '{key}'", f"its keys are: {', '.join(keys) or 'none'}", fix)
 
 
 @dataclass
@@ -80,15 +77,15 @@ class Problems:
 
     Example:
         >>> problems = Problems()
-        >>> problems.add("a.jsonl:3", RowProblem("are no valid JSON", "unexpected character"))
+        >>> problems.add("a.jsonl:3", RowProblem("are not valid JSON", "unexpected character"))
         >>> print(problems.error("a.jsonl", 100))
-        a.jsonl: 1 of 100 rows are no valid JSON (first: a.jsonl:3)
+        a.jsonl: 1 of 100 rows are not valid JSON (first: a.jsonl:3)
           why: unexpected character
     """
 
     found: dict[str, tuple[int, str, RowProblem]] = field(default_factory=dict)
     listed: dict[str, list[str]] = field(default_factory=dict)
-    """By kind, every row and what was found there, of kinds that name all."""
+    """For kinds that list all rows: kind → each row and its detail."""
 
     def add(self, where: str, problem: RowProblem) -> None:
         self._count(where, problem, 1)
@@ -106,13 +103,13 @@ class Problems:
             self.listed.setdefault(kind, []).extend(places)
 
     def refused(self, num_rows: int) -> Problems:
-        """The kinds that a run cannot work with, if ``num_rows`` rows were checked."""
+        """The kinds that refuse the launch, if ``num_rows`` rows were checked."""
         found = self.found.items()
         refused = {kind: one for kind, one in found if one[0] >= one[2].refuse_at * num_rows}
         return Problems(refused, self.listed)
 
     def tolerated(self, num_rows: int) -> Problems:
-        """The other kinds: a run goes on with a warning."""
+        """The other kinds, which only give a warning."""
         refused = self.refused(num_rows).found
         found = self.found.items()
         return Problems(
@@ -124,7 +121,7 @@ class Problems:
 
         Args:
             num_rows: how many rows were checked.
-            has_more: the data has other rows.
+            has_more: the data has further rows.
         """
         rows = f"the {num_rows} rows checked" if has_more else f"{num_rows} rows"
         return "; ".join(

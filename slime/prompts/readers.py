@@ -61,11 +61,10 @@ def open_rows(path: str, splits: Sequence[str] = dataset_folders.TRAINING) -> Ro
     """Open the rows of ``path[:split][@[start:stop]]``.
 
     Args:
-        splits: which split of a data set is taken where the path names none, in the order of
-            preference.
+        splits: splits to read if the path names none, in order of preference.
     Raises:
-        UserError: no such file, a type that is not known, several splits or configurations to
-            choose from, a file that cannot be read, or no rows.
+        UserError: there is no such file, its type is unknown, splits or configurations are
+            ambiguous, the file cannot be read, or there are no rows.
     """
     file, part = split_slice(path)
     file, split = split_name(file)
@@ -82,7 +81,7 @@ def open_rows(path: str, splits: Sequence[str] = dataset_folders.TRAINING) -> Ro
 def iter_rows(
     path: str, splits: Sequence[str] = dataset_folders.TRAINING
 ) -> Iterator[tuple[str, Row]]:
-    """(where, row) one after another; files are not loaded ahead of time, for ``--streaming-data``.
+    """Yield (where, row); files are not loaded ahead, for ``--streaming-data``.
 
     Raises:
         UserError: as `open_rows`; also a malformed row, when it is reached.
@@ -106,8 +105,8 @@ def iter_rows(
 
 
 def _stream_of(file: str) -> Callable[[str], Iterator[tuple[str, Row]]] | None:
-    """The function that reads a file from its beginning without an index; None for files that are
-    read as a whole."""
+    """The function that streams a file without an index; None for files that are read as a
+    whole."""
     suffix = row_suffix(file)
     if suffix in CSV_DELIMITERS:
         return _iter_csv
@@ -128,9 +127,9 @@ def _open_file(file: str, part: slice = slice(None)) -> Rows:
         return TableRows(load_file(file, suffix), file, part)
     types = ", ".join(suffix for suffix in ROW_SUFFIXES if not suffix.endswith(COMPRESSED_SUFFIXES))
     raise UserError(
-        f"'{file}' is of a type that cannot be read",
+        f"'{file}' has a type that cannot be read",
         why=f"its name ends in '{Path(file).suffix}'",
-        fix=f"give {types} ({', '.join(COMPRESSED_SUFFIXES)} behind a type of text), or a data "
+        fix=f"give {types} ({', '.join(COMPRESSED_SUFFIXES)} after a text type), or a data "
         "set folder",
     )
 
@@ -217,13 +216,12 @@ class ConcatenatedRows:
 
 
 def _open_bytes(file: str, *, mapped: bool = False) -> io.BufferedReader:
-    """The content of a file, decompressed; to be closed by the caller.
+    """Open the content of a file, decompressed. The caller closes it.
 
     Args:
-        mapped: it is to be mapped into memory, so a compressed file is decompressed into a
-            temporary one.
+        mapped: decompress a compressed file into a temporary one, to map it into memory.
     Raises:
-        UserError: it is UTF-16 or UTF-32, or is not compressed as its name says.
+        UserError: the file is UTF-16 or UTF-32, or not compressed as its name says.
     """
     stream: Any
     if not file.endswith(COMPRESSED_SUFFIXES):
@@ -265,7 +263,7 @@ def _mapped(file: str) -> np.ndarray:
     """The content of a file, decompressed and mapped into memory; uint8 [number of bytes]."""
     with _open_bytes(file, mapped=True) as stream:
         if not stream.peek(1):
-            return np.zeros(0, dtype=np.uint8)  # which cannot be mapped
+            return np.zeros(0, dtype=np.uint8)  # an empty file cannot be mapped
         return np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
 
 
@@ -280,8 +278,7 @@ def _positions(content: np.ndarray, byte: bytes) -> np.ndarray:
 
 
 def _between(breaks: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(start, end) of the stretches that line breaks end; what is behind the last one counts if
-    there is anything."""
+    """(start, end) of the lines; text after the last line break is a line too."""
     is_ended = not size or (len(breaks) and breaks[-1] == size - 1)
     ends = breaks if is_ended else np.append(breaks, size)
     return np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)[: len(ends)], ends
@@ -290,7 +287,7 @@ def _between(breaks: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
 class _MappedRows:
     """Rows of a text file, mapped into memory; holds offsets and a line number per row.
 
-    What a pickle holds is the index: another process maps the file anew.
+    A pickle holds only the index; another process maps the file again.
     """
 
     def __init__(
@@ -321,7 +318,7 @@ class _MappedRows:
 
 
 class JsonLines(_MappedRows):
-    """A JSONL file. Blank lines are no rows."""
+    """A JSONL file. Blank lines are not rows."""
 
     def __init__(self, file: str, part: slice) -> None:
         starts, ends, numbers = _line_offsets(file)
@@ -354,7 +351,7 @@ def _iter_json_lines(file: str) -> Iterator[tuple[str, Row]]:
 
 
 class JsonArray:
-    """A .json file that holds one array of objects. Holds its text; pickles as its path."""
+    """A .json file with one array of objects. Holds its text in memory; pickles as its path."""
 
     def __init__(self, file: str, part: slice) -> None:
         self._file = file
@@ -364,8 +361,8 @@ class JsonArray:
         try:
             self._text = content.removeprefix(codecs.BOM_UTF8).decode()
             items = _array_items(self._text)
-        except ValueError as error:  # of which those of decoding are, too
-            raise UserError(f"'{file}' is no valid JSON", why=str(error)) from error
+        except ValueError as error:  # includes decoding errors
+            raise UserError(f"'{file}' is not valid JSON", why=str(error)) from error
         self._items = items[part]
         self._positions = range(len(items))[part]
 
@@ -391,9 +388,9 @@ def _array_items(text: str) -> list[tuple[int, int]]:
     """The range of each item of a JSON array.
 
     Raises:
-        ValueError: the text is no JSON array.
+        ValueError: the text is not a JSON array.
     """
-    # only the extent is of interest: numbers are not converted, whatever their length
+    # only the range matters, so numbers are not converted
     decoder = json.JSONDecoder(parse_float=str, parse_int=str, parse_constant=str)
     skip = _SPACE.match
     at = skip(text).end() + 1  # type: ignore[union-attr]
@@ -425,7 +422,7 @@ def _is_json_array(file: str) -> bool:
 
 def _parse_line(line: bytes) -> JsonRow:
     try:
-        # editors on Windows put it before the first line
+        # editors on Windows put a BOM before the first line
         text = line.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise _invalid(f"byte {error.start + 1} of the line is not UTF-8") from error
@@ -440,7 +437,7 @@ def _parse(text: str) -> JsonRow:
     except json.JSONDecodeError as error:
         raise _invalid(f"{error.msg} (column {error.pos + 1})") from error
     if not isinstance(row, dict):
-        raise RowProblem("are no JSON objects", f"found a {type(row).__name__}")
+        raise RowProblem("are not JSON objects", f"found a {type(row).__name__}")
     return JsonRow(row, text)
 
 
@@ -461,7 +458,7 @@ def _decode(text: str) -> Any:
 
 
 def _invalid(detail: str) -> RowProblem:
-    return RowProblem("are no valid JSON", detail, "write one JSON object per line, in UTF-8")
+    return RowProblem("are not valid JSON", detail, "write one JSON object per line, in UTF-8")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -501,8 +498,8 @@ _LONG_INTEGERS = json.JSONDecoder(**_HOOKS, parse_int=written_integer)
 
 
 class CsvRows(_MappedRows):
-    """A CSV file with a header. Every value is the text that stands there: "007" is no number, and
-    "" is an answer."""
+    """A CSV file with a header. Every value stays text: "007" is not a number, and "" is an
+    answer."""
 
     def __init__(self, file: str, part: slice) -> None:
         starts, ends, numbers = _csv_offsets(file)
@@ -550,10 +547,10 @@ def _csv_offsets(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _is_regular(
     content: np.ndarray, quotes: np.ndarray, returns: np.ndarray, delimiter: bytes
 ) -> bool:
-    """Whether line breaks with an even number of quotes before them are just those that end a
-    record.
+    """Whether exactly the line breaks with an even number of quotes before them end a record.
 
-    So it is where quotes stand only around fields and doubled in them; ``csv`` takes others, too.
+    This holds if quotes occur only around fields and doubled within them; ``csv`` accepts other
+    quotes too.
     """
     if len(quotes) % 2:
         return False
@@ -586,7 +583,7 @@ def _iter_csv(file: str) -> Iterator[tuple[str, Row]]:
 
 
 class _CountedLines:
-    """Lines of a text stream, and how many bytes of UTF-8 those given so far have."""
+    """Lines of a text stream, and the number of UTF-8 bytes read so far."""
 
     def __init__(self, stream: IO[str], offset: int) -> None:
         self._stream = stream
@@ -605,7 +602,7 @@ def _csv_records(file: str) -> Iterator[tuple[int, int, int, list[str]]]:
     """(start, end, line number, fields) of each record that is not blank, the header first.
 
     Raises:
-        UserError: a record that is no CSV, or bytes that are not UTF-8.
+        UserError: a record is not CSV, or bytes are not UTF-8.
     """
     with _open_bytes(file) as content:
         mark = len(codecs.BOM_UTF8) if content.peek(3).startswith(codecs.BOM_UTF8) else 0
@@ -628,7 +625,7 @@ def _csv_records(file: str) -> Iterator[tuple[int, int, int, list[str]]]:
 
 
 def _csv_reader(lines: Any, file: str) -> Any:
-    # of the process; the default of 131,072 characters is less than a long prompt
+    # process-wide; the default of 131,072 characters is shorter than a long prompt
     csv.field_size_limit(sys.maxsize)
     return csv.reader(lines, strict=True, delimiter=CSV_DELIMITERS[row_suffix(file)])
 
@@ -636,7 +633,7 @@ def _csv_reader(lines: Any, file: str) -> Any:
 def _no_csv(where: str, error: str) -> UserError:
     why = "a quote opens here and is never closed" if error == "unexpected end of data" else error
     return UserError(
-        f"{where}: the row that begins here is no CSV",
+        f"{where}: the row that begins here is not CSV",
         why=why,
         fix="put values with commas, quotes or line breaks in quotes, and write a quote in them "
         'twice: "say ""hi"""',
@@ -674,7 +671,7 @@ def _checked_header(names: list[str], file: str) -> list[str]:
 def _csv_row(header: list[str], record: list[str]) -> Row:
     if len(record) != len(header):
         raise RowProblem(
-            "have another number of columns than the header",
+            "have a different number of columns than the header",
             f"{len(record)} instead of {len(header)} ({', '.join(header)})",
             "put values with commas or line breaks in quotes",
         )

@@ -1,15 +1,14 @@
-"""``--loss-mask-type``: which text the reference system's rules for loss masks train, to compare it
-with ours.
+"""``--loss-mask-type``: compare our loss masks with the text that rules of the reference system
+train.
 
-    qwen          each message rendered alone; an assistant's is trained from behind the
-                  generation prompt on
-    qwen3         the same, rendered behind a user's message
-    qwen3_5       the whole conversation rendered; trained from behind ``<|im_start|>assistant``
-                  (and an opened ``<think>``) on
+    qwen          each message rendered alone; an assistant's is trained after the generation prompt
+    qwen3         the same, rendered after a user's message
+    qwen3_5       the whole conversation rendered; trained after ``<|im_start|>assistant``
+                  (and an opened ``<think>``)
     distill_qwen  the first message as prompt, the last message's content as answer
 
-The first three also train the line break behind the end of a turn, which no engine generates; that
-is not told as a difference.
+The first three also train the line break after the end of a turn, which no engine generates. This
+does not count as a difference.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ def mask_difference(
     tools: list[dict[str, Any]] | None,
     ours: Sequence[TrainedSequence],
 ) -> str:
-    """The first turn that a rule would train otherwise, in words; "" where it trains the same text.
+    """Describe the first turn that a rule would train differently; "" if it trains the same text.
 
     Args:
-        messages: in the one form (`slime.prompts.conversation.read_messages`).
-        ours: what is trained of them.
+        messages: normalised (`slime.prompts.conversation.read_messages`).
+        ours: the sequences that we train.
     """
     try:
         theirs = trained_texts(rule, tokenizer, messages, tools)
-    except Exception as error:  # whatever a template raises that is given one message alone
+    except Exception as error:  # templates may raise anything if given one message alone
         return f"the rule {rule} cannot render it: {type(error).__name__}: {error}"
     mine = [text for one in ours for text in _runs(tokenizer, one)]
     for turn in range(max(len(mine), len(theirs))):
@@ -84,7 +83,7 @@ def trained_texts(
 
 
 def _system_length(render: Any) -> int:
-    """Characters that a template writes before the first message by itself."""
+    """Characters that a template itself writes before the first message."""
     once = len(render([_PREFIX]))
     twice = len(render([_PREFIX, _PREFIX]))
     return int(once - (twice - once))

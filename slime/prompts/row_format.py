@@ -38,16 +38,14 @@ class RowFormat:
     """Columns and rendering.
 
     Attributes:
-        raw_label: numbers among the labels stay numbers (--label-type raw); else they become text.
-        rm_type: the built-in reward, where a row's own metadata does not name another.
-        own_reward: rewards come from a function of the user's, so ``rm_type`` and that of rows have
-            no effect.
+        raw_label: labels that are numbers stay numbers (--label-type raw); else they become text.
+        rm_type: the built-in reward, unless a row's metadata names another.
+        own_reward: a user function gives rewards, so ``rm_type`` here and in rows has no effect.
         raw: keep chat messages as they are, whatever ``apply_chat_template`` says (supervised
             fine-tuning renders them together with the answers).
-        preference: the columns of answers, where these are learned from by preference.
-        metadata_required, tools_required: the column was asked for by flag, so at least its key
-            must be there.
-        images: how rows name their images; None: the model reads text alone.
+        preference: the columns of answers in preference learning; else None.
+        metadata_required, tools_required: a flag names the column, so rows must have its key.
+        images: how rows name their images; None in a text-only run.
     """
 
     input_key: str = "input"
@@ -72,7 +70,7 @@ class RowFormat:
         """The format of the training prompts of ``config``.
 
         Raises:
-            UserError: the reward compares with a label, and no column of labels is named.
+            UserError: the reward compares with a label, and no flag names a column of labels.
         """
         data = config.data
         reward = config.reward
@@ -108,7 +106,7 @@ class RowFormat:
 
 
 def rewards_may_be_missing(config: Config) -> bool:
-    """Whether a run learns where every reward is 0: from a teacher, and no filter reads rewards."""
+    """Whether a run learns even if every reward is 0: from a teacher, with no filter of rewards."""
     return config.distillation.use_opd and config.rollout.dynamic_sampling_filter_path is None
 
 
@@ -136,13 +134,13 @@ class Prompt:
 
     Attributes:
         text: text for the tokenizer, or chat messages when no template is applied.
-        tokens: ids of a row that was tokenised beforehand, else [].
-        bare: the prompt before the template was applied (for the check of `carries_template`).
+        tokens: ids of a row that is already tokenised, else [].
+        bare: the prompt before the template was applied (for `carries_template`).
         unread_columns, unread_keys: columns of the row, and keys of its messages, that nothing
             reads.
-        where: where the row comes from, "train.jsonl:17"; set when it is drawn.
-        images: of the row, in the order of their places.
-        image_tokens: placeholders of theirs that are not written yet.
+        where: the row's origin, "train.jsonl:17"; set when it is drawn.
+        images: the row's images, in order of their places.
+        image_tokens: number of image placeholders still to be added.
     """
 
     text: str | Messages
@@ -213,8 +211,8 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
 
 
 def inputs_of(prompt: Prompt, form: RowFormat) -> dict[str, Any] | None:
-    """Return ``multimodal_inputs`` of the samples of a prompt; images that came as bytes are kept
-    in the run's folder."""
+    """Return ``multimodal_inputs`` of the samples of a prompt; store images that came as bytes in
+    the run's folder."""
     if form.images is None or not prompt.images:
         return None
     return {IMAGES: kept(prompt.images, form.images.folder)}
@@ -233,7 +231,7 @@ def _with_images(
     """Add the images of a row to its prompt.
 
     Raises:
-        RowProblem: they do not fit their places, or one cannot be read.
+        RowProblem: images do not match their places, or one cannot be read.
     """
     if form.images is None or parts is None:
         return prompt
@@ -261,7 +259,7 @@ def _missing_placeholders(written: list[int], prompt: Prompt, prompts: ImageProm
     """Count the placeholders that a tokenised prompt lacks.
 
     Args:
-        written: how many it has for each image.
+        written: number of placeholders of each image in the prompt.
     Raises:
         RowProblem: an image has neither one nor all of them.
     """
@@ -281,8 +279,7 @@ def _missing_placeholders(written: list[int], prompt: Prompt, prompts: ImageProm
 def _read_preference(
     row: dict[str, Any], form: RowFormat, columns: PreferenceColumns, tokenizer: Any
 ) -> Prompt:
-    """A row of preferences; ``label`` of the prompt is a dict of the answers, and of their
-    label."""
+    """A row of preferences; ``label`` of the prompt is a dict of the answers and their label."""
     given = dict(columns.values(row))
     column = columns.prompt_column(row, form.input_key)
     label: dict[str, Any] = {} if columns.label is None else {"label": columns.read_label(row)}
@@ -329,7 +326,7 @@ def _text(value: Any, form: RowFormat, what: str = "prompt") -> str:
         kinds = "text or" if form.preference else "text,"
         ids = "" if form.preference else " or token ids"
         raise RowProblem(
-            f"have {named} (key '{key}') that is no {kinds} chat messages{ids}",
+            f"have {named} (key '{key}') that is not {kinds} chat messages{ids}",
             f"found {kind}",
             f"check {form.input_flag}; messages are [{{'role': …, 'content': …}}]",
         )
@@ -370,7 +367,7 @@ def _metadata(row: dict[str, Any], form: RowFormat) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         raise RowProblem(
-            f"have metadata (key '{form.metadata_key}') that is no dict",
+            f"have metadata (key '{form.metadata_key}') that is not a dict",
             f"found a {type(value).__name__}",
         )
     return dict(value)
@@ -379,7 +376,7 @@ def _metadata(row: dict[str, Any], form: RowFormat) -> dict[str, Any]:
 def _tools(row: dict[str, Any], form: RowFormat, beside: Any) -> list[dict[str, Any]]:
     """
     Args:
-        beside: tools that stand beside the messages in one value; a column of tools comes first.
+        beside: tools in the same value as the messages; a column of tools takes precedence.
     """
     if form.tool_key not in row and form.tools_required:
         raise missing_key(form.tool_key, "--tool-key", row)
@@ -389,7 +386,7 @@ def _tools(row: dict[str, Any], form: RowFormat, beside: Any) -> list[dict[str, 
 
 
 def decoded(value: Any) -> Any:
-    """The value of a JSON text, as columnar files often hold nested values; integers keep all
+    """Decode JSON text, in which columnar files often hold nested values; integers keep all
     digits."""
     if isinstance(value, str) and value.strip():
         try:
@@ -400,4 +397,4 @@ def decoded(value: Any) -> Any:
 
 
 def _no_json(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

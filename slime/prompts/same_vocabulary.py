@@ -19,19 +19,18 @@ def check_same_vocabulary(
     student: str, teacher: str, name: str, *, trust_remote_code: bool = False
 ) -> None:
     """Check that each token of the student has the same id in the teacher's tokenizer. The teacher
-    may have more tokens. A directory without a tokenizer, such as a checkpoint of a trainer, is
-    passed over with a warning.
+    may have more tokens. A directory without a tokenizer, such as a trainer checkpoint, is skipped
+    with a warning.
 
     Args:
         student, teacher: their Hugging Face directories.
-        name: of the teacher, for messages.
+        name: the teacher's, for messages.
     Raises:
         UserError: a token is missing or has another id.
     """
     if not has_tokenizer(Path(teacher)):
         logger.warning(
-            "teacher %s: %s has no tokenizer, so that nothing tells whether its token ids are "
-            "those of %s",
+            "teacher %s: %s has no tokenizer, so its token ids cannot be compared with those of %s",
             name,
             teacher,
             student,
@@ -53,9 +52,9 @@ def check_same_vocabulary(
     )
     raise UserError(
         f"teacher {name} has another vocabulary than --hf-checkpoint",
-        why=f"of {len(own)} tokens of {student}, {len(other)} have another id in {teacher}, or "
-        f"none: {shown}",
-        fix="take a teacher of the same model family: teachers score token ids",
+        why=f"{len(other)} of {len(own)} tokens of {student} have another id, or none, in "
+        f"{teacher}: {shown}",
+        fix="use a teacher of the same model family: teachers score token ids",
     )
 
 

@@ -1,17 +1,16 @@
 """Tokens and loss masks of supervised conversations, for any chat template.
 
-A turn is trained as the model would generate it: its prompt is what the template renders up to
-there, with the generation prompt; what is trained is what the same template adds when the turn is
-answered, up to its end-of-turn token. Both are found by comparing renderings, never by line breaks
-or marks of a known template.
+A turn is trained as the model would generate it. Its prompt is the text that the template renders
+up to the turn, with the generation prompt. The trained text is what the same template adds for the
+answer, up to its end-of-turn token. Both are found by comparing renderings, never by line breaks or
+marks of a known template.
 
-Turns of a conversation share one sequence as long as each prompt begins with the turns before it,
-as they were generated. Where a template rewrites earlier turns (it leaves their reasoning out, or
-ends them with another token), a new sequence begins: the earlier turns are its context, and are
-trained in the sequences before it.
+Turns of a conversation share one sequence as long as each prompt begins with the earlier turns as
+they were generated. If a template rewrites earlier turns (it leaves their reasoning out, or ends
+them with another token), a new sequence begins: earlier turns are its context, and are trained in
+previous sequences.
 
-Each piece is tokenised by itself, so that no token crosses the border between what is trained and
-what is not.
+Each piece is tokenised separately, so no token contains both trained and untrained text.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from slime.prompts.tokenizer import with_opening
 logger = get_logger(__name__)
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-#: Templates may write the time. A conversation is encoded so many times until two renderings agree.
+#: Most attempts to encode a conversation if the template writes the time and renderings differ.
 _CLOCK_TRIES = 5
-#: Two texts that share no beginning: what is rendered before both of them is the head of a turn.
+#: Two texts with different beginnings: the text that is rendered before both is a turn's header.
 _ONE = "Aprobe of the head"
 _OTHER = "Zprobe of the head"
 
@@ -62,8 +61,7 @@ class TrainedSequence:
 
 @dataclass(frozen=True)
 class Unended:
-    """Why a turn is trained without an end token, what to do about it, and the last token that is
-    trained."""
+    """Why a turn is trained without an end token, the fix, and the last trained token."""
 
     what: str
     fix: str
@@ -75,12 +73,12 @@ class Encoded:
     """A row of supervised data, encoded.
 
     Attributes:
-        sequences: one, or several where the template rewrites earlier turns.
+        sequences: one, or several if the template rewrites earlier turns.
         lost_reasoning: turns with reasoning in the data that the template does not write.
         without_reasoning: turns without reasoning although the generation prompt opens it.
-        control_tokens: messages whose words hold special tokens, which the tokenizer takes as such.
-        unended: why the first turn that is trained without an end token has none; None: every turn
-            ends with one.
+        control_tokens: messages with special tokens in their text, which the tokenizer reads as
+            such.
+        unended: why the first turn without an end token has none; None if every turn ends with one.
         reasoning_fix: what may make the template write reasoning.
     """
 
@@ -119,8 +117,9 @@ class SftEncoding:
     Args:
         ends: ids of tokens that end an answer.
         template_kwargs: for the chat template.
-        apply_chat_template: a prompt that is plain text is a user's message.
-        placeholder: text that stands for an image; special tokens in it are no mistake.
+        apply_chat_template: a prompt that is plain text is a user message.
+        placeholder: text of an image placeholder; its special tokens are not counted as control
+            tokens.
     """
 
     def __init__(
@@ -152,8 +151,8 @@ class SftEncoding:
         self._reasoning_fix = _reasoning_fix(self._source, self._kwargs)
 
     def read_ahead(self, texts: Iterable[str]) -> None:
-        """Tokenise texts that will be encoded next, in one call: calls for one text each take
-        several times as long."""
+        """Tokenise texts that will be encoded next, in one call: separate calls take several times
+        as long."""
         unique = list(dict.fromkeys(texts))
         ids = self.tokenizer(unique, add_special_tokens=False)["input_ids"] if unique else []
         self._known = dict(zip(unique, ids, strict=True))
@@ -175,10 +174,10 @@ class SftEncoding:
         """Encode one row.
 
         Args:
-            prompt: a conversation with answers, or a prompt to which ``label`` is the answer.
-            tokens: of a prompt that was tokenised beforehand.
+            prompt: a conversation with answers, or a prompt with ``label`` as its answer.
+            tokens: tokens of a prompt that is already tokenised.
         Raises:
-            UserError: there is nothing to train on, or a turn cannot be trained; says why.
+            UserError: there is nothing to train on, or a turn cannot be trained.
         """
         if isinstance(prompt, list):
             messages = read_messages(prompt, tools=tools)
@@ -227,7 +226,7 @@ class SftEncoding:
             except UserError as raised:
                 error = raised
             if renderer.whole() != before:
-                continue  # the clock moved on between two renderings
+                continue  # the time changed between two renderings
             if error is not None:
                 raise error
             return found
@@ -248,7 +247,7 @@ class SftEncoding:
                 continue
             thought = reasoning_of(message)
             if not (thought.answer.strip() or thought.text.strip() or message.get("tool_calls")):
-                continue  # nothing was said
+                continue  # an empty turn
             turn = self._turn(renderer, number, message, thought, found)
             if not sequences or not turn.prompt.startswith(sequences[-1].text):
                 sequences.append(_Sequence())
@@ -281,7 +280,7 @@ class SftEncoding:
         form = self._form
         has_own = thought.marks is None and thought.text
         if has_own and reasoning_of({"content": thought.answer}).text.strip():
-            why = "it has reasoning of its own, and other reasoning in its content"
+            why = "it has reasoning under its own key, and other reasoning in its content"
             raise _undetermined(number, why)
         answered = renderer.answered(number)
         prompt = renderer.prompt(number)
@@ -308,14 +307,13 @@ class SftEncoding:
         prompt: str | None,
         found: Encoded,
     ) -> _Turn:
-        """Return the turn where the rendered answer does not begin with the generation prompt,
-        which opens reasoning, say."""
+        """Return the turn if the rendered answer does not begin with the generation prompt, for
+        example because that opens reasoning."""
         head = renderer.head(number, answered)
         said = answered[len(head) :]
         if prompt is None or not self._form.asks:
             return _Turn(head, said)
-        # what comes before may be written in another way, too: compare from the end of the message
-        # before
+        # earlier text may differ too: compare from the end of the previous message
         before = renderer.text_before(number)
         is_in_both = before in prompt and before in head
         at = prompt.rfind(before) if is_in_both else 0
@@ -324,14 +322,14 @@ class SftEncoding:
         tail_of_prompt = prompt[at:]
         common = len(_common_prefix(tail_of_head, tail_of_prompt))
         shared = prompt[: at + common]
-        opened = tail_of_prompt[common:]  # in the prompt alone
-        missing = tail_of_head[common:]  # before an answer alone
+        opened = tail_of_prompt[common:]  # only in the prompt
+        missing = tail_of_head[common:]  # only before an answer
         rest = missing + said
         marks = next((pair for pair in REASONING_MARKS if pair[0] in opened), None)
         is_rewritten = before in prompt and before not in shared
         is_added = marks is None and opened.strip() and before in missing and not is_in_both
         if before and (is_rewritten or is_added):
-            why = "the template writes what comes before it in another way once it is answered"
+            why = "the template writes earlier text differently once the message is answered"
             raise _undetermined(number, why)
         if marks is None and opened.strip():
             return _Turn(shared, rest)
@@ -363,7 +361,7 @@ class SftEncoding:
         content = message["content"].rstrip()
         if self._placeholder:
             content = content.replace(self._placeholder, "")
-        if message["role"] == "assistant" and not self._form.end:  # data that writes the end itself
+        if message["role"] == "assistant" and not self._form.end:  # data with its own ends
             for end in self._ends:
                 content = content.removesuffix(end)
         return any(
@@ -371,10 +369,10 @@ class SftEncoding:
         )
 
     def _up_to_end(self, said: str, message: dict[str, Any]) -> str:
-        """Cut off what the template writes behind the end-of-turn token."""
+        """Cut off the text that the template writes after the end-of-turn token."""
         form = self._form
         calls = [call["function"] for call in message.get("tool_calls", ())]
-        # some templates write an empty answer behind them, or always the head of the next turn
+        # some templates write an empty answer after calls, or always the header of the next turn
         if calls:
             values = [value for call in calls for value in call["arguments"].values()]
             texts = (value for value in values if isinstance(value, str))
@@ -445,7 +443,7 @@ class SftEncoding:
         if 1 not in marked:
             raise UserError(
                 "the chat template marks none of the assistant's words with {% generation %}",
-                fix="mark the assistant's text and its end token, or take a template without "
+                fix="mark the assistant's text and its end token, or use a template without "
                 "these marks",
             )
         end = len(marked) - marked[::-1].index(1)
@@ -461,7 +459,7 @@ class SftEncoding:
             tell(
                 logger,
                 "the chat template marks %.200r with {%% generation %%}, and the model would "
-                "generate %.200r: what both have in common is trained",
+                "generate %.200r: only text that is in both is trained",
                 said,
                 meant,
                 once=f"generation marks {hash(self._source)}",
@@ -471,15 +469,15 @@ class SftEncoding:
             found.unended = self._unended(theirs.tokens)
             if tokens[end : end + 1] and tokens[end] in self.ends:
                 found.unended = Unended(
-                    "the chat template writes the end token behind its {% generation %} block, "
+                    "the chat template writes the end token after its {% generation %} block, "
                     "not in it",
-                    "move {% endgeneration %} behind that token",
+                    "move {% endgeneration %} after that token",
                     found.unended.last,
                 )
         return theirs
 
     def _without_blanks_after_ends(self, tokens: list[int], mask: list[int]) -> list[int]:
-        """Take out of the mask the line break that some templates mark behind the end token."""
+        """Remove from the mask the line break that some templates mark after the end token."""
         found = list(mask)
         ended = False
         for at, (token, bit) in enumerate(zip(tokens, mask)):
@@ -497,8 +495,8 @@ class SftEncoding:
 
 
 def _in_opened_reasoning(turn: _Turn, thought: ReasonedAnswer, found: Encoded) -> _Turn:
-    """Put the reasoning into a turn whose prompt ends with its opening mark, where the template
-    leaves it out."""
+    """Add reasoning that the template leaves out to a turn whose prompt ends with the opening
+    mark."""
     opened = turn.prompt.rstrip()
     marks = next((pair for pair in REASONING_MARKS if opened.endswith(pair[0])), None)
     reasoning = thought.text.strip("\n")
@@ -521,13 +519,13 @@ def _reasoning_fix(template: str, kwargs: dict[str, Any]) -> str:
         is_read = re.search(rf"\b{name} is (not )?defined|\b(if|not) {name}\b", template)
         if is_read and name not in kwargs:
             kwarg = f'{{"{name}": true}}'
-            return f"try --apply-chat-template-kwargs '{kwarg}', or take another template"
-    return "write it into the content between <think> marks, or take another template"
+            return f"try --apply-chat-template-kwargs '{kwarg}', or use another template"
+    return "write it into the content between <think> marks, or use another template"
 
 
 @dataclass(eq=False)
 class _Renderer:
-    """Renders the beginnings of one conversation."""
+    """Renders prefixes of one conversation."""
 
     tokenizer: Any
     form: TemplateForm
@@ -544,14 +542,14 @@ class _Renderer:
         )
 
     def prompt(self, number: int) -> str | None:
-        """The prompt of message ``number``; None if the template takes no such prompt."""
+        """The prompt of message ``number``; None if the template refuses it."""
         try:
             return self._render(self._shown[:number], ask=True) if number else None
         except TemplateRefuses:
             return None
 
     def whole(self) -> str | None:
-        """Render all messages; None where the template refuses them."""
+        """Render all messages; None if the template refuses them."""
         try:
             return self._render(self._shown)
         except TemplateRefuses:
@@ -561,7 +559,7 @@ class _Renderer:
         return self._render(self._shown[: number + 1])
 
     def head(self, number: int, answered: str) -> str:
-        """The beginning of ``answered`` up to where message ``number`` begins to speak."""
+        """The part of ``answered`` before the content of message ``number``."""
         variants = [
             self.form.shown({"role": "assistant", "content": text}) for text in (_ONE, _OTHER)
         ]
@@ -576,7 +574,7 @@ class _Renderer:
         return str(self.messages[number - 1]["content"]).strip() if number else ""
 
     def without_reasoning(self, number: int, thought: ReasonedAnswer) -> str:
-        """Render message ``number`` without its reasoning; the text behind its head."""
+        """Render message ``number`` without its reasoning; return the text after its header."""
         message = self.messages[number] | {"content": thought.answer}
         message.pop("reasoning_content", None)
         shown = self.form.shown(message)
@@ -584,8 +582,8 @@ class _Renderer:
         return answered[len(self.head(number, answered)) :]
 
     def following(self, number: int, text: str) -> str:
-        """The text that the template writes behind ``text``, which ends with message ``number``,
-        when the next message comes; "" if it writes something else before it."""
+        """The text that the template writes after ``text``, which ends with message ``number``, if
+        another message follows; "" if it then rewrites ``text``."""
         calls = self._shown[number].get("tool_calls")
         after: dict[str, Any] = {"role": "user", "content": "hello"}
         if calls:
@@ -606,7 +604,7 @@ class _Renderer:
         ]
 
     def marked(self) -> tuple[list[int], list[int]]:
-        """Tokens of the whole conversation and the mask of what the template marks."""
+        """Tokens of the whole conversation and the mask that the template marks."""
         encoded = self.tokenizer.apply_chat_template(
             self._shown,
             tools=self.tools or None,
@@ -618,12 +616,12 @@ class _Renderer:
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
 
-#: Control tokens and tags, which are not cut.
+#: Control tokens and tags, which are never split.
 _UNITS = re.compile(r"(<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\])")
 
 
 def _common_prefix(a: str, b: str) -> str:
-    """Return the longest common beginning that does not end within a tag.
+    """Return the longest common prefix that does not end within a tag.
 
     Example:
         >>> _common_prefix("hi<A></think>yes", "hi<A><think>"), _common_prefix("<A>yes", "<A>yet")
@@ -666,11 +664,10 @@ def _check(said: str, message: dict[str, Any], thought: ReasonedAnswer, number: 
 
 def _undetermined(number: int, why: str) -> UserError:
     return UserError(
-        f"what the model would generate as messages[{number}] cannot be told from the chat "
-        "template",
+        f"the chat template does not tell what the model would generate as messages[{number}]",
         why=why,
-        fix='mend chat_template.jinja of the model, mark the message with "step_loss_mask": 0, or '
-        "remove the row",
+        fix='correct chat_template.jinja, mark the message with "step_loss_mask": 0, or remove '
+        "the row",
     )
 
 
@@ -679,10 +676,10 @@ def _undetermined(number: int, why: str) -> UserError:
 
 @dataclass
 class SftTotals:
-    """Counts over the rows that were encoded.
+    """Counts over the encoded rows.
 
     Attributes:
-        rows: that were encoded; split: those that became several sequences; sequences: of all rows.
+        rows: encoded rows; split: rows that became several sequences; sequences: of all rows.
     """
 
     rows: int = 0
@@ -706,7 +703,7 @@ class SftTotals:
         self.unended = self.unended or encoded.unended
 
     def tell(self, tokenizer: Any) -> None:
-        """Say once in this process what users are to know."""
+        """Log the findings that users should know, once per process."""
         name = tokenizer.name_or_path
         if self.split:
             tell(
@@ -743,7 +740,7 @@ class SftTotals:
         if self.control_tokens:
             tell(
                 logger,
-                "%d of %d conversations hold special tokens of the tokenizer in the words of "
+                "%d of %d conversations hold special tokens of the tokenizer in the text of "
                 "their messages: they are read as control tokens, so a message may end or begin "
                 "there. Remove them if they are meant as text",
                 self.control_tokens,
@@ -754,7 +751,7 @@ class SftTotals:
             tell(
                 logger,
                 "the model does not learn to end its answers: %s (tokenizer of '%s'), so the last "
-                "token that is trained is %r; %s. No token is added unasked",
+                "trained token is %r; %s. No end token is added",
                 self.unended.what,
                 name,
                 self.unended.last,

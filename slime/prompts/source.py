@@ -1,12 +1,12 @@
-"""The prompt source: draws groups of samples, takes them back, and remembers what training has
+"""The prompt source: draws groups of samples, takes them back, and records which ones training has
 consumed.
 
     rows ─► checked and measured ─► order of the epoch ─► groups ─► rollout ─┐
                                            ▲                                 │ aborted or
                                            └───────────── buffer ◄───────────┘ surplus groups
 
-What a resumed run draws follows from what was *consumed*, not from what was drawn: groups that were
-under way when the run stopped are drawn again, with the same indices and in the same order.
+A resumed run continues after the *consumed* groups, not after the drawn ones: groups that were in
+progress when the run stopped are drawn again, with the same indices and in the same order.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from slime.user_code.overrides import override_of
 
 logger = get_logger(__name__)
 
-#: The flag that names a class of the user's, for messages.
+#: The flag that names a user's class, for messages.
 _SOURCE = "--data-source-path"
 _BLANK = Prompt(text="", tokens=[], label=None, metadata={}, bare="")
-#: Rows that tell whether a data set holds turns of a chat.
+#: Number of rows that are searched for chat messages.
 _ROWS_LOOKED_AT = 32
 
 
 def make_source(config: Config, tokenizer: Any, judge: RowJudge | None = None) -> DataSource:
-    """The source that the flags name: ``--data-source-path``, or `PromptSource`. Warns when nothing
-    ends a turn.
+    """The source that the flags name: ``--data-source-path``, or `PromptSource`. Warns if no stop
+    token ends a turn.
 
     Args:
         judge: see `PromptSource`.
@@ -71,10 +71,7 @@ def make_source(config: Config, tokenizer: Any, judge: RowJudge | None = None) -
     warn_of_endless_generation(config, tokenizer)
     opening = [] if config.data.apply_chat_template else list(opening_tokens(tokenizer))
     if opening:
-        begins = (
-            "prompts that are plain text begin with %r, which the tokenizer puts before one, as "
-            "in an engine"
-        )
+        begins = "plain-text prompts begin with %r, which the tokenizer adds, as in an engine"
         logger.info(begins, tokenizer.decode(opening))
     return _built(config, tokenizer, judge)
 
@@ -106,16 +103,15 @@ def _telling_failures(method: Callable[..., Any], name: str) -> Callable[..., An
     return call
 
 
-#: What `make_source` builds a source of the user's own from: configuration and tokenizer.
+#: The configuration and tokenizer from which `make_source` builds a user's source.
 BUILT_FROM: contextvars.ContextVar[tuple[Config, Any]] = contextvars.ContextVar(
     "slime_source_built_from"
 )
 
 
 def save_source(source: DataSource, config: Config, rollout_id: int) -> dict[str, Any]:
-    """State of ``source`` for the checkpoint of ``rollout_id``. Its own `save` is called where
-    checkpoints of training are written (--save); an export alone (--save-hf) is nothing to resume
-    from.
+    """State of ``source`` for the checkpoint of ``rollout_id``. The source's `save` is called only
+    if training checkpoints are written (--save); no run resumes from a mere export (--save-hf).
 
     Raises:
         UserError: the source's code fails.
@@ -129,12 +125,10 @@ def save_source(source: DataSource, config: Config, rollout_id: int) -> dict[str
 def load_source(
     source: DataSource, config: Config, rollout_id: int | None, state: dict[str, Any]
 ) -> None:
-    """Let ``source`` go on where `save_source` was called for ``rollout_id`` and returned
-    ``state``.
+    """Restore ``source`` to the ``state`` that `save_source` returned for ``rollout_id``.
 
     Args:
-        rollout_id: None for a state that is in no checkpoint, of which the source has written no
-            file.
+        rollout_id: None for a state outside a checkpoint, for which the source has written no file.
     Raises:
         UserError: the source's code fails.
     """
@@ -144,12 +138,12 @@ def load_source(
 
 
 def source_again(source: DataSource, config: Config, tokenizer: Any) -> DataSource:
-    """Return a source that `load_source` can set to any place after ``source`` was drawn from. A
-    user's source is built anew: nothing else brings it back to its start, and its ``load`` may go
-    by the arguments that it was built with.
+    """Return a source that `load_source` can set to any position after ``source`` was drawn from. A
+    user's source is built again: nothing else resets it, and its ``load`` may depend on its
+    constructor arguments.
 
     Args:
-        config: says what is loaded now.
+        config: names the checkpoint to load.
     """
     return _built(config, tokenizer) if config.data.data_source_path else source
 
@@ -159,18 +153,17 @@ def _call_source(source: DataSource, method: str, *args: Any) -> Any:
         return getattr(source, method)(*args)
     except UserError:
         raise
-    except Exception as error:  # the user's own code; said with the method that it failed in
+    except Exception as error:  # raised by the user's code; name the method
         failure = UserError(
             f"{type(source).__name__}.{method}({', '.join(f'{arg!r:.40}' for arg in args)}) failed",
             why=f"{type(error).__name__}: {error}",
-            fix="mend the class of --data-source-path",
+            fix="correct the class of --data-source-path",
         )
         raise with_user_frames(failure, error) from error
 
 
 def warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
-    """Warn when the model is to answer in turns and none of the tokens that stop generation ends
-    one."""
+    """Warn if the model is used for chat and no token that stops generation ends a turn."""
     model = config.checkpoint.hf_checkpoint
     rollout = config.rollout
     if model is None or config.algorithm.trains_on_data or not is_chat(config, tokenizer):
@@ -183,9 +176,8 @@ def warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
 
 
 def is_chat(config: Config, tokenizer: Any) -> bool:
-    """Whether the model is asked to answer in turns: by --apply-chat-template, or because one of
-    the first rows holds messages (which generation puts into the template) or text with the
-    template's markers."""
+    """Whether prompts are chats: with --apply-chat-template, or if one of the first rows holds
+    messages (which generation renders with the template) or text with the template's markers."""
     data = config.data
     if data.apply_chat_template:
         return True
@@ -202,7 +194,7 @@ def is_chat(config: Config, tokenizer: Any) -> bool:
 
 
 def _pop_first(*args: Any) -> list[list[Sample]]:
-    """`pop_first`, or what a plugin has put in its place."""
+    """`pop_first`, or a plugin's replacement of it."""
     groups: list[list[Sample]] = (override_of("pop_first") or pop_first)(*args)
     return groups
 
@@ -214,8 +206,8 @@ _AS_IT_IS = "as it is"
 class PromptSource(DataSource):
     """Groups of ``n_samples_per_prompt`` samples, in the order of the data, epoch after epoch.
 
-    The k-th draw of a run gets ``group_index`` k and sample indices k·n … k·n + n − 1, whatever was
-    drawn before a resume.
+    The k-th draw of a run gets ``group_index`` k and sample indices k·n … k·n + n − 1,
+    independently of resumes.
 
     Args:
         config: groups ``data``, ``rollout``, ``reward`` and ``algorithm`` are read.
@@ -224,8 +216,7 @@ class PromptSource(DataSource):
             before the first draw: each row is checked when it is drawn, and left out with a warning
             if it cannot be used.
     Raises:
-        UserError: any of the conditions that `slime.prompts.readers` and `slime.prompts.prepare`
-            name.
+        UserError: as in `slime.prompts.readers` and `slime.prompts.prepare`.
 
     Example:
         >>> source = PromptSource(config, tokenizer)                  # doctest: +SKIP
@@ -251,19 +242,19 @@ class PromptSource(DataSource):
         ].startswith("derived")
         self._next = 0
         self._done: set[int] = set()
-        """Finished draws at or above ``_low``, below which all are finished."""
+        """Finished draws from ``_low`` on; all draws below it are finished."""
         self._low = 0
         self._held: set[int] = set()
-        """Draws that came out of a restored buffer, so that the data must not give them again."""
+        """Draws in a restored buffer, which must not be drawn from the data again."""
         self._positions: dict[int, tuple[int, int]] = {}
-        """Where each unfinished draw stands in the data."""
+        """Position of each unfinished draw in the data."""
         self._where: dict[int, str] = {}
         """The row of each unfinished draw, for messages."""
 
     # -- drawing -----------------------------------------------------------------------------------
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """``num_samples`` groups: those that were put back first, then new ones."""
+        """Return ``num_samples`` groups: first those that were put back, then new ones."""
         groups = self._buffer.take(num_samples)
         while len(groups) < num_samples:
             groups.append(self._draw())
@@ -300,17 +291,16 @@ class PromptSource(DataSource):
 
     @property
     def passes_over(self) -> bool:
-        """Tell whether unusable rows are left out as they are drawn, since not all rows were
-        checked before the first draw."""
+        """Whether invalid rows are skipped when they are drawn, because not all rows were checked
+        before."""
         return isinstance(self._order, MappedOrder) and self._order.unchecked
 
     def where(self, group_index: int) -> str:
-        """The row of a draw that is not consumed yet ("train.jsonl:17"); "" if that is not
-        known."""
+        """The row of a draw that is not consumed yet ("train.jsonl:17"); "" if unknown."""
         return self._where.get(group_index, "")
 
     def _make_group(self, prompt: Prompt, group_index: int) -> list[Sample]:
-        """Samples that share nothing a user's function might change."""
+        """Make samples that share no mutable state, which user functions might change."""
         first = group_index * self._group_size
         inputs = None if self._form is None else inputs_of(prompt, self._form)
         return [
@@ -347,7 +337,7 @@ class PromptSource(DataSource):
         self.mark_consumed(group_indices)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values (and tensors, where buffered samples hold some)."""
+        """Plain values (and tensors if buffered samples hold some)."""
         epoch, offset = (
             (0, 0) if self._order is None else self._positions.get(self._low, self._order.tell())
         )
@@ -363,7 +353,7 @@ class PromptSource(DataSource):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken. With other data, its prompts are drawn from the
+        """Continue where `state_dict` was called. If the data have changed, draw from their
         beginning."""
         self._buffer.load_state_dict(state["buffer"])
         self._next = self._low = state["low"]
@@ -386,7 +376,7 @@ class PromptSource(DataSource):
                 tell(
                     logger,
                     "the checkpoint's order of the data was %s, this run's is %s: in this epoch "
-                    "some prompts come again, and some not at all (--rollout-shuffle, "
+                    "some prompts are drawn twice, and some not at all (--rollout-shuffle, "
                     "--rollout-seed)",
                     saved,
                     self._shuffling,
@@ -431,7 +421,7 @@ def _open_order(config: Config, tokenizer: Any, judge: RowJudge | None) -> Promp
 
 
 def prompt_checker(config: Config, tokenizer: Any) -> Checker:
-    """The check of each row of --prompt-data, made when the row is read and measured.
+    """The checker of --prompt-data, which checks and measures each row as it is read.
 
     Raises:
         UserError: as `RowFormat.of`.
@@ -455,12 +445,11 @@ def prompt_checker(config: Config, tokenizer: Any) -> Checker:
 
 
 def model_context(config: Config) -> int | None:
-    """Return how many tokens of prompt and response engines of this run hold if no flag says so;
-    None if that is not known, because engines are not of this run, or functions of the user's make
-    requests of prompts.
+    """Return the default context length of the run's engines, in tokens of prompt and response;
+    None if unknown, because engines are external or user functions make the requests.
 
-    SGLang takes ``--sglang-context-length``, else the model's positions times the factor of its
-    rotary scaling (unless the positions are scaled ones).
+    SGLang uses ``--sglang-context-length``, else the model's positions times the factor of its
+    rotary scaling (unless the positions already include it).
     """
     rollout = config.rollout
     own = (
@@ -491,7 +480,7 @@ def max_prompt_tokens(config: Config) -> int | None:
 
 
 def _prompt_limits(config: Config) -> list[tuple[str, int, int]]:
-    """Flags with a value, that value, and how long it lets a prompt be."""
+    """Flags that are set, their values, and the longest prompt that each allows."""
     given = {
         "rollout_max_prompt_len": (config.data.rollout_max_prompt_len, 0),
         "rollout_max_context_len": (config.rollout.rollout_max_context_len, 1),

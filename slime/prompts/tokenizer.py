@@ -17,8 +17,8 @@ from slime.prompts.chat_template import carries_template, end_of_turn_tokens, te
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Any of these makes a directory one with a tokenizer. transformers builds an empty one from
-#: config.json alone.
+#: A directory with any of these has a tokenizer. Without them, transformers would build an empty
+#: one from config.json.
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "tiktoken.model"
@@ -31,13 +31,13 @@ def load_tokenizer(
     """The tokenizer in a local Hugging Face directory.
 
     Args:
-        without_torch: read tokenizer.json where there is one, which takes a third of the time; good
-            enough to check data, while the model's own class may add special tokens differently.
-        trust_remote_code: run the class that the directory brings, if it brings one.
-        kwargs: further ones for transformers.
+        without_torch: read only tokenizer.json if it exists, in a third of the time. Good enough to
+            check data, but the model's own class may add special tokens differently.
+        trust_remote_code: run the directory's own tokenizer class, if it has one.
+        kwargs: further arguments for transformers.
     Raises:
-        UserError: no such directory, no tokenizer in it, one that is code and is not trusted, or
-            transformers cannot read it.
+        UserError: the directory does not exist or has no tokenizer, the tokenizer is untrusted
+            code, or transformers cannot read it.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -81,12 +81,11 @@ def load_tokenizer(
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Tell whether a directory holds the files of a tokenizer."""
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def _brings_code(folder: Path) -> bool:
-    """Whether the directory names a class of its own, which transformers may have, too."""
+    """Whether the directory names its own tokenizer class; transformers may have the same class."""
     try:
         found = orjson.loads((folder / "tokenizer_config.json").read_bytes())
     except (OSError, orjson.JSONDecodeError):
@@ -96,9 +95,9 @@ def _brings_code(folder: Path) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def opening_tokens(tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that the tokenizer puts before a text by itself, as in an engine that is sent text:
-    ``<|begin_of_text|>`` of Llama 3, nothing of Qwen. Tokens that it may put behind one end nothing
-    and are left out."""
+    """Tokens that the tokenizer adds before a text, as engines do for text prompts:
+    ``<|begin_of_text|>`` for Llama 3, none for Qwen. Tokens that it adds after a text are
+    ignored."""
     whole = tokenizer.encode("a")
     bare = tokenizer.encode("a", add_special_tokens=False)
     starts = range(len(whole) - len(bare) + 1)
@@ -109,20 +108,20 @@ def opening_tokens(tokenizer: Any) -> tuple[int, ...]:
 def _markers(tokenizer: Any, chat_template: str | None) -> list[str]:
     try:
         return template_markers(tokenizer) if chat_template else []
-    except UserError:  # said where the template is used
+    except UserError:  # reported where the template is used
         return []
 
 
 def with_opening(tokenizer: Any, text: str, ids: list[int], *, templated: bool) -> list[int]:
-    """Tokens of a prompt, given those of its text alone: plain text begins as a server would begin
-    it.
+    """Tokens of a prompt from the tokens of its text: adds `opening_tokens` to plain text, as a
+    server does.
 
-    A chat template writes all special tokens itself, and servers add none to what they have
-    templated: text that was rendered here, or carries the template's markers, stays as it stands.
-    So does one that begins with the token.
+    A chat template writes all special tokens itself, and servers add none to templated text. So
+    text that was rendered here, carries the template's markers, or already begins with the token
+    stays unchanged.
 
     Args:
-        ids: of ``text``, without special tokens that are not in it.
+        ids: tokens of ``text``, without added special tokens.
         templated: the text was rendered by the chat template.
 
     Example (Llama 3):
@@ -137,17 +136,17 @@ def with_opening(tokenizer: Any, text: str, ids: list[int], *, templated: bool) 
 
 
 def generation_config_of(path: str) -> dict[str, Any]:
-    """generation_config.json of a model directory; {} where there is none.
+    """generation_config.json of a model directory; {} if there is none.
 
     Raises:
-        UserError: it is no JSON object.
+        UserError: the file is not a JSON object.
     """
     file = Path(path) / "generation_config.json"
     try:
         found = orjson.loads(file.read_bytes()) if file.is_file() else {}
     except orjson.JSONDecodeError as error:
         raise UserError(
-            f"{file} is no JSON", why=str(error), fix="copy it again, or remove it"
+            f"{file} is not JSON", why=str(error), fix="copy it again, or remove it"
         ) from error
     if not isinstance(found, dict):
         raise UserError(f"{file} holds no JSON object", fix="copy it again, or remove it")
@@ -155,13 +154,13 @@ def generation_config_of(path: str) -> dict[str, Any]:
 
 
 def end_token_ids(tokenizer: Any, path: str) -> frozenset[int]:
-    """Tokens that end an answer without being asked to: the tokenizer's, and those of
-    generation_config.json and config.json, as engines read them."""
+    """Default tokens that end an answer: the tokenizer's, and those of generation_config.json and
+    config.json, as engines read them."""
     return frozenset[int]().union(*_named_ends(tokenizer, path).values())
 
 
 def _named_ends(tokenizer: Any, path: str) -> dict[str, set[int]]:
-    """The end tokens that each file of a model names, where it names any."""
+    """The end tokens by the file of the model that names them."""
     config = Path(path) / "config.json"
     read = orjson.loads(config.read_bytes()) if config.is_file() else {}
     named = {
@@ -190,8 +189,8 @@ def end_token_conflicts(tokenizer: Any, path: str) -> list[str]:
     ids = _named_ends(tokenizer, path)
     turn = set(end_of_turn_tokens(tokenizer))
     main = ids.get("tokenizer", set())
-    # a file may name further tokens; one that lacks the tokenizer's, or names none that it knows to
-    # end a turn, differs
+    # a file may name more tokens; it differs if it lacks the tokenizer's end token and names no
+    # end-of-turn token
     strange = [
         where
         for where, found in ids.items()
@@ -221,7 +220,7 @@ def stop_token_report(
     stop_token_ids: Iterable[int] = (),
     stop: Iterable[str] = (),
 ) -> list[str]:
-    """Warnings about how generation will end; empty when all is well.
+    """Warnings about how generation will end; [] if there are none.
 
     Compares what ends an assistant turn in the chat template with what stops generation: the
     tokenizer's end token, ``eos_token_id`` of the generation config, and the flags

@@ -40,7 +40,7 @@ def save_rollout(pattern: str, rollout_id: int | Evaluation, samples: list[Sampl
             raise UserError(
                 f"the samples of rollout {name} cannot be dumped",
                 why=f"a function of yours has set {place}",
-                fix="keep what no file can hold out of samples, or leave "
+                fix="keep objects that cannot be pickled out of samples, or leave "
                 "--save-debug-rollout-data out",
             ) from error
     return path
@@ -71,7 +71,8 @@ def load_samples(path: Path, pattern: str = "") -> list[Sample]:
     """The samples of one dump file, in its order.
 
     Args:
-        pattern: that gave its path, to tell which there are where it is missing.
+        pattern: the pattern that gave ``path``; if the file is missing, the error lists its
+            matches.
     """
     import torch
 
@@ -88,14 +89,15 @@ def load_samples(path: Path, pattern: str = "") -> list[Sample]:
     if not isinstance(data, dict) or "samples" not in data:
         keys = ", ".join(map(str, data)) if isinstance(data, dict) else type(data).__name__
         raise UserError(
-            f"{path} is no rollout dump", why=f"it holds: {keys}", fix="it needs the key 'samples'"
+            f"{path} is not a rollout dump",
+            why=f"it holds: {keys}",
+            fix="it needs the key 'samples'",
         )
     return [Sample.from_dict(item) for item in data["samples"]]
 
 
 def check_dumps(config: Config) -> None:
-    """The dumps of all rollouts that a run begins with are there, as far as its flags tell which
-    these are.
+    """Check that the dumps of the first and the last rollout exist, as far as the flags name them.
 
     Raises:
         UserError: names what is missing, and what is there.
@@ -115,18 +117,18 @@ def _no_dump(pattern: str, path: Path) -> UserError:
     there = [path.name for path, _ in found(pattern)]
     here = sorted(entry.name for entry in path.parent.iterdir())[:5] if path.parent.is_dir() else []
     if len(there) > 1:
-        why = f"of this pattern there are {len(there)}: {there[0]} to {there[-1]}"
+        why = f"{len(there)} files match the pattern: {there[0]} to {there[-1]}"
     elif there:
-        why = f"there is only {there[0]}"
+        why = f"only {there[0]} matches the pattern"
     elif here:
-        why = f"in its directory: {', '.join(here)}"
+        why = f"its directory holds: {', '.join(here)}"
     else:
-        why = "its directory is empty, or not there"
+        why = "its directory is empty or missing"
     return UserError(
         f"there is no rollout dump {path}",
         why=why,
         fix="check the pattern of --load-debug-rollout-data, --start-rollout-id (the first "
-        "rollout) and --num-rollout (the number behind the last)",
+        "rollout) and --num-rollout (the last rollout's number plus one)",
     )
 
 

@@ -11,8 +11,8 @@ the rest back.
 
 Every drawn group ends in exactly one of: chosen, discarded, put back.
 
-Which groups are chosen: the first to finish; in deterministic mode the first by order of drawing,
-and whatever is put back is put back as a prompt, so that nothing depends on timing.
+The chosen groups are the first to finish. In deterministic mode they are the first to be drawn, and
+a group is put back as a prompt, so nothing depends on timing.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from slime.user_code.loading import FunctionFailed, named, shown
 
 logger = get_logger(__name__)
 
-#: Groups that may be dropped in a row, or ten batches if that is more: with a filter that drops
-#: everything a rollout would never end.
+#: The most groups that a filter may drop in a row, or ten batches if that is more. A filter that
+#: drops everything would otherwise keep a rollout from ending.
 _MOST_DROPS = 1000
 
-#: --stale-samples → the metric that counts what became of groups.
+#: --stale-samples → the metric that counts the stale groups.
 _BECAME = {
     "correct": "rollout/num_stale_corrected",
     "requeue": "rollout/num_stale_requeued",
@@ -88,15 +88,14 @@ class DynamicSampler:
 
     Args:
         target: groups in the batch.
-        draw_size: groups drawn at a time, when those expected to be kept are fewer than ``target``.
-        group_size: samples per group, checked on what the source gives.
+        draw_size: groups drawn at a time, while fewer than ``target`` can still be kept.
+        group_size: samples that each drawn group must have.
         max_failed_fraction: of ``target``; at least one group may fail.
         abort_timeout: seconds for engines and generate functions to stop at the end.
-        journal: what it has of a drawn group is used in its place; the outcome of each group is
-            written to it.
-        versions: the current versions of the weights; a group with tokens of others is stale. For
-            the newest see `Journal.restore`.
-        stale_samples: what becomes of such a group, see the flag.
+        journal: restores the drawn groups that it holds, and records the outcome of each group.
+        versions: the current weight versions; a group with tokens of another version is stale.
+            `Journal.restore` explains ``newest``.
+        stale_samples: what happens to a stale group, as in --stale-samples.
     """
 
     runner: GroupRunner
@@ -121,13 +120,13 @@ class DynamicSampler:
         self.watchdog = Watchdog(self.client, self.runner, self.stall_timeout)
         self.drawn: list[GroupRun] = []
         self._corrected: set[int] = set()  # by GroupRun.order
-        self._identities: set[tuple[str, int | None]] = set()  # `_identity_of` all that were drawn
+        self._identities: set[tuple[str, int | None]] = set()  # `_identity_of` each drawn group
         self._most_drops = max(_MOST_DROPS, 10 * self.target)
         path = getattr(self.runner.state.args, "data_source_path", None)
         self._source_name = named(path, "--data-source-path") if path else "the data source"
         self.verdicts: dict[int, Decision] = {}  # by GroupRun.order
         self.result = Collected([], [])
-        # the batch as far as it is certain; may grow beyond the target
+        # groups certain to be in the batch; may exceed the target
         self._certain: list[GroupRun] = []
         # in deterministic mode: every group drawn before this one has its verdict
         self._next_certain = 0
@@ -140,7 +139,7 @@ class DynamicSampler:
         """Run the rollout.
 
         Raises:
-            UserError: too many failures, nothing left to draw or nothing but drops, a stall, or a
+            UserError: too many failures, no prompts left, only dropped groups, a stall, or a
                 mistake in user code.
             EngineError: the engines cannot be stopped at the end.
         """
@@ -168,7 +167,7 @@ class DynamicSampler:
     # -- choosing ----------------------------------------------------------------------------------
 
     def _num_expected(self) -> int:
-        """Groups that are kept or may still be."""
+        """Groups that are kept or may still be kept."""
         return len(self.drawn) - self._num_rejected
 
     def _decide(self, run: GroupRun, verdict: Decision) -> None:
@@ -186,8 +185,8 @@ class DynamicSampler:
             self._next_certain += 1
 
     def _draw_some(self) -> None:
-        """Draw groups. A user's source that fails is asked again, and unusable groups are left out,
-        until more have failed than may."""
+        """Draw groups. Ask a failing user source again, and leave unusable groups out, until too
+        many have failed."""
         try:
             started = time.monotonic()
             groups = self.source.get_samples(self.draw_size)
@@ -213,7 +212,7 @@ class DynamicSampler:
                 self._draw_failed(wrong)
                 continue
             self._identities |= _identity_of(samples)
-            run = self._taken_up(samples)
+            run = self._restored(samples)
             self.drawn.append(run)
             if self._is_stale(run) and not self._takes_stale(run):
                 continue
@@ -227,10 +226,10 @@ class DynamicSampler:
         self.result.num_failed += 1
         if self.result.num_failed > self.num_failures_allowed:
             raise error
-        logger.warning("drawn anew: %s", error)
+        logger.warning("drawing again: %s", error)
 
-    def _taken_up(self, drawn: list[Sample]) -> GroupRun:
-        """Return a drawn group in the state that the journal has of it, if it has any."""
+    def _restored(self, drawn: list[Sample]) -> GroupRun:
+        """Return a drawn group, restored from the journal if the journal holds it."""
         run = GroupRun.of(drawn, order=len(self.drawn))
         if self.journal is not None and drawn:
             key = drawn[0].drawn_as or drawn_as(drawn)
@@ -251,7 +250,8 @@ class DynamicSampler:
         )
 
     def _takes_stale(self, run: GroupRun) -> bool:
-        """Tell whether a stale group that was drawn is used: as it is, or from its prompt."""
+        """Apply --stale-samples to a stale group that was drawn; return whether the group is
+        used."""
         self.result.stale[_BECAME[self.stale_samples]] += 1
         if self.stale_samples == "drop":
             self._decide(run, Decision.STALE)
@@ -263,10 +263,9 @@ class DynamicSampler:
             run.restart()
         return True
 
-    def _turns_away(self, run: GroupRun) -> bool:
-        """Tell whether a generated group is refused because its tokens are too old. No engine of
-        the run makes such tokens; a user's generate function brought them. Another group is drawn
-        in its place."""
+    def _rejects_stale(self, run: GroupRun) -> bool:
+        """Whether a generated group is rejected because its tokens are too old. Only a user's
+        generate function can return such tokens. Another group is drawn instead."""
         if not self._is_stale(run):
             return False
         self.result.stale[_BECAME[self.stale_samples]] += 1
@@ -278,10 +277,10 @@ class DynamicSampler:
             raise UserError(
                 f"{self._drops_in_a_row} groups in a row were generated with tokens older than "
                 "--max-staleness allows",
-                why=f"{self.versions.allowed} are young enough; the generate function brings "
+                why=f"{self.versions.allowed} are young enough; the generate function returns "
                 "others",
-                fix="leave older tokens out there, or pass --stale-samples correct, which trains "
-                "on them",
+                fix="leave older tokens out in that function, or pass --stale-samples correct to "
+                "train on them",
             )
         self._decide(run, Decision.STALE if self.stale_samples == "drop" else Decision.AGAIN)
         return True
@@ -296,7 +295,7 @@ class DynamicSampler:
         return self.runner.rollout_id or 0
 
     async def _wait_for_some(self) -> list[GroupRun]:
-        """Wait until a group has finished; return all that have since the last call."""
+        """Wait until a group has finished; return all that finished since the last call."""
         while self._finished.empty():
             try:
                 async with asyncio.timeout(self.watchdog.interval):
@@ -312,7 +311,7 @@ class DynamicSampler:
         while not self._finished.empty():
             task = self._finished.get_nowait()
             runs.append(self._tasks.pop(task))
-            task.result()  # raises what must stop the run
+            task.result()  # raises errors that must stop the run
         return sorted(runs, key=lambda run: run.order)
 
     async def _judge(self, run: GroupRun) -> None:
@@ -324,7 +323,7 @@ class DynamicSampler:
                 f"the reward function returned None in group {run.index}",
                 fix="return a number, or a dict of numbers",
             )
-        if self._turns_away(run):
+        if self._rejects_stale(run):
             return
         self._note(RecordKind.FINISHED, run)
         try:
@@ -351,7 +350,7 @@ class DynamicSampler:
             raise UserError(
                 f"the dynamic filter has dropped {self._drops_in_a_row} groups in a row",
                 why=f"its reasons: {reasons}",
-                fix="take prompts on which the model sometimes succeeds, raise "
+                fix="use prompts on which the model sometimes succeeds, raise "
                 "--n-samples-per-prompt, or leave --dynamic-sampling-filter-path out",
             )
 
@@ -369,8 +368,8 @@ class DynamicSampler:
     # -- the end -----------------------------------------------------------------------------------
 
     async def _stop_running(self) -> None:
-        """Abort what still runs. Rewards are left at once, engines stop, slow generate functions
-        are cancelled."""
+        """Abort the groups that still run: abandon their rewards, stop the engines, cancel slow
+        generate functions."""
         if not self._tasks:
             return
         with self.client.abort_scope():
@@ -399,7 +398,7 @@ class DynamicSampler:
     ) -> None:
         for task in tasks:
             task.cancel()
-        # users' code has a moment to end, then it is left behind (`slime.user_code.calls`)
+        # user code gets a moment to end, then it is abandoned (`slime.user_code.calls`)
         if tasks:
             await asyncio.wait(tasks, timeout=deadlines.DYNAMIC_SAMPLING_CANCEL)
         for task in tasks:
@@ -429,9 +428,9 @@ class DynamicSampler:
             self.source.add_samples([run.for_later() for run in sorted(back, key=_sample_index)])
 
     def _rewind(self, run: GroupRun) -> None:
-        """Bring a group into the state in which the next rollout can take it up."""
+        """Put a group into the state from which the next rollout continues it."""
         if run.is_generated and not self.deterministic:
-            # it finished when there were enough: nobody has judged and noted it
+            # it finished after the batch was full: it was neither judged nor recorded
             if run.order not in self.verdicts:
                 self._note(RecordKind.FINISHED if run.is_scored else RecordKind.BEGUN, run)
             return
@@ -468,12 +467,12 @@ def _sample_index(run: GroupRun) -> int:
 def _wrong_group(
     samples: Any, group_size: int, taken: Collection[tuple[str, int | None]], source: str
 ) -> FunctionFailed | None:
-    """The problem of a group that a data source gave; None if there is none.
+    """The error for an invalid group from a data source; None if the group is valid.
 
     Args:
-        group_size: trajectories that it must have.
-        taken: `_identity_of` the groups that this rollout has drawn already.
-        source: the data source in messages.
+        group_size: trajectories that the group must have.
+        taken: `_identity_of` every group that this rollout has drawn.
+        source: names the data source in messages.
     """
     what = ""
     if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
@@ -489,11 +488,9 @@ def _wrong_group(
     elif len({each.prompt.index for each in GroupRun.of(samples).trajectories}) < group_size:
         what = f"with samples of the same index: {shown([sample.index for sample in samples])}"
     elif again := _identity_of(samples) & set(taken):
-        what = f"whose {' '.join(map(str, min(again)))} another group of this rollout has"
-    why = (
-        f"a group has {group_size} samples (--n-samples-per-prompt), each with an index of its own"
-    )
-    fix = "count group_index and index on in get_samples, from draw to draw"
+        what = f"with the {' '.join(map(str, min(again)))} of another group of this rollout"
+    why = f"a group has {group_size} samples (--n-samples-per-prompt), each with its own index"
+    fix = "let get_samples continue group_index and index from draw to draw"
     if what:
         return FunctionFailed(f"{source} gave a group {what}", why, fix)
     try:

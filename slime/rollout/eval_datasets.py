@@ -73,13 +73,13 @@ class EvalDataset:
 
     @property
     def cache_key(self) -> tuple[Any, ...]:
-        """Values that tell its prompts from those of other sets."""
+        """Values that distinguish this set's prompts from those of other sets."""
         keys = self.input_key, self.label_key, self.tool_key, self.metadata_key
         template = self.apply_chat_template, repr(sorted(self.apply_chat_template_kwargs.items()))
         return (self.name, self.path, *keys, *template, repr(self.multimodal_keys))
 
     def inject_metadata(self, metadata: dict[str, Any] | None) -> dict[str, Any]:
-        """A row's metadata with what this set says over it."""
+        """A row's metadata, overridden by this set's values."""
         rm_type = {"rm_type": self.rm_type} if self.rm_type else {}
         return {**(metadata or {}), **self.metadata_overrides, **rm_type}
 
@@ -101,7 +101,7 @@ class EvalDataset:
 
 _KEYS = {f.name for f in dataclasses.fields(EvalDataset)}
 _PER_SET_ONLY = {"name", "path"}
-#: key → the flag whose type and range it has
+#: key → the flag that gives its type and range
 _NUMBERS = {
     "n_samples_per_eval_prompt": "n_samples_per_eval_prompt",
     "temperature": "eval_temperature",
@@ -117,8 +117,8 @@ def eval_datasets(config: Config) -> list[EvalDataset]:
     none.
 
     Raises:
-        UserError: a file that is not there or is no such YAML, unknown keys, a missing name or
-            path, a name twice, a number that makes no sense.
+        UserError: the file is missing or malformed, a key is unknown, a name or path is missing, a
+            name is given twice, or a number is out of range.
     """
     if config.eval.eval_config:
         entries = list(_entries_of_yaml(Path(config.eval.eval_config)))
@@ -131,19 +131,19 @@ def eval_datasets(config: Config) -> list[EvalDataset]:
         if dataset.multimodal_keys and not config.images.multimodal_keys:
             raise UserError(
                 f"evaluation set {dataset.name!r} has multimodal_keys, and the run reads no images",
-                why="the tower that sees images is built and served with --multimodal-keys",
+                why="the vision tower is built and served only with --multimodal-keys",
                 fix="pass --multimodal-keys too",
             )
     names = [dataset.name for dataset in datasets]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(
-            f"evaluation set {twice[0]!r} is given twice", fix="give each set a name of its own"
+            f"evaluation set {twice[0]!r} is given twice", fix="give each set its own name"
         )
     return datasets
 
 
 def resolved(entry: dict[str, Any], config: Config) -> dict[str, Any]:
-    """All values of a set, those that ``entry`` leaves out from the flags.
+    """All values of a set; flags give those that ``entry`` leaves out.
 
     Raises:
         UserError: a number that makes no sense.
@@ -184,8 +184,7 @@ def _values_of_flags(config: Config) -> dict[str, Any]:
 
 
 def _pairs(values: tuple[str, ...]) -> list[tuple[str, str]]:
-    """``name path name path …``; a single value is the path of a set that is called after its
-    file."""
+    """``name path name path …``; a single value is a path, and the set is named after the file."""
     if len(values) == 1:
         path = split_name(split_slice(values[0])[0])[0]
         name = Path(path).name
@@ -218,7 +217,7 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
         root = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise UserError(
-            f"--eval-config {path} is not valid YAML", why=str(error), fix="mend the file"
+            f"--eval-config {path} is not valid YAML", why=str(error), fix="correct the file"
         ) from error
     root = root.get("eval", root) if isinstance(root, dict) else root
     entries = root.get("datasets") if isinstance(root, dict) else None
@@ -248,10 +247,10 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def check_keys(given: dict[str, Any], where: str) -> None:
-    """Refuse what is no key of an evaluation set.
+    """Check that every key is a key of an evaluation set.
 
     Raises:
-        UserError: the first one, with the nearest that there is.
+        UserError: a key is unknown; the message suggests the closest one.
     """
     _refuse_unknown(given, _KEYS, where)
 

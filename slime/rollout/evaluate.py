@@ -55,17 +55,17 @@ class EvalSet:
 
 
 def read_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any) -> list[Sample]:
-    """The prompts of one set, in file order; longer ones than ``--eval-max-prompt-len`` are left
+    """The prompts of one set, in file order; prompts longer than ``--eval-max-prompt-len`` are left
     out with a warning.
 
     Raises:
-        UserError: rows that cannot be used, or none left.
+        UserError: a row is invalid, or no row is left.
     """
     return read_samples(dataset.path, eval_checker(dataset, config, tokenizer), EVALUATION)
 
 
 def eval_checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checker:
-    """The check of each row of an evaluation set, made when the row is read and measured."""
+    """The checker of an evaluation set, which checks and measures each row as it is read."""
     form = RowFormat(
         input_key=dataset.input_key,
         label_key=dataset.label_key,
@@ -92,7 +92,7 @@ def eval_checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checke
     return Checker(form, tokenizer, longest, limit_flags)
 
 
-#: Each prompt that is evaluated, under way or done.
+#: The task of each evaluated prompt, running or done → its group.
 Tasks = dict[asyncio.Task[None], GroupRun]
 
 
@@ -111,7 +111,7 @@ async def evaluate(
         make_runner: gives each set a runner with its own sampling parameters.
         max_failed_fraction: of a set's prompts; more failures end the evaluation, fewer are left
             out of the numbers and counted as ``eval/<name>/num_failed``.
-        on_start: given what `progress_of` counts, and those who know what is waited for.
+        on_start: called with the tasks and the watchdogs once all tasks have started.
     Raises:
         UserError: too many failures, a stall, or a mistake in user code.
     """
@@ -149,7 +149,7 @@ def progress_of(tasks: Tasks) -> dict[str, float]:
 
 async def _wait(tasks: Tasks, watchdogs: list[Watchdog]) -> None:
     """Wait until all are done, or until the first exception. The evaluation has stalled only if
-    every set has."""
+    every set has stalled."""
     pending = set(tasks)
     while pending:
         done, pending = await asyncio.wait(

@@ -22,8 +22,8 @@ def check_reward_nonzero_std(
     args: Any, samples: list[Sample], **kwargs: Any
 ) -> DynamicFilterOutput:
     """Keep groups whose rewards differ: equal rewards have advantage 0 (DAPO,
-    https://arxiv.org/abs/2503.14476, §3.2). As there, rewards count as the reward function gave
-    them: an overlong penalty alone makes no group worth training on.
+    https://arxiv.org/abs/2503.14476, §3.2). As in DAPO, these are the rewards of the reward
+    function: an overlong penalty alone does not make a group worth training on.
 
     Example:
         rewards 1, 1, 1, 1 are dropped for the reason "zero_std_1.0"; rewards 1, 0, 1, 1 are kept.
@@ -54,7 +54,7 @@ async def call_dynamic_filter(
     Args:
         limit: seconds.
     Raises:
-        FunctionFailed: it raised, did not return in time, or returned no verdict.
+        FunctionFailed: the filter raised, did not return in time, or returned no verdict.
     """
     if fn is None:
         return DynamicFilterOutput(keep=True)
@@ -69,21 +69,21 @@ def verdict_of(verdict: Any, what: str = "the filter") -> DynamicFilterOutput:
     """Convert the return value of a filter to its verdict; a bare bool is wrapped.
 
     Raises:
-        FunctionFailed: it is none.
+        FunctionFailed: ``verdict`` is not a verdict.
     """
     fix = (
         "return True to keep the group, False to drop it, or a "
         "slime.user_code.hooks.DynamicFilterOutput"
     )
     is_verdict = isinstance(verdict, DynamicFilterOutput)
-    # a forgotten return would drop every group, and "False" keep it
+    # a forgotten return would drop every group, and the text "False" would keep it
     if verdict is None or not (is_verdict or hasattr(type(verdict), "__bool__")):
         raise FunctionFailed(f"{what} returned {described(verdict)}", fix=fix)
     if is_verdict:
         return verdict
     try:
         return DynamicFilterOutput(keep=bool(verdict))
-    except Exception as error:  # whatever its class raises, as an array of several numbers does
+    except Exception as error:  # bool() may raise anything, e.g. for an array of several numbers
         raise FunctionFailed(f"{what} returned {described(verdict)}", fix=fix) from error
 
 
@@ -93,8 +93,7 @@ def should_drop_dynamic_filter_output(
     """Whether the group that the filter judged is dropped.
 
     Args:
-        remaining_batch_size: groups kept or still under way in this rollout, the judged one
-            included.
+        remaining_batch_size: groups kept or still running in this rollout, the judged one included.
         target_data_size: groups that the batch needs.
     """
     if output.keep:

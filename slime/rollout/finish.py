@@ -1,5 +1,4 @@
-"""The end of a rollout or an evaluation, whatever made its samples: dump, the user's log function,
-metrics."""
+"""The end of every rollout and evaluation: dump, the user's log function, metrics."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ ROLLOUT_LOG = "--custom-rollout-log-function-path"
 EVAL_LOG = "--custom-eval-rollout-log-function-path"
 
 _LOGGED: contextvars.ContextVar[Metrics] = contextvars.ContextVar("slime_logged_metrics")
-"""Of the log function that runs, also where no engine has generated (SFT)."""
+"""Metrics that the running log function adds, also where no engine generates (SFT)."""
 
 
 def logged_metrics() -> Metrics | None:
-    """Metrics of the rollout or evaluation that this code runs in, for users' functions to add to;
-    None where there is none."""
+    """The dict in which user functions add metrics to the current rollout or evaluation; None
+    outside of both."""
     found = _LOGGED.get(None)
     return current_state().logged if found is None and is_in_run() else found
 
@@ -44,11 +43,12 @@ async def _logged(
     given: tuple[Any, ...],
     completed: Callable[[Metrics], Metrics],
 ) -> Metrics:
-    """Call the user's log function, if there is one, and return what is logged: the ``completed``
-    metrics, unless it takes over, and those that it has added by `logged_metrics`.
+    """Call the user's log function, if there is one, and return the metrics to log: the
+    ``completed`` ones, unless the function takes over, and those that it added with
+    `logged_metrics`.
 
     Args:
-        metrics: one of the arguments that it is ``given``; it may change them.
+        metrics: one of the ``given`` arguments; the function may change it.
     """
     known = logged_metrics()
     logged: Metrics = {} if known is None else known
@@ -80,8 +80,8 @@ async def finish_rollout(
     takes over, only the metrics that it adds (`logged_metrics`) are left.
 
     Args:
-        seconds: that the rollout took.
-        measure: default metrics of the samples, beside those that the output brings.
+        seconds: duration of the rollout.
+        measure: computes default metrics of the samples; metrics of the output take precedence.
     """
     samples = [sample for group in output.samples for sample in group.samples]
     await _dump(config, rollout_id, samples)
@@ -109,11 +109,11 @@ async def finish_evaluation(
     mean reward where the evaluation function gave none.
 
     Args:
-        before_training: no rollout came before it, so that its dump has a name of its own, and the
-            evaluation after rollout 0 does not replace it.
+        before_training: no rollout came before. The dump gets another name, so the evaluation after
+            rollout 0 does not replace it.
     Raises:
-        FunctionFailed: a data set without a list of rewards; what the log function did besides
-            logging.
+        FunctionFailed: a data set has no list of rewards, or the log function failed or changed
+            samples.
     """
     metrics: dict[str, Any] = dict(output.metrics or {})
     path = args.eval_function_path
@@ -136,10 +136,10 @@ async def finish_evaluation(
 
 
 def _check_evaluation(data: Any, origin: str) -> None:
-    """Check what an evaluation function returned; rewards become floats.
+    """Check the return value of an evaluation function; convert rewards to floats.
 
     Raises:
-        FunctionFailed: a data set without a list of finite rewards, or samples that are none.
+        FunctionFailed: a data set has no list of finite rewards, or its samples are no `Sample`.
     """
     fix = "return {name: {'rewards': [number, …], 'truncated': […], 'samples': […]}}"
     if not isinstance(data, dict):
@@ -158,7 +158,7 @@ def _check_evaluation(data: Any, origin: str) -> None:
         is_list = isinstance(samples, (list, tuple))
         if not is_list or not all(isinstance(sample, Sample) for sample in samples):
             raise FunctionFailed(
-                f"{origin} returned samples of data set {name!r} that are none", fix=fix
+                f"{origin} returned samples of data set {name!r} that are no Sample", fix=fix
             )
 
 
@@ -166,11 +166,11 @@ def is_true(value: Any, origin: str) -> bool:
     """Convert the return value of a log function to a bool.
 
     Raises:
-        FunctionFailed: it has none, as an array of several numbers has not.
+        FunctionFailed: the value has no truth value, e.g. an array of several numbers.
     """
     try:
         return bool(value)
-    except Exception as error:  # whatever its class raises
+    except Exception as error:  # bool() may raise anything
         what = f"{origin} returned {described(value)}"
         raise FunctionFailed(
             what, fix="return True to replace the default logging, else None"
@@ -178,6 +178,5 @@ def is_true(value: Any, origin: str) -> bool:
 
 
 async def _dump(config: Config, rollout_id: int | Evaluation, samples: list[Sample]) -> None:
-    """Write what --save-debug-rollout-data asks for."""
     if pattern := config.debug.save_debug_rollout_data:
         await asyncio.to_thread(save_rollout, pattern, rollout_id, samples)

@@ -12,7 +12,7 @@ existing plugins):
         append_message(sample, {"role": "tool", "content": tool(sample.response)})
         return await generate(args, sample, sampling_params)
 
-Tokens go in and come out: what the engine sampled is what is trained on, text is never tokenised
+Engines take and return tokens. Sampled tokens are trained on as they are; text is never tokenised
 again.
 """
 
@@ -48,9 +48,9 @@ from slime.user_code.overrides import follows_old_plugin, override_of
 logger = get_logger(__name__)
 
 _MASK64 = (1 << 64) - 1
-#: A tokenizer decodes a part of a character to this.
-_HALF = "\ufffd"
-#: In the errors of SGLang and of the embedded engine for a prompt that fills the context.
+#: Tokenizers decode an incomplete character to this.
+_INCOMPLETE = "\ufffd"
+#: Phrases in the errors of SGLang and the embedded engine for a prompt that fills the context.
 _NO_ROOM = ("context length", "the context holds")
 
 
@@ -63,24 +63,24 @@ class GenerateState:
         sampling_params: defaults of this rollout; each request gets a copy of its own.
         max_context_len: most tokens of prompt plus response, None for no limit but the engine's.
         deterministic: requests carry a seed made from ``rollout_seed`` and the sample's index.
-        versions: the current versions of the weights; a sample begun with others is stale
+        versions: the current versions of the weights; a sample begun with another is stale
             (--stale-samples).
         end_tokens: tokens that end an answer unless ``ignore_eos`` is set.
         request_tokens: most new tokens to ask for in one request; a longer answer takes several.
-        routed_experts: ask the engine which experts it used, for the trainer to use them again.
-        sampling_mask: ask it which tokens each one was drawn from, too.
-        vocab_size: of the model; None where it is not known.
+        routed_experts: ask the engine which experts it used; the trainer uses the same ones.
+        sampling_mask: ask the engine from which tokens each token was sampled.
+        vocab_size: the model's; None if unknown.
         loop: the event loop that everything runs on.
-        processor: always None: plugins look for transformers' processor here, which they would
-            call for tokens that are not those of the run.
-        images: puts images among tokens; None where text alone is read.
+        processor: always None. Plugins look for a transformers processor here, whose tokens would
+            differ from the run's.
+        images: expands image placeholders among tokens; None in a text-only run.
         media_folder: where images of messages are kept.
         counts: events worth a metric, e.g. "prompt_too_long".
-        templated: prompts that are text were rendered by the chat template.
+        templated: the chat template has already rendered text prompts.
         logged: metrics that users' functions have added to those of this rollout.
-        from_journal: by sample index, response tokens that nobody generated in this rollout.
-        progress, waits: see `slime.rollout.loop.RolloutLoop`; a rollout function of the user's own
-            reports nothing.
+        from_journal: number of response tokens restored from the journal, by sample index.
+        progress, waits: see `slime.rollout.loop.RolloutLoop`; a user's rollout function reports
+            nothing.
     """
 
     args: Any
@@ -127,8 +127,8 @@ class GenerateState:
 
 _STATE: contextvars.ContextVar[GenerateState] = contextvars.ContextVar("slime_generate_state")
 _newest: list[GenerateState] = []
-"""Of this process's rollouts, at most one: for threads that users' code has started itself, which
-inherit nothing."""
+"""The state of this process's newest rollout, if any, for threads that user code starts itself:
+they inherit no context."""
 
 
 def bind_state(state: GenerateState) -> None:
@@ -138,24 +138,24 @@ def bind_state(state: GenerateState) -> None:
 
 
 def begin_state(state: GenerateState) -> None:
-    """Make ``state`` the one that `current_state` finds, until the next rollout begins also in
-    threads of the user's own."""
+    """Make ``state`` the one that `current_state` finds. Threads that user code starts itself find
+    it until the next rollout begins."""
     bind_state(state)
     _newest[:] = [state]
 
 
 def forget_states(args: Any) -> None:
-    """Forget the rollout of ``args``, whose run has ended: no thread finds it any more."""
+    """Forget the state of ``args``, whose run has ended: threads no longer find it."""
     if _newest and _newest[0].args is args:
         _newest.clear()
 
 
 def current_state(args: Any = None) -> GenerateState:
-    """The state of the rollout that this code runs in; in a thread of the user's own, of the one
-    that began last. ``args`` is accepted for existing plugins and not needed.
+    """The state of the current rollout; in a thread that user code started itself, of the newest
+    rollout. ``args`` is accepted for existing plugins and not needed.
 
     Raises:
-        UserError: called where there is no run.
+        UserError: called outside of a rollout or evaluation.
     """
     state = _STATE.get(_newest[0] if _newest else None)
     if state is None:
@@ -170,13 +170,13 @@ def current_state(args: Any = None) -> GenerateState:
 
 
 def is_in_run() -> bool:
-    """Whether `current_state` finds one."""
+    """Whether `current_state` finds a state."""
     return bool(_newest) or _STATE.get(None) is not None
 
 
 def rollout_sampling_params(config: Config) -> dict[str, Any]:
-    """Sampling parameters of training rollouts, as SGLang spells them; log-probs are of the
-    tempered distribution."""
+    """Sampling parameters of training rollouts, as SGLang spells them; log-probs are those of the
+    temperature-scaled distribution."""
     rollout = config.rollout
     return sampling_params(
         temperature=rollout.rollout_temperature,
@@ -198,11 +198,12 @@ def skips_special_tokens(config: Config) -> bool:
 
 
 def sampling_params(*, stop: Any = (), stop_token_ids: Any = (), **params: Any) -> dict[str, Any]:
-    """A request's ``sampling_params``. The stop string stays in the text, which is the text of the
-    trained tokens.
+    """A request's ``sampling_params``. The text keeps the stop string, because it is the text of
+    the trained tokens.
 
     Raises:
-        UserError: not one of `slime.engines.request_fields.SamplingParams`, or out of its range.
+        UserError: a parameter is not in `slime.engines.request_fields.SamplingParams`, or out of
+            range.
     """
     params = {"no_stop_trim": True, "spaces_between_special_tokens": False} | params
     if stop:
@@ -240,17 +241,16 @@ def context_limit(*limits: int | None) -> int | None:
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generate (or go on generating) the response of ``sample``; returns the same sample.
+    """Generate or continue the response of ``sample``; returns the same sample.
 
-    ``max_new_tokens`` counts the whole response: what is there already is taken off, so an aborted
-    sample goes on where it stopped. A request that somebody else aborts (a weight push, the engine
-    itself) is resumed here, and a long answer may be asked for in pieces
-    (`GenerateState.request_tokens`). A prompt that leaves no room is TRUNCATED with what it has;
-    that is counted, never an error.
+    ``max_new_tokens`` limits the whole response, including tokens that the sample already has: an
+    aborted sample continues where it stopped. A request aborted by a weight push or by the engine
+    is resumed here, and a long answer may take several requests (`GenerateState.request_tokens`). A
+    sample without room for more tokens becomes TRUNCATED; this is counted and never an error.
 
     Raises:
         RequestRefused: the engine refused the request for another reason than its length.
-        EngineError: no answer after retries, or aborted again and again without a token between.
+        EngineError: no answer after retries, or too many aborts in a row without a new token.
     """
     state = current_state(args)
     if not sample.tokens:
@@ -264,7 +264,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         if params is None or _wrote_an_image(state, sample):
             sample.status = SampleStatus.TRUNCATED
             return sample
-        await _pause(min(idle, 10) * 0.05)  # whoever aborts us may still be at work
+        await _pause(min(idle, 10) * 0.05)  # the cause of the abort may persist for a moment
         length = sample.response_length
         asked = piece(params, state.request_tokens)
         await _call_engine(state, sample, {**params, "max_new_tokens": asked})
@@ -308,8 +308,8 @@ def _remaining_params(
 
 
 def _wrote_an_image(state: GenerateState, sample: Sample) -> bool:
-    """Tell whether the policy itself has written the tokens of an image. They mean nothing to the
-    trainer, and a request with them makes an engine look for one image more."""
+    """Whether the policy itself has sampled image placeholders. The trainer has no image for them,
+    and an engine would look for one."""
     if state.images is None:
         return False
     runs = placeholder_runs(sample.tokens, state.images.vision)
@@ -317,8 +317,8 @@ def _wrote_an_image(state: GenerateState, sample: Sample) -> bool:
         return False
     tell(
         logger,
-        "sample %s wrote the placeholder of an image itself, and does not go on after a cut or a "
-        "turn; it counts as truncated",
+        "the policy sampled an image placeholder in sample %s, which therefore cannot continue "
+        "after an abort or a turn; it counts as truncated",
         sample.index,
         once="wrote an image",
     )
@@ -351,36 +351,36 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
         _check_prompt_length(state, sample, result)
     append_result(sample, result)
     if before and result.token_ids and keeps_text(params):
-        _read_anew(state, sample, params, before, text)
+        _decode_again(state, sample, params, before, text)
 
 
 def _check_prompt_length(state: GenerateState, sample: Sample, result: GenerateResult) -> None:
     """
     Raises:
-        UserError: the engine has put other numbers of placeholders among the tokens.
+        UserError: the engine counts another number of prompt tokens.
     """
     told = result.meta_info.get("prompt_tokens")
     if result.finish_reason != "abort" and told is not None and told != len(sample.tokens):
         raise UserError(
             f"the engine at {state.client.base_url} counts {told} prompt tokens of sample "
             f"{sample.index}, which has {len(sample.tokens)}",
-            why="it prepares the images in another way than the trainer: other sizes, or another "
+            why="it preprocesses images differently from the trainer: other sizes, or another "
             "number of placeholders",
             fix="serve the directory of --hf-checkpoint, with its preprocessor_config.json, and "
-            "the same limits of pixels",
+            "the same pixel limits",
         )
 
 
 def _check_sampling_mask(state: GenerateState, result: GenerateResult) -> None:
     """
     Raises:
-        UserError: the engine was asked what tokens were drawn from, and does not tell.
+        UserError: the engine was asked for sampling masks and returned none.
     """
     wanted = ("output_token_sampling_mask", "output_token_sampling_logprobs")
     missing = [name for name in wanted if result.meta_info.get(name) is None]
     if missing:
         raise UserError(
-            f"the engine at {state.client.base_url} does not tell what tokens were sampled from",
+            f"the engine at {state.client.base_url} returned no sampling mask",
             why="it was asked for return_sampling_mask, and its answer has no "
             f"{' and no '.join(missing)}",
             fix="use an SGLang version that is supported, or pass --no-use-sampling-mask for "
@@ -389,8 +389,7 @@ def _check_sampling_mask(state: GenerateState, result: GenerateResult) -> None:
 
 
 async def _ask(state: GenerateState, sample: Sample, params: dict[str, Any]) -> GenerateResult:
-    """The engine's answer; through a plugin's own ``post`` where it has put one in place of
-    ours."""
+    """The engine's answer, requested with a plugin's own ``post`` if it has replaced ours."""
     wanted: dict[str, Any] = {"return_routed_experts": True} if state.routed_experts else {}
     if state.sampling_mask:
         wanted["return_sampling_mask"] = True
@@ -410,7 +409,7 @@ async def _ask(state: GenerateState, sample: Sample, params: dict[str, Any]) -> 
 
 
 def _sampled_tail(sample: Sample) -> list[int]:
-    """Tokens at the end of the response that were sampled one after the other; [] behind a tool's
+    """Tokens at the end of the response that were sampled one after the other; [] after a tool's
     answer."""
     start = sample.response_length
     for token_span in reversed(sample.token_spans):
@@ -420,18 +419,18 @@ def _sampled_tail(sample: Sample) -> list[int]:
     return sample.tokens[sample.prompt_length + start :]
 
 
-def _read_anew(
+def _decode_again(
     state: GenerateState, sample: Sample, params: dict[str, Any], before: list[int], text: str
 ) -> None:
-    """Decode an answer of several requests anew, from all its tokens: one request may have ended
+    """Decode an answer of several requests again, from all its tokens: one request may have ended
     within a character.
 
     Args:
-        before: its tokens until the last request; text: of the response until then.
+        before: the answer's tokens before the last request; text: the response before it.
     """
-    known = text_of(state.tokenizer, before, params).rstrip(_HALF)
-    text = text.rstrip(_HALF)
-    # else users' code has changed the text, which stays as it is
+    known = text_of(state.tokenizer, before, params).rstrip(_INCOMPLETE)
+    text = text.rstrip(_INCOMPLETE)
+    # otherwise user code has changed the text: keep that
     if text.endswith(known):
         whole = text_of(state.tokenizer, _sampled_tail(sample), params)
         sample.response = text[: len(text) - len(known)] + whole
@@ -448,7 +447,7 @@ def note_too_long(state: GenerateState, sample: Sample, limit: str) -> None:
     state.counts["prompt_too_long"] += 1
     unmeasured = ""
     if isinstance(sample.prompt, list):
-        unmeasured = "; of messages they are measured with --apply-chat-template"
+        unmeasured = "; prompts that are messages are measured only with --apply-chat-template"
     tell(
         logger,
         "sample %s has %d tokens and no room to generate: %s; it counts as truncated, and leaves "
@@ -467,11 +466,11 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
     """Return the token ids of the prompt: chat messages through the chat template, plain text with
     the tokens that the tokenizer puts before it (`with_opening`).
 
-    The places of images are noted in the sample.
+    The positions of images are recorded in the sample.
 
     Raises:
-        UserError: the prompt is empty, or carries images that do not fit its placeholders, or that
-            the model does not see.
+        UserError: the prompt is empty, its images do not match its placeholders, or the run reads
+            no images.
     """
     if isinstance(sample.prompt, str):
         bare = list(tokenizer.encode(sample.prompt, add_special_tokens=False))
@@ -489,7 +488,7 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
 
 
 def _with_images(sample: Sample, ids: list[int]) -> list[int]:
-    """Return the prompt's tokens with all placeholders of its images, and note their places."""
+    """Return the prompt's tokens with all placeholders of its images; record their positions."""
     images = current_state().images if is_in_run() else None
     if sample.multimodal_inputs and (images is None or sample.multimodal_inputs.keys() != {IMAGES}):
         raise UserError(
@@ -497,7 +496,7 @@ def _with_images(sample: Sample, ids: list[int]) -> list[int]:
             why="this run reads no images (--multimodal-keys)"
             if images is None
             else f"its multimodal_inputs has {', '.join(map(str, sample.multimodal_inputs))}; "
-            "images alone are read, as a list of paths",
+            "only images are read, as a list of paths",
             fix="pass --multimodal-keys, or a --custom-generate-function-path that handles them",
         )
     if images is None:
@@ -513,7 +512,7 @@ def encoded_images(references: Sequence[str]) -> list[str]:
     """Return the bytes of images in base64, as ``image_data`` of a request.
 
     Raises:
-        UserError: a file is not there any more.
+        UserError: a file no longer exists.
     """
     from slime.models.images import upright
 
@@ -534,15 +533,15 @@ def _template_kwargs(sample: Sample) -> dict[str, Any]:
 
 
 def append_message(sample: Sample, message: dict[str, Any]) -> None:
-    """Append a message that the model did not write to its response, between two turns: a tool's
-    answer, say. The chat template renders it, with the end of the turn before and the head of the
-    next one. It is never trained on. ``sample.response`` gets its text on lines of its own.
+    """Append a message that the model did not write to its response, between two turns: for example
+    a tool's answer. The chat template renders it, with the end of the previous turn and the header
+    of the next one. It is never trained on. ``sample.response`` gets its text on separate lines.
 
     Images are parts of its content: ``{"type": "image", "image": data}`` with bytes, a data URI or
     base64.
 
-    The tokens count in ``--rollout-max-response-len``: without room for more, the next turn leaves
-    a sample TRUNCATED.
+    The tokens count towards ``--rollout-max-response-len``: without room for more, the next turn
+    leaves a sample TRUNCATED.
 
     Example:
         >>> message = {"role": "tool", "content": "It is 2962 m high."}  # doctest: +SKIP
@@ -575,8 +574,8 @@ def append_message(sample: Sample, message: dict[str, Any]) -> None:
 def append_result(sample: Sample, result: GenerateResult) -> None:
     """Append an engine's answer to the response, with the weight version of every token.
 
-    An engine whose weights changed during the call says so in ``token_weight_versions``: ``[[start,
-    version], ...]`` counted from the call's first token. Otherwise all tokens carry
+    An engine whose weights changed during the call reports it in ``token_weight_versions``:
+    ``[[start, version], ...]`` counted from the call's first token. Otherwise all tokens carry
     ``weight_version``.
 
     Example:

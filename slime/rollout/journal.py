@@ -1,30 +1,29 @@
-"""The journal: each finished group is in the run folder before it is trained on, so that no crash
+"""The journal keeps each finished group in the run folder before training uses it, so no crash
 loses it.
 
-A checkpoint says which groups training has consumed; whoever goes on from it draws all others
-again, with the same indices and in the same order. What the journal has of such a group takes its
-place:
+A checkpoint records which groups training has consumed. A resumed run draws all others again, with
+the same indices and in the same order. The journal restores the groups that it holds:
 
     draw ─► in the journal? ─┬─ finished ─► is judged and trained on as it is, nothing is generated
-                             ├─ begun ────► goes on where it was (--partial-rollout)
+                             ├─ begun ────► continues where it stopped (--partial-rollout)
                              └─ no ───────► generated
 
-As long as training goes on in the same way, each finished group is trained on once, and none is
-generated twice. With other flags of training (--lr), the weights that were pushed after the
-checkpoint never come again, and what they generated is generated anew. If timing decides which
-rollout draws a group, an earlier rollout may draw it than in the launch that finished it; the group
-counts there, too, if training has reached its weights.
+If the resumed training repeats the old one, each finished group is trained on once, and none is
+generated twice. With other training flags (--lr), the weights pushed after the checkpoint differ,
+and the groups that they sampled are generated again. If timing decides which rollout draws a group,
+an earlier rollout may draw it than in the launch that finished it. The group is restored there too,
+if training has reached its weights.
 
 A file per rollout, ``journal/rollout_000012.log``: records that are only ever appended,
 
     length (uint64) │ checksum of the payload (XXH3, uint64) │ payload (pickle)
 
-the first of which says what the samples were made with. A file ends where a record is cut short or
-does not fit its checksum. Records are written at once, so that the death of every process loses
-none, and are forced to the disk every second, for the death of the host. Files go when two
-checkpoints have passed them.
+The first record tells what the samples were made with. Reading stops at a record that is cut short
+or does not match its checksum. Records are written at once, so none is lost if all processes die,
+and synced to disk every second, in case the host dies. A file is removed once two checkpoints have
+passed it.
 
-Like a checkpoint it holds what users put into their samples, and so it is a pickle: read only what
+Like a checkpoint it is a pickle, because it holds what users put into samples: read only files that
 you have written.
 """
 
@@ -57,13 +56,12 @@ logger = get_logger(__name__)
 
 _HEAD = struct.Struct("<QQ")
 _FILE = re.compile(r"rollout_([0-9]{6,18})\.log")
-#: Of the records; what was written in another one is left out like what was made with other flags.
-_FORM = 2
-#: Functions of the user's own that have a hand in a sample before it is judged.
+#: Format of the records; a file in another one is removed, like a file made with other flags.
+_FORMAT = 2
+#: Flags of user functions that change a sample before it is judged.
 MAKERS = ("custom_generate_function_path", "rollout_sample_hook_path", "custom_rm_path")
-#: Flags of these groups that say how long a run is or how it waits; samples are the same with
-#: others.
-_WITHOUT_MEANING = frozenset((
+#: Flags of the fingerprinted groups that do not change samples.
+_WITHOUT_EFFECT = frozenset((
     "num_rollout", "num_epoch", "start_rollout_id", "rollout_stall_timeout", "num_data_workers",
     "rm_num_workers", "freeze_vision_tower", "freeze_vision_projector"
 ))  # fmt: skip
@@ -73,13 +71,13 @@ class RecordKind(enum.StrEnum):
     """The kind of a record of a group."""
 
     FINISHED = "finished"
-    BEGUN = "begun"  # put back as far as it was generated
-    FORGOTTEN = "forgotten"  # what was generated of it counts no more
+    BEGUN = "begun"  # put back with the tokens generated so far
+    FORGOTTEN = "forgotten"  # earlier records of the group no longer count
 
 
 @dataclass(frozen=True, slots=True)
 class _RecordPlace:
-    """A record: of what kind, in which rollout it was made, and where it is."""
+    """Kind, rollout and file offset of a record."""
 
     kind: RecordKind
     rollout_id: int
@@ -88,17 +86,17 @@ class _RecordPlace:
 
 
 class Journal:
-    """The journal of one run (or stage). A failure to write is logged, and the run goes on without
-    it: after a disk error until the next rollout, which has a file of its own; for good if the
-    samples cannot be pickled.
+    """The journal of one run (or stage). A failure to write is logged and does not end the run.
+    After a disk error the journal resumes with the file of the next rollout; if samples cannot be
+    pickled, it ends.
 
     Args:
-        folder: of its files; made when something is written.
+        folder: holds the files; created by the first write.
         made_with: what samples depend on; files that were written with something else are removed.
     Attributes:
-        num_restored: groups that were drawn as prompts and that `restore` has found finished since
-            the last call of `metrics`.
-        newest_version: of the weights that sampled what is in it; 0 where there is nothing.
+        num_restored: groups drawn as prompts that `restore` found finished, since the last call of
+            `metrics`.
+        newest_version: the newest weight version among recorded tokens; 0 if there are none.
     """
 
     def __init__(self, folder: Path, made_with: str) -> None:
@@ -107,12 +105,12 @@ class Journal:
         self._places: dict[int, list[_RecordPlace]] = {}
         """By group, in the order in which they were written."""
         self._files: dict[int, BinaryIO] = {}
-        """By rollout; positions are at the end."""
+        """By rollout, open for appending."""
         self._dirty: set[int] = set()
         self._lock = threading.Lock()
         self._is_open = True
         self._unwritable: set[int] = set()
-        """Rollouts whose file failed: behind half a record nothing would be found."""
+        """Rollouts whose file failed: records after a partial record would not be found."""
         self._ended = threading.Event()
         self._syncing: threading.Thread | None = None
         self.num_restored = 0
@@ -141,7 +139,7 @@ class Journal:
             )
 
     def _read_file(self, rollout_id: int, path: Path) -> int:
-        """Note what is in a file; one that was made otherwise is removed.
+        """Index the records of a file; remove the file if it was made with something else.
 
         Returns:
             The number of records that were removed.
@@ -150,7 +148,7 @@ class Journal:
             records = _records(file)
             _, made_with = next(records, (0, None))
             if made_with is None:
-                if path.stat().st_size:  # else it was made and nothing was written yet
+                if path.stat().st_size:  # otherwise it was created and nothing was written yet
                     logger.warning(
                         "%s was damaged from its beginning: what it held is generated again", path
                     )
@@ -184,16 +182,15 @@ class Journal:
         """Return the journal's state of a drawn group, or ``drawn`` if it has none.
 
         Args:
-            rollout_id: the rollout that draws. A record of a later rollout counts only if its
-                tokens are of the newest of ``versions`` or older ones, and of none that are ahead:
-                in another order of events, a later rollout may have drawn this group. With newest
-                None (deterministic runs) it never counts.
-            key: `drawn_as` of it; where the journal has another, it is of other data.
-            versions: groups of unreachable versions do not count, nor, if there are any, groups
-                of unknown ones.
+            rollout_id: the rollout that draws. A later rollout may have drawn this group in an
+                earlier launch. Its record counts only if no token is newer than ``versions.newest``
+                or in ``versions.ahead``; with newest None (deterministic runs) it never counts.
+            key: `drawn_as` of the drawn group; a record with another key is of other data.
+            versions: records with tokens of ``unreachable`` versions do not count; if there are
+                such versions, records of unknown versions do not count either.
         Returns:
-            The group, and whether it is finished in the file of this rollout or a later one, which
-            stays as long as somebody may draw it again.
+            The group, and whether the file of this rollout or a later one holds it as finished.
+            Such a file stays as long as the group may be drawn again.
         """
         index = drawn[0].group_index
         for place in reversed(self._places.get(index, ()) if index is not None else ()):
@@ -234,7 +231,7 @@ class Journal:
                 file.seek(place.offset)
                 _, record = next(_records(file))
             return [Sample.from_dict(item) for item in pickle.loads(record[3])]
-        except Exception as problem:  # a disk, or a class of the user's that is not there any more
+        except Exception as problem:  # a disk error, or a user's class that no longer exists
             logger.warning(
                 "a group of rollout %d cannot be read, it is generated again: %r",
                 place.rollout_id,
@@ -245,10 +242,10 @@ class Journal:
     # -- writing -----------------------------------------------------------------------------------
 
     def note(self, kind: RecordKind, rollout_id: int, key: int, samples: Sequence[Sample]) -> None:
-        """Write down what has become of a group.
+        """Record the outcome of a group.
 
         Args:
-            key: `drawn_as` of what was drawn.
+            key: `drawn_as` of the drawn group.
         """
         index = samples[0].group_index
         if not self._is_open or index is None:
@@ -259,7 +256,7 @@ class Journal:
             return
         try:
             kept = [] if kind is RecordKind.FORGOTTEN else [sample.to_dict() for sample in samples]
-            # apart: most are never read
+            # pickled separately: most are never read
             content = pickle.dumps(kept, protocol=pickle.HIGHEST_PROTOCOL)
             newest = max(_versions_in(samples), default=0)
             with self._lock:
@@ -272,7 +269,7 @@ class Journal:
             if kind is RecordKind.FORGOTTEN:
                 self._remove_files_with(index)
             return
-        except Exception as problem:  # values of the user's that no pickle can hold
+        except Exception as problem:  # user values that cannot be pickled
             self._give_up(problem, unpicklable(samples))
             return
         self._places.setdefault(index, []).append(place)
@@ -280,7 +277,7 @@ class Journal:
 
     def forget(self, rollout_id: int, group_indices: Iterable[int] | None) -> None:
         """Exclude these groups of a rollout from training, in this run or one that resumes it.
-        None: all groups that the rollout has noted."""
+        None: all groups that the rollout has recorded."""
         if group_indices is None:
             noted = self._places.items()
             group_indices = [
@@ -296,8 +293,8 @@ class Journal:
                 )
 
     def forget_newer(self, rollout_id: int, version: int) -> None:
-        """Exclude groups that a rollout has noted with tokens of weights newer than ``version``, or
-        of unknown weights."""
+        """Exclude groups that a rollout has recorded with tokens of weights newer than ``version``
+        or of unknown weights."""
         newer = []
         for index, places in self._places.items():
             of_it = [
@@ -316,7 +313,7 @@ class Journal:
             self._files[rollout_id] = file
             if not file.tell():
                 _append(file, self._made_with)
-                # else the death of the host may take the name, with all that is in it
+                # otherwise a host crash may lose the directory entry, and with it the file
                 bring_to_disk(self._folder)
             if self._syncing is None:
                 self._syncing = threading.Thread(
@@ -328,7 +325,7 @@ class Journal:
     def _give_up(self, problem: Exception, place: str) -> None:
         """
         Args:
-            place: what of the samples no file can hold; a function of the user's has put it there.
+            place: where a user function has put a value that cannot be pickled.
         """
         self._is_open = False
         why = f"a function of yours has set {place}" if place else ""
@@ -338,8 +335,8 @@ class Journal:
         )
 
     def _give_up_file(self, rollout_id: int, problem: OSError) -> None:
-        """Records do not depend on each other: what is missing here is generated again, and nothing
-        else."""
+        """Stop writing a rollout's file. Records are independent: only missing groups are generated
+        again."""
         if rollout_id not in self._unwritable:
             self._unwritable.add(rollout_id)
             logger.error(
@@ -351,8 +348,8 @@ class Journal:
             )
 
     def _remove_files_with(self, index: int) -> None:
-        """Remove the files with records that cannot be revoked: their other groups are generated
-        again."""
+        """Remove the files with records of a group if it cannot be recorded as forgotten. Their
+        other groups are generated again."""
         spoilt = {place.rollout_id for place in self._places.get(index, ())}
         for rollout_id in spoilt:
             self._unwritable.add(rollout_id)
@@ -366,7 +363,7 @@ class Journal:
             self._sync()
 
     def _sync(self) -> None:
-        """Force to the disk what was written; others may write meanwhile."""
+        """Sync written records to disk; other threads may write meanwhile."""
         with self._lock:
             files = {
                 rollout_id: os.dup(self._files[rollout_id].fileno())
@@ -399,7 +396,7 @@ class Journal:
         }
 
     def metrics(self) -> dict[str, float]:
-        """The number of groups of a rollout that were not generated again."""
+        """The number of restored groups since the last call; {} if there are none."""
         count = self.num_restored
         self.num_restored = 0
         return {"rollout/num_restored_groups": float(count)} if count else {}
@@ -417,8 +414,8 @@ class Journal:
 def _is_within(
     samples: Sequence[Sample], newest_version: int | None, ahead: frozenset[int] = frozenset()
 ) -> bool:
-    """Whether all that was generated of a group is of these weights or older ones; not if nobody
-    knows of which."""
+    """Whether every sampled token is of ``newest_version`` or older and of none in ``ahead``; False
+    if no version is known."""
     known = _versions_in(samples)
     return (
         newest_version is not None
@@ -429,7 +426,7 @@ def _is_within(
 
 
 def _is_of(samples: Sequence[Sample], unreachable: frozenset[int]) -> bool:
-    """Whether any of it was generated by these weights, or nobody knows by which."""
+    """Whether any token is of an ``unreachable`` version, or no version is known."""
     known = _versions_in(samples)
     return not (known and unreachable.isdisjoint(known))
 
@@ -443,7 +440,7 @@ def _versions_in(samples: Sequence[Sample]) -> set[int]:
 
 
 def open_journal(config: Config, folder: Path) -> Journal | None:
-    """The journal of a run, with what earlier launches left; None where there is none
+    """The journal of a run, with the records of earlier launches; None if it is off
     (--no-journal)."""
     if not config.fault_tolerance.journal or config.debug.load_debug_rollout_data:
         return None
@@ -452,23 +449,23 @@ def open_journal(config: Config, folder: Path) -> Journal | None:
 
 def _made_with(config: Config) -> str:
     """Fingerprint of everything that determines a run's samples: flags of data, generation and
-    reward, and the files of the user's own functions."""
+    reward, and the files of user functions."""
     groups = (config.data, config.rollout, config.reward)
     values = {name: json_safe(value) for group in groups for name, value in vars(group).items()}
     if config.images.multimodal_keys:
         values |= {name: json_safe(value) for name, value in vars(config.images).items()}
-    for name in _WITHOUT_MEANING:
+    for name in _WITHOUT_EFFECT:
         values.pop(name, None)
     given = [values.get(name) or () for name in MAKERS]
     paths = [path for value in given for path in ([value] if isinstance(value, str) else value)]
     model = config.checkpoint.hf_checkpoint
     return fingerprint(
-        [_FORM, values, str(model), content_fingerprint(Path(model)) if model else ""], paths
+        [_FORMAT, values, str(model), content_fingerprint(Path(model)) if model else ""], paths
     )
 
 
 def drawn_as(drawn: Sequence[Sample]) -> int:
-    """A number that tells a group of other data from this one."""
+    """A hash of a drawn group's data."""
     told = [[s.index, s.prompt, s.label, s.tokens[: s.prompt_length]] for s in drawn]
     for row, sample in zip(told, drawn):
         row += [sample.multimodal_inputs] if sample.multimodal_inputs else []
@@ -476,8 +473,8 @@ def drawn_as(drawn: Sequence[Sample]) -> int:
 
 
 def is_prompt(drawn: Iterable[Sample]) -> bool:
-    """Whether nothing of a group was generated when it was drawn: what the journal has of it is of
-    an earlier life, and not what this one has put back."""
+    """Whether a group was drawn without generated tokens. The journal's record of it is then of an
+    earlier launch, not of a group that this launch put back."""
     return not any(sample.response_length for sample in drawn)
 
 
@@ -502,13 +499,13 @@ def _append(file: BinaryIO, record: Any) -> None:
         while left:
             left = left[file.write(left) :]
     except OSError:
-        file.truncate(at)  # what comes after half a record would not be found
+        file.truncate(at)  # records after a partial one would not be found
         raise
 
 
 def _records(file: BinaryIO) -> Iterator[tuple[int, Any]]:
-    """(offset, record) of all that are whole, from where the file stands; it then stands behind the
-    last of them."""
+    """Yield (offset, record) of each complete record from the file's position on; leave the
+    position after the last one."""
     at = file.tell()
     size = os.fstat(file.fileno()).st_size
     while len(head := file.read(_HEAD.size)) == _HEAD.size:

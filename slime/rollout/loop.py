@@ -4,9 +4,8 @@
               (which)           (one group)    (one sample)         (one request)
                                      └───────► rewards (worker processes)
 
-`RolloutLoop.generate_batch` is what happens between two training steps; a user's
-``--rollout-function-path`` may take its place, and may call `generate_rollout` (the built-in one)
-itself.
+`RolloutLoop.generate_batch` runs between two training steps. A user's ``--rollout-function-path``
+may replace it, and may call the built-in `generate_rollout`.
 """
 
 from __future__ import annotations
@@ -74,18 +73,19 @@ RecordFailure = Callable[[int | None, Sequence[Sample], str, Exception], None]
 class RolloutLoop:
     """Generates training batches and evaluates, all on the event loop that called `start`.
 
-    Several rollouts and evaluations may run at once: the first prompts of one rollout use the room
-    that the last long answers of another leave. Deterministic rollouts and users' own rollout
-    functions, which may keep state, take turns.
+    Several rollouts and evaluations may run at once: the first prompts of one rollout use the
+    engine slots that the last long answers of another leave free. Deterministic rollouts and users'
+    rollout functions, which may keep state, run one at a time.
 
     Args:
         source: gives prompts, and takes unfinished ones back.
         base_url: the router, or a single engine.
         model_urls: routers of all models by name (--sglang-config), for
             `slime.rollout.plugin_api.get_model_url`.
-        journal: records groups generated for training; those that it has are not generated again.
+        journal: records groups generated for training; groups that it holds are not generated
+            again.
     Raises:
-        UserError: a hook or an evaluation set that cannot work.
+        UserError: a hook or an evaluation set is invalid.
 
     Example:
         loop = RolloutLoop(config, tokenizer, source, "http://127.0.0.1:30000")
@@ -122,8 +122,8 @@ class RolloutLoop:
         self._model_urls = models
         self._teachers: TeacherPool | None = None
         self._end_tokens = end_token_ids(tokenizer, str(config.checkpoint.hf_checkpoint or ""))
-        # by whether it is an evaluation
-        self._under_way: dict[bool, list[GenerateState]] = {True: [], False: []}
+        # is it an evaluation? → the running ones, oldest first
+        self._running: dict[bool, list[GenerateState]] = {True: [], False: []}
         self._last: GenerateState | None = None  # of the rollout or evaluation that ended last
         self._starting = asyncio.Lock()
         self._one_at_a_time = asyncio.Lock()
@@ -132,7 +132,7 @@ class RolloutLoop:
         )
         self._images = images_of(config)
         if self._images is not None:
-            self._images.reader.take_seconds()  # of rows that were checked here
+            self._images.reader.take_seconds()  # drops the time spent on checking rows
         self._watched: WatchedLoop | None = None
         self.record_failure: RecordFailure = lambda rollout_id, samples, while_, error: None
         """Called with each failure: rollout (None: an evaluation), samples, stage, error."""
@@ -146,7 +146,7 @@ class RolloutLoop:
 
         Raises:
             EngineError: the router does not answer.
-            UserError: evaluation data that cannot be used.
+            UserError: evaluation data are invalid.
         """
         config = self.config
         async with self._starting:
@@ -204,12 +204,12 @@ class RolloutLoop:
         await self._client.use_adapter(adapter_name(version), cut=cut)
 
     def adapters_in_use(self) -> set[str]:
-        """Names of the adapters that requests under way have asked for."""
+        """Names of the adapters that running requests use."""
         return self._client.adapters_in_use() if self._client is not None else set()
 
     def _blocking_limit(self) -> float:
         """Seconds that users' code may block the event loop; fewer during an abort."""
-        states = itertools.chain.from_iterable(self._under_way.values())
+        states = itertools.chain.from_iterable(self._running.values())
         limit = self.config.rollout.rollout_stall_timeout
         if any(state.aborted for state in states):
             return min(limit, deadlines.DYNAMIC_SAMPLING_ABORT)
@@ -277,11 +277,11 @@ class RolloutLoop:
                 begin_state(state)
                 _LOOP.set(self)
                 _newest[:] = [self]
-                self._under_way[evaluation].append(state)
+                self._running[evaluation].append(state)
                 try:
                     yield state
                 finally:
-                    self._under_way[evaluation].remove(state)
+                    self._running[evaluation].remove(state)
                     self._last = state
 
     # -- training ----------------------------------------------------------------------------------
@@ -296,8 +296,8 @@ class RolloutLoop:
         Returns:
             The groups and their metrics.
         Raises:
-            UserError: see `DynamicSampler.collect`; or a custom rollout function returned something
-                that does not fit.
+            UserError: see `DynamicSampler.collect`; or a custom rollout function returned invalid
+                groups.
         """
         path = self.args.rollout_function_path
         custom = _custom_function(path) or override_of("rollout")
@@ -382,8 +382,8 @@ class RolloutLoop:
         return RolloutFnTrainOutput(groups, metrics | restored | taught)
 
     def progress(self, evaluation: bool = False) -> dict[str, float]:
-        """``done`` and ``target`` in prompts and ``tokens`` so far, of the oldest running rollout
-        (or ``evaluation``); if none runs, of the oldest one of the other kind, else of the last."""
+        """``done`` and ``target`` in prompts and ``tokens`` so far: of the oldest running rollout
+        (or ``evaluation``), else of the oldest of the other kind, else of the last one."""
         return shown.progress() if (shown := self._shown(evaluation)) else {}
 
     def take_idle(self) -> dict[str, float]:
@@ -394,11 +394,11 @@ class RolloutLoop:
         return {"perf/engines_idle_ratio": self._client.busy.take_idle_ratio()}
 
     def waits(self, evaluation: bool = False) -> str:
-        """Say who waits for whom if nothing has moved for a while; else ""."""
+        """What is waited for if there has been no progress for a while; else ""."""
         return shown.waits() if (shown := self._shown(evaluation)) else ""
 
     def _shown(self, evaluation: bool) -> GenerateState | None:
-        running = [*self._under_way[evaluation], *self._under_way[not evaluation]]
+        running = [*self._running[evaluation], *self._running[not evaluation]]
         return running[0] if running else self._last
 
     # -- evaluation --------------------------------------------------------------------------------
@@ -432,7 +432,7 @@ class RolloutLoop:
     async def evaluate_built_in(
         self, rollout_id: int, state: GenerateState, names: Sequence[str] | None = None
     ) -> RolloutFnEvalOutput:
-        """Score the evaluation sets, or those called ``names``."""
+        """Score all evaluation sets, or only those in ``names``."""
         sets = [s for s in self._eval_sets if names is None or s.dataset.name in names]
         if not sets:
             raise UserError(
@@ -514,7 +514,7 @@ async def _load_snapshots(client: RolloutClient) -> AsyncIterator[list[dict[str,
     async def watch() -> None:
         while True:
             await asyncio.sleep(deadlines.LOOP_LOAD_INTERVAL)
-            with contextlib.suppress(EngineError):  # a metric is not worth a run
+            with contextlib.suppress(EngineError):  # a missing metric must not end the run
                 loads = await client.worker_loads()
                 snapshots.append({url: max(0, requests) for url, (requests, _) in loads.items()})
 
@@ -525,7 +525,7 @@ async def _load_snapshots(client: RolloutClient) -> AsyncIterator[list[dict[str,
         task.cancel()
 
 
-# -- for rollout functions of users ----------------------------------------------------------------
+# -- for users' rollout functions ------------------------------------------------------------------
 
 _CLEAN_UPS: list[Callable[[], Awaitable[None]]] = []
 
@@ -576,7 +576,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     result.
 
     Raises:
-        UserError: called on the event loop itself, where waiting would never end.
+        UserError: called on the event loop itself, where it would deadlock.
     """
     loop = current_state().loop
     assert loop is not None
@@ -588,7 +588,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         coroutine.close()
         raise UserError(
             "a sync rollout call was made from async code",
-            why="it would wait for an event loop that waits for it",
+            why="it would block the event loop whose result it waits for",
             fix="await the async one (generate_rollout_async), or make your function sync",
         )
     # the coroutine's own deadlines bound this
@@ -601,6 +601,6 @@ def _address(url: str) -> tuple[str | None, int | None]:
 
 
 def _custom_function(path: str | None) -> Any:
-    """The user's rollout function; None when the built-in one is meant."""
+    """The user's rollout function; None for the built-in one."""
     fn = load_function(path) if path else None
     return None if fn in (generate_rollout, generate_rollout_async) else fn

@@ -1,4 +1,4 @@
-"""Numbers of a rollout or an evaluation, from its samples alone. Names are those of the reference
+"""Metrics of a rollout or an evaluation, from its samples only. Names are those of the reference
 system."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REPETITION_RATIO = 10.0
 
 
 def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
-    """``{name}/mean``, ``/median``, ``/max`` and ``/min`` of some numbers; nothing for no numbers.
+    """``{name}/mean``, ``/median``, ``/max`` and ``/min`` of ``values``; {} if there are none.
 
     Example:
         >>> distribution("len", [1, 2, 6])
@@ -38,7 +38,7 @@ def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
 
 
 def sample_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
-    """Lengths, truncation, repetition, caches and speculative decoding of some samples.
+    """Lengths, truncation, repetition, prefix caching and speculative decoding of samples.
 
     Args:
         prefix: "rollout" or "eval/<name>".
@@ -70,7 +70,7 @@ def sample_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
 
 
 def reward_parts(samples: Iterable[Sample], prefix: str, args: Any) -> dict[str, float]:
-    """Means of the finite numbers beside the reward in dict rewards: each over the samples that
+    """Mean of each finite number in dict rewards except the reward itself, over the samples that
     have it. True counts as 1.
 
     Args:
@@ -94,7 +94,7 @@ def reward_parts(samples: Iterable[Sample], prefix: str, args: Any) -> dict[str,
 
 
 def _compares_samples(args: Any) -> bool:
-    """Whether equal rewards of a group's samples mean that none of them teaches anything."""
+    """Whether a group with equal rewards has no training signal."""
     own = ("custom_reward_post_process_path", "custom_advantage_function_path")
     return (
         getattr(args, "advantage_estimator", "grpo") in estimators_where("group_relative")
@@ -128,8 +128,8 @@ def rollout_metrics(groups: Sequence[Group], args: Any) -> dict[str, float]:
 
 
 def unsampled_trained_ratio(samples: Iterable[Sample]) -> float:
-    """Share of the tokens trained on that no engine sampled, such as what a tool answered, of those
-    samples whose engines have said which tokens are theirs."""
+    """Share of trained tokens that no engine sampled, such as a tool's output, among samples whose
+    token spans are known."""
     trained = sampled = 0
     for sample in samples:
         own = [span for span in sample.token_spans if span.weight_version is not None]
@@ -184,10 +184,10 @@ def throughput_metrics(
     samples: Sequence[Sample], seconds: float, num_gpus: int, from_journal: Mapping[int | None, int]
 ) -> dict[str, float]:
     """``perf/…`` of a rollout that took ``seconds`` on engines with ``num_gpus`` GPUs (CPU slots)
-    together.
+    in total.
 
     Args:
-        from_journal: by sample index, response tokens that nobody generated in this rollout.
+        from_journal: number of response tokens restored from the journal, by sample index.
     """
     if not samples or seconds <= 0:
         return {}
@@ -275,8 +275,8 @@ def powers_of_two(largest: int) -> list[int]:
 
 
 def trajectory_scores(trajectories: Iterable[Sequence[Sample]], args: Any) -> list[float]:
-    """One reward per trajectory: the best of the samples that it fanned out into, which are no
-    tries of their own.
+    """One reward per trajectory: the best of the samples that it fanned out into, which are not
+    separate attempts.
 
     Example:
         >>> trajectory_scores([[Sample(reward=0), Sample(reward=1)], [Sample(reward=0)]], args=None)
@@ -290,12 +290,12 @@ def trajectory_scores(trajectories: Iterable[Sequence[Sample]], args: Any) -> li
 def pass_at_k_metrics(
     scores: Iterable[Sequence[float]], ks: Sequence[int] = ()
 ) -> dict[str, float]:
-    """``pass@k`` averaged over prompts; a try is correct when its reward is at least 1.
+    """``pass@k`` averaged over prompts; an attempt is correct if its reward is at least 1.
 
     Args:
-        scores: rewards of the tries (`trajectory_scores`) by prompt. Prompts with fewer than k do
-            not count for that k.
-        ks: values of k; default: powers of two up to the largest number of tries of a prompt.
+        scores: rewards of the attempts (`trajectory_scores`) by prompt. Prompts with fewer than k
+            attempts do not count for that k.
+        ks: values of k; default: powers of two up to the most attempts of a prompt.
 
     Example:
         >>> pass_at_k_metrics([[1, 0], [0, 0]])

@@ -1,10 +1,10 @@
-"""Functions of the rollout that users' functions may call: HTTP, rewards, the supervised rollout.
+"""Rollout functions that user code may call: HTTP, rewards, the supervised rollout.
 
-These are functions behind `slime.compat.import_paths`; new code may call them as well. ``post``
-goes through the rollout's client, so it is counted as in flight and retried; while a rollout ends,
-the policy is not asked any more. All may be called from threads and event loops of the user's own:
-the work is done on the run's. ``args`` need not be the run's: what they have of the flags that
-matter counts, and the rest is the run's.
+`slime.compat.import_paths` maps old import paths to them; new code may call them as well. ``post``
+uses the rollout's client, so requests count as in flight and are retried; while a rollout ends, no
+request reaches the policy. User code may call all of them from its own threads and event loops: the
+work is done on the run's event loop. ``args`` need not be the run's: flags that they lack are those
+of the run.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _ABORTED_META = {"finish_reason": {"type": "abort"}, "output_token_logprobs": []
 
 
 def on_the_runs_loop(function: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
-    """``function`` so that it may be awaited on any event loop of this process: it runs on that of
-    the run."""
+    """Wrap ``function`` to be awaited on any event loop of this process; it runs on the run's
+    loop."""
 
     @functools.wraps(function)
     async def call(*args: Any, **kwargs: Any) -> T:
@@ -62,18 +62,18 @@ async def post(
 ) -> dict[str, Any]:
     """POST JSON and return the decoded answer.
 
-    While an abort is under way, what is meant for the policy's router or engines is not sent and
-    gets the empty "abort" answer of ``/generate``; judges, tools and other models answer as ever.
-    An answer that a push of weights cuts short is completed (`slime.rollout.resumed_requests`).
-    What the router would leave out of a request for ``/generate`` (``return_sampling_mask``, say)
-    reaches an engine all the same, directly.
+    During an abort, requests to the policy's router or engines are not sent and get the empty
+    "abort" answer of ``/generate``; judges, tools and other models answer as usual. An answer that
+    a weight push aborts is completed (`slime.rollout.resumed_requests`). A ``/generate`` request
+    with fields that the router would drop (e.g. ``return_sampling_mask``) is sent to an engine
+    directly.
 
     Args:
-        max_retries: 0 or 1 for a single try; otherwise the rollout's own retry rules hold.
+        max_retries: 0 or 1 for a single attempt; otherwise the rollout's own retry rules hold.
         action: "post"; the only one that is supported.
     Raises:
         RequestRefused: HTTP 4xx.
-        EngineError: failing after all retries, or no answer within the deadline.
+        EngineError: all retries failed, or no answer came within the deadline.
     """
     if action != "post":
         raise UserError(f"http action {action!r} is not supported", fix="use 'post', or get()")
@@ -124,8 +124,7 @@ async def get(url: str) -> dict[str, Any]:
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
-    """The URL of a model of --sglang-config; the policy alone is called "policy" without such a
-    file.
+    """The URL of a model of --sglang-config. Without such a file the only model is called "policy".
 
     Raises:
         UserError: there is no such model.
@@ -152,11 +151,11 @@ def _split(url: str) -> tuple[str, str]:
 async def generate_and_rm(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """One sample through generate function, sample hooks and reward; a list when it fanned out.
-    With ``--group-rm`` it comes back without a reward.
+    """Run the generate function, sample hooks and reward for one sample; returns a list if it fans
+    out. With ``--group-rm`` it returns without a reward.
 
     Raises:
-        Exception: whatever the sample failed of.
+        Exception: the sample's failure.
     """
     (result,) = await _run_group(args, [sample], sampling_params, evaluation, ("group", "sample"))
     return result
@@ -166,12 +165,12 @@ async def generate_and_rm(
 async def generate_and_rm_group(
     args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Any]:
-    """The samples of one group through generate function, sample hooks and rewards: for each the
-    sample, or the list that it fanned out into. After `slime.rollout.sglang_rollout.abort` they
-    come back as they are.
+    """Run the generate function, sample hooks and rewards for one group. Returns each sample, or
+    the list that it fanned out into. After `slime.rollout.sglang_rollout.abort` the group returns
+    unchanged.
 
     Raises:
-        Exception: whatever the first failing sample failed of.
+        Exception: the failure of the first sample that failed.
     """
     state = vars(current_loop()).get("plugin_state")
     if state is not None and state.aborted:
@@ -198,7 +197,7 @@ async def _run_group(
         state, rewards, rollout_id=None, evaluation=evaluation, group_rm=group_rm, ours=ours
     )
     run = GroupRun.of(group)
-    # in a task of its own: it binds a state, and the caller keeps his
+    # in a separate task: the state that the runner binds must not replace the caller's
     await asyncio.create_task(runner.run(run))
     if run.failure is not None:
         raise run.failure
@@ -210,7 +209,7 @@ async def _run_group(
 
 @on_the_runs_loop
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> float | dict[str, Any]:
-    """The reward of one sample by the function that ``args`` name, else by the run's."""
+    """The reward of one sample, from the reward function in ``args``, else from the run's."""
     return await _rewarded(args, lambda rewards: rewards.score_by_flags(sample))
 
 

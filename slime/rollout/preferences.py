@@ -1,5 +1,6 @@
 """Learning from preferences (``--loss-type preference_loss``): no engine, the answers are in the
-data. A prompt and its answer are encoded as in supervised fine-tuning; the answer alone is trained.
+data. A prompt and its answer are encoded as in supervised fine-tuning; only the answer is trained
+on.
 
     row ─► pair: chosen, rejected              one trajectory of two samples, rewards 1 and -1
     row ─► answer and label (KTO)              one sample of reward 1 or -1, and one of reward 0:
@@ -31,11 +32,11 @@ from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
 def generate_preferences(
     config: Config, source: DataSource, tokenizer: Any
 ) -> RolloutFnTrainOutput:
-    """``rollout_batch_size`` groups of one trajectory each. Pairs of equal answers, and pairs of
-    which one answer is too long, are left out and counted.
+    """``rollout_batch_size`` groups of one trajectory each. Pairs of equal answers, and pairs with
+    an answer that is too long, are left out and counted.
 
     Raises:
-        UserError: a row that cannot be encoded, only rows that are left out, or no more data.
+        UserError: a row cannot be encoded, all rows are left out, or there are no more data.
     """
     encoder = PreferenceEncoder(config, tokenizer)
     drawn = draw_groups(config, source, encoder, tokenizer)
@@ -53,10 +54,10 @@ def generate_preferences(
 
 
 def held_out_groups(config: Config, tokenizer: Any) -> list[Group]:
-    """The rows of ``--eval-preference-data``, but for those that training would leave out.
+    """The rows of ``--eval-preference-data``, except those that training would leave out.
 
     Raises:
-        UserError: a row that cannot be encoded, or none that can be used.
+        UserError: a row cannot be encoded, or none can be used.
     """
     path = config.preference.eval_preference_data
     assert path is not None
@@ -74,7 +75,7 @@ def held_out_groups(config: Config, tokenizer: Any) -> list[Group]:
         raise UserError(
             f"--eval-preference-data {path} has too few rows that can be scored",
             why=f"{len(groups)} of {len(drawn)} are neither too long nor pairs of equal answers",
-            fix="take other data, or raise --seq-length",
+            fix="use other data, or raise --seq-length",
         )
     if not encoder.takes_pairs:
         _add_mismatched(groups, limit)
@@ -82,10 +83,10 @@ def held_out_groups(config: Config, tokenizer: Any) -> list[Group]:
 
 
 class PreferenceEncoder:
-    """Makes the samples of a row.
+    """Encodes the answers of a row as samples.
 
     Attributes:
-        totals: what was found in the rows that were encoded.
+        totals: counts over the encoded rows.
         equal_answers: pairs whose answers have the same tokens.
         takes_pairs: rows are pairs; else single answers with a label.
     """
@@ -94,7 +95,7 @@ class PreferenceEncoder:
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         facts = config.algorithm.preference
-        assert facts is not None, "another loss learns from no preferences"
+        assert facts is not None, "only a preference loss learns from preferences"
         self._tokenizer = tokenizer
         self._encoding = sft_encoding(config, tokenizer)
         self._templates_text = config.data.apply_chat_template
@@ -108,15 +109,15 @@ class PreferenceEncoder:
         self.read_ahead_rows([(one.prompt, one.label) for one in samples])
 
     def read_ahead_rows(self, rows: Sequence[tuple[str | Messages, dict[str, Any]]]) -> None:
-        """Tokenise in one call the texts of prompts with their answers, which will be encoded
+        """Tokenise, in one call, the plain texts of prompts and answers that will be encoded
         next."""
         if not self._templates_text:
             texts = (text for prompt, label in rows for text in (prompt, *label.values()))
             self._encoding.read_ahead(text for text in texts if isinstance(text, str))
 
     def encode(self, sample: Sample) -> list[Sample]:
-        """The two samples of a pair, [] where its answers are equal; the one of an answer with a
-        label.
+        """The two samples of a pair, or [] if its answers are equal; the one sample of a labelled
+        answer.
 
         Raises:
             UserError: nothing in an answer can be trained on.
@@ -171,7 +172,8 @@ class PreferenceEncoder:
         sample.loss_mask = sequence.mask[start:]
         sample.response = self._tokenizer.decode(sample.tokens[start:])
         if self._scores_end:
-            # a value stands before each response token: the last one's is before one more
+            # values are computed before each response token: an extra one gives the value after the
+            # last
             sample.tokens.append(sample.tokens[-1])
             sample.loss_mask = [0] * len(sample.loss_mask) + [1]
         sample.response_length = len(sample.loss_mask)

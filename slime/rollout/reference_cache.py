@@ -1,7 +1,7 @@
-"""Log-probs of the reference model, kept in the run folder: they are computed once for each answer,
-also over epochs and resumes.
+"""Log-probs of the reference model, kept in the run folder: they are computed once per answer,
+across epochs and resumes.
 
-    <run>/reference_log_probs/<reference model>.bin        records, one behind the other:
+    <run>/reference_log_probs/<reference model>.bin        a sequence of records:
         digest of the tokens (16 bytes) │ number of log-probs (uint32) │ log-probs (float32)
 
 The name of the file is a digest of the model's files and of the precision: another reference model
@@ -91,8 +91,8 @@ class ReferenceCache:
         logger.info("%d answers have log-probs of the reference model in %s", len(self), self._path)
 
     def fill(self, batches: Sequence[TrainBatch]) -> bool:
-        """Set ``ref_log_probs`` of a rollout's batches if all of its answers are known; else wait
-        for them (`add`). Return whether they are."""
+        """Set ``ref_log_probs`` of a rollout's batches if all answers are cached; otherwise let
+        `add` expect them. Return whether all were cached."""
         digests = [[_digest(batch, i) for i in range(batch.num_samples)] for batch in batches]
         if all(one in self._places for of_batch in digests for one in of_batch):
             with self._path.open("rb") as file:
@@ -110,8 +110,7 @@ class ReferenceCache:
             yield torch.frombuffer(content, dtype=torch.float32)
 
     def add(self, scored: Sequence[TrainedTokens]) -> None:
-        """Append the log-probs that the trainer has computed of answers that `fill` did not
-        find."""
+        """Append the trainer's log-probs of answers that `fill` did not find."""
         records = []
         for one in scored:
             digest = self._awaited.pop(one.key, None)

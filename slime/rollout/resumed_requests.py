@@ -6,8 +6,8 @@
 
 Engines abort their requests before they take new weights, and when another rollout ends. An engine
 that dies loses its requests, so a long answer may be asked for in pieces
-(--rollout-request-tokens). A request without token ids to go on from (text, chats, several prompts)
-is sent anew, and never in pieces.
+(--rollout-request-tokens). A request without token ids to continue from (text, chats, several
+prompts) is sent again from its start, and never in pieces.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 Body = dict[str, Any]
-#: A request may be cut short so often in a row without a token between.
+#: Give up after this many aborts in a row without a new token.
 MOST_IDLE_CUTS = 64
-#: What SGLang gives when a request names none.
+#: SGLang's default for ``max_new_tokens``.
 _DEFAULT_NEW_TOKENS = 128
-#: Sampling parameters under which an answer in pieces is the same; seeds give each position of a
-#: sequence its own.
+#: Sampling parameters that allow an answer to be generated in pieces without a difference; seeded
+#: sampling depends only on the seed and the position.
 _DIVISIBLE = frozenset((
     "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop_token_ids", "ignore_eos",
     "sampling_seed", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim",
@@ -45,19 +45,19 @@ async def answered(
     most_tokens: int | None = None,
     end_tokens: frozenset[int] = frozenset(),
 ) -> Any:
-    """The whole answer to a request for the policy, however often it is cut short.
+    """The complete answer of the policy to a request, however often engines abort it.
 
     Args:
-        send: asks an engine; None when it was not asked, since the rollout ends.
-        is_over: whether the rollout itself ends, which cuts answers short for good.
-        on_cut: called for every cut.
-        tokenizer: reads the tokens of a joined answer; without one its text is that of its parts,
-            and a character that was cut in two is lost.
-        most_tokens: to be asked for at once; end_tokens: that end an answer unless ``ignore_eos``
-            is set.
+        send: sends a request to an engine; returns None if the rollout ends and nothing was sent.
+        is_over: whether the rollout ends; an abort is then final.
+        on_cut: called for every abort.
+        tokenizer: decodes the tokens of a joined answer; without one its texts are concatenated,
+            and a character split between two of them is lost.
+        most_tokens: most new tokens of one request; end_tokens: tokens that end an answer unless
+            ``ignore_eos`` is set.
     Returns:
-        What ``send`` gave, or several such joined; cut short if ``is_over`` or nothing comes of
-        asking again.
+        The answer of ``send``, or several joined; incomplete if ``is_over`` or if repeated requests
+        bring no token.
     """
     whole: Any = None
     request = _first_piece(body, most_tokens)
@@ -97,9 +97,9 @@ async def answered(
 
 
 def piece(params: Body, most_tokens: int | None) -> int:
-    """New tokens to ask for in the next request: what ``params`` wants, at most ``most_tokens``
-    where an answer may be put together from several without a difference. Stop strings may lie
-    across two; penalties and grammars count from the first token.
+    """New tokens to ask for in the next request: what ``params`` asks for, but at most
+    ``most_tokens`` if pieces give the same answer. They do not with stop strings, which may span
+    two pieces, or with penalties and grammars, which count from the first token.
 
     Example:
         >>> piece({"max_new_tokens": 900}, 512), piece({"max_new_tokens": 900, "stop": ["."]}, 512)
@@ -124,7 +124,7 @@ def _first_piece(body: Body, most_tokens: int | None) -> Body:
 
 
 def _is_piece(answer: Any, request: Body, body: Body, whole: Any) -> bool:
-    """Whether the request alone is over, as it asked for a piece, and not the answer."""
+    """Whether the request ended because it asked for a piece, while the answer goes on."""
     if request is body or not isinstance(answer, dict):
         return False
     if not isinstance(answer.get("meta_info"), dict) or _reason(answer) != "length":
@@ -134,8 +134,8 @@ def _is_piece(answer: Any, request: Body, body: Body, whole: Any) -> bool:
 
 
 def has_ended(tokens: list[int], params: Body, end_tokens: frozenset[int]) -> bool:
-    """Whether an answer that was cut short had come to its end: engines look at the number of
-    tokens, and at orders to abort, before they look at the token."""
+    """Whether an aborted answer was in fact complete: engines check the number of tokens and aborts
+    before they check for an end token."""
     stops = params.get("stop_token_ids") or ()
     return bool(tokens) and (
         tokens[-1] in stops or (tokens[-1] in end_tokens and not params.get("ignore_eos"))
@@ -161,9 +161,9 @@ def _is_ids(ids: Any) -> bool:
 
 
 def is_cut(answer: Any) -> bool:
-    """Whether an answer of ``/generate`` or of the OpenAI endpoints, or one of several, was
+    """Whether an answer of ``/generate`` or of the OpenAI endpoints, or any one in a list, was
     aborted."""
-    # of several prompts, or samples
+    # answers to several prompts, or several samples
     if isinstance(answer, dict) and isinstance(answer.get("items"), list):
         answer = answer["items"]
     if isinstance(answer, list):
@@ -175,7 +175,7 @@ def is_cut(answer: Any) -> bool:
 
 
 def rest_of(body: Body, answer: Any) -> Body | None:
-    """The request for what an answer lacks; None where it can only be asked anew."""
+    """The request for the rest of an answer; None if it must start over."""
     ids = body.get("input_ids")
     tokens = _tokens(answer)
     if not tokens or not isinstance(ids, list) or not _is_ids(ids):
@@ -188,11 +188,11 @@ def rest_of(body: Body, answer: Any) -> Body | None:
 
 
 def joined(first: Any, rest: Any, tokenizer: Any = None, body: Body | None = None) -> Any:
-    """An answer with what was asked for afterwards.
+    """Join an answer and its continuation.
 
     Args:
-        tokenizer, body: read the text anew, with the sampling parameters of the request; by default
-            the texts are put together.
+        tokenizer, body: decode the joined tokens, with the sampling parameters of the request; by
+            default the texts are concatenated.
 
     Example:
         >>> first = {"text": "a", "output_ids": [7],
@@ -231,7 +231,7 @@ def joined(first: Any, rest: Any, tokenizer: Any = None, body: Body | None = Non
 
 
 def keeps_text(params: Body) -> bool:
-    """Whether the text of an answer is that of its tokens: nothing that ended it is taken off."""
+    """Whether an answer's text keeps the stop string or token that ended it."""
     ends = (
         params.get("stop")
         or params.get("stop_token_ids")

@@ -103,8 +103,8 @@ class DrawnGroups:
 def draw_groups(
     config: Config, source: DataSource, encoder: Encoder, tokenizer: Any
 ) -> DrawnGroups:
-    """Draw and encode rows until there are ``rollout_batch_size`` groups. The user is told once
-    what was found in the rows, and which are too long.
+    """Draw and encode rows until there are ``rollout_batch_size`` groups. Findings about the rows,
+    and rows that are too long, are logged once.
 
     Raises:
         UserError: as `generate_sft`.
@@ -218,7 +218,7 @@ class SftEncoder:
     """Fills in tokens, response and loss mask of samples that the prompt source has drawn.
 
     Attributes:
-        totals: what was found in the rows that were encoded.
+        totals: counts over the encoded rows.
     """
 
     keeps_whole = False

@@ -1,10 +1,11 @@
-"""Teachers in engines score samples as soon as these are generated, while others still are.
+"""Teachers in engines score each sample as soon as it is generated, while others still run.
 
     generated sample ─► prompt that the teacher sees ─► POST /generate, nothing to generate
                                                         ─► teacher_log_probs, teacher_top_tokens
 
-Each answer is held against the tokens that were asked for. At the start of the run a teacher scores
-a few fixed tokens, and again in each rollout: one that answers otherwise has other weights.
+Each answer is checked against the requested tokens. A teacher scores a few fixed tokens (the
+canary) at the start of the run and in each rollout: if the log-probs differ, its weights have
+changed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from slime.samples.types import Sample
 logger = get_logger(__name__)
 
 _CANARY_TOKENS = 16
-#: A canary may differ by this share of the standard deviation of its log-probs (in 16 bits, other
-#: batches move them by a few per cent), or by so many nats if all tokens are equally likely.
+#: A canary may differ by this share of the standard deviation of its log-probs (in 16 bits,
+#: batching alone moves them by a few per cent), or by this many nats if all tokens are equally
+#: likely.
 _CANARY_SHARE = 0.1
 _CANARY_LEAST = 0.01
 
@@ -61,16 +63,15 @@ class EngineTeacher:
     async def log_probs(
         self, tokens: Sequence[int], start: int, top_k: int = 0
     ) -> tuple[list[float], list[list[tuple[float, int]]]]:
-        """Return the log-probs of ``tokens[start:]`` at temperature 1, and with ``top_k`` the most
-        likely tokens in the place of each as (log-prob, id).
+        """Return the log-probs of ``tokens[start:]`` at temperature 1, and the ``top_k`` most
+        likely tokens at each position as (log-prob, id).
 
         Args:
-            start: at least 1: nothing predicts the first token.
+            start: at least 1, because nothing predicts the first token.
         Raises:
-            EngineError: no answer, or one about other tokens.
+            EngineError: there is no answer, or it is about other tokens.
         """
-        # the first entry of an answer has no log-prob; what is before it comes from the prefix
-        # cache
+        # the first entry of an answer has no log-prob; earlier tokens come from the prefix cache
         body: dict[str, Any] = {
             "input_ids": list(tokens),
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
@@ -110,7 +111,7 @@ class EngineTeacher:
         raise EngineError(
             self.url,
             f"teacher {self.name} was asked about {len(asked)} tokens and answered about "
-            f"{len(told)}; the first difference is at place {place}",
+            f"{len(told)}; the first difference is at position {place}",
         )
 
     async def check(self, vocab_size: int | None) -> float:
@@ -145,12 +146,11 @@ class EngineTeacher:
 
 
 class TeacherPool:
-    """Gives samples their teacher's scores, and the prompt that the teacher sees.
+    """Sets the teacher's scores and the teacher's prompt of samples.
 
     Args:
-        model_urls: of the routers of all models of --sglang-config, the policy's by the name
-            ``policy`` or by its own.
-        policy_url: of these, the policy's.
+        model_urls: router URL of each model of --sglang-config, by name.
+        policy_url: the policy's URL among them.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class TeacherPool:
         self._vocab_size: int | None = None
 
     async def begin(self, vocab_size: int | None) -> dict[str, float]:
-        """Check every teacher before a rollout, and measure idle time from now on.
+        """Check every teacher before a rollout, and start measuring idle time.
 
         Returns:
             ``rollout/teacher_canary_abs_diff`` of the teacher that differs most.
@@ -196,8 +196,8 @@ class TeacherPool:
         return {"rollout/teacher_canary_abs_diff": max(apart)}
 
     def metrics(self) -> dict[str, float]:
-        """``perf/teacher_idle_ratio``, the share of the time since `begin` in which a teacher had
-        no request, and ``rollout/teacher_requests``, since then."""
+        """``perf/teacher_idle_ratio``, the share of time in which a teacher had no request, and
+        ``rollout/teacher_requests``, both since `begin`."""
         teachers = self._teachers.values()
         if not teachers:
             return {}
@@ -215,13 +215,13 @@ class TeacherPool:
             await teacher.client.close()
 
     async def score(self, sample: Sample) -> Sample:
-        """Set ``teacher_prompt_tokens`` if teachers see prompts of their own, and the scores of the
-        sample's teacher if an engine has it. Scores that users' code has set are kept. Return the
+        """Set ``teacher_prompt_tokens`` if teachers see other prompts, and the scores of the
+        sample's teacher if it runs in an engine. Scores that user code has set are kept. Return the
         sample.
 
         Raises:
-            UserError: the sample names a teacher that there is not.
-            EngineError: the teacher does not answer, or about other tokens.
+            UserError: the sample names an unknown teacher.
+            EngineError: the teacher does not answer, or answers about other tokens.
         """
         if not sample.response_length:
             return sample

@@ -1,14 +1,14 @@
-"""Run a group of samples from prompt to reward: generate → sample hooks → reward, each sample on
-its own.
+"""Run a group of samples from prompt to reward: generate → sample hooks → reward, independently for
+each sample.
 
     Trajectory  queued ─► generating ─► hooks ─► reward ─► done
                    └──────────┴── abort ──┘        └── abort: generated, to be scored later
 
-A failing sample fails alone. If the user's code fails on it, it is tried a second time. If it fails
-again, or hangs, the error becomes `Trajectory.failure`: the loop replaces the group, and stops the
-run when too many fail. A `UserError` of our own code is a mistake in configuration or data and
-stops the run at once. During an abort neither happens: user code may fail because its response was
-cut short, so the sample is put back. A real mistake shows again in the next rollout.
+A failing sample does not affect others. If the user's code fails on it, it is tried a second time.
+If it fails again, or hangs, the error becomes `Trajectory.failure`: the loop replaces the group,
+and stops the run when too many fail. A `UserError` of our own code is a mistake in configuration or
+data and stops the run at once. During an abort neither happens: user code may fail because its
+response was cut short, so the sample is put back. A real mistake shows again in the next rollout.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ T = TypeVar("T")
 #: Maximum calls of a generate function that calls the engines itself, while weight pushes keep
 #: cutting its responses short.
 _MAX_CUTS = 8
-#: Name in messages of the generate function that a sample carries (--eval-config: one per data
-#: set).
+#: How messages name a sample's own generate function (--eval-config: one per data set).
 _OF_SAMPLE = "generate_function_path of the sample"
 #: Maximum number of failed samples that are logged per rollout.
 _MAX_LOGGED = 20
@@ -145,7 +144,7 @@ class Trajectory:
         self.enter(Activity.QUEUED)
 
     def restart(self) -> None:
-        """Return to the prompt alone, without changes by users' code in this rollout or an earlier
+        """Return to the bare prompt, without changes by user code in this rollout or an earlier
         one."""
         if self.drawn is not None:
             self.prompt = copy_of_prompt(Sample.from_dict(self.drawn))
@@ -155,12 +154,12 @@ class Trajectory:
 
 @dataclass
 class GroupRun:
-    """A drawn group on its way through the loop.
+    """A drawn group while it is generated and scored.
 
     Attributes:
-        order: its number among the draws of this rollout.
+        order: position among the draws of this rollout.
         drawn_as: see `slime.rollout.journal.drawn_as`.
-        is_noted: the journal has its current state.
+        is_noted: the journal holds its current state.
         is_restored: it was read from the journal.
         was_prompt: it was drawn as a prompt, so its whole response was read from the journal.
     """
@@ -239,7 +238,7 @@ class GroupRun:
         return self.samples
 
     def for_training(self) -> GroupRun:
-        """Return this group, its samples without the note on how they were drawn."""
+        """Return this group after removing ``drawn_as`` and ``as_drawn`` from its samples."""
         for sample in self.samples:
             sample.drawn_as = sample.as_drawn = None
         return self
@@ -274,8 +273,8 @@ class GroupRunner:
         rollout_id, evaluation: passed to hooks that ask for them.
         group_rm: score the finished group as a whole.
         mask_offpolicy: do not train on tokens that an earlier rollout generated.
-        ours: "group", "sample": levels at which our function runs although a plugin replaces it,
-            since the plugin is the caller.
+        ours: levels ("group", "sample") at which the built-in function runs although a plugin
+            replaces it, because the plugin is the caller.
         hook_limit: seconds that a sample hook may take.
         on_failure: called with each failed trajectory and its error.
 
@@ -326,7 +325,7 @@ class GroupRunner:
                     for trajectory in group.trajectories:
                         own = together or tasks.create_task(self._run_trajectory(trajectory))
                         trajectory.task = own
-            except BaseExceptionGroup as errors:  # only what must stop the run gets here
+            except BaseExceptionGroup as errors:  # only errors that must stop the run arrive here
                 raise errors.exceptions[0] from None
             is_unscored = group.is_generated and not group.is_scored
             if self.group_rm and is_unscored and group.failure is None:
@@ -360,7 +359,7 @@ class GroupRunner:
         except asyncio.CancelledError:
             hung = [trajectory for trajectory in group.trajectories if trajectory.hung_seconds]
             if not hung:
-                raise  # cancelled by somebody else, not by the watchdog
+                raise  # not cancelled by the watchdog
             for trajectory in hung:
                 self._handle_cancellation(trajectory)
         self.last_progress = time.monotonic()
@@ -428,7 +427,7 @@ class GroupRunner:
         return True
 
     def give_up(self, trajectory: Trajectory, seconds: float) -> None:
-        """Fail a trajectory that hangs in users' code, after ``seconds`` in which nothing moved."""
+        """Fail a trajectory that hangs in user code, after ``seconds`` without progress."""
         if trajectory.task is not None and not trajectory.task.done():
             trajectory.hung_seconds = seconds
             trajectory.task.cancel()
@@ -604,9 +603,9 @@ class GroupRunner:
     # -- rewards -----------------------------------------------------------------------------------
 
     async def _score(self, trajectory: Trajectory) -> None:
-        """Have teachers and the reward function score what has no scores yet, except that a group
-        of --group-rm gets its rewards together. If the rollout ends meanwhile, the samples get
-        their scores in the next one."""
+        """Get missing scores from teachers and the reward function; with --group-rm, rewards are
+        set later for the whole group. If the rollout ends meanwhile, samples are scored in the next
+        one."""
         if not trajectory.is_generated:
             return
         if self.teachers is not None:
@@ -669,7 +668,7 @@ class GroupRunner:
             with client.on_abort(cut_short):
                 return await score(what)
         except asyncio.CancelledError:
-            if not is_cut or task.cancelling() > 1:  # somebody else has cancelled it
+            if not is_cut or task.cancelling() > 1:  # cancelled from elsewhere
                 raise
             return None
         except Exception as error:
@@ -696,8 +695,8 @@ async def apply_sample_hook(
         origin: name of the hook in messages (`slime.user_code.loading.named`).
         limit: seconds that it may take.
     Raises:
-        FunctionFailed: it hung, or returned something other than a sample, or a sample whose
-            lengths do not fit.
+        FunctionFailed: the hook hung, or returned something other than a sample, or a sample with
+            inconsistent lengths.
     """
     own = await call_hook(
         hook,
@@ -720,8 +719,8 @@ async def apply_sample_hook(
 
 @contextlib.contextmanager
 def _blaming_users_code(trajectory: Trajectory) -> Iterator[None]:
-    """Within the block, an error of our code is a failure of the user's function that runs, if one
-    does: it has misused ours, or returned something unusable."""
+    """Within the block, a `UserError` becomes a failure of the running user function, if one runs:
+    it misused our code, or returned something unusable."""
     try:
         yield
     except UserError as error:
@@ -732,7 +731,7 @@ def _blaming_users_code(trajectory: Trajectory) -> Iterator[None]:
 
 def truncated(sample: Sample, prompt: Sample, prompt_ids: list[int]) -> Sample:
     """Return the sample as users' code left it when the context was full. If it is inconsistent
-    (another prompt, or lengths that do not fit), return it as that code received it."""
+    (another prompt, or mismatched lengths), return it as user code received it."""
     try:
         sample.validate()
         whole = sample.tokens[: sample.prompt_length] == prompt_ids

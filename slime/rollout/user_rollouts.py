@@ -1,5 +1,5 @@
-"""Rollout functions of users (``--rollout-function-path``, ``--eval-function-path``): called, and
-what they return checked."""
+"""Call users' rollout functions (``--rollout-function-path``, ``--eval-function-path``), and check
+what they return."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def call_rollout_fn(
     samples become groups.
 
     Raises:
-        UserError: it returned something else, or samples that do not fit `groups_from_nested`.
+        UserError: it returned something else, or samples that `groups_from_nested` refuses.
     """
     flag = "--eval-function-path" if evaluation else "--rollout-function-path"
     origin = named(path, flag) if path else "the plugin's generate_rollout"
@@ -70,11 +70,10 @@ async def call_rollout_fn(
 async def call_with_groups(
     dest: str, args: Any, views: list[list[Sample]], *more: Any, limit: float
 ) -> None:
-    """Call the function of the flag ``dest``, which is given groups of finished samples and returns
-    nothing.
+    """Call the function of the flag ``dest`` with groups of finished samples; it returns nothing.
 
     Raises:
-        FunctionFailed: it failed, or changed what was generated or the lists.
+        FunctionFailed: it failed, or changed generated content or the lists.
     """
     path = getattr(args, dest)
     flag = option_of(dest)
@@ -84,11 +83,11 @@ async def call_with_groups(
 
 
 def checked_metrics(metrics: Any, origin: str) -> dict[str, Any] | None:
-    """The metrics that a function gave; what is not finite is told once, by name, and logged as
-    NaN.
+    """The metrics that a function gave; a value that is not finite becomes NaN, with one warning
+    per name.
 
     Raises:
-        FunctionFailed: they are no dict with text for names.
+        FunctionFailed: they are not a dict with text keys.
     """
     if metrics is None:
         return None
@@ -112,10 +111,10 @@ def wrapped(output: Any, evaluation: bool) -> Any:
 
 
 def validate_groups(groups: list[Group], origin: str) -> None:
-    """Check what goes to training, and sort it by sample index.
+    """Check the groups for training, and sort them by sample index.
 
     Raises:
-        UserError: no groups, lengths that do not fit, samples without tokens.
+        UserError: there are no groups, lengths do not match, or a sample has no tokens.
     """
     if not groups:
         raise UserError(
@@ -137,7 +136,7 @@ def validate_groups(groups: list[Group], origin: str) -> None:
 
 
 def check_groups(groups: list[Group], origin: str, vocab_size: int | None, args: Any) -> None:
-    """Check the values of what a rollout function of the user's own returned.
+    """Check the values of groups that a user's rollout function returned.
 
     Raises:
         UserError: tokens, log-probs or rewards that cannot be trained on; indices that are not
@@ -150,11 +149,11 @@ def check_groups(groups: list[Group], origin: str, vocab_size: int | None, args:
 
 
 def check_age(groups: list[Group], origin: str, versions: VersionWindow) -> None:
-    """Check that groups of a user's rollout function are new enough; the built-in one sees to that
+    """Check that groups of a user's rollout function are new enough; the built-in one checks this
     itself.
 
     Raises:
-        UserError: a sample of weights that are too old.
+        UserError: a sample has tokens of weights that are too old.
     """
     for group in groups:
         if (version := versions.stale_among(group.weight_versions())) is not None:
@@ -167,7 +166,7 @@ def check_age(groups: list[Group], origin: str, versions: VersionWindow) -> None
 
 
 async def overridden_evaluation(args: Any, rollout_id: int) -> RolloutFnEvalOutput | None:
-    """Call the plugin's function in place of ``eval_rollout``; None if there is none."""
+    """Call the plugin's replacement of ``eval_rollout``; None if there is none."""
     own = override_of("evaluation")
     if own is None:
         return None

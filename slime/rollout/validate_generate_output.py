@@ -1,7 +1,7 @@
 """Checks of the samples that users' functions return, made before anything else reads them.
 
-A sample whose lengths, tokens or numbers cannot be trained on would fail much later, in the
-trainer, and take the whole batch along; refused here, it costs itself.
+A sample with invalid lengths, tokens or numbers would fail much later, in the trainer, and with it
+the whole batch. Refused here, only the sample is lost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def samples_of(returned: Any, origin: str) -> list[Sample]:
     """The samples that a generate function returned: one, or a list.
 
     Raises:
-        UserError: it is something else, or an empty list.
+        UserError: ``returned`` is something else, or an empty list.
     """
     samples = returned if isinstance(returned, list) else [returned]
     if not samples or not all(isinstance(sample, Sample) for sample in samples):
@@ -54,14 +54,14 @@ def finish_samples(
     is_fan_out: bool,
     aborting: bool,
 ) -> list[Sample]:
-    """Complete what users' code need not set, and check lengths; siblings of a fan-out share the id
-    of their trajectory. Returns those of them that came as text alone.
+    """Set what user code need not set, and check lengths; siblings of a fan-out share the id of
+    their trajectory. Returns the samples that came as text only.
 
     Args:
-        prompt: the sample as it was given.
-        aborting: what is left PENDING was cut short.
+        prompt: the sample that the function was given.
+        aborting: a PENDING sample was cut short.
     Raises:
-        UserError: lengths that do not fit, one sample twice, or siblings with different
+        UserError: lengths do not match, one sample is there twice, or siblings differ in
             ``rollout_id``.
     """
     from_text: list[Sample] = []
@@ -79,7 +79,7 @@ def finish_samples(
         sample.session_id = sample.session_id or prompt.session_id
         from_text += [sample] if _completed(sample, tokenizer, prompt.tokens, origin) else []
         sample.validate(origin)
-        if sample.status is SampleStatus.PENDING:  # user code need not set it: returned is done
+        if sample.status is SampleStatus.PENDING:  # user code need not set the status
             sample.status = SampleStatus.ABORTED if aborting else SampleStatus.COMPLETED
     if is_fan_out:
         ids = {sample.rollout_id for sample in samples}
@@ -95,14 +95,14 @@ def finish_samples(
 
 
 def _completed(sample: Sample, tokenizer: Any, drawn: list[int], origin: str) -> bool:
-    """`complete_tokens`, whose errors name the function."""
+    """`complete_tokens`, with errors that name the function."""
     try:
         return complete_tokens(sample, tokenizer, drawn)
     except UserError as error:
         raise UserError(
             f"{origin} returned an odd sample: {error.what}", error.why, error.fix
         ) from error
-    except Exception as error:  # whatever the tokenizer or the chat template says to such a prompt
+    except Exception as error:  # the tokenizer or the chat template may raise anything
         what = f"{origin} returned a sample (index {sample.index}) whose text cannot be tokenised"
         raise UserError(
             what, why=f"{type(error).__name__}: {error}", fix="return tokens as well"
@@ -110,14 +110,14 @@ def _completed(sample: Sample, tokenizer: Any, drawn: list[int], origin: str) ->
 
 
 def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:
-    """Give tokens to a finished sample that user code built from text alone (``Sample(prompt=…,
-    response=…)``); whether it was one.
+    """Tokenise a finished sample that user code built from text only (``Sample(prompt=…,
+    response=…)``); return whether it was one.
 
     Args:
-        drawn: tokens of the prompt as they were drawn; [] where it came as text.
+        drawn: tokens of the drawn prompt; [] if it is text.
     Raises:
-        UserError: it has other tokens than the prompt's, so that nobody knows which are the
-            response.
+        UserError: the sample has other tokens than the prompt's, so the response cannot be told
+            apart.
     """
     if not sample.response or sample.response_length:
         return False
@@ -140,9 +140,9 @@ def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:
 
 
 def tell_of_text_alone(samples: Sequence[Sample], origin: str, state: GenerateState) -> None:
-    """Warn once if answers that came as text are trained without the token that ended them.
+    """Warn once if answers that came as text only are trained without an end token.
 
-    No token is added: text does not tell which one the model sampled there, or whether it did.
+    None is added, because text does not tell which end token the model sampled, if any.
     """
     params = state.sampling_params
     stop = params.get("stop") or ()
@@ -170,15 +170,15 @@ def tell_of_text_alone(samples: Sequence[Sample], origin: str, state: GenerateSt
 
 
 def check_values(sample: Sample, origin: str, vocab_size: int | None, args: Any) -> None:
-    """Check the values of a sample that users' code has built or changed, its kinds and lengths
-    being right.
+    """Check the values of a sample that user code has built or changed; types and lengths are
+    already checked.
 
     Args:
-        vocab_size: of the model; None where it is not known.
+        vocab_size: the model's; None if unknown.
     Raises:
-        UserError: a token that is no whole number or that the model does not have, no token before
-            the response, a log-prob that is not finite or above 0, spans or experts that do not
-            fit, or a reward that is no finite number.
+        UserError: a token is not an integer or not in the vocabulary, there is no token before the
+            response, a log-prob is not finite or above 0, spans or experts do not match, or the
+            reward is not a finite number.
     """
 
     def refuse(what: str, fix: str) -> None:
@@ -188,7 +188,7 @@ def check_values(sample: Sample, origin: str, vocab_size: int | None, args: Any)
     if problem := token_problem(sample.tokens if ids is None else ids, vocab_size):
         refuse(problem, "encode with the model's tokenizer")
     if ids is None:
-        # NumPy's and torch's, too
+        # also integers of NumPy and torch
         sample.tokens = [operator.index(token) for token in sample.tokens]
     if sample.response_length and not sample.prompt_length:
         refuse(
@@ -220,10 +220,10 @@ def check_values(sample: Sample, origin: str, vocab_size: int | None, args: Any)
 
 
 def check_reward(sample: Sample, origin: str, args: Any) -> None:
-    """Check the reward that users' code has set, where it has.
+    """Check a reward that user code has set.
 
     Raises:
-        FunctionFailed: it is no finite number, and no dict with one.
+        FunctionFailed: the reward is neither a finite number nor a dict with one.
     """
     role = f"the reward of sample {sample.index}"
     if isinstance(sample.reward, dict):
@@ -237,7 +237,7 @@ def check_reward(sample: Sample, origin: str, args: Any) -> None:
 
 
 def keep_identity(sample: Sample, prompt: Sample, origin: str) -> None:
-    """Give a sample the indices that it was drawn with: order, seeds and group statistics go by
+    """Restore the indices that a sample was drawn with: order, seeds and group statistics depend on
     them."""
     for name in ("index", "group_index"):
         drawn = getattr(prompt, name)
@@ -277,11 +277,11 @@ def tell_of_other_prompt(sample: Sample, prompt: Sample, origin: str) -> None:
 
 
 def check_distinct(groups: Sequence[Group], origin: str) -> None:
-    """Check that no two groups of a rollout, and no two trajectories, pass for one.
+    """Check that groups and trajectories of a rollout are distinct.
 
     Raises:
-        FunctionFailed: two groups with one group_index, whose rewards would be compared;
-            trajectories with one index.
+        FunctionFailed: two groups share a group_index, so their rewards would be compared; or two
+            trajectories share an index, or a sample is there twice.
     """
     fix = "give each group a group_index, and each sample an index, of its own; or leave them None"
     for name, values in (

@@ -1,13 +1,12 @@
 """Check the rows of all data sets before a launch, and the rest of large ones while the run goes
 on.
 
-Each row is read, rendered and measured as it will be when it is drawn; where its answers are
-trained on (``sft_loss``, ``preference_loss``) it is encoded, and otherwise its label is checked by
-its built-in reward. `slime train`, `slime doctor`, ``--dry-run`` and `slime reward` use the same
-functions and say the same.
+Each row is read, rendered and measured as when it is drawn. If its answers are trained on
+(``sft_loss``, ``preference_loss``) it is encoded; otherwise its built-in reward checks the label.
+`slime train`, `slime doctor`, ``--dry-run`` and `slime reward` use the same functions.
 
-Data sets of up to `ALL_ROWS` rows are checked whole. Of larger ones a sample is checked before the
-launch (`positions_to_check`), and the other rows in a process beside the run. Rows of
+Data sets of up to `ALL_ROWS` rows are checked completely. In larger ones, some rows are checked
+before the launch (`positions_to_check`), and the others in a process beside the run. Rows of
 ``--streaming-data`` that are not among the first are checked when they are drawn.
 """
 
@@ -61,9 +60,9 @@ from slime.rollout.sft import compared_rule, sft_encoding, sft_limits
 
 logger = get_logger(__name__)
 
-#: `RowProblem.refuse_at` of a remark that never refuses a run.
+#: `RowProblem.refuse_at` of a remark that never stops a launch.
 _NEVER = 2.0
-#: Conversations that are compared with what another rule for loss masks would train.
+#: Number of conversations whose masks are compared with another rule for loss masks.
 _MOST_COMPARED = 100
 #: Rows that the process beside a run checks between two reports.
 _REPORTED_ROWS = 2_000
@@ -112,7 +111,7 @@ def _evaluation_judge(dataset: EvalDataset, config: Config, tokenizer: Any) -> R
 
 @dataclass
 class DataSet:
-    """Rows that a run reads, and what is checked of each."""
+    """Rows that a run reads, and their checker."""
 
     path: str
     rows: Rows
@@ -136,12 +135,12 @@ class DataReport:
     """Findings of the check before a launch.
 
     Attributes:
-        errors: what the run cannot work with.
-        warnings: what the user should know.
-        templated: warnings of prompts that carry the chat template already.
-        notes: which rows were checked, where not all were.
+        errors: problems that stop the launch.
+        warnings: problems that do not.
+        templated: warnings about prompts that already carry the chat template.
+        notes: which rows were checked, if not all.
         sizes: by path; streamed data has none.
-        checked: data sets that were checked whole.
+        checked: data sets that were checked completely.
     """
 
     errors: list[UserError] = field(default_factory=list)
@@ -161,8 +160,7 @@ class DataReport:
 
 
 def validate_data(config: Config, tokenizer: Any) -> DataReport:
-    """Check --prompt-data and all evaluation sets; everything that is found is reported
-    together."""
+    """Check --prompt-data and all evaluation sets, and report all findings together."""
     report = DataReport()
     for data_set in _data_sets(config, tokenizer, report.errors):
         try:
@@ -173,7 +171,7 @@ def validate_data(config: Config, tokenizer: Any) -> DataReport:
 
 
 def _data_sets(config: Config, tokenizer: Any, errors: list[UserError]) -> Iterator[DataSet]:
-    """Data sets that can be opened; ``errors`` gets what is wrong with the others."""
+    """Yield the data sets that can be opened; append the errors of the others to ``errors``."""
     for one in data_inputs(config):
         rows: Rows | None = None
         checker: Checker | None = None
@@ -181,7 +179,7 @@ def _data_sets(config: Config, tokenizer: Any, errors: list[UserError]) -> Itera
             rows = _FirstRows(one.path) if one.is_streamed else open_rows(one.path, one.splits)
         except UserError as error:
             errors.append(error)
-        try:  # flags that are missing are told beside a file that is missing
+        try:  # report missing flags together with a missing file
             checker = replace(one.make_checker(tokenizer), judge=one.make_judge(tokenizer))
         except UserError as error:
             errors.append(error)
@@ -221,7 +219,7 @@ def _check(data_set: DataSet, num_workers: int, report: DataReport) -> None:
 
 
 class _FirstRows:
-    """The first rows of a stream; ``error`` is what ended it."""
+    """The first rows of a stream; ``error`` is the error that ended it, if any."""
 
     def __init__(self, path: str) -> None:
         self._rows: list[tuple[str, Row]] = []
@@ -245,7 +243,7 @@ class _FirstRows:
 
 
 def data_judge(config: Config, tokenizer: Any) -> RowJudge | None:
-    """The check of rows whose answers are trained on; None where nothing is encoded."""
+    """The check of rows whose answers are trained on; None if no answers are."""
     if config.algorithm.preference is not None:
         return PreferenceJudge(config, tokenizer)
     return SftJudge(config, tokenizer) if config.algorithm.trains_on_data else None
@@ -366,8 +364,8 @@ class _LengthCheck:
     def problems(self, drawn: tuple[int, int], longest: int) -> Iterator[RowProblem]:
         """
         Args:
-            drawn: tokens of the sample that decides, and of what stands before its first trained
-                one.
+            drawn: tokens of the sample that decides, and of the part before its first trained
+                token.
             longest: tokens of the longest sample of the row.
         """
         length, prompt_length = drawn
@@ -394,7 +392,7 @@ class _LengthCheck:
 
 
 def _remarks(encoded: Encoded) -> Iterator[RowProblem]:
-    """Ways in which a row is trained otherwise than a user may expect."""
+    """Ways in which training on a row may differ from what the user expects."""
     if len(encoded.sequences) > 1:
         kind = (
             "hold conversations whose earlier turns the chat template rewrites, and become "
@@ -428,8 +426,8 @@ class RemainingRows:
     beside the run.
 
     Args:
-        warn: is called with what is found, in a thread: once for each kind as soon as there is a
-            row, and again with the number of rows at the end.
+        warn: called in a thread with each finding: once per kind at its first row, and again at the
+            end with the number of rows.
     """
 
     def __init__(self, config: Config, warn: Callable[[str], None]) -> None:
@@ -462,14 +460,14 @@ class RemainingRows:
             with without_working_directory():
                 self._process.start()
         sender.close()
-        with contextlib.suppress(EOFError, OSError):  # the process has ended, or was ended
+        with contextlib.suppress(EOFError, OSError):  # the process has ended
             while True:
                 self._tell(*receiver.recv())
 
     def _tell(self, path: str, problems: Problems, num_rows: int) -> None:
         """
         Args:
-            num_rows: that were checked; 0 while others are still to be checked.
+            num_rows: number of checked rows; 0 while the check continues.
         """
         if num_rows:
             for line in problems.warnings(path, num_rows):
@@ -489,7 +487,7 @@ def _has_large(config: Config) -> bool:
     if config.rollout.num_rollout == 0 or debug.debug_train_only or debug.load_debug_rollout_data:
         return False
     for one in data_inputs(config):
-        with contextlib.suppress(UserError):  # told by those who draw from it
+        with contextlib.suppress(UserError):  # the data source reports it
             if not one.is_streamed and len(open_rows(one.path, one.splits)) > ALL_ROWS:
                 return True
     return False

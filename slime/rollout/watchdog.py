@@ -1,4 +1,4 @@
-"""The rollout's watchdog: when nothing moves any more, an error says who waits for whom."""
+"""The rollout's watchdog: when there is no more progress, an error says what is waited for."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NUM_SHOWN = 5
 
 
 class RolloutStalled(UserError):
-    """Nothing has moved for longer than the limit.
+    """There was no progress for longer than the limit.
 
     Attributes:
-        seconds: how long.
+        seconds: time without progress.
     """
 
     seconds = 0.0
@@ -36,14 +36,14 @@ class Watchdog:
     """Raises `RolloutStalled` after ``limit`` seconds without an answer, a reward or a sign of life
     of an engine.
 
-    Long generations answer late, so silence alone proves nothing: the engines are asked for their
-    load, and as long as that changes they are at work.
+    Long generations answer late, so silence alone proves nothing: as long as the load that engines
+    report changes, they are at work.
 
     Args:
         limit: seconds.
 
     Attributes:
-        words: who waits for whom, while nothing has moved for half a minute; else "".
+        words: what is waited for if there was no progress for half a minute; else "".
     """
 
     def __init__(self, client: RolloutClient, runner: GroupRunner, limit: float) -> None:
@@ -60,7 +60,7 @@ class Watchdog:
         return min(10.0, self.limit / 2)
 
     async def check(self, groups: Iterable[GroupRun]) -> None:
-        """Check for progress; to be called every `interval` seconds while waiting.
+        """Check for progress. Call it every `interval` seconds while waiting.
 
         Raises:
             RolloutStalled: see the class.
@@ -68,7 +68,7 @@ class Watchdog:
         now = time.monotonic()
         last = self._looked
         self._looked = now
-        # the event loop was blocked, and answers have not been read yet; or groups finished so
+        # either the event loop was blocked and answers are still unread, or groups finished so
         # often that this was not called
         if now - last > 2 * self.interval + deadlines.WATCHDOG_BLOCKED:
             self._started = now
@@ -93,10 +93,10 @@ class Watchdog:
         self.words = "; ".join(line.strip() for line in stalled.why.splitlines())
 
     def give_up_hung(self, groups: Iterable[GroupRun], seconds: float) -> int:
-        """End the trajectories that hang in users' code when nothing has moved for ``seconds``;
-        return their number.
+        """Fail the trajectories that hang in user code after ``seconds`` without progress; return
+        their number.
 
-        A trajectory with a request under way waits for an engine, and does not hang.
+        A trajectory with a request in flight waits for an engine, and does not hang.
         """
         asked = [request.name for request in self._client.in_flight.values()]
         hung = [
@@ -114,7 +114,7 @@ class Watchdog:
     def report(
         self, groups: Iterable[GroupRun], loads: dict[str, tuple[int, int]], seconds: float
     ) -> RolloutStalled:
-        """Say who waits for whom: the samples, the oldest requests, and the engines' load."""
+        """Describe what is waited for: the samples, the oldest requests, and the engines' load."""
         waiting = [
             e for group in groups for e in group.trajectories if e.activity is not Activity.DONE
         ]
@@ -136,7 +136,7 @@ class Watchdog:
         for request in list(self._client.in_flight.values())[:_NUM_SHOWN]:
             parts.append(
                 f"request {request.name or '?'}: {request.num_input_tokens} tokens in, "
-                f"try {request.attempt}, {now - request.started:.0f} s"
+                f"attempt {request.attempt}, {now - request.started:.0f} s"
             )
         for url, (requests, _) in loads.items():
             parts.append(
@@ -145,6 +145,5 @@ class Watchdog:
         return RolloutStalled(
             f"the rollout has stood still for {seconds:.0f} s",
             why="\n       ".join(parts),
-            fix="look at the logs of whoever is waited for; give slow tools or rewards a deadline "
-            "of their own",
+            fix="read the logs of what is waited for; give slow tools or rewards a deadline",
         )

@@ -2,9 +2,9 @@
 
 A launch that resumes from a checkpoint finds samples in the journal from weights that were pushed
 after that checkpoint. The log says how stale they are, and whether training can reach the same
-weights again: it can if it trains in the same way, but not with another learning rate or from other
-initial weights. So each push is logged with its ancestry, a hash of the ancestry one rollout
-earlier and of everything that the training step depended on.
+weights again: not with another learning rate or other initial weights. So each push is logged with
+its ancestry, a hash of the ancestry one rollout earlier and of everything that affected the
+training step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Push(NamedTuple):
 
     Attributes:
         version: the version number of the weights.
-        trained: rollouts that had been trained on.
+        trained: number of rollouts trained on before the push.
         ancestry: hash of what the weights depend on; "" if an earlier release wrote none.
     """
 
@@ -87,10 +87,10 @@ class PushLog:
 
     Args:
         folder: folder of the journal, created by the first push.
-        config: how this launch trains, and from which weights a run begins.
+        config: of this launch; determines the training and the initial weights.
     Attributes:
         earlier: pushes of earlier launches, in order, without damaged lines.
-        unreachable: versions that training cannot reach again; samples of them are generated anew.
+        unreachable: versions that training cannot reach again; their samples are generated again.
     """
 
     def __init__(self, folder: Path, config: Config) -> None:
@@ -107,7 +107,7 @@ class PushLog:
         """Start from a checkpoint.
 
         Args:
-            trained: rollouts that its weights were trained on.
+            trained: number of rollouts that its weights were trained on.
             ancestries: `recent_ancestries` from the checkpoint; {} if there is no checkpoint.
         """
         known = {count: ancestry for count, ancestry in ancestries.items() if count <= trained}
@@ -115,7 +115,7 @@ class PushLog:
         self.unreachable = frozenset(
             version for version, push in self._by_version.items() if not self._is_reachable(push)
         )
-        if self._is_damaged:  # a version without a line may be one whose line is damaged
+        if self._is_damaged:  # the damaged line may be that of a missing version
             self.unreachable |= self._unlogged(max(self._by_version, default=0))
         self._is_first_push = True
 
@@ -124,20 +124,20 @@ class PushLog:
         return {number for number in range(1, end) if number not in self._by_version}
 
     def _is_reachable(self, push: Push) -> bool:
-        """Return whether training reaches the weights of a push again; true for pushes so old that
-        it is not known."""
+        """Return whether training can reach the weights of a push again; true if the push is too
+        old to tell."""
         known = self._ancestry(push.trained)
         return not push.ancestry or known is None or push.ancestry == known
 
     def _ancestry(self, trained: int) -> str | None:
-        """Return the ancestry of the weights after ``trained`` rollouts; None if that is long
-        before the checkpoint."""
+        """Return the ancestry of the weights after ``trained`` rollouts; None if they are much
+        older than the checkpoint."""
         for count in range(max(self._ancestries) + 1, trained + 1) if self._ancestries else ():
             self._ancestries[count] = _next(self._ancestries[count - 1], self._training)
         return self._ancestries.get(trained)
 
     def recent_ancestries(self, trained: int) -> dict[int, str]:
-        """Return rollouts trained on → ancestry, for a checkpoint after ``trained`` rollouts."""
+        """Return number of rollouts → ancestry, for a checkpoint after ``trained`` rollouts."""
         self._ancestry(trained)
         return {
             count: self._ancestries[count]
@@ -146,10 +146,11 @@ class PushLog:
         }
 
     def note(self, version: int, trained: int) -> None:
-        """Log that weights were pushed after ``trained`` rollouts had been trained on."""
+        """Log a push of weights that were trained on ``trained`` rollouts."""
         push = Push(version, trained, self._ancestry(trained) or "")
         if self.unreachable and self._is_first_push:
-            # pushes that a crash or a full disk kept out of the log may be unreachable as well
+            # pushes missing in the log, after a crash or with a full disk, may be unreachable as
+            # well
             self.unreachable |= self._unlogged(version)
         self._is_first_push = False
         self._by_version[version] = push
@@ -157,7 +158,7 @@ class PushLog:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "ab") as file:
-                # the line break ends a line that a crash has cut short
+                # the line break ends a line that a crash truncated
                 row = {
                     "version": push.version,
                     "trained": push.trained,
@@ -165,7 +166,7 @@ class PushLog:
                     "checksum": _checksum(push),
                 }
                 file.write(b"\n" + orjson.dumps(row))
-        except OSError as problem:  # a full disk, which the journal reports
+        except OSError as problem:  # a full disk; the journal reports it
             logger.warning("%s: %s", self._path, problem)
 
 
@@ -192,7 +193,7 @@ def _read(path: Path) -> tuple[list[Push], bool]:
             whole.append(push)
         is_damaged |= not is_whole
     if is_damaged:
-        logger.warning("%s has lines that are damaged or cut short: they are left out", path)
+        logger.warning("%s has damaged or truncated lines, which are ignored", path)
     return whole, is_damaged
 
 
@@ -209,9 +210,9 @@ def _next(ancestry: str, step: str) -> str:
 
 
 def training_fingerprint(config: Config) -> str:
-    """Return a hash of everything that decides which weights a training step makes of given weights
-    and samples: flags of the algorithm and the optimizer, and the source files of users' functions
-    among them."""
+    """Return a hash of everything that affects the result of a training step on given weights and
+    samples, such as flags of the algorithm and the optimizer, and the source files of users'
+    functions."""
     values: dict[str, Any] = {}
     for group, prefixes in _AFFECTS_TRAINING.items():
         is_off = {
@@ -259,8 +260,8 @@ def training_fingerprint(config: Config) -> str:
 
 
 def affects_training(flag: str) -> bool:
-    """Return whether training makes other weights if this flag, or the function that it names,
-    changes."""
+    """Return whether a change of this flag, or of the function that it names, changes the trained
+    weights."""
     spec = all_flags()[flag]
     return (
         spec.attribute.startswith(_AFFECTS_TRAINING.get(spec.group, ()))
@@ -299,5 +300,5 @@ def _content(path: str | None) -> list[str | None]:
 
 
 def _absolute(path: Any) -> str | None:
-    """Return the absolute path of what exists; names on the hub stay as they are."""
+    """Return the absolute path if ``path`` exists; names on the hub are unchanged."""
     return None if path is None else os.path.abspath(path) if os.path.exists(path) else str(path)

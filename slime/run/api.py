@@ -47,7 +47,7 @@ from slime.user_code.loading import check_signature, save_function
 _INPUT_KEYS = ("prompt", "question", "problem", "messages", "input")
 _LABEL_KEYS = ("label", "answer", "solution")
 _LAST_LINES = 40
-#: Folder beside the run folders; has a folder for each run with what was passed to it.
+#: Folder beside the run folders; contains a folder for each run with its inputs.
 _INPUTS = "inputs"
 #: An error as `slime.__main__.guarded` prints it.
 _ERROR = re.compile(
@@ -78,9 +78,9 @@ def train(
     Args:
         model: a Hugging Face directory, ``--hf-checkpoint``.
         data: prompts: the path of a file, a list of dicts, or a `datasets.Dataset`. Columns with
-            usual names (prompt, question, messages …; label, answer …) are found; ``input_key`` and
-            ``label_key`` name others. Training takes one epoch unless ``num_rollout`` (steps) or
-            ``num_epoch`` is given.
+            usual names (prompt, question, messages …; label, answer …) are detected; ``input_key``
+            and ``label_key`` name others. Training takes one epoch unless ``num_rollout`` (steps)
+            or ``num_epoch`` is given.
         reward: a function, which may be defined in a notebook or in ``__main__``; the name of a
             built-in reward ("math"); or the path of a function. The function's parameters are some
             of ``response``, ``label``, ``prompt``, ``metadata`` and ``sample``, or ``(args, sample,
@@ -460,7 +460,7 @@ def _needed_columns(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _callable_reward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with the signature that a run calls rewards with.
+    """Return ``function`` with the signature of rewards in a run.
 
     Raises:
         UserError: a run cannot call a function with these parameters.

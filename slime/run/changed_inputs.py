@@ -21,7 +21,7 @@ from slime.run.ancestry import affects_training
 from slime.user_code.hooks import HOOKS
 from slime.user_code.loading import fingerprint
 
-#: Flags of data that is scored, and never trained on.
+#: Flags for data that is only scored, never trained on.
 _HELD_OUT = ("eval_prompt_data", "eval_preference_data")
 _AGAIN = "groups in the journal are generated again"
 _STAYS = "what was trained on before stays in the weights"

@@ -1,7 +1,8 @@
 """Checks of a run's inputs, outputs and flags before anything starts; the launch and `slime doctor`
 call them.
 
-Together they take a second or two, mostly to import the tokenizer. They import no torch and no Ray.
+Together they take a second or two, mostly to import the tokenizer. They import neither torch nor
+Ray.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: Process slots that a host without GPUs offers at least, and per core. There may be more than one
-#: per core, since trainer and engines take turns.
+#: Least process slots of a host without GPUs, and slots per core. More than one per core is
+#: possible, because trainer and engines alternate.
 _MIN_SLOTS = 8
 _SLOTS_PER_CORE = 4
 #: The gRPC method of Ray's own health check of the GCS.
@@ -74,13 +75,12 @@ _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 
 def from_the_hub(config: Config) -> Config:
-    """Return the configuration with names on the Hugging Face hub replaced by local paths, after
-    downloading what is not here yet.
+    """Replace names on the Hugging Face hub by local paths, after downloading what is missing.
 
     The names stay in ``origins``, and so in config.json.
 
     Raises:
-        UserError: something is neither here nor available from the hub.
+        UserError: something is neither local nor available from the hub.
     """
     flags = config.checkpoint
     model = flags.hf_checkpoint
@@ -130,7 +130,7 @@ def from_the_hub(config: Config) -> Config:
 
 
 def check_flags(config: Config) -> None:
-    """Check what flags name besides models and data: hooks, rewards and output directories."""
+    """Check the hooks, rewards and output directories that flags name."""
     check_functions(config.flat())
     warn_of_old_plugins(config)
     check_rewards(config)
@@ -207,7 +207,8 @@ def check_architecture(config: Config) -> None:
 
 
 def _check_longest_sequence(config: Config, spec: ModelSpec) -> None:
-    """Check that flags keep sequences to the length that a model's frequencies are computed for."""
+    """Check that flags limit sequences to the length for which the rotary frequencies are
+    computed."""
     limit = spec.longest_sequence
     if limit is None or config.debug.debug_rollout_only:
         return
@@ -233,15 +234,15 @@ def _check_longest_sequence(config: Config, spec: ModelSpec) -> None:
 
 
 def check_weights(config: Config, plan: LoadPlan) -> None:
-    """Check that all Hugging Face directories that the run reads hold the same model, completely,
-    that a model which is trained as a whole is not quantised, and that the checkpoint to load is
-    not past the run's end."""
+    """Check that all Hugging Face directories of the run hold the same, complete model, that a
+    fully trained model is not quantised, and that the checkpoint to load is not past the run's
+    end."""
     from slime.checkpoints.hf_files import HfReader
     from slime.checkpoints.peft_files import check_adapter
     from slime.models import family_of, read_hf_config
     from slime.models.spec import check_same_model
 
-    if not config.debug.debug_rollout_only:  # which always starts at the first rollout
+    if not config.debug.debug_rollout_only:  # debug runs always start at the first rollout
         check_length(config, plan)
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
@@ -285,7 +286,7 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
 
 
 def check_teachers(config: Config) -> None:
-    """Check that teachers know the policy's tokens by the same ids.
+    """Check that teachers have the policy's vocabulary.
 
     Raises:
         UserError: there is none, one has another vocabulary, or its engine does not answer.
@@ -368,11 +369,11 @@ def check_transformer_engine(config: Config) -> None:
 
 
 def check_windows(config: Config) -> None:
-    """Check that a kernel for the model's windows is installed, if the trainer runs on GPUs of this
-    host. Elsewhere each trainer rank meets it in its first pass.
+    """Check that a kernel for windowed attention is installed, if the trainer runs on GPUs of this
+    host. On other hosts, a missing kernel fails in the first pass.
 
     Raises:
-        UserError: neither torch nor flash-attn-4 attends within a window here.
+        UserError: neither torch nor flash-attn-4 supports windows here.
     """
     spec = _trained_on_gpus_here(config)
     uses_own_kernels = config.train.transformer_impl == "transformer_engine" or config.train.spec
@@ -431,11 +432,11 @@ def _trained_on_gpus_here(config: Config) -> ModelSpec | None:
 
 
 def check_context(config: Config) -> None:
-    """Check that limits of prompt and response lengths fit into the model's context.
+    """Check that prompt and response limits fit into the model's context.
 
     Raises:
-        UserError: responses alone may exceed the context. If only prompt and response together may,
-            a warning is logged.
+        UserError: responses may exceed the context even without a prompt. If only prompt and
+            response together may exceed it, a warning is logged.
     """
     from slime.models import read_hf_config
     from slime.models.nested import decoder_config
@@ -561,7 +562,7 @@ def _may_have_rewards(config: Config) -> bool:
 
 
 def _rows_name_rewards(config: Config, *, unreadable: bool) -> bool:
-    """Return whether one of the first rows has an rm_type of its own.
+    """Return whether one of the first rows has an rm_type.
 
     Args:
         unreadable: the result if the rows cannot be read, which `check_data` reports.
@@ -749,7 +750,7 @@ def check_slots(config: Config) -> None:
     address = joined_cluster(config)
     if address is not None:
         _check_answers(address)
-        return  # the number of slots is known after joining
+        return  # the number of slots is known only after joining
     plan = PlacementPlan.of(config)
     gpus = num_gpus()
     cores = num_cpus()
@@ -776,8 +777,8 @@ def check_slots(config: Config) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raise unless a Ray cluster answers. Ray itself would try for more than a minute, and print
-    each try."""
+    """Raise unless a Ray cluster answers. Ray itself would retry for more than a minute and print
+    each attempt."""
     fix = "start one with 'ray start --head', or unset --ray-address and RAY_ADDRESS to run here"
     if address == "auto":
         return
@@ -802,8 +803,8 @@ def _check_answers(address: str) -> None:
 
 
 def _is_gcs(host: str, port: int) -> bool:
-    """Return whether Ray's GCS listens there. One that asks for a token counts as well; with Ray's
-    TLS switched on, any server does.
+    """Return whether Ray's GCS listens there. One that requires a token counts as well; with Ray's
+    TLS enabled, any server counts.
 
     Raises:
         OSError: no server listens.

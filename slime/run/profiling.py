@@ -15,9 +15,9 @@ logger = get_logger(__name__)
 
 
 class Profiling:
-    """Starts the profilers before the first step of the window and writes the file behind its last.
+    """Starts the profilers before the first step of the window and writes the file after its last.
 
-    Nothing that goes wrong here ends the run.
+    Errors do not end the run.
     """
 
     def __init__(self, config: Config, run: RunFolder, cluster: Cluster) -> None:
@@ -27,7 +27,7 @@ class Profiling:
         self._folder: Path | None = None  # while the profilers run
 
     def step_begins(self, step: int, *, is_over: bool = False) -> None:
-        """Begin or end the profile; ``step`` is trained next, and the one before is logged.
+        """Begin or end the profile; ``step`` is trained next, and the previous one is logged.
 
         Args:
             is_over: no step follows.
@@ -41,7 +41,7 @@ class Profiling:
             self._folder = None
 
     def _write(self, folder: Path, step: int) -> None:
-        """End the profilers and write the file; ``step`` is the one behind the last."""
+        """End the profilers and write the file; ``step`` follows the last profiled step."""
         self._cluster.stop_profile()
         found = {_name(file, folder): file for file in sorted(folder.rglob(f"*{TRACE_SUFFIX}"))}
         for number in range(self._steps[0], step):
@@ -52,7 +52,7 @@ class Profiling:
         try:
             count = merge_traces(found, target)
         except (OSError, ValueError, KeyError) as error:
-            logger.warning("the profiles in %s were not put together: %s", folder, error)
+            logger.warning("the profiles in %s could not be merged: %s", folder, error)
             return
         logger.info(
             "profile of %s, %d events: %s (https://ui.perfetto.dev opens it)",

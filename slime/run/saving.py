@@ -1,4 +1,4 @@
-"""Checkpoints and models of a run: when they are written, and what happens to them at its end."""
+"""When a run writes checkpoints and models, and what happens to them at its end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Saving:
     """Writes the checkpoints and models of one run.
 
     Attributes:
-        last: the newest rollout that was saved; with --async-save it may still be being written.
+        last: the newest saved rollout; with --async-save, writing may not have finished.
         model: the newest Hugging Face directory of this launch.
     """
 
@@ -159,8 +159,8 @@ class Saving:
         """Wait for the checkpoint that --async-save is writing.
 
         Args:
-            signals: if the run ends, so that the signal that ended it does not end this wait; None
-                if the run goes on.
+            signals: for a run that ends, so the signal that ended it does not end this wait; None
+                for a run that continues.
         """
         flags = self._flags
         rollout_id = self.last

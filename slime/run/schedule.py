@@ -1,5 +1,5 @@
-"""When a run pushes weights, evaluates, saves and ends, counted in rollouts, and how stale its
-samples are."""
+"""When a run pushes weights, evaluates, saves and ends, in rollouts, and how stale its samples
+are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_due(
     num_rollout_per_epoch: int | None = None,
     num_rollout: int | None = None,
 ) -> bool:
-    """Return whether something is due that happens every ``interval`` rollouts, at the end of each
+    """Return whether an action is due that happens every ``interval`` rollouts, at the end of each
     epoch and after the last rollout.
 
     Example:
@@ -33,8 +33,8 @@ def is_due(
 
 
 class Schedule:
-    """The schedule of one launch. In its methods ``rollout_id`` is the rollout that was trained on
-    last; the run's first rollout is 0.
+    """The schedule of one launch. In its methods, ``rollout_id`` is the last rollout trained on;
+    the first is 0.
 
     Attributes:
         start_rollout_id: the first rollout of this launch.
@@ -50,7 +50,7 @@ class Schedule:
         self.num_prompts = 0
 
     def begin(self, start_rollout_id: int, num_prompts: int) -> None:
-        """Set the first rollout and the length of the run, when the data and the checkpoint are
+        """Set the first rollout and the length of the run, after the data and the checkpoint are
         known.
 
         Raises:
@@ -117,7 +117,7 @@ class Schedule:
         return flags.save_interval or (math.ceil(self.num_rollout / 10) if flags.save else None)
 
     def is_due(self, rollout_id: int, interval: int) -> bool:
-        """Return whether something is due that happens every ``interval`` rollouts, at the end of
+        """Return whether an action is due that happens every ``interval`` rollouts, at the end of
         each epoch and after the last rollout."""
         by_epoch = self.num_prompts and self._config.data.num_epoch is not None
         return is_due(rollout_id, interval, self._per_epoch if by_epoch else None, self.num_rollout)
@@ -128,11 +128,11 @@ _PUSHES_KEPT = 64
 
 
 class StalenessTracker:
-    """Measures how stale samples are: the number of rollouts trained on since the push of the
-    weights that sampled them.
+    """Measures staleness of samples: the number of rollouts trained on since the push of their
+    weights.
 
     Attributes:
-        version: version number of the weights pushed last.
+        version: version number of the last push.
         unreachable: versions that training cannot reach again (`PushLog`).
     """
 
@@ -207,7 +207,7 @@ class StalenessTracker:
 
     @property
     def put_back_policy(self) -> str:
-        """The treatment of stale samples that an earlier rollout put back, as the end of a
+        """How samples that an earlier rollout put back are treated when stale; the end of a
         sentence."""
         sync = self._config.sync
         if sync.max_staleness is None:

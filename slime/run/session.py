@@ -50,7 +50,7 @@ from slime.samples.types import ANY_VERSION
 
 logger = get_logger(__name__)
 
-#: Warnings in the last lines of a run; the report has all of them.
+#: Warnings in the last lines of a run; the report has all warnings.
 _MOST_WARNINGS = 2
 
 
@@ -127,7 +127,7 @@ class Session:
     # -- start and end -----------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Start everything, and push weights once so that a broken push fails before rollouts."""
+        """Start everything, and push weights once: a broken push must fail before rollouts."""
         self.stop_if_asked()
         self.stopped_monitor.begin()
         with self.sinks.phase("launch"):
@@ -243,7 +243,8 @@ class Session:
                     self.cluster.collect(one)
 
     def train(self, batch: RolloutResult) -> dict[str, float]:
-        """Do all optimizer steps of a rollout; callers may extend the metrics until logged."""
+        """Do all optimizer steps of a rollout; callers may extend the metrics until they are
+        logged."""
         with self.sinks.phase("train"):
             metrics = dict(batch.metrics)
             if self._tracks_staleness:
@@ -276,7 +277,7 @@ class Session:
         self.saving.save(rollout_id, pushed, self._unlogged_metrics)
 
     def may_restart_trainer(self, error: Exception) -> bool:
-        """Return whether the error is a loss of trainer ranks that --max-restarts allows to repair.
+        """Return whether the error is a loss of trainer ranks and --max-restarts allows a restart.
 
         Each true result counts as one restart.
         """
@@ -441,7 +442,7 @@ class Session:
         """Write a crash folder, and add to the error where it is and how to resume."""
         self.stopped_monitor.leaving(error, waits_for_save=self.config.checkpoint.async_save)
         is_mistake = isinstance(error, UserError) and not isinstance(error, RunFailed)
-        # the stacks are written already when a deadline has passed, and explain no user's mistake
+        # at a deadline the stacks have been written; they do not explain a user's mistake
         if not is_mistake and not isinstance(error, DeadlinePassed):
             stacks.ask(own_actors(), wait=True)
         folder = self.run.write_crash(error, note=f"phase: {self.sinks.open_phase}")

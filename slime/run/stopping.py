@@ -1,7 +1,7 @@
 """Signals of a run, from before Ray starts until its folder is closed.
 
     SIGHUP               the terminal was closed: continue without it
-    SIGTERM              finish the step under way, or abandon it while it is generated; then save
+    SIGTERM              finish the current step, or abandon it while it is generated; then save
       another one        nothing: `timeout` and schedulers signal both a process and its group
     Ctrl-C               like SIGTERM if training would be lost, else leave at once
       another one        leave at once, without a save that is not finished
@@ -11,8 +11,8 @@
 A signal that was ignored when the run began (`nohup`, a background job) stays ignored.
 
 A stopped process (SIGSTOP) may keep the driver from handling a signal, because a call into Ray
-waits for it inside C++. So a thread receives signals too; if something blocks the end for ten
-seconds, the thread ends the program.
+waits for it inside C++. So a thread receives signals, too, and ends the program if something blocks
+the end for ten seconds.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ class StopSignals:
     nothing.
 
     Attributes:
-        unsaved_work: returns what was trained and is not on disk ("rollout 12"), or "".
+        unsaved_work: returns trained work that is not on disk ("rollout 12"), or "".
         what_blocks_exit: returns what keeps the run from ending ("pid 4711 (raylet) is stopped"),
             or ""; called by a thread.
-        before_forced_exit: called by that thread with what blocks, before it ends the program.
+        before_forced_exit: called by that thread with the blocker's name, before it ends the
+            program.
         insists: Ctrl-C was pressed after the run had been asked to stop.
         hurry: set by Ctrl-C during the end.
     """
@@ -98,7 +99,8 @@ class StopSignals:
         for number, before in self._before.items():
             signal.signal(number, before)
         if self._leaves and signal.SIGTERM in self._before:
-            # a second one, to the group, may come while the interpreter ends; status 0 stays
+            # a second one, to the group, may come while the interpreter exits; the status must stay
+            # 0
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._pipe is not None:
             signal.set_wakeup_fd(self._before_pipe)
@@ -111,7 +113,7 @@ class StopSignals:
         return self._pending.is_set()
 
     def acknowledge(self) -> None:
-        """Note that the run has begun to end, so that its last waits are not interrupted."""
+        """Note that the run has begun to end; its last waits are then not interrupted."""
         self._pending.clear()
 
     def ending(self) -> None:
@@ -119,7 +121,7 @@ class StopSignals:
         self._ending = True
 
     def end_program(self) -> NoReturn:
-        """Exit with status 0 after SIGTERM, with that of the signal after Ctrl-C or SIGQUIT."""
+        """Exit with status 0 after SIGTERM, with the signal's status after Ctrl-C or SIGQUIT."""
         if self._interrupted:
             raise KeyboardInterrupt(self._by)
         self._leaves = True

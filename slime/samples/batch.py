@@ -1,4 +1,4 @@
-"""``TrainBatch``: what a rollout has become when it is trained on, one per data-parallel rank."""
+"""``TrainBatch``: the training data of a rollout, one per data-parallel rank."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
 
 
-#: Rewards of samples that are learned from by preference: of the better and the worse answer, and
-#: of a prompt with an answer of another, which estimates a KL.
+#: Rewards that label samples in preference learning: the better and the worse answer, and a prompt
+#: with the answer to another prompt, which estimates a KL.
 CHOSEN = 1.0
 REJECTED = -1.0
 MISMATCHED = 0.0
@@ -32,8 +32,8 @@ class StepPlan:
             denominator).
         num_loss_tokens: trained tokens in this step over all data-parallel ranks (per-token loss
             denominator).
-        scored: micro-batches of samples that are scored before the step and not trained on, the
-            same number on each rank.
+        scored: micro-batches of samples that are only scored, before the step; the same number on
+            each rank.
     """
 
     micro_batches: list[list[int]]
@@ -42,18 +42,18 @@ class StepPlan:
     scored: list[list[int]] = field(default_factory=list)
 
 
-#: Of a sample within its rollout: index, tokens, response tokens.
+#: Identifies a sample within its rollout: index, number of tokens, number of response tokens.
 SampleKey = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """Numbers of training for each response token of a sample.
+    """Values that training computes for each response token of a sample.
 
     Attributes:
-        advantages: float32 [R], as the loss took them.
+        advantages: float32 [R], as used in the loss.
         log_prob_diffs: float32 [R], the trainer's log-prob before training minus the engine's.
-        ref_log_probs: float32 [R] of the reference model, of samples that are to be remembered.
+        ref_log_probs: float32 [R] of the reference model, for samples whose values are cached.
     """
 
     key: SampleKey
@@ -70,30 +70,28 @@ class TrainBatch:
     L_i is the length of sample i in tokens (prompt + response), R_i its response length.
 
     Attributes:
-        rollout_id: which step of the run this is.
+        rollout_id: the step of the run.
         tokens: int64 [L_i].
         response_lengths: R_i.
         loss_masks: float32 [R_i], 0 or 1.
         rewards: after post-processing (group-normalised for GRPO): the scalar advantage of sample
             i.
-        raw_rewards: as the reward function gave them.
-        rollout_log_probs, teacher_log_probs: float32 [R_i] from the engine, from the teacher; None
-            when not given.
-        trajectory_ids: samples that one trajectory fanned out into share one.
+        raw_rewards: the values of the reward function.
+        rollout_log_probs, teacher_log_probs: float32 [R_i] from the engine and the teacher; None if
+            there are none.
+        trajectory_ids: shared by samples that one trajectory fanned out into.
         rollout_mask_sums: trained tokens of sample i's whole trajectory, >= 1, or their mean over
             its group's trajectories (CISPO): its denominator in the default loss.
         steps: the optimizer steps, in order.
-        teachers: the name of each sample's teacher, where the trainer holds them.
-        media: images of each sample, where any has some.
-        images: the bytes of each of them, by its reference.
-        payloads: columns of `slime.samples.payloads.PAYLOADS`, as far as the samples have them.
-        global_stats: numbers over all ranks that every rank logs alike (reward mean, ...).
-        positions: the place of each sample in the rollout, by which ranks of another layout know
-            it.
-        recorded: samples, of any rank, whose tokens are recorded: what training knows of them is
-            wanted.
-        ref_log_probs: float32 [R_i] of the reference model, where an earlier pass has computed them
-            for all samples of all ranks.
+        teachers: the name of each sample's teacher, if the trainer holds the teachers.
+        media: images of each sample; [] if no sample has any.
+        images: reference → bytes of each image.
+        payloads: those columns of `slime.samples.payloads.PAYLOADS` that the samples have.
+        global_stats: statistics over all ranks, the same on every rank (reward mean, ...).
+        positions: position of each sample in the rollout, which does not depend on the layout.
+        recorded: samples of all ranks for which training returns `TrainedTokens`.
+        ref_log_probs: float32 [R_i] of the reference model, if they are cached for all samples of
+            all ranks.
     """
 
     rollout_id: int
@@ -146,19 +144,19 @@ class TrainBatch:
 
     @property
     def all_micro_batches(self) -> list[list[int]]:
-        """The micro-batches of all steps, each step followed by what is scored before it."""
+        """The micro-batches of all steps: for each step its trained ones, then its scored ones."""
         return [samples for step in self.steps for samples in (*step.micro_batches, *step.scored)]
 
 
 @dataclass(frozen=True)
 class _Joined:
-    """Tensors of one dtype, one behind the other."""
+    """Concatenated tensors of one dtype."""
 
     values: np.ndarray
     shapes: list[tuple[int, ...]]
 
     def parts(self) -> list[torch.Tensor]:
-        """The tensors again: parts of one copy, since what Ray hands out cannot be written to."""
+        """The original tensors, as views of one copy, because arrays from Ray are read-only."""
         import torch
 
         sizes = [math.prod(shape) for shape in self.shapes]
@@ -202,7 +200,7 @@ class TrainLayout:
             scales with it.
         micro_batch_multiple: the micro-batch count of a step is a multiple of it (virtual pipeline
             stages), else 1.
-        critic: that of a critic on GPUs of its own.
+        critic: the layout of a critic on separate GPUs; None without one.
     """
 
     data_parallel_size: int = 1

@@ -1,5 +1,4 @@
-"""The buffer of groups that come back: aborted ones to be finished, and finished ones that were not
-needed yet."""
+"""The buffer of groups that were put back: aborted groups to finish, and surplus finished ones."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ class SampleBuffer:
     """First in, first out, unless a buffer filter chooses otherwise.
 
     Args:
-        args: what the filter gets as ``args``.
-        select: the filter; it must remove from the buffer what it returns.
-        name: of the filter, for messages.
+        args: passed to the filter.
+        select: the filter; it must remove the groups that it returns from the buffer.
+        name: names the filter in messages.
 
     Attributes:
-        groups: that wait here, the oldest first.
+        groups: the waiting groups, oldest first.
 
     Example:
         >>> buffer = SampleBuffer()
@@ -59,8 +58,8 @@ class SampleBuffer:
         """Take at most ``count`` groups out of the buffer.
 
         Raises:
-            FunctionFailed: the filter returned no list of groups, more than asked, or left what it
-                returned in the buffer.
+            FunctionFailed: the filter returned no list of groups or more than requested, or left
+                returned groups in the buffer.
         """
         if not self.groups or count <= 0:
             return []
@@ -81,7 +80,7 @@ class SampleBuffer:
 
     @property
     def group_indices(self) -> set[int]:
-        """Return the group indices that wait here."""
+        """Indices of the waiting groups."""
         return {group[0].group_index for group in self.groups if group[0].group_index is not None}
 
     def state_dict(self) -> list[list[dict[str, Any]]]:

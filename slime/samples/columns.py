@@ -27,11 +27,11 @@ logger = get_logger(__name__)
 
 @dataclass
 class Trainable:
-    """The samples of a rollout that can be trained on, with their places.
+    """The samples of a rollout that can be trained on, with their groups and trajectories.
 
     Attributes:
         group_ids, trajectory_ids: one per sample; trajectory ids are unique in the rollout.
-        dropped: why others were left out → how many.
+        dropped: reason → number of samples that were left out.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Trainable:
 
 
 def select_trainable(groups: list[Group], sft: bool, rollout_id: int) -> Trainable:
-    """Leave out what cannot be trained on; see `slime.samples.convert.to_train_batches`."""
+    """Select the samples to train on; see `slime.samples.convert.to_train_batches`."""
     found = Trainable()
     unscored: list[int | None] = []
     trajectory_id = -1
@@ -79,10 +79,10 @@ def select_trainable(groups: list[Group], sft: bool, rollout_id: int) -> Trainab
     return found
 
 
-#: Why samples are left out → what to do where nothing else is left.
+#: Reason why samples are left out → what to do if no others remain.
 _REMEDIES = {
     "empty": (
-        "where prompts fill the context, --rollout-max-prompt-len leaves them out; else look at "
+        "if prompts fill the context, --rollout-max-prompt-len leaves them out; else look at "
         "the generate function (logs/rollout.log tells more)"
     ),
     "failed": "logs/rollout.log tells why samples failed",
@@ -103,8 +103,7 @@ class Columns:
 
     ``loss_masks`` are 0/1 per response token, zeros for removed samples. ``teachers`` is empty
     unless the trainer holds them. ``payloads`` has the columns of `slime.samples.payloads.PAYLOADS`
-    that samples brought along. ``media`` has the images of each sample; it is empty where no sample
-    has any.
+    that samples have. ``media`` has the images of each sample; it is empty if no sample has any.
     """
 
     tokens: list[list[int]]
@@ -128,7 +127,7 @@ class Columns:
         """Per sample the trained tokens of its whole trajectory, at least 1: the denominator of the
         default loss.
 
-        Summed before packing, so that the samples of one trajectory may end up in different
+        Summed before packing, because the samples of one trajectory may go into different
         micro-batches.
         """
         sums: dict[int, int] = {}
@@ -140,8 +139,8 @@ class Columns:
         """Per sample the mean of the trained tokens of its group's trajectories; 1 for a group
         without any.
 
-        As the denominator of the loss it makes each token of a group count alike, and each group by
-        its trajectories.
+        As the denominator of the loss it weights all tokens of a group equally, and each group by
+        its number of trajectories.
         """
         sums: dict[int, int] = {}
         trajectories: dict[int, set[int]] = {}
@@ -174,10 +173,10 @@ def columns_from_samples(trainable: Trainable, config: Config, args: Any) -> Col
 
 
 def _media(samples: list[Sample]) -> list[list[Media]]:
-    """The images of each sample; [] where none has any.
+    """The images of each sample; [] if none has any.
 
     Raises:
-        UserError: a sample has images and not the places of all of them.
+        UserError: a sample has images without spans for all of them.
     """
     found = []
     for sample in samples:
@@ -189,13 +188,13 @@ def _media(samples: list[Sample]) -> list[list[Media]]:
                 "tokens",
                 why=str(error),
                 fix="let slime.rollout.plugin_api's generate and append_message put images into a "
-                "sample; they note the places",
+                "sample; they record the places",
             ) from error
     return found if any(found) else []
 
 
 def described_columns(trainable: Trainable) -> dict[str, list[Any]]:
-    """The columns that every sample has, whoever converts it."""
+    """The columns that do not depend on the converter."""
     samples = trainable.samples
     return {
         "loss_masks": [[0] * s.response_length if s.remove_sample else _mask(s) for s in samples],
@@ -224,9 +223,9 @@ def _optional(samples: list[Sample], masks: list[list[int]], name: str) -> list[
     values = [getattr(sample, name) for sample in samples]
     if all(value is None for value in values):
         return None
-    if name == "teacher_prompt_tokens":  # others have their own
+    if name == "teacher_prompt_tokens":  # [] stands for the sample's own prompt
         return [[] if value is None else value for value in values]
-    if name == "token_rewards":  # others earned theirs as a whole
+    if name == "token_rewards":  # other samples have one reward as a whole
         return [
             [0.0] * sample.response_length if value is None else value
             for sample, value in zip(samples, values)
@@ -260,7 +259,7 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
         with frozen(samples, origin, [samples]):
             returned = user_function(path, POST_PROCESS)(args, samples)
         for sample in samples:
-            sample.validate(origin)  # it may set teacher_log_probs
+            sample.validate(origin)  # the hook may have set teacher_log_probs
         return _rewards_from_hook(returned, samples, origin)
     rewards = [sample.get_reward_value(args) for sample in samples]
     estimator = ESTIMATORS[config.algorithm.advantage_estimator]
@@ -276,7 +275,7 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
 
 
 def _raw_reward(sample: Sample, reward: float) -> float:
-    """The raw reward to log: ``metadata["raw_reward"]`` if a user keeps an unshaped one."""
+    """The raw reward to log: ``metadata["raw_reward"]`` if user code has set it."""
     raw = sample.metadata.get("raw_reward")
     role = f'metadata["raw_reward"] of sample {sample.index}'
     return reward if raw is None else reward_number(raw, "a function of yours", role)

@@ -59,13 +59,13 @@ def to_batches_of_roles(
     groups: list[Group], config: Config, layout: TrainLayout, rollout_id: int
 ) -> tuple[list[TrainBatch], list[TrainBatch]]:
     """Convert a rollout as `to_train_batches`; return the policy's batches, and those of a critic
-    on GPUs of its own, [] without one. These have the same samples in each optimizer step, and no
-    columns that only the policy reads.
+    on separate GPUs ([] without one). The critic's have the same samples in each optimizer step,
+    without columns that only the policy reads.
 
     Raises:
-        UserError: nothing to train on; a finished sample without reward; a field that only some
-            samples have; a sample longer than ``--seq-length``; a hook that returns something else
-            than it should.
+        UserError: there is nothing to train on, a finished sample has no reward, only some samples
+            have a field, a sample is longer than ``--seq-length``, or a hook returns something
+            invalid.
     """
     args = config.flat()
     trainable = select_trainable(groups, config.algorithm.trains_on_data, rollout_id)
@@ -75,7 +75,7 @@ def to_batches_of_roles(
             raise UserError(
                 f"{CONVERSION} and samples with images do not go together",
                 why="a converter returns tokens without the places of their images",
-                fix="leave the flag out, or train on text alone",
+                fix="leave the flag out, or train on text only",
             )
         origin = named(hook_path, CONVERSION)
         samples = trainable.samples
@@ -115,11 +115,11 @@ def to_batches_of_roles(
 
 
 def _teachers(columns: Columns, trainable: Trainable, config: Config) -> list[str]:
-    """The name of each sample's teacher. What a converter has made other samples of has metadata no
-    more, and so the default teacher.
+    """The name of each sample's teacher. If a converter changed the number of samples, their
+    metadata are lost, and all get the default teacher.
 
     Raises:
-        UserError: a sample names a teacher that there is not, or none of several.
+        UserError: a sample names an unknown teacher, or none although there are several.
     """
     flags = config.distillation
     names = [teacher.name for teacher in read_teachers(flags.opd_teacher_load)]
@@ -142,7 +142,7 @@ def _check_lengths(columns: Columns, config: Config) -> None:
         raise UserError(
             f"{len(long)} samples are longer than --seq-length {cap} (longest: index {index}, "
             f"{length} tokens)",
-            why="they cannot have come from the built-in generation, which is limited to it",
+            why="the built-in generation keeps to this limit, so user code made them",
             fix="raise --seq-length, or cut the samples in the generate function",
         )
 
@@ -150,15 +150,15 @@ def _check_lengths(columns: Columns, config: Config) -> None:
 def _check_media(columns: Columns, config: Config) -> None:
     """
     Raises:
-        UserError: images that the model does not see, or that are not where their tokens are.
+        UserError: the run reads no images, or images do not match their placeholder tokens.
     """
     if not columns.media:
         return
     path = config.checkpoint.hf_checkpoint
     if not config.images.multimodal_keys or path is None:
         raise UserError(
-            "samples of this rollout have images, and the model is trained on text alone",
-            why="--multimodal-keys is not set, so that the tower that sees images is not built",
+            "samples of this rollout have images, and the model is trained on text only",
+            why="--multimodal-keys is not set, so the vision tower is not built",
             fix="""pass --multimodal-keys '{"image": "images"}', or make samples without images""",
         )
     vision = family_of(path, config.checkpoint.model_name).describe(seeing(read_hf_config(path)))
@@ -169,7 +169,7 @@ def _check_media(columns: Columns, config: Config) -> None:
             raise UserError(
                 f"the sample with index {index} has {problem}",
                 why="the features of an image take the place of its placeholder tokens",
-                fix="change sample.tokens through append_response_tokens and append_message alone",
+                fix="change sample.tokens only with append_response_tokens and append_message",
             )
 
 
@@ -177,14 +177,14 @@ def _images_of(media: Sequence[Sequence[Media]]) -> dict[str, bytes]:
     """The bytes of each image.
 
     Raises:
-        UserError: a file is not there any more.
+        UserError: a file no longer exists.
     """
     references = {one.reference for own in media for one in own}
     try:
         return {reference: Path(reference).read_bytes() for reference in sorted(references)}
     except OSError as error:
         raise UserError(
-            "an image of a sample cannot be read any more",
+            "an image of a sample can no longer be read",
             why=str(error),
             fix="put the file back: samples refer to images, they do not hold them",
         ) from error
@@ -198,8 +198,8 @@ def _check_sampling_mask(columns: Columns, config: Config) -> None:
             fix="pass the engine's meta_info to sample.append_response_tokens, and ask the engine "
             "for return_sampling_mask (--custom-convert-samples-to-train-data-path returns "
             "rollout_top_p_token_ids and rollout_top_p_token_offsets); or sample without "
-            "--rollout-top-k, --rollout-top-p and --rollout-min-p; or --no-use-sampling-mask, for "
-            "samples of an earlier run, say",
+            "--rollout-top-k, --rollout-top-p and --rollout-min-p; or pass --no-use-sampling-mask, "
+            "for example for samples of an earlier run",
         )
     none: list[Any] = [[] for _ in columns.tokens]
     masks = zip(
@@ -207,7 +207,7 @@ def _check_sampling_mask(columns: Columns, config: Config) -> None:
         columns.payloads.get("sampling_mask_offsets", none),
     )
     for position, (ids, offsets) in enumerate(masks):
-        if not len(ids) and not len(offsets):  # a sample that trains no token
+        if not len(ids) and not len(offsets):  # the sample trains no token
             continue
         length = columns.response_lengths[position]
         problem = mask_problem(ids, offsets, length)
@@ -217,7 +217,7 @@ def _check_sampling_mask(columns: Columns, config: Config) -> None:
             if place is None:
                 continue
             problem = (
-                f"rollout_top_p_token_ids that lack token {response[place]}, sampled at place "
+                f"rollout_top_p_token_ids that lack token {response[place]}, sampled at position "
                 f"{place} of the response"
             )
         raise _refused(columns, position, problem, "leave them as the engine gave them")
@@ -239,8 +239,7 @@ def _check_teacher_top(columns: Columns) -> None:
 def _refused(columns: Columns, position: int, what: str, fix: str) -> UserError:
     return UserError(
         f"the sample with index {columns.sample_indices[position]} has {what}",
-        why="what a token was sampled from, or what a teacher would have said in its place, "
-        "belongs to that token",
+        why="sampling masks and teacher scores belong to one response token each",
         fix=fix,
     )
 
@@ -267,7 +266,7 @@ def _plan(columns: Columns, config: Config, layout: TrainLayout) -> PackingPlan:
         micro_batch_multiple=layout.micro_batch_multiple,
         micro_batch_size=train.micro_batch_size,
         max_tokens=max_tokens,
-        # the order of samples in a step means nothing to the loss, so dynamic batches are always
+        # the loss does not depend on the order of samples in a step, so dynamic batches are always
         # filled evenly
         balance=train.balance_data or train.use_dynamic_batch_size,
         keeps_trajectories=config.algorithm.preference is not None,
@@ -394,8 +393,8 @@ def _shard(
 def _check_log_probs(shard: TrainBatch, args: Any) -> None:
     """
     Raises:
-        UserError: names the functions that make samples, the sample, and what is wrong with which
-            log-prob.
+        UserError: a log-prob is invalid; names the functions that make samples, the sample and the
+            problem.
     """
     for name in ("rollout_log_probs", "teacher_log_probs"):
         for index, values in zip(shard.sample_indices, getattr(shard, name) or ()):
@@ -409,6 +408,5 @@ def _check_log_probs(shard: TrainBatch, args: Any) -> None:
 
 
 def _tensor(values: Any, dtype: Any) -> torch.Tensor:
-    """A tensor of its own memory; through numpy, which reads Python lists several times faster than
-    torch does."""
+    """A tensor with its own memory. NumPy reads Python lists several times faster than torch."""
     return torch.from_numpy(np.array(values, dtype=dtype))

@@ -1,5 +1,4 @@
-"""The columns that a user's converter returned, checked before they are packed and become
-tensors."""
+"""Check the columns that a user's converter returned, before they are packed."""
 
 from __future__ import annotations
 
@@ -29,18 +28,18 @@ _OUR_NAMES = {ours: theirs for theirs, ours in _HOOK_NAMES.items()}
 def columns_from_hook(
     result: Any, trainable: Trainable, origin: str, vocab_size: int | None = None
 ) -> Columns:
-    """Columns from what a user's converter returned.
+    """Columns from the return value of a user's converter.
 
-    Masks, indices, groups and metadata that it left out are those of the samples. Where it returned
-    another number of entries than there are samples, every response token is trained and every
-    entry is a trajectory of its own.
+    Masks, indices, groups and metadata that it left out are those of the samples. If the number of
+    entries differs from the number of samples, every response token is trained and every entry is a
+    separate trajectory.
 
     Args:
-        origin: the function in messages (`slime.user_code.loading.named`).
-        vocab_size: of the model; None where it is not known.
+        origin: names the function in messages (`slime.user_code.loading.named`).
+        vocab_size: the model's; None if unknown.
     Raises:
-        FunctionFailed: not a dict, a needed column missing, an unknown column, columns of different
-            lengths, an entry of another kind or length.
+        FunctionFailed: the value is not a dict, a required column is missing, a column is unknown,
+            lengths differ, or an entry has an invalid type or length.
     """
     data = _columns(result, origin)
     count = len(data["tokens"])
@@ -74,7 +73,7 @@ def columns_from_hook(
             "metadata": [None] * count,
         }
     given = {name: data.pop(name) for name in PAYLOADS if name in data}
-    # a converter copies what samples lack
+    # a converter may copy columns that are None in every sample
     payloads = {
         name: column for name, column in given.items() if any(one is not None for one in column)
     }
@@ -84,14 +83,14 @@ def columns_from_hook(
 
 
 def _columns(result: Any, origin: str) -> dict[str, list[Any]]:
-    """The dict that was returned, by our names; columns that are None are left out."""
+    """The returned dict under our names, without columns that are None."""
     names = f"the names are those of slime.user_code.hooks.ConvertSamples: {doc_url('hooks.md')}"
     if not isinstance(result, dict):
         fix = f"return a dict of lists, one entry per sample in each; {names}"
         raise FunctionFailed(f"{origin} returned {described(result)}", fix=fix)
     data: dict[str, list[Any]] = {}
     for name, column in result.items():
-        # these two follow from other columns
+        # both are computed from other columns
         if column is None or name in ("rollout_mask_sums", "total_lengths"):
             continue
         if isinstance(column, (str, bytes, dict)) or not isinstance(column, Iterable):
@@ -134,8 +133,8 @@ def _metadata(value: Any) -> dict[str, Any] | None:
     return value
 
 
-#: Column with one value per sample → what makes it of an entry, or raises, and what an entry must
-#: be.
+#: Column with one value per sample → its conversion, which may raise, and a description of valid
+#: entries.
 _ONE_EACH: dict[str, tuple[Callable[[Any], Any], str]] = {
     "response_lengths": (_whole, "a whole number"),
     "sample_indices": (_whole, "a whole number"),
@@ -165,7 +164,7 @@ def _each(
 def _check_tokens(
     columns: Columns, returned: Collection[str], origin: str, vocab_size: int | None
 ) -> None:
-    """Lengths and values of what has one entry per token, where the converter ``returned`` it."""
+    """Check lengths and values of the per-token columns that the converter ``returned``."""
     names = [name for name in _PER_TOKEN if name in returned]
     for position, length in enumerate(columns.response_lengths):
         where = f"of sample {position}"

@@ -18,7 +18,7 @@ from slime.samples.sample_fields import (
 )
 from slime.user_code.loading import FunctionFailed, shown
 
-#: Fields that such a function may set.
+#: Fields that these functions may set.
 _NOTES = tuple(name for name, field in FIELDS.items() if not field.is_frozen)
 
 
@@ -31,22 +31,21 @@ def frozen(
     is_ordered: bool = True,
     keeps_reward: bool = True,
 ) -> Iterator[None]:
-    """Guard ``samples`` while a function of the user's runs in this block. A frozen field that it
-    changes, and any other field that it sets to an unusable value, is restored, and the function is
-    refused by name.
+    """Guard ``samples`` while a user function runs in this block. If it changes a frozen field or
+    sets another field to an invalid value, the field is restored and an error names the function.
 
     Costs 0.1 ms for a sample of 4,096 tokens, and the memory of references to its tokens,
     masks and log-probs: these lists are copied, and compared by identity first.
 
     Args:
-        origin: the function in messages.
-        lists: that it is given, whose entries nothing reads afterwards.
-        is_ordered: what it returns goes by their order.
-        keeps_reward: a reward that it sets is used; that of a reward function is replaced by what
-            it returns.
+        origin: names the function in messages.
+        lists: lists that the function gets; it must not change them.
+        is_ordered: the order of ``lists`` must not change either, because its results follow it.
+        keeps_reward: check a reward that it sets. A reward function's return value replaces it
+            anyway.
     Raises:
         FunctionFailed: it changed a frozen field or one of the ``lists``, or set another field to
-            an odd value.
+            an invalid value.
     """
     before = [(sample, [_copy(vars(sample).get(name)) for name in FROZEN]) for sample in samples]
     kinds = [type(sample) for sample in samples]
@@ -55,7 +54,7 @@ def frozen(
     try:
         yield
     except BaseException:
-        for sample, copies in before:  # it is tried again with the sample as it was
+        for sample, copies in before:  # a retry gets the sample as it was
             _set_back(sample, copies)
         raise
     told: list[str] = []
@@ -73,9 +72,9 @@ def frozen(
         more = f" (so it did with {len(told) - 1} more samples)" if len(told) > 1 else ""
         raise FunctionFailed(
             f"{origin} changed {told[0]}{more}",
-            why="what was generated is trained on as it is: such a function may set reward, "
-            "metadata, train_metadata, remove_sample, teacher_log_probs and attributes of its "
-            "own, and reads the rest",
+            why="generated content is trained on unchanged: such a function may set reward, "
+            "metadata, train_metadata, remove_sample, teacher_log_probs and its own "
+            "attributes, and only read the rest",
             fix="work on a copy; to keep a sample out of the loss, set remove_sample in "
             "--rollout-sample-filter-path; to change tokens or masks, use "
             "--custom-generate-function-path or --rollout-sample-hook-path",
@@ -92,8 +91,8 @@ def frozen(
             given[:] = kept
             raise FunctionFailed(
                 f"{origin} changed {what} of a list of samples that it was given",
-                why="what it returns goes by the list as it was; entries that it removed would "
-                "still be trained on",
+                why="its results refer to the original list; removed entries would still be "
+                "trained on",
                 fix="work on a copy, sorted(samples); to drop a group, use "
                 "--dynamic-sampling-filter-path; to keep a sample out of the loss, set its "
                 "remove_sample",
@@ -101,10 +100,10 @@ def frozen(
 
 
 def _check_notes(sample: Any, before: Sequence[Any], origin: str, keeps_reward: bool) -> None:
-    """Check the fields that a function may set, and has set.
+    """Check the values of fields that a function was allowed to set.
 
     Raises:
-        FunctionFailed: to something that cannot be used. The field is set back.
+        FunctionFailed: a value is invalid. The field is restored first.
     """
     for name, then in zip(_NOTES, before):
         now = as_list(vars(sample).get(name)) if name in PER_TOKEN else vars(sample).get(name)
@@ -134,16 +133,16 @@ def _check_notes(sample: Any, before: Sequence[Any], origin: str, keeps_reward: 
 
 
 def _copy(value: Any) -> Any:
-    """A copy that shows whether a frozen field has changed, and restores it."""
+    """A copy of a frozen field's value, to detect changes and restore it."""
     if type(value) is not list:
         return value
     if value and isinstance(value[0], (int, float)):
         return value[:]
-    return pickle.dumps(value)  # messages, spans: small, with values that change in place
+    return pickle.dumps(value)  # messages and spans are small, and their items can change in place
 
 
 def _set_back(sample: Any, copies: Sequence[Any]) -> str:
-    """Give the frozen fields their values back, and return the first change, in words."""
+    """Restore the frozen fields; return a description of the first change, or ""."""
     told = ""
     fields = vars(sample)
     for name, before in zip(FROZEN, copies):
@@ -153,7 +152,7 @@ def _set_back(sample: Any, copies: Sequence[Any]) -> str:
         if isinstance(now, (str, int)) and now == before:
             continue
         before = pickle.loads(before) if type(before) is bytes else before
-        if type(now) is list and now == before:  # pickled otherwise, and equal
+        if type(now) is list and now == before:  # the pickles differ, the values do not
             continue
         setattr(sample, name, before)
         told = told or f"{_change(name, before, now)} of the sample with index {sample.index}"

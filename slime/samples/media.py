@@ -1,11 +1,11 @@
-"""Images of samples: where they are among the tokens, and where their bytes are.
+"""Images of samples: their positions among the tokens, and their bytes.
 
     Sample.multimodal_inputs        {"images": [reference, …]}, in the order of their tokens
     Sample.multimodal_train_inputs  {"spans": [[start, rows, columns], …]}, one for each image
 
-A reference is the path of a file: of the user's, or of one in the run's folder of media that holds
-bytes that came with a row or with a tool's result, once for all samples. Journal and dumps hold
-references. `TrainBatch.images` has the bytes of each image once.
+A reference is the path of a file: a user's file, or one in the run's media folder, which stores
+bytes from rows and tool results once for all samples. Journal and dumps hold references.
+`TrainBatch.images` has the bytes of each image once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Media:
 
     Attributes:
         span: its placeholder tokens.
-        reference: tells images apart; the path of its file.
+        reference: the path of its file, which identifies the image.
     """
 
     span: ImageSpan
@@ -45,7 +45,7 @@ def media_of(inputs: dict[str, Any] | None, train_inputs: dict[str, Any] | None)
     """Read a sample's ``multimodal_inputs`` and ``multimodal_train_inputs``.
 
     Raises:
-        ValueError: they do not have as many images as spans.
+        ValueError: the numbers of images and spans differ.
     """
     references = (inputs or {}).get(IMAGES) or []
     spans = (train_inputs or {}).get(SPANS) or []
@@ -58,7 +58,7 @@ def media_before(
     inputs: dict[str, Any] | None, train_inputs: dict[str, Any] | None, length: int
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Return a sample's ``multimodal_inputs`` and ``multimodal_train_inputs`` without the images
-    behind its first ``length`` tokens."""
+    after the first ``length`` tokens."""
     if not train_inputs:
         return inputs, train_inputs
     kept = [span for span in train_inputs[SPANS] if span[0] < length]
@@ -67,7 +67,7 @@ def media_before(
 
 
 def media_problem(media: Sequence[Media], tokens: Sequence[int], image_token: int) -> str:
-    """Tell what is wrong with the places of a sample's images; "" if nothing is."""
+    """Describe the first problem with the positions of a sample's images; "" if there is none."""
     end = 0
     for number, one in enumerate(media, start=1):
         span = one.span
@@ -85,7 +85,7 @@ def media_problem(media: Sequence[Media], tokens: Sequence[int], image_token: in
 
 
 def keep_bytes(folder: Path, data: bytes) -> str:
-    """Write an image into the run's folder of media, unless it is there; return its reference."""
+    """Write an image into the run's media folder, unless it exists; return its reference."""
     path = folder / hashlib.sha256(data).hexdigest()[:32]
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ Invariants, each one a property test:
   * in a step every rank has the same number of micro-batches, a multiple of
     ``micro_batch_multiple``; a rank with nothing left has empty ones;
   * a micro-batch holds at most ``max_tokens`` tokens (dynamic) or ``micro_batch_size`` samples
-    (static); a single sample above ``max_tokens`` gets a micro-batch of its own and is reported in
+    (static); a single sample above ``max_tokens`` gets its own micro-batch and is reported in
     `PackingPlan.oversize`.
 """
 
@@ -80,11 +80,11 @@ def plan_steps(
 
     Args:
         lengths: tokens of each sample, prompt and response.
-        trajectory_ids: samples with one id stay in one step.
+        trajectory_ids: samples with the same id stay in one step.
         mask_sums: trained tokens of each sample.
-        costs: what is balanced, e.g. FLOPs (`slime.models.flops`); tokens when None.
-        images: of each sample, compared only. A micro-batch computes the features of an image once,
-            so that samples with the same images are put together.
+        costs: the quantity to balance, e.g. FLOPs (`slime.models.flops`); tokens when None.
+        images: an identifier of each sample's images. Samples with the same images are put
+            together, because a micro-batch computes the features of an image once.
 
     Example (at most 10 tokens, two ranks, so four micro-batches: 8 | 7 | 4 | 3 + 2):
         >>> rules = PackingRules(global_batch_size=5, data_parallel_size=2, max_tokens=10)
@@ -122,7 +122,7 @@ def _plan_trajectories(
     rules: PackingRules,
     costs: Sequence[float],
 ) -> PackingPlan:
-    """The plan for whole trajectories, with their samples in the places of each."""
+    """The plan for whole trajectories, with each replaced by its samples."""
     members = list(_members(trajectory_ids).values())
     plan = plan_steps(
         [sum(lengths[i] for i in unit) for unit in members],
@@ -154,11 +154,11 @@ def _plan_trajectories(
 
 
 def with_scored(plan: PackingPlan, scored: PackingPlan, positions: Sequence[int]) -> PackingPlan:
-    """The plan with samples that are scored before each of its steps.
+    """Add samples that are scored before each step to a plan.
 
     Args:
-        scored: of the same trajectories, so that it has the same steps.
-        positions: place of each sample of ``scored`` in the rollout.
+        scored: a plan of the same trajectories, and therefore of the same steps.
+        positions: position of each sample of ``scored`` in the rollout.
     """
     shards = []
     steps = []
@@ -180,8 +180,8 @@ def with_scored(plan: PackingPlan, scored: PackingPlan, positions: Sequence[int]
 
 
 def split_steps(trajectory_ids: Sequence[int], global_batch_size: int) -> list[list[int]]:
-    """Positions per step: trajectories in first-seen order, in the nearest whole number of steps,
-    evenly filled.
+    """Positions per step: trajectories in first-seen order, spread evenly over the nearest whole
+    number of steps.
 
     Example (7 trajectories of which one has two samples, 3 a step: 2 steps of 4 and 3):
         >>> split_steps([0, 0, 1, 2, 3, 4, 5, 6], 3)
@@ -220,12 +220,12 @@ def pack_micro_batches(
     rules: PackingRules,
     images: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
-    """The micro-batches of one step over all ranks: as few as the cap allows, rounded up to what
-    the layout needs.
+    """The micro-batches of one step over all ranks: as few as the cap allows, rounded up for the
+    layout.
 
-    The count is a multiple of ``data_parallel_size × micro_batch_multiple``; micro-batches that no
-    sample is left for stay empty. With ``balance`` they are filled evenly (largest cost first into
-    the least filled, or along ``images`` where there are any); without it samples keep their order.
+    The count is a multiple of ``data_parallel_size × micro_batch_multiple``; surplus micro-batches
+    stay empty. With ``balance`` they are filled evenly (largest cost first into the least filled,
+    or in the order of ``images`` if there are any); without it samples keep their order.
     """
 
     def filled(sizes: Sequence[int], count: int, cap: int) -> list[list[int]] | None:
@@ -281,11 +281,11 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _first_fit(members: Sequence[int], sizes: Sequence[int], cap: int) -> list[list[int]]:
-    """First fit in the given order; a member above the cap gets a bin of its own."""
+    """First fit in the given order; a member above the cap gets its own bin."""
     bins: list[list[int]] = []
     room: list[int] = []
     smallest = min((sizes[member] for member in members), default=0)
-    open_bins: list[int] = []  # those that the smallest member would still fit in
+    open_bins: list[int] = []  # bins with room for the smallest member
     for member in members:
         index = next((b for b in open_bins if sizes[member] <= room[b]), len(bins))
         if index == len(bins):
@@ -302,8 +302,8 @@ def _first_fit(members: Sequence[int], sizes: Sequence[int], cap: int) -> list[l
 def _fill_evenly(
     members: Sequence[int], sizes: Sequence[int], costs: Sequence[float], count: int, cap: int
 ) -> list[list[int]] | None:
-    """Largest cost first, each into the bin of least cost that has room; None when that does not
-    work out."""
+    """Largest cost first, each into the bin of least cost that has room; None if members are left
+    over."""
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [cap] * count
     heap = [(0.0, index) for index in range(count)]
@@ -326,7 +326,7 @@ def _fill_in_order(
     members: Sequence[int], sizes: Sequence[int], costs: Sequence[float], count: int, cap: int
 ) -> list[list[int]] | None:
     """Return ``count`` bins of neighbours whose largest cost is within 0.1 % of the least possible;
-    None when the members do not fit into so many."""
+    None if the members need more bins."""
 
     def cut(limit: float) -> list[list[int]]:
         bins: list[list[int]] = []

@@ -2,7 +2,7 @@
 
     Sample.<field> ─► Columns.payloads ─► TrainBatch.payloads ─► micro-batch, by index of the sample
 
-Conversion, packing, journal and dumps carry a payload without knowing what it is. A new kind needs
+Conversion, packing, journal and dumps carry a payload without knowing its meaning. A new kind needs
 a field of `Sample` (with its row in `slime.samples.sample_fields.FIELDS`), a row here, code that
 sets the field, and code in the trainer that reads the column.
 """
@@ -25,7 +25,7 @@ class Payload:
 
     Attributes:
         field: the field of `Sample` that holds it; also its name in a converter's dict.
-        problem: (value, number of tokens) → what is wrong with the value; "" if nothing is.
+        problem: (value, number of tokens) → a description of the problem; "" if there is none.
     """
 
     field: str

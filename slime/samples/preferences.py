@@ -1,5 +1,4 @@
-"""What packing and training ask of samples that are learned from by preference: pairs that are
-whole, and labels of both kinds."""
+"""Checks of samples for preference learning: complete pairs, and labels of both kinds."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from slime.samples.batch import CHOSEN, MISMATCHED, REJECTED
 def check_preferences(
     trajectory_ids: Sequence[int], rewards: Sequence[float], facts: PreferenceFacts
 ) -> None:
-    """Check that each trajectory is a pair, or an answer and its mismatched one, by the rewards.
+    """Check by the rewards that each trajectory is a pair, or an answer and its mismatched one.
 
     Raises:
-        UserError: samples of another origin (a dump, a conversion of the user's).
+        UserError: a trajectory is neither, e.g. because it comes from a dump or a user's converter.
     """
     labels = (CHOSEN, REJECTED)
     second = labels if facts.takes_pairs else (MISMATCHED,)
@@ -30,7 +29,7 @@ def check_preferences(
             if not facts.takes_pairs:
                 told = "one of 1 or -1, then one of 0"
             raise UserError(
-                f"trajectory {trajectory} of the rollout cannot be learned from by --preference-"
+                f"trajectory {trajectory} of the rollout does not suit --preference-"
                 f"loss {facts.name}: its samples have the rewards {of_trajectory}",
                 why=f"the rewards are the labels: a trajectory has two samples, {told}",
                 fix="load samples that a run with this --preference-loss has written, or leave "
@@ -39,5 +38,5 @@ def check_preferences(
 
 
 def mismatched_positions(rewards: Sequence[float]) -> list[int]:
-    """The samples that are scored, and not trained on."""
+    """Positions of the samples that are only scored."""
     return [position for position, reward in enumerate(rewards) if reward == MISMATCHED]

@@ -1,5 +1,5 @@
-"""The reward that estimators compare: what the reward function returned, less the penalty for
-answers that come near the length limit."""
+"""The reward that estimators compare: the reward function's value minus the penalty for answers
+near the length limit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ def shaped_reward(sample: Sample, args: Any) -> float:
 
 
 def overlong_penalty(sample: Sample, args: Any) -> float:
-    """Return what a long answer loses of its reward: 0 up to ``--overlong-buffer-len`` tokens below
-    ``--rollout-max-response-len``, then linearly down to ``-overlong_penalty_factor`` at the limit.
+    """Return the penalty of a long answer (at most 0): 0 up to ``--overlong-buffer-len`` tokens
+    below ``--rollout-max-response-len``, then linearly down to ``-overlong_penalty_factor`` at the
+    limit.
 
     Only tokens that the model generated count.
 
@@ -32,6 +33,6 @@ def _generated_tokens(sample: Sample, args: Any) -> int:
     trained = sample.effective_response_length
     if not args.mask_offpolicy_in_partial_rollout:
         return trained
-    # the beginning of a continued answer is masked, and yet the model wrote it
+    # the beginning of a continued answer is masked, but the model generated it
     spans = [span for span in sample.token_spans if span.weight_version is not None]
     return max(trained, sum(span.end - span.start for span in spans))

@@ -1,10 +1,10 @@
-"""The experts that the engine sent each token to, on their way from an engine's answer to the
-trainer.
+"""The experts to which the engine routed each token, from its answer to the trainer.
 
-One row per token but the last. A row of -1 means that the engine did not compute the token; rows
-may also end before the sample does, where user code appended tokens after the engine's answer. The
-trainer routes such tokens itself. What an earlier answer told of a token stays: a later one tells
-how it was read, perhaps with other weights, and not how the next token was sampled.
+There is one row per token except the last. A row of -1 means that the engine did not compute the
+token. Rows may end before the sample does, if user code appended tokens after the engine's answer.
+The trainer routes such tokens itself. Rows of an earlier answer are kept: they tell how the next
+token was sampled. A later answer only tells how the token was prefilled, perhaps with other
+weights.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from slime.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-#: In place of an expert's number, where the engine did not compute the token.
+#: Stands for an expert if the engine did not compute the token.
 UNKNOWN = -1
 
 
 def experts_problem(experts: Any, num_tokens: int) -> str:
-    """The problem of experts that users' code has set for a sample of ``num_tokens``; "" if there
-    is none."""
+    """The problem of experts that user code has set for a sample of ``num_tokens``; "" if there is
+    none."""
     import numpy as np
 
     if experts is None:
@@ -32,7 +32,7 @@ def experts_problem(experts: Any, num_tokens: int) -> str:
     try:
         found = np.asarray(experts)
     except (TypeError, ValueError, RuntimeError) as error:
-        return f"that are no array ({error})"
+        return f"that are not an array ({error})"
     if found.size and (found.dtype.kind not in "iu" or found.ndim not in (2, 3)):
         return (
             f"of {found.dtype} and shape {list(found.shape)}, not whole numbers [tokens - 1, "
@@ -53,17 +53,16 @@ def decode_routed_experts(
     """Decode ``meta_info["routed_experts"]`` of SGLang: base64 of int32, row after row.
 
     Args:
-        num_tokens: of prompt and response; the last token is never sent through the model, so it
-            has no row.
+        num_tokens: tokens of prompt and response. The last one is never computed, so it has no row.
         start: first token that the payload covers (``routed_experts_start_len``); ``before`` has
             the rows before it.
-        before: what the sample has from an earlier call.
-        shape: (layers, experts per token); when not known, rows stay flat.
+        before: the sample's rows from an earlier call.
+        shape: (layers, experts per token); if None, rows stay flat.
     Returns:
         int32 [num_tokens - 1, layers, experts per token], or [num_tokens - 1, layers · experts per
         token].
     Raises:
-        UserError: not such a payload, or of another number of tokens.
+        UserError: the payload is malformed, or has another number of tokens.
 
     Example (two tokens have a row, one layer, two experts each):
         >>> import numpy as np
@@ -71,7 +70,7 @@ def decode_routed_experts(
         >>> decode_routed_experts(payload, 3, shape=(1, 2)).tolist()
         [[[3, 0]], [[2, 1]]]
     """
-    import numpy as np  # which few samples need
+    import numpy as np  # imported here because few samples need it
 
     try:
         values = np.frombuffer(base64.b64decode(payload, validate=True), dtype=np.int32)
@@ -92,7 +91,7 @@ def decode_routed_experts(
         )
     found = values.reshape(rows, *(shape or (-1,)))
     if start == 0:
-        found = found.copy()  # of memory of its own, writable
+        found = found.copy()  # a writable copy
         if before is not None:
             told = np.asarray(before).reshape(len(before), *found.shape[1:])[:rows]
             known = np.flatnonzero((told != UNKNOWN).any(axis=tuple(range(1, told.ndim))))
@@ -101,7 +100,7 @@ def decode_routed_experts(
     if before is None or len(before) < start:
         raise UserError(
             f"the engine returned routed experts from token {start} on, and the sample has none "
-            "of the tokens before",
+            "of earlier tokens",
             fix="ask for all of them in the sample's first call",
         )
     return np.concatenate([np.asarray(before)[:start].reshape(start, *found.shape[1:]), found])

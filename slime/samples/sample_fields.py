@@ -1,8 +1,8 @@
 """The fields of a `Sample`: what each must hold, and which are frozen once the sample is generated.
 
-`FIELDS` is the one table that everything reads which checks users' functions: `Sample.validate`
-(kinds and lengths), `number_problem` (token ids and log-probs one by one) and
-`slime.samples.frozen_fields` (functions that get a finished sample).
+All checks of user functions read the table `FIELDS`: `Sample.validate` (types and lengths),
+`number_problem` (single token ids and log-probs) and `slime.samples.frozen_fields` (functions that
+get a finished sample).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class SampleField:
 
     Attributes:
         wanted: what it must hold, for messages.
-        fits: whether a value is that; per-token lists are also checked one by one.
-        is_frozen: it is the record of what was generated. Data sources, generate functions, rollout
-            functions and sample hooks set it; no function that gets a finished sample may change
+        fits: whether a value is valid; items of per-token lists are checked separately.
+        is_frozen: part of the record of generation. Data sources, generate functions, rollout
+            functions and sample hooks set it; functions that get a finished sample must not change
             it.
         is_per_token: one number per response token, or None.
     """
@@ -87,12 +87,12 @@ def _anything(value: Any) -> bool:
 
 
 def _unread(why: str) -> SampleField:
-    """Describe a field of the contract that this version does not train with. It must be None:
-    training would ignore its content."""
+    """A field that this version does not use in training. It must be None, because training would
+    ignore it."""
     return SampleField(f"None, since nothing reads it: {why}", lambda value: value is None)
 
 
-_NO_ID = "images are told apart by their references"
+_NO_ID = "images are identified by their references"
 _COUNTS = "left as it is: counters of the engine's calls"
 
 FIELDS: dict[str, SampleField] = {
@@ -135,7 +135,7 @@ FIELDS: dict[str, SampleField] = {
     ),
     "teacher_prompt_tokens": SampleField("a list of token ids, or None", _either(list)),
     "teacher_top_tokens": SampleField("an array [2, R, k], or None", _anything),
-    # `Sample.validate` knows which there are
+    # `Sample.validate` checks the value
     "status": SampleField("a Sample.Status", _anything, is_frozen=True),
     "metadata": SampleField("a dict", lambda value: isinstance(value, dict)),
     "generate_function_path": SampleField("text, or None", _either(str)),
@@ -156,10 +156,9 @@ FROZEN = tuple(name for name, field in FIELDS.items() if field.is_frozen)
 
 
 def kind_problem(sample: Any) -> tuple[str, str] | None:
-    """The first field that holds something else than it must, and what it must hold; None where all
-    do.
+    """The first field with an invalid value, and the fix; None if all are valid.
 
-    Arrays, tensors and tuples of the per-token fields become lists, NumPy's whole numbers Python's.
+    In per-token fields, arrays, tensors and tuples become lists; NumPy integers become Python's.
     """
     for name in ("tokens", *PER_TOKEN):
         setattr(sample, name, as_list(getattr(sample, name)))
@@ -176,15 +175,14 @@ def kind_problem(sample: Any) -> tuple[str, str] | None:
 
 
 def as_list(values: Any) -> Any:
-    """Arrays, tensors, tuples and ranges as a list; anything else as it is."""
+    """Convert arrays, tensors, tuples and ranges to a list; return anything else unchanged."""
     if hasattr(values, "tolist"):
         return values.tolist()
     return list(values) if isinstance(values, (tuple, range)) else values
 
 
 def numbers_in(values: Any) -> np.ndarray | None:
-    """``values`` as a flat array of numbers, of an empty list too; None where they are something
-    else."""
+    """``values`` as a flat array of numbers, also if empty; None if they are something else."""
     try:
         found = np.asarray(values)
     # ragged, or a tensor elsewhere or in bfloat16
@@ -199,7 +197,7 @@ def token_problem(tokens: Any, vocab_size: int | None) -> str:
     """The problem of token ids; "" if there is none.
 
     Args:
-        vocab_size: of the model; None where it is not known.
+        vocab_size: the model's; None if unknown.
     """
     found = packed_ids(tokens)
     if found is None:
@@ -221,7 +219,8 @@ def token_problem(tokens: Any, vocab_size: int | None) -> str:
 
 
 def number_problem(name: str, values: Any) -> str:
-    """The problem of the numbers of a per-token field; "" if there is none, or if it is None."""
+    """The problem of the values of a per-token field; "" if there is none, or ``values`` is
+    None."""
     if values is None or _are_plain(name, values):
         return ""
     found = numbers_in(values)
@@ -248,17 +247,17 @@ def number_problem(name: str, values: Any) -> str:
 
 
 def packed_ids(tokens: Any) -> np.ndarray | None:
-    """A list of Python's whole numbers as an array; None for anything else, such as a list with
-    bools or NumPy's."""
+    """A list of Python ints as an array; None for anything else, such as a list with bools or NumPy
+    integers."""
     packed = _packed(tokens, "q", int)
-    # a sum does not tell bools, which only a number of 0 or 1 can be
+    # the sum does not reveal bools, which equal 0 or 1
     if packed is None or (packed.size and packed.min() <= 1 and set(map(type, tokens)) != {int}):
         return None
     return packed
 
 
 def _packed(values: Any, code: str, kind: type) -> np.ndarray | None:
-    """A list of numbers as an array, made several times faster than by NumPy; None for anything
+    """Convert a list of numbers to an array several times faster than NumPy does; None for anything
     else.
 
     Args:
@@ -267,7 +266,7 @@ def _packed(values: Any, code: str, kind: type) -> np.ndarray | None:
     if type(values) is not list:
         return None
     try:
-        if values and type(sum(values)) is not kind:  # terms of a foreign kind make the sum one
+        if values and type(sum(values)) is not kind:  # one term of another type changes it
             return None
         return np.frombuffer(struct.pack(f"{len(values)}{code}", *values), dtype=code)
     except (TypeError, ValueError, OverflowError, RuntimeError, struct.error):
@@ -275,12 +274,11 @@ def _packed(values: Any, code: str, kind: type) -> np.ndarray | None:
 
 
 def _are_plain(name: str, values: Any) -> bool:
-    """Tell whether a list is certainly valid, by tests that are several times faster than making a
-    NumPy array of it."""
+    """Whether a list is certainly valid, by tests several times faster than NumPy's conversion."""
     if type(values) is not list:
         return False
     if name == "loss_mask":
-        ones = values.count(1)  # by identity, where all are
+        ones = values.count(1)  # compares by identity first, which is fast
         is_binary = ones == len(values) or ones + values.count(0) == len(values)
         return is_binary and all(type(value) is int for value in values[:1])
     found = _packed(values, "d", float)
@@ -290,8 +288,8 @@ def _are_plain(name: str, values: Any) -> bool:
 
 
 def unpicklable(samples: Iterable[Any]) -> str:
-    """The first field of some samples, or key of a dict there, that no file can hold; "" if there
-    is none."""
+    """The first field of a sample, or key of a dict in it, that cannot be pickled; "" if there is
+    none."""
     for sample in samples:
         for name, value in vars(sample).items():
             parts = {name: value}
@@ -300,7 +298,7 @@ def unpicklable(samples: Iterable[Any]) -> str:
             for place, part in parts.items():
                 try:
                     pickle.dumps(part)
-                except Exception as error:  # whatever the class of the user's raises
+                except Exception as error:  # a user's class may raise anything
                     return (
                         f"{place} of the sample with index {sample.index} "
                         f"({type(error).__name__}: {error})"

@@ -1,14 +1,13 @@
-"""Which tokens top-k, top-p and min-p left to be sampled from, on their way from an engine's answer
-to the trainer.
+"""Sampling masks: the tokens that top-k, top-p and min-p left to sample from, from an engine's
+answer to the trainer.
 
     meta_info["output_token_sampling_mask"] ─► Sample.rollout_top_p_token_ids, …_offsets ─► payloads
 
-The tokens that response token t was drawn from are ``ids[offsets[t] : offsets[t + 1]]``. A token
-that was not sampled (the answer of a tool) has none; the trainer takes its log-prob over the whole
-vocabulary.
+Response token t was sampled from the tokens ``ids[offsets[t] : offsets[t + 1]]``. A token that was
+not sampled (a tool's answer) has none; the trainer computes its log-prob over the whole vocabulary.
 
-Log-probs of engine and trainer are then those of the distribution that was sampled. Without it
-every importance ratio is that of another distribution, and training drifts away from the samples.
+With masks, log-probs of engine and trainer are those of the distribution that was sampled. Without
+them, importance ratios compare different distributions, and training drifts away from the samples.
 
 Source: DeepSeek-V3.2 report (arXiv:2512.02556), section 3.1, "Keep Sampling Mask".
 """
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-#: What to do where tokens of an answer and its ``meta_info`` are of different lengths.
+#: The fix if tokens of an answer and its ``meta_info`` have different lengths.
 _APPEND_ALL = (
     "append all tokens of an answer with its meta_info, and give those that are not to be trained "
     "on a loss_mask of 0"
@@ -35,22 +34,22 @@ _APPEND_ALL = (
 def extended_mask(
     ids: Any, offsets: Any, length: int, kept: Sequence[Sequence[int]] | None, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A mask with the next ``count`` response tokens behind its first ``length``.
+    """Extend the mask of the first ``length`` response tokens by the next ``count``.
 
     Args:
-        ids, offsets: int32 [n] and [length + 1]; None where no token has been sampled yet.
-        kept: the engine's for each of the new tokens; None for tokens that were not sampled.
+        ids, offsets: int32 [n] and [length + 1]; None if no token has been sampled yet.
+        kept: the engine's mask of each new token; None for tokens that were not sampled.
     Returns:
         (ids, offsets), int32.
     Raises:
-        UserError: not one list per token.
+        UserError: there is not one list per token.
 
-    Example (a sampled token behind two tokens of a tool):
+    Example (a sampled token after two tokens of a tool):
         >>> ids, offsets = extended_mask(None, None, 2, [[5, 9]], 1)
         >>> ids.tolist(), offsets.tolist()
         ([5, 9], [0, 0, 0, 2])
     """
-    import numpy as np  # which few samples need
+    import numpy as np  # imported here because few samples need it
 
     if kept is not None and len(kept) != count:
         raise UserError(
@@ -70,10 +69,10 @@ def extended_mask(
 
 
 def sampling_log_probs(within: Sequence[float | None], count: int) -> list[float]:
-    """Log-probs over what was left to be sampled from, of the ``count`` tokens of an answer.
+    """Log-probs of the ``count`` tokens of an answer over their sampling masks.
 
     Raises:
-        UserError: not one number per token.
+        UserError: there is not one number per token.
     """
     found = [float(value) for value in within if value is not None]
     if len(found) != len(within) or len(found) != count:
@@ -85,7 +84,7 @@ def sampling_log_probs(within: Sequence[float | None], count: int) -> list[float
 
 
 def mask_rows(ids: Any, offsets: Any) -> list[list[int]] | None:
-    """A mask as an engine tells it: a list for each token; None without a mask.
+    """A mask in the engine's form: a list for each token; None without a mask.
 
     Example:
         >>> import numpy as np
@@ -98,11 +97,11 @@ def mask_rows(ids: Any, offsets: Any) -> list[list[int]] | None:
 
 
 def foreign_token(ids: Any, offsets: Any, response: Sequence[int]) -> int | None:
-    """The first response token that is not among those that it was drawn from, by its place; None
-    if there is none.
+    """The position of the first response token that is not in its own sampling mask; None if there
+    is none.
 
     Args:
-        ids, offsets: without a `mask_problem`.
+        ids, offsets: a mask without `mask_problem`.
 
     Example (token 8 was not among 5 and 9):
         >>> foreign_token([5, 9, 5, 9], [0, 0, 2, 4], [3, 9, 8])
@@ -119,19 +118,19 @@ def foreign_token(ids: Any, offsets: Any, response: Sequence[int]) -> int | None
 
 
 def mask_ids_problem(ids: Any, num_tokens: int) -> str:
-    """The problem of token ids that users' code has set; "" if there is none."""
+    """The problem of token ids that user code has set; "" if there is none."""
     return _problem(ids)
 
 
 def mask_offsets_problem(offsets: Any, num_tokens: int) -> str:
-    """Return why offsets of sampling masks do not fit a sample of ``num_tokens``; "" if they do."""
+    """The problem of offsets for a sample of ``num_tokens``; "" if there is none."""
     import numpy as np
 
     if problem := _problem(offsets):
         return problem
     values = np.asarray([] if offsets is None else offsets)
     if values.size and (values[0] != 0 or (np.diff(values) < 0).any()):
-        return "that do not begin at 0, or fall"
+        return "that do not begin at 0, or decrease"
     if values.size > max(num_tokens, 1):
         return f"for {values.size - 1} of {num_tokens - 1} tokens"
     return ""
@@ -152,7 +151,7 @@ def mask_problem(ids: Any, offsets: Any, response_length: int) -> str:
     if len(offsets) != response_length + 1:
         return f"{len(offsets)} rollout_top_p_token_offsets for {response_length} response tokens"
     if int(offsets[-1]) != len(ids):
-        return f"{len(ids)} rollout_top_p_token_ids, of which the offsets tell {int(offsets[-1])}"
+        return f"{len(ids)} rollout_top_p_token_ids, but the offsets end at {int(offsets[-1])}"
     return ""
 
 
@@ -164,7 +163,7 @@ def _problem(values: Any) -> str:
     try:
         found = np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        return f"that are no array ({error})"
+        return f"that are not an array ({error})"
     if found.ndim != 1 or (found.size and (found.dtype.kind not in "iu" or found.min() < 0)):
         return f"of {found.dtype} and shape {list(found.shape)}, not whole numbers from 0 on"
     return ""

@@ -1,7 +1,7 @@
-"""What a sample carries of its teacher besides ``teacher_log_probs``: the prompt that the teacher
-saw, and its most likely tokens.
+"""Teacher data of a sample besides ``teacher_log_probs``: the teacher's prompt and its most likely
+tokens.
 
-    Sample.teacher_prompt_tokens   token ids, where the teacher's prompt is another one
+    Sample.teacher_prompt_tokens   token ids, if the teacher has another prompt
     Sample.teacher_top_tokens      float32 [2, R, k]: ids and log-probs in the place of each of R
                                    response tokens (ids below 2 ** 24 are exact)
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from slime.samples.sample_fields import token_problem
 
-#: Ids that float32 holds exactly.
+#: Smaller ids are exact in float32.
 LARGEST_ID = 2**24
 
 
@@ -32,7 +32,7 @@ def pack_top_tokens(rows: Sequence[Sequence[tuple[float, int]]]) -> np.ndarray:
 
 
 def prompt_problem(prompt: Any, num_tokens: int) -> str:
-    """The problem of a teacher's prompt; "" if there is none, or no prompt."""
+    """The problem of a teacher's prompt; "" if there is none, or ``prompt`` is None."""
     if prompt is None:
         return ""
     if not len(prompt):
@@ -42,12 +42,12 @@ def prompt_problem(prompt: Any, num_tokens: int) -> str:
 
 
 def top_tokens_problem(values: Any, num_tokens: int) -> str:
-    """The problem of most likely tokens of a sample of ``num_tokens``; "" if there is none."""
+    """The problem of the most likely tokens of a sample of ``num_tokens``; "" if there is none."""
     if values is None:
         return ""
     shape = np.shape(values)
     if len(shape) != 3 or shape[0] != 2 or not 0 < shape[1] <= num_tokens:
-        return "that are no array [2, response tokens, k]"
+        return "that are not an array [2, response tokens, k]"
     found = np.asarray(values)
     if not np.isfinite(found).all():
         return "that are not all finite numbers"

@@ -2,7 +2,7 @@
 
     reward function ─ list ─► Sample.token_rewards, Sample.reward = their sum ─► TrainBatch.payloads
 
-Estimators that discount (PPO, REINFORCE++) give each token its own; for the others the sum counts.
+Estimators that discount (PPO, REINFORCE++) use the reward of each token; others use the sum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slime.user_code.loading import FunctionFailed
 def turn_ends(loss_mask: Sequence[int]) -> list[int]:
     """Return the index of the last token of each turn. A turn is a run of trained tokens.
 
-    Example (a tool's answer of two tokens stands between two turns):
+    Example (two turns, with a tool's answer of two tokens between them):
         >>> turn_ends([1, 1, 0, 0, 1])
         [1, 4]
     """
@@ -31,10 +31,10 @@ def note_token_rewards(sample: Any, values: Any, origin: str, why: str = "") -> 
 
     Args:
         values: a list, tuple, array or tensor of numbers.
-        origin: who gave them, for messages.
+        origin: names the function that returned them, in messages.
     Raises:
-        FunctionFailed: their number fits neither the tokens nor the turns, one is not a finite
-            number, or a token that the model did not write has one.
+        FunctionFailed: their number matches neither the tokens nor the turns, one is not a finite
+            number, or a token that the model did not generate has one.
     """
     role = f"the reward of sample {sample.index}"
     rewards = [reward_number(value, origin, f"a part of {role}", why) for value in as_list(values)]
@@ -58,8 +58,8 @@ def note_token_rewards(sample: Any, values: Any, origin: str, why: str = "") -> 
     if odd is not None:
         raise FunctionFailed(
             f"{origin} returned a reward for token {odd} of the response of sample {sample.index}",
-            why="its loss mask is 0: the model did not write it, and is not trained on it",
-            fix="give the reward to the last token of the turn before",
+            why="its loss mask is 0: the model did not generate it, and is not trained on it",
+            fix="give the reward to the last token of the previous turn",
         )
     sample.token_rewards = found
     return math.fsum(found)
@@ -75,11 +75,11 @@ def is_reward_list(reward: Any) -> bool:
 
 
 def token_rewards_problem(rewards: Any, num_tokens: int) -> str:
-    """Return what is wrong with rewards that users' code has set for a sample of ``num_tokens``,
-    "" if nothing is."""
+    """The problem of rewards that user code has set for a sample of ``num_tokens``; "" if there is
+    none."""
     if rewards is None:
         return ""
     if not isinstance(rewards, list) or len(rewards) > num_tokens:
-        return "that are no list with one number per response token"
+        return "that are not a list with one number per response token"
     finite = all(isinstance(one, int | float) and math.isfinite(one) for one in rewards)
     return "" if finite else "that are not all finite numbers"

@@ -1,10 +1,10 @@
-"""``Sample`` and ``Group``: what rollouts make.
+"""``Sample`` and ``Group``: the output of rollouts.
 
     prompts ─► rollout ─ list[Group] ─► samples ─ TrainBatch per data-parallel rank ─► train
 
-``Sample`` is what users build and read in their hooks, so it stays a plain mutable dataclass whose
-public fields and methods are those of the reference system. It is validated once, when it leaves
-user code (`Sample.validate`).
+Users build and read ``Sample`` in their hooks, so it is a plain mutable dataclass with the public
+fields and methods of the reference system. It is validated once, when it leaves user code
+(`Sample.validate`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from slime.user_code.loading import FunctionFailed, described, shown
 
 
 class SampleStatus(StrEnum):
-    """The state of a sample. PENDING and ABORTED samples may be generated (further); the others are
+    """The state of a sample. PENDING and ABORTED samples may still be generated; the others are
     final."""
 
     PENDING = "pending"
     COMPLETED = "completed"  # ended by a stop token or stop string
     TRUNCATED = "truncated"  # ended by a length limit
-    ABORTED = "aborted"  # stopped from outside, may be resumed
+    ABORTED = "aborted"  # interrupted, may be resumed
     FAILED = "failed"  # generation failed for good; never trained on
 
 
@@ -48,7 +48,7 @@ class TokenSpan:
 
     Attributes:
         start, end: half-open range of response positions.
-        weight_version: of the weights that sampled these tokens; None for tokens of other origin
+        weight_version: version of the weights that sampled these tokens; None for other tokens
             (tools, environment).
     """
 
@@ -91,8 +91,7 @@ class SpecInfo:
 
 @dataclass(slots=True)
 class PrefixCacheInfo:
-    """How much of the prompts was found in the engine's KV cache, summed over the engine calls of
-    one sample."""
+    """Prompt tokens found in the engine's KV cache, summed over the engine calls of one sample."""
 
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
@@ -113,7 +112,7 @@ class PrefixCacheInfo:
         return PrefixCacheInfo(**data)
 
 
-_SpecInfo = SpecInfo  # a class body cannot name what it hides
+_SpecInfo = SpecInfo  # the class attributes below hide the module's names
 _PrefixCacheInfo = PrefixCacheInfo
 
 
@@ -143,7 +142,7 @@ class Sample:
     it."""
     rollout_id: int | None = None
     """Id of one *trajectory*: samples that one trajectory fanned out into share it. The unit of
-    ``global_batch_size`` and of the loss denominator. None means: a trajectory of its own."""
+    ``global_batch_size`` and of the loss denominator. None: the sample is a separate trajectory."""
     prompt: str | list[dict[str, Any]] = ""
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None
@@ -159,16 +158,15 @@ class Sample:
     weight_versions: list[str] = field(default_factory=list)
     """One entry per finished engine call."""
     rollout_log_probs: list[float] | None = None
-    """Engine's log-prob of each response token under the temperature-scaled distribution; 0 where
-    not sampled."""
+    """The engine's log-prob of each response token under the temperature-scaled distribution; 0 for
+    tokens that it did not sample."""
     rollout_top_p_token_ids: Any = None
-    """Tokens that top-k, top-p and min-p left to be sampled from, one response token after the
-    other; see `slime.samples.sampling_mask`."""
+    """Sampling masks of the response tokens, concatenated; see `slime.samples.sampling_mask`."""
     rollout_top_p_token_offsets: Any = None
-    """[response_length + 1]: where those of each response token begin and end."""
+    """[response_length + 1]: where the mask of each response token begins and ends."""
     rollout_routed_experts: Any = None
     remove_sample: bool = False
-    """Trained on with a loss mask of zeros: counts as a rollout of the batch, adds no tokens."""
+    """Train on it with a loss mask of zeros: it counts in the batch, and adds no trained tokens."""
     teacher_log_probs: list[float] | None = None
     status: SampleStatus = SampleStatus.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -186,17 +184,17 @@ class Sample:
     """Spans recorded for this sample; see `slime.observe.trace`."""
     source: str | None = None
     token_rewards: list[float] | None = None
-    """The part of the reward that each response token earned, where the reward function has
-    returned a list; ``reward`` is their sum."""
+    """The reward of each response token, if the reward function returned a list; ``reward`` is
+    their sum."""
     teacher_prompt_tokens: list[int] | None = None
-    """The prompt that the teacher sees, where it is another one (--opd-teacher-prompt-key)."""
+    """The teacher's prompt, if it differs (--opd-teacher-prompt-key)."""
     teacher_top_tokens: Any = None
     """The teacher's most likely tokens; see `slime.samples.teacher_scores`."""
     drawn_as: int | None = None
-    """While its group waits to be drawn again: what the journal knows the group by."""
+    """While its group waits to be drawn again: the group's key in the journal."""
     as_drawn: dict[str, Any] | None = None
-    """While its group waits to be drawn again: `to_dict` of the prompt, where the rest of the
-    sample does not tell it."""
+    """While its group waits to be drawn again: `to_dict` of the drawn prompt, if the sample has
+    changed since."""
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -232,8 +230,7 @@ class Sample:
         return reward_number(self.reward[key], origin, role)
 
     def token_versions(self) -> tuple[int, ...]:
-        """Weight versions of its tokens, each once, in the order of their numbers; () where none is
-        known."""
+        """The distinct weight versions of its tokens, sorted; () if none is known."""
         return tuple(
             sorted({v for span in self.token_spans if (v := span.weight_version) is not None})
         )
@@ -254,16 +251,16 @@ class Sample:
         """Append sampled tokens (``trainable``) or tool/environment tokens to the response.
 
         Sampled tokens need one log-prob each; others must not have any (they get log-prob 0 and
-        mask 0). Both may be lists, arrays or tensors of one axis; without tokens only what
-        ``meta_info`` says is noted. ``meta_info`` is the engine's, from which status, weight
-        version and cache counters are taken. An engine whose weights changed during the call says
-        so in ``token_weight_versions``: ``[[start, version], ...]``, counted from the call's first
-        token. The answer to a request with ``return_sampling_mask`` has log-probs over what was
-        left to be sampled from, ``output_token_sampling_logprobs``: they replace ``log_probs``,
-        since training computes over the same tokens.
+        mask 0). Both may be lists, or arrays or tensors of one axis. Without tokens, only
+        ``meta_info`` is recorded. ``meta_info`` is the engine's; it gives status, weight version
+        and cache counters. An engine whose weights changed during the call reports it in
+        ``token_weight_versions``: ``[[start, version], ...]``, counted from the call's first token.
+        The answer to a request with ``return_sampling_mask`` has log-probs over the sampling mask,
+        ``output_token_sampling_logprobs``: they replace ``log_probs``, because training computes
+        over the same tokens.
 
         Raises:
-            UserError: log-probs or sampling masks missing, surplus, or not one per token.
+            UserError: there is not one log-prob or sampling mask per sampled token.
         """
         tokens = as_list(tokens) or []
         log_probs = as_list(log_probs)
@@ -317,10 +314,9 @@ class Sample:
         )
 
     def _update_experts(self, args: Any, meta_info: dict[str, Any]) -> None:
-        """Take over which experts the engine sent each token to: int32 [tokens - 1, layers, experts
-        per token]; the last two axes are flat when ``args`` does not tell the model's
-        ``num_layers`` and ``moe_router_topk``. Tokens that the engine computed in an earlier call
-        only keep their experts."""
+        """Record the experts to which the engine routed each token: int32 [tokens - 1, layers,
+        experts per token]. The last two axes are flat if ``args`` lacks ``num_layers`` or
+        ``moe_router_topk``. Tokens of an earlier call keep their experts."""
         if not meta_info.get("routed_experts"):
             return
         layers = getattr(args, "num_layers", None)
@@ -352,7 +348,7 @@ class Sample:
         self.status = _STATUS_OF_FINISH_REASON.get(kind, self.status)
 
     def reset_response(self) -> None:
-        """Back to the prompt alone, e.g. to generate again from scratch."""
+        """Remove the response, e.g. to generate again from scratch."""
         self.tokens = self.tokens[: self.prompt_length]
         self.multimodal_inputs, self.multimodal_train_inputs = media_before(
             self.multimodal_inputs, self.multimodal_train_inputs, len(self.tokens)
@@ -373,17 +369,17 @@ class Sample:
     # -- validation --------------------------------------------------------------------------------
 
     def validate(self, origin: str = "sample") -> None:
-        """Check kinds and lengths of all fields (`slime.samples.sample_fields`) when the sample
+        """Check types and lengths of all fields (`slime.samples.sample_fields`) when the sample
         leaves user code.
 
-        Arrays and tensors become lists. A loss mask over all tokens (prompt too) is cut to the
-        response; any other odd length is refused.
+        Arrays and tensors become lists. A loss mask over prompt and response is cut to the
+        response; any other length is refused.
 
         Args:
-            origin: who made the sample, for the message (the path of the user's function, say).
+            origin: names what made the sample in messages, e.g. the path of the user's function.
         Raises:
-            UserError: a field of another kind, a length that does not fit, a mask value other than
-                0 and 1, a field that training would ignore, or a status that there is not.
+            UserError: a field has an invalid type, a length does not match, a mask value is neither
+                0 nor 1, training would ignore a field, or the status is unknown.
         """
 
         def refuse(what: str, fix: str) -> None:
@@ -497,8 +493,7 @@ def groups_from_nested(nested: list[Any], origin: str = "the rollout function") 
         2
 
     Raises:
-        UserError: an entry that is neither, or siblings of one trajectory without a common
-            ``rollout_id``.
+        UserError: an entry is neither, or siblings of one trajectory have no common ``rollout_id``.
     """
     if not isinstance(nested, (list, tuple)):
         raise FunctionFailed(
@@ -550,13 +545,13 @@ class VersionWindow(NamedTuple):
 
     Attributes:
         oldest: samples begun with an older version are stale.
-        newest: the newest version that was pushed; None if it is not known.
-        stale: versions newer than ``oldest`` that are stale all the same.
-        ahead: versions up to ``newest`` of later steps than training has reached. Groups that the
-            journal has of these, or of newer ones, do not count.
-        unreachable: versions pushed after a checkpoint from which the run has since gone on in
-            another way (`slime.run.ancestry`). It will never have such weights: groups begun or
-            finished with them are generated again.
+        newest: the newest version that was pushed; None if unknown.
+        stale: versions newer than ``oldest`` that are stale nevertheless.
+        ahead: versions up to ``newest`` that belong to later steps than training has reached. The
+            journal does not restore groups of these or of newer versions.
+        unreachable: versions pushed after a checkpoint from which the run has since continued
+            differently (`slime.run.ancestry`). The run will never have such weights: groups begun
+            or finished with them are generated again.
     """
 
     oldest: int = 0

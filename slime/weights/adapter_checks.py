@@ -1,8 +1,8 @@
-"""Refuse an adapter that engines would take and not apply, or die of, before anything is sent.
+"""Reject an adapter before sending if engines would accept but not apply it, or crash.
 
-SGLang 0.5.16 accepts tensors that no layer has and dies at the next request, loads experts'
-adapters of one side and never applies them. An adapter of zeros, or that of the last version again,
-is the policy that was there before.
+SGLang 0.5.16 accepts tensors for layers that do not exist and crashes at the next request; it loads
+but never applies adapters for one side of the experts. An adapter of zeros, or the last version
+sent again, leaves the policy unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slime.models.parameters import Shape
 from slime.weights.adapter_layout import AdapterLayout
 
 _SIDES: tuple[Side, ...] = ("A", "B")
-#: A step of this size changes some of 30,000 numbers around 0.01 in bfloat16.
+#: A step of this size changes some of 30,000 bfloat16 numbers around 0.01.
 _LEAST_RATE = 1e-7
 _OURS = "this is a fault of slime: please report it with the run's flags"
 
@@ -25,12 +25,12 @@ _OURS = "this is a fault of slime: please report it with the run's flags"
 def check_engine(
     url: str, abilities: Abilities, layout: AdapterLayout, *, has_quantised_base: bool = False
 ) -> None:
-    """Refuse an engine that cannot serve the run's adapters.
+    """Reject an engine that cannot serve the run's adapters.
 
     Args:
         has_quantised_base: the engine was started from files of quantised weights.
     Raises:
-        UserError: says what it lacks, and the flag.
+        UserError: names what it lacks, and the flag.
     """
     adapters = layout.adapters
     missing = set(layout.targets) - set(abilities.adapter_targets or layout.targets)
@@ -88,7 +88,7 @@ def check_engine(
 
 
 def check_names(given: Mapping[str, Shape], expected: Mapping[str, Shape], what: str) -> None:
-    """Refuse tensors that are too many, too few or of another shape.
+    """Reject additional or missing tensors and wrong shapes.
 
     Args:
         given, expected: name → shape.
@@ -121,7 +121,7 @@ def check_names(given: Mapping[str, Shape], expected: Mapping[str, Shape], what:
 
 
 def check_sets(names: Collection[str], *, lone_queries: bool = False) -> None:
-    """Refuse half an adapter, a part of a set that engines fuse, and one side of the experts alone.
+    """Reject half an adapter, a part of a set that engines fuse, and only one side of the experts.
 
     Args:
         names: of all tensors that will be sent.
@@ -165,7 +165,7 @@ def has_visibly_learned(
     """Tell whether optimizer steps must have changed an adapter in 16 bits.
 
     Adam moves a number by about the learning rate. Far below the spacing of 16-bit numbers, as at
-    the end of a decay, all numbers may stay what they were; so they may with SGD.
+    the end of a decay, no number may change; nor with SGD.
 
     Args:
         optimizer: value of --optimizer.
@@ -185,15 +185,15 @@ def check_values(
     *,
     has_learned: bool,
 ) -> None:
-    """Refuse numbers that cannot be those of a policy that has just been trained.
+    """Reject values that a policy cannot have after a training step.
 
     Args:
-        largest: trained tensor → largest absolute value; NaN or infinity where a number is.
-        fingerprints, previous: of this and the last push, by name; {} for none.
+        largest: trained tensor → largest absolute value; NaN or infinity if it contains one.
+        fingerprints, previous: of this and the last push, by name; {} if there was none.
         has_learned: `has_visibly_learned` since then.
     Raises:
-        UserError: numbers that are not finite, an A of zeros alone, nothing but zeros in B, the
-            tensors of the last version.
+        UserError: a number is not finite, an A or every B is zero, or all tensors equal the last
+            version.
     """
     broken = [name for name, value in largest.items() if not value < float("inf")]
     if broken:

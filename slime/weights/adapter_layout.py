@@ -1,14 +1,14 @@
-"""The tensors of an adapter as engines are sent them, made of those that the trainer holds.
+"""The adapter tensors that engines receive, made from the trainer's.
 
-Engines fuse q, k and v (gate and up; the two first projections of latent attention) and take the
-adapters of such layers only as complete sets. So a layer that has no adapter gets one of zeros if a
-layer that it is fused with has one. The routed experts of a layer come stacked, which is one tensor
-where there would be a hundred, and the form that SGLang applies:
+Engines fuse q, k and v (gate and up; the first two projections of latent attention) and accept the
+adapters of fused layers only as complete sets. So a layer without an adapter gets one of zeros if a
+layer fused with it has one. The routed experts of a layer are stacked: that is one tensor instead
+of a hundred, and the form that SGLang applies:
 
     ….mlp.experts.gate_proj.lora_A.weight    [experts, rank, in], or [1, rank, in] if they share it
 
-An engine multiplies a whole adapter by one factor, alpha / rank. Where experts have a lower rank,
-theirs are filled up with zeros, and B is multiplied by what the factor lacks.
+An engine multiplies a whole adapter by one factor, alpha / rank. If experts have a lower rank,
+their adapters are padded with zeros, and B is multiplied by rank / expert rank.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Piece:
     Attributes:
         name: of the sent tensor.
         expert: index in its first axis; None for a tensor of two axes.
-        side: which of its axes is the rank: the last but one of A, the last of B.
-        factor: what the numbers are multiplied by.
+        side: tells the axis of the rank: the last but one of A, the last of B.
+        factor: multiplies the numbers.
     """
 
     name: str
@@ -50,15 +50,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """What every push of an adapter brings.
+    """The tensors in every push of an adapter.
 
     Attributes:
         adapters: rank, factor and layers.
         trained: name → shape of the trainer's tensors.
         sent: name → shape of the engines' tensors, in the order of layers.
         pieces: name of a trained tensor → its place.
-        targets: last parts of the names of all layers that have an adapter in an engine.
-        lone_queries: a ``q_proj`` stands alone, without ``k_proj`` and ``v_proj``.
+        targets: last name parts of all layers with an adapter in an engine.
+        lone_queries: the model has a ``q_proj`` without ``k_proj`` and ``v_proj``.
     """
 
     adapters: AdapterConfig
@@ -98,17 +98,17 @@ class AdapterLayout:
 
     @property
     def shares_outer_experts(self) -> bool:
-        """Whether the experts of a layer share the outer sides."""
+        """Whether the experts of a layer share the outer matrices."""
         return self.has_experts and self.adapters.experts == "shared-outer"
 
     def entries(self, dtype: torch.dtype) -> list[TensorEntry]:
-        """Return the places of the sent tensors in one flat buffer."""
+        """Return the table of the sent tensors in one flat buffer."""
         names = list(self.sent)
         shapes = [list(shape) for shape in self.sent.values()]
         return entries_of(names, [dtype_name(dtype)] * len(names), shapes)
 
     def place(self, name: str, tensor: torch.Tensor, views: dict[str, torch.Tensor]) -> None:
-        """Copy a trained tensor to its place among the sent ones, which begin as zeros."""
+        """Copy a trained tensor to its place among the sent ones, which start as zeros."""
         piece = self.pieces[name]
         rank = tensor.shape[0] if piece.side == "A" else tensor.shape[1]
         view = piece.view(views[piece.name], rank)
@@ -142,9 +142,9 @@ class _Module:
     """A layer with an adapter in engines, or the same layer of all routed experts.
 
     Attributes:
-        path: its Hugging Face name; of experts without their number.
+        path: its Hugging Face name; without the number for experts.
         out_in: the shape of its weight.
-        experts: how many; 0 for a layer that is none.
+        experts: number of experts; 0 for a layer without them.
     """
 
     path: str
@@ -175,7 +175,7 @@ class _Module:
 
 
 def _modules(parameters: ModelParameters, adapters: AdapterConfig) -> Iterator[tuple[str, _Module]]:
-    """Yield the layers that have an adapter in engines, by path; a layer of experts once."""
+    """Yield (path, layer) for layers with an adapter in engines; a layer of experts once."""
     spec = parameters.spec
     shapes: dict[str, _Module] = {}
     for name, shape in parameters.stored.items():
@@ -184,7 +184,7 @@ def _modules(parameters: ModelParameters, adapters: AdapterConfig) -> Iterator[t
             continue
         rule, numbers = found
         path = name.removesuffix(".weight")
-        if rule.is_embedding:  # a function of tokens
+        if rule.is_embedding:  # maps tokens to features, so the axes are swapped
             shapes[path] = _Module(path, (shape[1], shape[0]), 0)
             continue
         if not (rule.is_linear and (rule.is_of_layer or rule.is_output)):
@@ -203,8 +203,7 @@ def _modules(parameters: ModelParameters, adapters: AdapterConfig) -> Iterator[t
 
 
 def _fused_with(path: str, modules: Iterable[str]) -> list[str]:
-    """Return the last parts of the names of the layers that engines fuse with one, itself
-    included."""
+    """Return the last name parts of the layers that engines fuse with ``path``, itself included."""
     owner, _, leaf = path.rpartition(".")
     for members in FUSED_SETS:
         if leaf in members:

@@ -1,4 +1,4 @@
-"""Bring the trainer's adapters to the engines, version by version; the base stays where it is.
+"""Push the trainer's adapters to the engines, version by version; the base model is never sent.
 
     sync = AdapterSync(config, model_chunks, hf_config, adapters, rank=rank, world_size=world_size)
     sync.connect(engines)                  # again whenever engines come or go
@@ -7,13 +7,12 @@
     first push after connect:  compare every weight of the base with the engines'
     push():  gather ─► check ─► load as policy-<version> ─► compare ─► update_weight_version
 
-Engines go on with the adapters that they have, and no request is aborted; SGLang is paused while it
-is asked what it holds, in `connect` and in pushes, with its requests in place. Which version a
-request names is decided by `slime.engines.client`; `slime.cluster.adapter_versions` unloads old
-ones.
+Running requests continue with their adapters; none is aborted. `connect` and pushes pause SGLang,
+with its requests in place, while they query its tensors. `slime.engines.client` chooses the version
+for each request; `slime.cluster.adapter_versions` unloads old ones.
 
-All calls are collective over the trainer ranks: each takes part in gathering, rank 0 sends to all
-engines, and every rank gets the same receipt or raises the same error.
+All calls are collective over the trainer ranks: all gather, rank 0 sends to all engines, and every
+rank returns the same receipt or raises the same error.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class AdapterSync(EngineSync):
         options: see `EngineSync`.
 
     Attributes:
-        layout: what each push brings.
+        layout: the tensors in each push.
     """
 
     def __init__(
@@ -89,8 +88,8 @@ class AdapterSync(EngineSync):
         self._is_base_compared = False
         self._packs_base = False  # engines pack quantised weights for their kernels
         self._previous: dict[str, str] = {}  # fingerprints of the last push; rank 0
-        # Host memory for the next push. Its pages are made in the background: that takes longer
-        # than to fill them.
+        # Host memory for the next push, allocated in the background: that takes longer than filling
+        # it.
         self._spare: Future[AdapterBuffer] | None = None
         self._background = ThreadPoolExecutor(1, "adapter-buffer")
 
@@ -115,13 +114,12 @@ class AdapterSync(EngineSync):
         """Load the current adapters into every engine as version ``self.version + 1``. Collective.
 
         Args:
-            has_learned: `slime.weights.adapter_checks.has_visibly_learned` since the last push, so
-                that the adapters must differ from its.
+            has_learned: `slime.weights.adapter_checks.has_visibly_learned` since the last push: the
+                adapters must then have changed.
         Raises:
-            UserError: the adapters cannot be what they should be, the engines' base is another one,
-                or a phase failed; the version is not advanced, and engines go on with the adapters
-                that they have.
-            WeightMismatch: an engine does not hold what was sent; names tensors.
+            UserError: the adapters are invalid, the engines have another base, or a phase failed;
+                the version stays, and engines continue with their adapters.
+            WeightMismatch: an engine holds other tensors than were sent; names them.
         """
         if not self._is_base_compared:
             self._compare_base()
@@ -133,7 +131,7 @@ class AdapterSync(EngineSync):
                 if self.rank == 0:
                     pushed.value = self._push(tensors, version, has_learned).to_json()
             finally:
-                exhaust(tensors)  # the others count on this rank, also after a failure
+                exhaust(tensors)  # the other ranks need this one, even after a failure
         receipt = Receipt.from_json(pushed.value)
         self.version = version
         logger.info("%s", receipt)
@@ -163,7 +161,7 @@ class AdapterSync(EngineSync):
             shapes = {
                 name: list(shape)
                 for name, (dtype, shape) in parameters.served.items()
-                if name in plain and not dtype  # the others are parts of quantised weights
+                if name in plain and not dtype  # leave out parts of quantised weights
             }
             with self._paused():
                 self._check = SliceCheck(fleet, self._engines, address, shapes)
@@ -171,10 +169,10 @@ class AdapterSync(EngineSync):
             self._check = WholeTensorCheck(fleet)
 
     def _compare_base(self) -> None:
-        """Compare the base's weights with the engines', which started from files. Collective.
+        """Compare the trainer's base with the engines', which was loaded from files. Collective.
 
         Raises:
-            UserError: an engine has other ones; names them.
+            UserError: weights of an engine differ; names them.
         """
         tensors = self._base.tensors()
         limit = 2 * deadlines.SYNC_CONTROL + 2 * deadline_for(self._base.nbytes())
@@ -206,7 +204,7 @@ class AdapterSync(EngineSync):
                     continue
             for part, stored in held.items():
                 digest = self._check.digest(part, stored)
-                if digest:  # else no engine holds it in a known form
+                if digest:  # else no engine has a known layout of it
                     sent[part] = digest
         if unlike:
             raise self._other_base(unlike)
@@ -230,7 +228,7 @@ class AdapterSync(EngineSync):
         )
 
     def _quantised_files(self) -> QuantisedReader | None:
-        """Return the reader of a quantised base as engines load it; None for a plain one."""
+        """Return a reader of the quantised base as engines load it; None for a plain base."""
         if self._quantisation is None:
             return None
         flags = self.config.checkpoint
@@ -245,7 +243,7 @@ class AdapterSync(EngineSync):
             f"{self.config.checkpoint.hf_checkpoint} stands for: {', '.join(unlike[:4])}",
             why="the trainer has quantised those of --ref-load as slime convert does. The "
             "quantised model was made from other weights, or in another way (calibrated)",
-            fix="leave --ref-load out: the trainer takes the base from --hf-checkpoint then",
+            fix="leave --ref-load out: the trainer then takes the base from --hf-checkpoint",
         )
 
     def _push(self, tensors: NamedTensors, version: int, has_learned: bool) -> Receipt:
@@ -289,7 +287,7 @@ class AdapterSync(EngineSync):
     def _gather(
         self, tensors: NamedTensors, dtype: torch.dtype
     ) -> tuple[AdapterBuffer, dict[str, float]]:
-        """Put the trainer's tensors into the form and dtype that engines take.
+        """Convert the trainer's tensors to the engines' layout and dtype.
 
         Returns:
             The buffer on the host, and the largest absolute value of each trained tensor.
@@ -311,7 +309,7 @@ class AdapterSync(EngineSync):
                 views = dict(unpack(flat, entries))
             shapes[name] = tuple(tensor.shape)
             if name not in layout.pieces or shapes[name] != layout.trained[name]:
-                continue  # reported below, when all have come
+                continue  # reported below, after all have been gathered
             layout.place(name, tensor.detach(), views)
         check_names(shapes, layout.trained, "the trainer's adapter")
         assert flat is not None
@@ -324,7 +322,7 @@ class AdapterSync(EngineSync):
         self._spare = self._background.submit(AdapterBuffer, entries, is_shared=self._shares_memory)
 
     def _take_spare(self, dtype: torch.dtype) -> AdapterBuffer:
-        if self._spare is None:  # the push before has failed
+        if self._spare is None:  # the last push failed
             self._make_spare(dtype)
         assert self._spare is not None
         spare, self._spare = self._spare, None
@@ -345,7 +343,7 @@ class AdapterSync(EngineSync):
         }
         limit = deadline_for(len(buffer.buffer))
         answers = self._fleet.post_to(LOAD_ADAPTER, dict.fromkeys(self._fleet.urls, body), limit)
-        # engines that have it from a push that was repeated because another engine died
+        # loaded by a failed push that is now repeated, because another engine died
         again = [url for url, one in answers.items() if _is_loaded_already(one)]
         if again:
             unload: dict[str, dict[str, Any]] = {url: {"lora_name": name} for url in again}
@@ -366,8 +364,8 @@ class AdapterSync(EngineSync):
     def _paused(self) -> Iterator[None]:
         """Pause SGLang engines with their requests in place.
 
-        The weight probe needs it: without a pause SGLang lets it wait until every request has
-        ended, and new requests wait for it.
+        Without a pause, SGLang would delay the weight probe until every request has ended, and new
+        requests until the probe has ended.
         """
         assert self._fleet is not None and self._route is not None
         if not self._route.asks_ranks:
@@ -383,7 +381,7 @@ class AdapterSync(EngineSync):
         return f"the push of adapter version {version}"
 
     def _state_after(self, phase: str) -> str:
-        return "engines go on with the adapters that they have"
+        return "engines continue with their current adapters"
 
 
 def _is_loaded_already(answer: object) -> bool:
@@ -394,17 +392,16 @@ class AdapterBuffer:
     """Host memory for one version of an adapter, and its form for
     ``/load_lora_adapter_from_tensors``: a pickle of {name: tensor}, as text.
 
-    All tensors lie in one flat buffer. For engines on this host the pickle says how to map it, and
-    they keep what they have mapped as long as the adapter is loaded: SGLang holds adapters in host
-    memory and copies them to its GPU when a request asks for them. For others the pickle holds the
-    numbers.
+    All tensors are in one flat buffer. For engines on this host, the pickle tells how to map it;
+    they keep the mapping while the adapter is loaded, because SGLang holds adapters in host memory
+    and copies them to its GPU on request. For other engines, the pickle contains the numbers.
 
     Args:
         entries: of one dtype.
-        is_shared: other processes of this host may map it.
+        is_shared: other processes on this host may map it.
 
     Attributes:
-        buffer: uint8 [nbytes], of zeros at first.
+        buffer: uint8 [nbytes], initially zeros.
     """
 
     def __init__(self, entries: Sequence[TensorEntry], *, is_shared: bool) -> None:
@@ -428,18 +425,18 @@ class AdapterBuffer:
         """Return the text for ``serialized_tensors``.
 
         Args:
-            readers: processes that will unpickle it, each of them once.
+            readers: number of processes that will unpickle it, each once.
         """
         tensors = self._mapped(readers) if self._is_shared else self._copied()
         return base64.b64encode(pickle.dumps(tensors)).decode()
 
     def _copied(self) -> dict[str, torch.Tensor]:
-        # a view would take the whole buffer with it
+        # pickling a view would include the whole buffer
         return {name: tensor.clone() for name, tensor in self.tensors().items()}
 
     def _mapped(self, readers: int) -> dict[str, Opened]:
         dtype = dtype_of(self.entries[0].dtype)
-        # one object, which a pickle holds once: readers map the buffer once
+        # one object is pickled once, so readers map the buffer once
         whole = Opened(storage_handle(self.buffer, dtype, readers))
         tensors = {}
         for entry, tensor in zip(self.entries, self.tensors().values(), strict=True):

@@ -1,42 +1,40 @@
 """The canary: a few fixed tokens that trainer and engines score with the same weights, after every
 push and wake.
 
-Fingerprints prove that weights arrived. What an engine computes with them is more: a rotary table
-or a scale that was lost when memory was released, another rope or norm, keys and values of old
-weights, a kernel that is wrong. All of it shows in the log-probs of a prompt, which cost either
-side one forward pass of 32 tokens.
+Fingerprints prove that weights arrived, not that an engine computes correctly: a released rotary
+table or scale may be lost, rope or norm may differ, the cache may hold keys and values of old
+weights, a kernel may be wrong. All of this changes the log-probs of a prompt, which cost each side
+one forward pass of 32 tokens.
 
     trainer   backend.canary_log_probs(tokens)       before the push, while its weights are there
     engines   POST /generate, logprob_start_len 0    after it, to each engine, before any rollout
 
-An engine that returns log-probs from position 0 on takes nothing from its prefix cache.
+An engine that returns log-probs from position 0 does not use its prefix cache.
 
-Tokens: 16 from all over the vocabulary, so that every shard of an embedding has a part, and the
-same 16 again. A trained model finds the second half easy as long as attention and positions are
-right; to a random one the same token has other neighbours.
+Tokens: 16 from the whole vocabulary, so every shard of an embedding has some, and the same 16
+again. A trained model predicts the second half well if attention and positions are right; for a
+random model each token has other context there.
 
-Tolerance: in float32 the largest difference counts, and 1e-3 is a hundred times what was measured.
-In 16 bits rounding grows with the logits, and so does what a fault does; the mean difference
-counts, as a share of the standard deviation of the trainer's own log-probs. In bf16 sound engines
-differed by 0.5 to 3 %, engines without rotary embedding by 20 % and more, from toys to trained
-models, dense and with experts; 10 % is allowed. A token that is near the border of two experts may
-go to one here and to the other there: such a token differed by 15 % and moved the mean by 0.5 %,
-which is why the mean counts.
+Tolerance: in float32 the largest difference must be below 1e-3, a hundred times the measured one.
+In 16 bits, both rounding and faults grow with the logits: the mean difference must be below 10 % of
+the standard deviation of the trainer's own log-probs. In bf16, correct engines differed by 0.5 to 3
+%, engines without rotary embedding by 20 % or more, for toys and trained models, dense and with
+experts. The mean is used because rounding may route a token to another expert: one such token
+differed by 15 % and moved the mean by 0.5 %.
 
-Where adapters are trained, engines score with the adapter and without. Without it they must agree
-with the trainer's base, and with what they said at the launch: nothing may reach the base. With it
-they must agree with the trainer; and if the adapter moves the trainer's log-probs, it must move the
-engine's, or it was loaded and is not applied.
+If adapters are trained, engines score with and without the adapter. Without it they must agree with
+the trainer's base and with their own scores at launch: nothing may change the base. With it they
+must agree with the trainer; and if the adapter changes the trainer's log-probs, it must change the
+engine's, else it was loaded but not applied.
 
-A model that sees images scores some tokens behind two pictures, too (`slime.weights.image_canary`):
-their log-probs follow those of the tokens.
+A model with images also scores some tokens after two pictures (`slime.weights.image_canary`); these
+log-probs follow those of the other tokens.
 
-Where engines hold quantised weights, the trainer scores with the weights that those stand for, so
-that the tolerance is the same, from the first push on: what the format does to the log-probs (in
-toys 5 to 47 % of the deviation) is on both sides. But FP8 kernels other than the embedded engine's
-round activations, too: there the first check measures what that does to this model, up to the
-deviation, and later ones allow twice as much. Engines that quantise by themselves, or hold a
-coarser cache, are measured and not judged.
+If engines hold quantised weights, the trainer scores with the dequantised weights. Both sides then
+include the effect of the format (in toys 5 to 47 % of the deviation), and the tolerance is the
+same. But most FP8 kernels also round activations: the first check measures this effect, up to one
+deviation, and later checks allow twice as much. For engines that quantise by themselves, or have a
+coarser cache, differences are only measured.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ from slime.weights.image_canary import ImageCanary, scoring_request
 
 logger = get_logger(__name__)
 
-#: Flags of functions that have a hand in what the trainer computes.
+#: Flags for functions that may change the trainer's computation.
 _CHANGE_THE_MODEL = (
     "custom_model_provider_path",
     "custom_megatron_init_path",
@@ -76,11 +74,11 @@ _NUM_TOKENS = 32
 _NUM_DISTINCT = 16
 _LARGEST_IN_FLOAT32 = 1e-3
 _MEAN_IN_16_BITS = 0.1  # of the standard deviation
-_FIRST_ROUNDED = 1.0  # of the standard deviation; of what the first check found
+_FIRST_ROUNDED = 1.0  # of the standard deviation
 _TIMES_ROUNDED = 2.0
-_LEAST_IN_16_BITS = 0.01  # nats; for models that find everything equally likely
+_LEAST_IN_16_BITS = 0.01  # nats; for models with nearly uniform predictions
 _LEAST_EFFECT_IN_FLOAT32 = 1e-5  # nats; smaller effects of an adapter are not judged
-_SHARE_OF_EFFECT = 0.1  # of the effect in the trainer, which an adapter must have in an engine
+_SHARE_OF_EFFECT = 0.1  # least effect of an adapter in an engine, as a share of that in the trainer
 
 
 class Canary:
@@ -89,12 +87,12 @@ class Canary:
     Attributes:
         tokens: input ids.
         expected: the trainer's log-probs of ``tokens[1:]`` with the weights of the last push, as
-            engines compute with them; set with each.
-        expected_of_base: the same without adapters, where these are trained.
+            engines compute with them; set at each push.
+        expected_of_base: the same without adapters, if adapters are trained.
         adapter: name of the adapter of the last push; "" where whole weights are pushed.
-        fleet: the engines that are asked; may be replaced.
-        pushed: `slime.weights.receipt.Receipt.metrics` of the push that was just before, whose
-            findings rule causes out; None after anything else.
+        fleet: the engines to query; may be replaced.
+        pushed: `slime.weights.receipt.Receipt.metrics` of the push just before, whose findings
+            exclude causes; None after other events.
     """
 
     def __init__(self, config: Config, fleet: EngineFleet) -> None:
@@ -135,27 +133,27 @@ class Canary:
         )
         if coarse:
             logger.info(
-                "quantised: how far the engines' log-probs are from the trainer's is logged, not "
+                "quantised: the engines' differences from the trainer's log-probs are logged, not "
                 "judged"
             )
 
     def check(self, event: str) -> dict[str, float]:
-        """Ask every engine and compare.
+        """Compare every engine's log-probs with the trainer's.
 
         Args:
-            event: what has just happened, for messages: "a weight push", …
+            event: what just happened, for messages: "a weight push", …
         Returns:
-            ``train/canary_logprob_abs_diff``, a mean over tokens, and ``…_max``: of the engine that
-            differs most. With adapters also ``train/canary_adapter_abs_diff``, what they change: of
-            the engine where it is least.
+            ``train/canary_logprob_abs_diff``, a mean over tokens, and ``…_max``, for the engine
+            that differs most. With adapters also ``train/canary_adapter_abs_diff``, their effect,
+            for the engine where it is smallest.
         Raises:
-            UserError: an engine differs by more than is allowed, or does not answer; the trainer's
-                are not finite.
+            UserError: an engine differs too much or does not answer, or the trainer's log-probs are
+                not finite.
         """
         if not all(map(math.isfinite, [*self.expected, *self.expected_of_base])):
             raise UserError(
                 "the trainer's own log-probs of the canary are not finite",
-                why=f"{self._functions}its weights hold NaN or infinity, and the engines have "
+                why=f"{self._functions}its weights contain NaN or infinity, and the engines have "
                 "them by now",
                 fix="load the last checkpoint before it; lower --lr or --clip-grad",
             )
@@ -189,12 +187,12 @@ class Canary:
     def _compare(
         self, event: str, expected: Sequence[float], said: Sequence[Sequence[float]], how: str
     ) -> list[Difference]:
-        """Return how far each engine is from the trainer.
+        """Return each engine's difference from the trainer.
 
         Args:
-            how: in which way they were asked, for the message.
+            how: how the engines were queried, for the message.
         Raises:
-            UserError: one differs by more than is allowed.
+            UserError: an engine differs too much.
         """
         found = [Difference.of(expected, log_probs) for log_probs in said]
         wrong = [number for number, difference in enumerate(found) if not self._allows(difference)]
@@ -206,7 +204,7 @@ class Canary:
         return found
 
     def _check_base(self, event: str, said: Sequence[list[float]]) -> None:
-        """Compare what engines say without an adapter with what they said at first."""
+        """Compare the engines' log-probs without an adapter with their first ones."""
         for url, now in zip(self.fleet.urls, said, strict=True):
             at_first = self._base_at_launch.setdefault(url, now)
             moved = Difference.of(at_first, now)
@@ -214,8 +212,8 @@ class Canary:
                 raise UserError(
                     f"after {event}, engine {url} without an adapter gives other log-probs than at "
                     f"the launch: they differ by {moved.mean:.2g} on average",
-                    why="only adapters are pushed, and the base of engines stays what it was: "
-                    "something has written into it, or it was lost when memory was released",
+                    why="only adapters are pushed, and the engines' base should not change: "
+                    "something overwrote it, or it was lost when memory was released",
                     fix="--no-offload-rollout tells whether a release loses something; leave out "
                     "whatever else updates this engine's weights",
                 )
@@ -223,10 +221,10 @@ class Canary:
     def _check_effect(
         self, event: str, said: Sequence[Sequence[float]], of_base: Sequence[Sequence[float]]
     ) -> dict[str, float]:
-        """Return what the adapter changes in the engine where it changes least.
+        """Return the effect of the adapter in the engine where it is smallest.
 
         Raises:
-            UserError: it changes the trainer's log-probs and not this engine's.
+            UserError: it changes the trainer's log-probs but not this engine's.
         """
         due = Difference.of(self.expected_of_base, self.expected).mean
         effects = [Difference.of(*pair).mean for pair in zip(of_base, said, strict=True)]
@@ -237,7 +235,7 @@ class Canary:
                 f"after {event}, adapter {self.adapter} changes nothing in engine "
                 f"{self.fleet.urls[effects.index(least)]}: the canary's log-probs with and without "
                 f"it differ by {least:.2g} on average, in the trainer by {due:.2g}",
-                why="the engine has loaded it and does not apply it, or only in a part of the "
+                why="the engine loaded it but does not apply it, or only in some of the "
                 "layers: SGLang does so with experts under some backends",
                 fix="1. --sglang-lora-backend triton, and for experts --sglang-moe-runner-backend "
                 "triton  2. leave layers out with --lora-exclude-modules, to find the one  "
@@ -267,7 +265,7 @@ class Canary:
                 f"an engine did not score the canary after {event}: {error}",
                 why="before the first rollout request the engines' log-probs are compared with "
                 "the trainer's",
-                fix="read the engine's log; --no-check-canary leaves the comparison out",
+                fix="read the engine's log; --no-check-canary skips the comparison",
             ) from error
 
     def _allows(self, difference: Difference) -> bool:
@@ -321,7 +319,7 @@ class Canary:
         )
 
     def _causes(self, at_first: bool) -> Iterator[tuple[str, str]]:
-        """Yield causes that nothing has excluded, with what to do; the likeliest first."""
+        """Yield (cause, fix) for causes that are not excluded; the likeliest first."""
         pushed = self.pushed
         if pushed is not None:
             sent = int(pushed.get("perf/update_weights/sent_tensors", 0))
@@ -366,11 +364,11 @@ class Canary:
 
 @dataclass(frozen=True)
 class Difference:
-    """The differences between two lists of log-probs, in nats; infinite where one is not a number.
+    """The differences between two lists of log-probs, in nats; infinite for NaN.
 
     Attributes:
         at: index of the largest.
-        first: the first one, whose token has nothing before it to attend to.
+        first: the difference at the first position, whose token attends only to itself.
     """
 
     mean: float
@@ -393,8 +391,8 @@ class Difference:
 
 
 def canary_tokens(vocab_size: int, length: int = _NUM_TOKENS) -> list[int]:
-    """Ids for the canary: evenly spread, shuffled, and clear of the ends, where special and unused
-    tokens are.
+    """Return token ids for the canary: evenly spread, shuffled, and away from the ends, where
+    special and unused tokens are.
 
     Example:
         >>> canary_tokens(320, 6)
@@ -406,17 +404,17 @@ def canary_tokens(vocab_size: int, length: int = _NUM_TOKENS) -> list[int]:
 
 
 def without_images(tokens: list[int], config: Config) -> list[int]:
-    """Return the tokens without those that begin an image."""
+    """Replace the tokens that begin an image by their successors."""
     prompts = images_of(config)
     start = None if prompts is None else prompts.vision.start_token
     return [token + 1 if token == start else token for token in tokens]
 
 
 def _log_probs_behind(url: str, answer: Mapping[str, Any], images: ImageCanary) -> list[float]:
-    """Read the engine's log-probs of the tokens around a picture.
+    """Read an engine's log-probs of the tokens around a picture.
 
     Raises:
-        EngineError: the answer is about other tokens.
+        EngineError: the answer has other tokens.
     """
     entries = answer["meta_info"].get("input_token_logprobs") or []
     if not images.is_about_it([entry[1] for entry in entries]):
@@ -433,7 +431,7 @@ def _log_probs(url: str, answer: Mapping[str, Any], tokens: Sequence[int]) -> li
     """Read the engine's log-probs of ``tokens[1:]``; null (not a number, in JSON) becomes NaN.
 
     Raises:
-        EngineError: the answer is about other tokens.
+        EngineError: the answer has other tokens.
     """
     entries = answer["meta_info"].get("input_token_logprobs") or []
     told = [entry[1] for entry in entries]

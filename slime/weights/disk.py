@@ -1,4 +1,4 @@
-"""Transport through a directory that trainer and engines share: slow, but without requirements.
+"""Transport through a directory that trainer and engines share: slow, but it works everywhere.
 
 disk_dir/weight_v000007/ (a Hugging Face directory) ── /update_weights_from_disk ──► engines
 """
@@ -22,14 +22,14 @@ _VERSION_DIR = re.compile(r"weight_v(\d{6,})")
 
 
 class DiskTransport(Transport):
-    """Writes each version as a Hugging Face directory and has the engines read it. The last version
-    stays: engines that are restarted later may read it.
+    """Writes each version as a Hugging Face directory and lets the engines read it. The last
+    version remains, for engines that restart later.
 
     Args:
         fleet: the engines; they must see ``directory`` under the same path.
         directory: parent of the version directories.
         dtype: of the engines' floating-point weights.
-        assets_from: directory whose config and tokenizer go along.
+        assets_from: directory with the config and tokenizer to copy.
         keep: do not remove earlier versions.
     """
 

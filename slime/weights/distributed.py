@@ -3,9 +3,9 @@
     source rank of a stage ── HTTP: names, dtypes, shapes ──► every engine
                            ── broadcast: one flat bucket ───► every engine process
 
-Each pipeline stage has its own source rank, and a process group of this rank and all engine
-processes. While one bucket is sent and loaded, the next one is gathered and packed. A buffer is
-reused only after all engines have loaded its bucket.
+Each pipeline stage has a source rank and a process group of this rank and all engine processes.
+While one bucket is sent and loaded, the next is gathered and packed. A buffer is reused only after
+all engines have loaded its bucket.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Sending:
     """A bucket in flight.
 
     Attributes:
-        arrival: done when the broadcast is; answers: of the engines, when they have loaded it.
+        arrival: done when the broadcast is; answers: of the engines, after loading.
         limit: seconds for both.
     """
 
@@ -48,15 +48,15 @@ class DistributedTransport(Transport):
 
     Args:
         fleet: the engines.
-        packing: of the buckets, of which two are held from the first push on.
+        packing: of the buckets; two are held from the first push on.
         backend: "nccl" or "gloo".
         ranks_per_engine: processes that hold weights, by engine; one each by default.
-        timeout: seconds to wait for a member (``NCCL_TIMEOUT`` or the flag), on top of the time
-            that the bytes need.
-        stage: pipeline stage of this rank; its number is part of the group's name.
+        timeout: seconds to wait for a member (``NCCL_TIMEOUT`` or the flag), in addition to the
+            time for the bytes.
+        stage: pipeline stage of this rank, part of the group's name.
         await_turn: called when the first bucket is packed; returns when it may be sent.
     Raises:
-        EngineError: an engine did not join; names it and what it said.
+        EngineError: an engine did not join; has its name and answer.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class DistributedTransport(Transport):
         self._join()
 
     def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
-        """Broadcast all tensors. A push after a failed one leaves the old group for a new one."""
+        """Broadcast all tensors. After a failed push, first replace the group."""
         num_tensors = nbytes = 0
         self._buffers.rewind()
         try:
@@ -109,7 +109,7 @@ class DistributedTransport(Transport):
         return Transferred(num_tensors, nbytes)
 
     def close(self) -> None:
-        """Leave the group and let the engines leave it."""
+        """Leave the group, and make the engines leave it."""
         self._leave()
         self._buffers.drop()
 
@@ -156,12 +156,12 @@ class DistributedTransport(Transport):
         )
         # at the same time as the engines: NCCL members on one host wait for one another
         self._group.close(deadlines.DISTRIBUTED_LEAVE)
-        with contextlib.suppress(EngineError):  # an engine that is gone has left
+        with contextlib.suppress(EngineError):  # a dead engine has left
             self._fleet.wait(leaving, deadlines.DISTRIBUTED_LEAVE)
         self._group = None
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        """Return the buffer that is not in flight."""
+        """Return the start of the buffer that is not in flight."""
         self._buffers.advance()
         return self._buffers.current(nbytes)
 
@@ -183,13 +183,13 @@ class DistributedTransport(Transport):
         sending = self._sending
         self._sending = None
         both: list[Future[Any]] = [sending.arrival, sending.answers]
-        # longer than the limit of the requests, whose errors are more precise
+        # longer than the requests' limit, because their errors are more precise
         wait(both, sending.limit + deadlines.DISTRIBUTED_GRACE, return_when=FIRST_EXCEPTION)
         problem = sending.arrival.exception() if sending.arrival.done() else None
         if problem is not None:
             wait([sending.answers], 2 * deadlines.DISTRIBUTED_GRACE)
         if sending.answers.done():
-            sending.answers.result()  # raises what an engine said
+            sending.answers.result()  # raises an engine's error
         if problem is not None or not sending.arrival.done():
             what = f"{self._who} waited for them to receive {sending.nbytes} bytes"
             raise EngineError(
@@ -198,7 +198,7 @@ class DistributedTransport(Transport):
         sending.answers.result(deadlines.DISTRIBUTED_GRACE)
 
     def _give_up(self) -> None:
-        """Abort the group, because its members may now be in different broadcasts."""
+        """Abort the group: its members may be in different broadcasts."""
         self._sending = None
         self._is_broken = True
         if self._group is not None:

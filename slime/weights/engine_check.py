@@ -1,13 +1,13 @@
-"""Compare what engines hold with what was sent, in the two ways of `Abilities.check`.
+"""Compare the tensors that engines hold with those sent, by the two methods of `Abilities.check`.
 
     "tensors"  the engine's own ``/weights_checker {"action": "fingerprint"}``: whole tensors under
                the names sent
     "slices"   `slime.engines.sglang.weight_probe` in SGLang's processes: each rank's slice of a
-               tensor, wherever SGLang's fused and sharded parameters have it
+               tensor in SGLang's fused and sharded parameters
 
 Whole tensors are compared by xxh3-128, slices on GPUs by a sum that GPUs compute. SGLang's own
-checker is used for ``reset_tensors`` only: it hashes all parameters of a model at once, under its
-fused names, and the trainer would need the same kernel to say what the hashes should be.
+checker is used only for ``reset_tensors``: it hashes all parameters of a model at once, under fused
+names, and the trainer would need the same kernel to compute the expected hashes.
 """
 
 from __future__ import annotations
@@ -35,20 +35,18 @@ from slime.weights.transport import EngineSlots
 #: dim, start, stop; "1:0:64" in JSON.
 Slice = tuple[int, int, int]
 
-#: (name, tensor) → what is compared with the engines.
+#: (name, tensor) → value to compare with the engines'.
 Digest = Callable[[str, torch.Tensor], Any]
 
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """The findings about what engines hold after a transfer.
+    """The result of checking engines after a transfer.
 
     Attributes:
-        wrong: one line per tensor and engine that is not as sent.
-        dropped: (name, where) of each tensor that was sent and that an engine, or a rank of it, has
-            not loaded.
-        loaded: number of tensors that every engine is known to have loaded; None if they cannot
-            say.
+        wrong: one line per differing tensor and engine.
+        dropped: (name, place) of each sent tensor that an engine, or a rank of it, has not loaded.
+        loaded: number of tensors that every engine is known to have loaded; None if unknown.
     """
 
     wrong: list[str]
@@ -60,8 +58,8 @@ class EngineCheck(Protocol):
     """Computes digests of the trainer's tensors and compares them with the engines'.
 
     Attributes:
-        digest: of a named tensor. Every rank that sends weights computes it: see `digest_to_json`.
-        unknown: tensors that cannot be compared, because an engine holds them in an unknown form.
+        digest: function that every sending rank computes for its tensors; see `digest_to_json`.
+        unknown: tensors that cannot be compared, because an engine holds them in an unknown layout.
     """
 
     unknown: Sequence[str]
@@ -70,30 +68,30 @@ class EngineCheck(Protocol):
     def digest(self) -> Digest: ...
 
     def begin(self, timeout: float) -> None:
-        """Have engines count what they load; call it before a transfer, after `open_layers`."""
+        """Make engines track what they load; call before a transfer, after `open_layers`."""
 
     def compare(
         self, sent: Mapping[str, Any], names: Collection[str], full: bool, timeout: float
     ) -> HeldWeights:
-        """Ask after a transfer what the engines have loaded, and compare it with what was sent.
+        """Compare the tensors that engines loaded in a transfer with those sent.
 
         Args:
-            sent: name → `digest`, of some of the tensors.
+            sent: name → `digest`, for some of the tensors.
             names: of all tensors that were sent.
-            full: tensors that an engine holds and that were not sent are errors, too.
+            full: tensors that an engine holds but were not sent are errors, too.
         """
 
     def open_layers(self, timeout: float) -> None:
         """Make layers loadable before a transfer of quantised weights (`Route.opens`)."""
 
     def close_layers(self, timeout: float) -> None:
-        """Have engines convert what arrived for their kernels; call it after `compare`."""
+        """Make engines convert the received weights for their kernels; call after `compare`."""
 
     def adapter_fingerprints(
         self, name: str, shapes: Mapping[str, Sequence[int]], timeout: float
     ) -> dict[str, dict[str, str]]:
-        """Return the fingerprints (xxh3-128) of an adapter's tensors, under the names and in the
-        form in which they were sent, by place: an engine, or a rank of it.
+        """Return the fingerprints (xxh3-128) of an adapter's tensors as sent: place (an engine, or
+        a rank of it) → name → fingerprint.
 
         Args:
             name: of the adapter.
@@ -110,10 +108,10 @@ def whole_tensor_digest(name: str, tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class SliceDigest:
-    """Fingerprints of the slices of a tensor that engine ranks have.
+    """Computes fingerprints of the slices of a tensor that engine ranks hold.
 
     Attributes:
-        slices: by name, those that some rank of some engine has.
+        slices: name → slices that any rank of any engine holds.
         method: of `FINGERPRINTS`.
     """
 
@@ -121,7 +119,7 @@ class SliceDigest:
     method: str
 
     def __call__(self, name: str, tensor: torch.Tensor) -> dict[str, str]:
-        """Slice, as in JSON → fingerprint."""
+        """Return slice key → fingerprint."""
         take = FINGERPRINTS[self.method]
         return {
             slice_key((dim, a, b)): take(_narrow(tensor, dim, a, b))
@@ -143,7 +141,7 @@ def slice_key(part: Sequence[int]) -> str:
 
 
 class WholeTensorCheck:
-    """Compares whole tensors, by the engine's own fingerprints."""
+    """Compares whole tensors by fingerprints that the engine computes."""
 
     unknown: Sequence[str] = ()
 
@@ -186,16 +184,16 @@ class WholeTensorCheck:
 
 
 class RankQuestions:
-    """Asks the processes of SGLang engines through their custom weight loader.
+    """Queries the processes of SGLang engines through their custom weight loader.
 
         ask({"action": …}) ── /update_weights_from_tensor, load_format = the probe ──► every rank
         answers            ◄── TCP store of this process ───────────────────────────── every rank
 
-    SGLang's own answer says only that the loader was called; what it found, or what went wrong,
-    comes through the store.
+    SGLang's HTTP answer says only that the loader was called; results and errors come through the
+    store.
 
     Args:
-        engines: as many tensor-parallel ranks each as they have slots.
+        engines: one tensor-parallel rank per slot each.
         address: of this process, as the engines reach it.
     """
 
@@ -209,9 +207,10 @@ class RankQuestions:
         """Ask all ranks; return their answers by engine.
 
         Args:
-            request: for `slime.engines.sglang.weight_probe.report`, without the place of the store.
+            request: for `slime.engines.sglang.weight_probe.report`, without the fields of the
+                store.
         Raises:
-            EngineError: a rank failed, with its own message, or did not answer.
+            EngineError: a rank failed (has its message) or did not answer.
         """
         key = secrets.token_hex(4)
 
@@ -254,8 +253,7 @@ class RankQuestions:
 
 
 def serialized(tensor: torch.Tensor) -> str:
-    """Make one payload of ``serialized_named_tensors`` with the bytes of a small CPU tensor in
-    it."""
+    """Encode a small CPU tensor as one item of ``serialized_named_tensors``."""
     return base64.b64encode(pickle.dumps([("request", tensor)])).decode()
 
 
@@ -263,10 +261,10 @@ class SliceCheck:
     """Compares the slices that each rank of SGLang engines holds, through the weight probe.
 
     Args:
-        engines: as many tensor-parallel ranks each as they have slots.
+        engines: one tensor-parallel rank per slot each.
         address: of this process, as the engines reach it.
         shapes: of all tensors that pushes send, by name.
-        opens: layers are open while tensors are loaded and compared.
+        opens: layers are open during loading and comparison.
     Raises:
         EngineError: an engine cannot run the probe, or has layers that cannot be opened.
     """
@@ -310,7 +308,7 @@ class SliceCheck:
         )
 
     def begin(self, timeout: float) -> None:
-        if not self._opens:  # layers are marked as they are opened
+        if not self._opens:  # opening marks the layers
             self._ranks.ask({"action": "mark"}, timeout)
 
     def compare(
@@ -340,7 +338,7 @@ class SliceCheck:
         if full:
             for engine, others in zip(self._engines, self._others, strict=True):
                 lines += [f"{name} on {engine.url} was never sent" for name in others]
-        # nothing reads the size of a packed weight
+        # sizes count as held: nothing reads them
         countable = sum(name.endswith(SIZE) or self._is_held_everywhere(name) for name in names)
         return HeldWeights(lines, dropped, countable - len({name for name, _ in dropped}))
 
@@ -379,7 +377,7 @@ class SliceCheck:
 
 
 def _place(engine: EngineSlots, rank: int) -> str:
-    """Name a rank of an engine, or the engine if it has one alone."""
+    """Name a rank of an engine, or the engine if it has only one."""
     return engine.url if engine.num_ranks == 1 else f"{engine.url} (rank {rank})"
 
 

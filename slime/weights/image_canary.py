@@ -1,11 +1,11 @@
-"""The part of the canary that looks at pictures: trainer and engines score the same tokens behind
-two pictures, which must count.
+"""The canary for images: trainer and engines score the same tokens after two different pictures,
+which must affect the log-probs.
 
-    text ─► picture ─► text        once with each picture; what lies behind it is compared
+    text ─► picture ─► text once with each picture; the text after it is compared
 
-A tower that was not loaded, a projector, positions of rows and columns, or other sizes of images
-show in the log-probs behind a picture, and nowhere else. And what an engine says must change with
-the picture: one that leaves images out would agree with a trainer that does so, too.
+Faults of the vision tower, the projector, row and column positions, or image sizes show only in the
+log-probs after a picture. These must also change with the picture: an engine that ignores images
+would agree with a trainer that ignores them, too.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def scoring_request(tokens: list[int]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ImageCanary:
-    """Tokens around one place for a picture, and the pictures that come there.
+    """Tokens around a placeholder for a picture, and the pictures to insert.
 
     Attributes:
         tokens: with all placeholders.
-        compared: which of the log-probs of ``tokens[1:]`` are: those of text.
+        compared: indices of the compared log-probs of ``tokens[1:]``: those of text.
     """
 
     tokens: list[int]
@@ -56,10 +56,10 @@ class ImageCanary:
 
     @staticmethod
     def of(config: Config, text: Sequence[int]) -> ImageCanary | None:
-        """Make the canary of a run; None for a run without images, or whose context is too short.
+        """Make the canary of a run; None without images, or if the context is too short.
 
         Args:
-            text: tokens to take the text from.
+            text: tokens from which to take the text.
         """
         prompts = images_of(config)
         if prompts is None:
@@ -76,7 +76,7 @@ class ImageCanary:
         context = config.rollout.rollout_max_context_len
         if context is not None and len(tokens) >= context:
             logger.info(
-                "pictures are no part of the canary: they take %d tokens, the context is %d",
+                "the canary has no pictures: they need %d tokens, the context is %d",
                 len(tokens),
                 context,
             )
@@ -93,7 +93,7 @@ class ImageCanary:
         return [Media(self.span, "canary")]
 
     def chosen(self, log_probs: Sequence[float]) -> list[float]:
-        """Return those of ``log_probs`` of ``tokens[1:]`` that are compared."""
+        """Select the compared log-probs from those of ``tokens[1:]``."""
         return [log_probs[place] for place in self.compared]
 
     def body(self, picture: bytes) -> dict[str, Any]:
@@ -103,8 +103,8 @@ class ImageCanary:
         return {**scoring_request(tokens), "image_data": [image]}
 
     def is_about_it(self, told: Sequence[Any]) -> bool:
-        """Tell whether an engine's answer has these tokens. Engines may give placeholders numbers
-        of their own."""
+        """Tell whether an engine's answer has these tokens. Engines may use other ids for
+        placeholders."""
         own = self.span
         return len(told) == len(self.tokens) and all(
             told[place] == token
@@ -115,11 +115,11 @@ class ImageCanary:
     def check_effect(
         self, event: str, expected: Sequence[float], said: Mapping[str, Sequence[float]]
     ) -> float:
-        """Return how far the log-probs behind the two pictures are apart, on average, in the engine
-        where they are nearest to each other.
+        """Return the mean difference between the log-probs after the two pictures, in the engine
+        (or the trainer) where it is smallest.
 
         Args:
-            expected: the trainer's, of both pictures one after the other.
+            expected: the trainer's, of both pictures in turn.
             said: the engines', by URL.
         Raises:
             UserError: the trainer's or an engine's do not depend on the picture.
@@ -130,7 +130,7 @@ class ImageCanary:
             if effect == 0:
                 raise UserError(
                     f"after {event}, {who} gives the same log-probs behind two different pictures",
-                    why="it does not look at images: their placeholders are read as ordinary "
+                    why="it ignores images: their placeholders are treated as ordinary "
                     "tokens, or the tower's features are zeros",
                     fix="read the log about the tower's weights; --no-check-canary goes on "
                     "regardless",
@@ -145,7 +145,7 @@ class ImageCanary:
 
 
 def _picture(number: int) -> bytes:
-    """Draw stripes, or a slope of colours."""
+    """Draw a colour gradient (0) or stripes (1)."""
     import numpy as np
     from PIL import Image
 

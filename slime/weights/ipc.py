@@ -1,14 +1,14 @@
-"""Transport to engines on the trainer's own GPUs: they read each rank's flat bucket by a handle.
+"""Transport to engines on the trainer's GPUs: they read each rank's flat bucket through a handle.
 
     trainer rank r, GPU r   gather ─► pack into buffer 0 or 1 ─► handle ─┐
     rank 0                  POST to every engine: for each of its ranks, the handle from its GPU
     engine rank, GPU r      open the handle, load from it in place, close it
 
-Nothing but handles leaves a GPU. Stock SGLang reads them as ``serialized_named_tensors`` in the
-format ``flattened_bucket``: a pickle of one uint8 tensor (a CUDA IPC handle; on hosts without GPUs
-a file in shared memory) and a table. Runs of experts need its hook for custom loaders
-(`slime.engines.sglang.weight_loader`). While engines load one bucket the next is gathered and
-packed; a buffer is written to again only when every engine has answered for it.
+Only handles leave a GPU. Stock SGLang reads them as ``serialized_named_tensors`` in the format
+``flattened_bucket``: a pickle of one uint8 tensor (a CUDA IPC handle; on hosts without GPUs a file
+in shared memory) and a table. Runs of experts need its hook for custom loaders
+(`slime.engines.sglang.weight_loader`). While engines load one bucket, the next is gathered and
+packed; a buffer is reused only after every engine has answered for it.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class IpcTransport(Transport):
     Args:
         fleet: the engines; rank 0 only.
         engines: their slots; slot s is the GPU of trainer rank s.
-        group: gloo group of all trainer ranks; None for one rank alone.
-        packing: of the buckets, of which two are held during a push.
-        in_runs: experts come in runs, which only our own loader inside the engines understands.
+        group: gloo group of all trainer ranks; None for a single rank.
+        packing: of the buckets; two are held during a push.
+        in_runs: experts are sent in runs, which only slime's loader inside the engines understands.
     Raises:
-        UserError: an engine stands on a GPU without a trainer rank, or this process's memory cannot
-            be shared.
+        UserError: an engine is on a GPU without a trainer rank, or this process's memory cannot be
+            shared.
     """
 
     name = "IPC handles"
@@ -86,8 +86,8 @@ class IpcTransport(Transport):
         _check_sharing(engines, group.size() if group is not None else 1)
 
     def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
-        """A failure does not end the loop: the other ranks are in its collectives. It is raised at
-        the end."""
+        """Send all tensors. A failure is raised only at the end, because the other ranks are in the
+        loop's collectives."""
         assert self._fleet is not None
         num_tensors = nbytes = 0
         for bucket, handles in self._shared_buckets(tensors):
@@ -110,16 +110,15 @@ class IpcTransport(Transport):
         return Transferred(num_tensors, nbytes)
 
     def follow(self, tensors: NamedTensors) -> None:
-        """Pack the same buckets at the same time: the engine ranks on this rank's GPU read them
-        from there."""
+        """Pack the same buckets at the same time, for the engine ranks on this rank's GPU."""
         for _ in self._shared_buckets(tensors):
             pass
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _shared_buckets(self, tensors: NamedTensors) -> Iterator[tuple[Bucket, list[Handle]]]:
-        """Buckets, the same on every rank, and on rank 0 the handles of all ranks' copies; leaves
-        nothing held."""
+        """Yield buckets, the same on every rank, with the handles of all ranks' copies on rank 0;
+        free the buffers at the end."""
         self._failure = None
         try:
             for bucket in self._packing.buckets(tensors, self._allocate):
@@ -129,20 +128,20 @@ class IpcTransport(Transport):
         finally:
             self._buffers.drop()
             if torch.cuda.is_available():
-                torch.cuda.ipc_collect()  # engines have closed them all
+                torch.cuda.ipc_collect()  # engines have closed all handles
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         self._wait_for_readers(self._buffers.advance())
         return self._buffers.current(nbytes)
 
     def _wait_for_readers(self, number: int) -> None:
-        """Returns on all ranks when no engine reads the buffer any more."""
+        """Wait on all ranks until no engine reads the buffer."""
         if number in self._reading:
             assert self._fleet is not None
             answers, limit = self._reading.pop(number)
             try:
                 self._fleet.wait(answers, limit)
-            except Exception as error:  # raised by `send`, once the other ranks are through
+            except Exception as error:  # raised by `send`, after the other ranks have finished
                 self._failure = self._failure or error
         if self._group is not None:
             dist.barrier(self._group)
@@ -186,15 +185,14 @@ class IpcTransport(Transport):
 
 @dataclass(frozen=True)
 class Handle:
-    """How to open memory in another process: a call, as data. Arguments may be handles
-    themselves."""
+    """A function call that opens memory in another process. Arguments may be handles themselves."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
 
 class Opened:
-    """Pickles as the call of a handle: whoever unpickles it has the memory opened."""
+    """Pickles as the call of a handle: unpickling opens the memory."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -206,11 +204,11 @@ class Opened:
 
 def handle_of(buffer: torch.Tensor) -> Handle:
     """Make a handle that another process on this host can open as the same memory. The buffer must
-    live until it has done so."""
+    exist until then."""
     if buffer.is_cuda:
         function, arguments = reductions.reduce_tensor(buffer)
-        # GPUs are numbered anew in every process (CUDA_VISIBLE_DEVICES); SGLang's reader
-        # understands their UUIDs
+        # GPU numbers differ between processes (CUDA_VISIBLE_DEVICES); SGLang's reader also accepts
+        # UUIDs
         uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
         return Handle(
             function, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
@@ -222,12 +220,12 @@ def handle_of(buffer: torch.Tensor) -> Handle:
 
 
 def storage_handle(buffer: torch.Tensor, dtype: torch.dtype, readers: int = 1) -> Handle:
-    """Make a handle of a buffer's host memory as a storage of ``dtype``, for so many readers, each
-    of which opens it once."""
+    """Make a handle of a buffer's host memory as a storage of ``dtype``; each of the ``readers``
+    opens it once."""
     storage: Any = buffer.untyped_storage()
     manager, name, nbytes = storage._share_filename_cpu_()
     for _ in range(readers):
-        storage._shared_incref()  # each reader takes one back
+        storage._shared_incref()  # each reader releases one
     untyped = Handle(
         reductions.rebuild_storage_filename, (torch.UntypedStorage, manager, name, nbytes)
     )
@@ -235,21 +233,21 @@ def storage_handle(buffer: torch.Tensor, dtype: torch.dtype, readers: int = 1) -
 
 
 def _flattened_bucket(bucket: Bucket) -> Callable[[Opened], Any]:
-    """Make what SGLang's own reader of buckets takes, around the opened buffer."""
+    """Return a function that wraps the opened buffer for SGLang's own reader of buckets."""
     table = [_row(entry) for entry in bucket.entries]
     return lambda buffer: {"flattened_tensor": buffer, "metadata": table}
 
 
 def _bucket_and_table(bucket: Bucket) -> Callable[[Opened], Any]:
-    """Make the pairs that `slime.engines.sglang.weight_loader.load` takes, around the opened
-    buffer."""
+    """Return a function that wraps the opened buffer for
+    `slime.engines.sglang.weight_loader.load`."""
     words = json.dumps([entry.to_json() for entry in bucket.entries]).encode()
     table = torch.frombuffer(bytearray(words), dtype=torch.uint8)
     return lambda buffer: [("bucket", buffer), ("table", table)]
 
 
 def _row(entry: TensorEntry) -> SimpleNamespace:
-    """Return a row of the table, with the attributes that SGLang's reader looks at."""
+    """Return a row of the table, with the attributes that SGLang's reader uses."""
     return SimpleNamespace(
         name=entry.name,
         shape=torch.Size(entry.shape),

@@ -1,4 +1,4 @@
-"""Check before the launch that pushes can bring a quantised model to a run's engines.
+"""Check before the launch that a quantised model can be pushed to a run's engines.
 
 torch is imported only if the model is quantised.
 """
@@ -25,10 +25,10 @@ from slime.placement import needs_engines
 def check_route(config: Config) -> None:
     """Check by flags and server groups that a quantised model can be pushed to SGLang.
 
-    `slime.weights.route` checks the engines themselves once they answer.
+    `slime.weights.route` checks the engines themselves when they answer.
 
     Raises:
-        UserError: no tried way leads into one of them; names the argument or format.
+        UserError: no tested route exists for one of them; names the argument or format.
     """
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
@@ -43,7 +43,7 @@ def check_route(config: Config) -> None:
     _check_output_layer(flags.hf_checkpoint, quantised, quantisation)
     _check_adapted_experts(config, flags.hf_checkpoint, quantised, quantisation)
     if config.debug.debug_rollout_only or version is None:
-        return  # nothing is pushed, or all engines are external and have versions of their own
+        return  # nothing is pushed, or all engines are external, with other versions
     from slime.weights.route import choose_route
 
     kind = choose_route(config, SGLANG.transports, local=True)
@@ -53,7 +53,7 @@ def check_route(config: Config) -> None:
         {**config.engine.sglang, **group.overrides, "tp_size": group.num_gpus_per_engine}
         for group in started
     ]
-    for engine in options or [{}]:  # external engines have arguments of their own
+    for engine in options or [{}]:  # the arguments of external engines are unknown here
         quantised_route(hf_config, {**engine, "version": version}, kind)
 
 

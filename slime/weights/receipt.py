@@ -38,11 +38,11 @@ class Receipt:
             some pushes "reset", "open", "close".
         transport: name of the transport.
         checked: names whose fingerprints were compared on every engine.
-        full: all tensors were compared, and the engines were asked what else they hold.
+        full: all tensors were compared, and the engines hold no others.
         zeros: in a push of quantised weights, matrices that are all zeros in the trainer.
-        loaded: number of tensors that every engine is known to have loaded. It is smaller than
-            num_tensors if an engine holds some in an unknown form; a tensor that an engine has
-            dropped is an error. None if engines cannot say.
+        loaded: number of tensors that every engine is known to have loaded; None if unknown. It is
+            below num_tensors if an engine holds some in an unknown layout; a dropped tensor is an
+            error.
         adapter: name of the pushed adapter in the engines; "" in a push of whole weights.
         fingerprints: of an adapter's tensors by name, in the engine's dtype.
     """
@@ -98,14 +98,14 @@ class Receipt:
 class Sampler:
     """Chooses which tensors of a push are fingerprinted, within a share of the push's time.
 
-    Every push takes one tensor of each kind (names that differ only in layer or expert) and one
-    member of each group that engines fuse, a different one each time. The rest of the time goes to
-    a window that advances with every push. It takes tensors until the time is used up, at least
-    one, so that enough pushes cover every tensor whatever its size.
+    Every push fingerprints one tensor of each kind (names that differ only in layer or expert) and
+    one member of each group that engines fuse, a different one each time. A window that advances
+    with every push uses the remaining time, for at least one tensor: enough pushes cover all
+    tensors.
 
     Attributes:
         share: share of the last push's duration that may be spent on fingerprints.
-        floor: seconds that may be spent in any case. Both sides hash, and each gets half of it.
+        floor: seconds that may always be spent. Both sides hash; each may use half.
         digest: returns the fingerprint of a tensor, or those of the slices that engines hold.
         always: lists of names; every push takes one of each.
     """
@@ -121,7 +121,7 @@ class Sampler:
     _full: bool = False
     _pushes: int = 0
     _chosen: set[str] = field(default_factory=set)
-    _chosen_seconds: float = 0.0  # spent on the chosen tensors of the last push
+    _chosen_seconds: float = 0.0  # spent on `_chosen` in the last push
 
     def begin(self, last_push_seconds: float, full: bool) -> None:
         self.fingerprints = {}
@@ -151,7 +151,7 @@ class Sampler:
             self._chosen_seconds += spent
 
     def end(self) -> None:
-        """Move the window on, after a push that arrived."""
+        """Advance the window after a successful push."""
         self._cursor = self._taken_up_to if self._taken_up_to < len(self.names) else 0
         self._pushes += 1
 
@@ -180,8 +180,7 @@ def compare(
     Args:
         sent: name → fingerprint on the trainer's side.
         answers: engine URL → its fingerprints.
-        complete: all names that were sent, in a full check: other tensors of an engine are then an
-            error.
+        complete: all sent names, for a full check: other tensors in an engine are then errors.
     """
     wrong = []
     for url, there in answers.items():

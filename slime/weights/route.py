@@ -1,7 +1,7 @@
 """Choose how a run's weights reach the engines, from its flags and from the engines' abilities.
 
-find_route       flags, engines' /server_info ─► Route      on rank 0, which tells it to all
-open_transport   Route ─► Transport                         on each rank that takes part
+find_route flags, engines' /server_info ─► Route on rank 0, which tells all ranks open_transport
+Route ─► Transport on each rank that takes part
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ from slime.weights.transport import EngineSlots, Transport
 
 @dataclass(frozen=True)
 class Route:
-    """How weights travel in a run; known to every rank.
+    """How a run sends weights; known to every rank.
 
     Attributes:
         kind: see `choose_route`.
         dtype: of the engines' floating-point weights.
-        asks_ranks: each rank of an engine is asked for its slices, instead of the engine for whole
-            tensors (`Abilities.check`).
-        sources: the rank that sends, of each pipeline stage; rank 0 alone if it has everything
-            brought to it.
-        in_runs: neighbouring experts travel as one tensor (`slime.engines.wire.expert_runs`).
-        opens: engines make their layers loadable before the transfer and process them after it, as
-            SGLang's of quantised weights do (`slime.engines.sglang.quantised_routes`).
+        asks_ranks: each rank of an engine reports its slices, instead of the engine whole tensors
+            (`Abilities.check`).
+        sources: the sending rank of each pipeline stage; only rank 0 if it gathers everything.
+        in_runs: consecutive experts are sent as one tensor (`slime.engines.wire.expert_runs`).
+        opens: engines make layers loadable before the transfer and process them after it, as SGLang
+            needs for quantised weights (`slime.engines.sglang.quantised_routes`).
     """
 
     kind: str
@@ -73,7 +72,7 @@ def find_route(
         on_this_node: see `WeightSync.connect`.
     Raises:
         EngineError: one does not answer.
-        UserError: engines differ, or cannot take pushes; names them. Or engines of a quantised
+        UserError: engines differ or cannot be pushed to (names them), or engines of a quantised
             model have another dtype than the flags say.
     """
     infos = dict(zip(fleet.urls, fleet.get("/server_info", deadlines.ROUTE_INFO), strict=True))
@@ -92,7 +91,7 @@ def find_route(
             "directory that all see",
         )
     pipeline = Placement.current().pp_group if kind == "broadcast" else None
-    # the stages' ranks that have rank 0's place in all other respects: the first of TP, DP and CP
+    # the ranks with rank 0's place in TP, DP and CP, of each stage
     sources = tuple(dist.get_process_group_ranks(pipeline)) if pipeline is not None else (0,)
     dtype = engine_dtype(infos, hf_config)
     quantisation = Quantisation.read(read_hf_config(hf_config))
@@ -119,10 +118,10 @@ def find_route(
 def routes_of(
     infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig, kind: str
 ) -> QuantisedRoute | None:
-    """Return how quantised weights go into these SGLang engines; None for plain weights.
+    """Return how to push quantised weights to these SGLang engines; None for plain weights.
 
     Raises:
-        UserError: no way is known for one of them with this transport and its arguments.
+        UserError: no route is known for an engine with this transport and its arguments.
     """
     config = read_hf_config(hf_config)
     found = {url: quantised_route(config, info, kind) for url, info in infos.items()}
@@ -151,10 +150,10 @@ def open_transport(
 
     Args:
         fleet: the engines; None on a rank that only follows.
-        group: of all trainer ranks on CPU, for "ipc"; None for one rank alone.
+        group: of all trainer ranks on CPU, for "ipc"; None for a single rank.
         stage: the pipeline stage that this rank sends for.
         await_turn: returns when this rank may send.
-        together: tensors that engines must be given in one load call. A directory is one call.
+        together: tensors that engines must load in one call. A directory is one call.
     Raises:
         UserError: the disk transport has no directory; memory cannot be shared with an engine.
         EngineError: an engine did not join the broadcast group.
@@ -186,10 +185,10 @@ def open_transport(
 
 
 def common_abilities(abilities: Mapping[str, Abilities]) -> Abilities:
-    """Return the abilities that all engines share, since a push treats them alike.
+    """Return the abilities of all engines: a push treats them alike.
 
     Args:
-        abilities: by engine URL; external engines need not be of the kind that the flags name.
+        abilities: by engine URL; external engines may be of another kind than the flags say.
     Raises:
         UserError: engines are of different kinds, or cannot take part in a push.
     """
@@ -230,7 +229,7 @@ def choose_route(
     Args:
         transports: `Abilities.transports` of the engines.
         local: trainer and engines share a host.
-        on_cpu: one of the engines computes on the CPU.
+        on_cpu: an engine computes on the CPU.
     """
     if config.sync.update_weight_transport == "disk":
         return "disk"
@@ -241,12 +240,12 @@ def choose_route(
 
 
 def takes_runs(kind: str, abilities: Collection[Abilities], quantised: bool = False) -> bool:
-    """Return whether all engines take runs of experts: by "ipc" only, as its load format can name
-    our loader inside the engines.
+    """Return whether all engines accept runs of experts: only with "ipc", whose load format can
+    name slime's loader inside the engines.
 
     Args:
         quantised: weights are sent quantised, as the model stores them. Engines that quantise plain
-            weights themselves take no runs.
+            weights themselves accept no runs.
     """
     return kind == "ipc" and all(
         one.takes_expert_runs and (quantised or not one.quantises) for one in abilities
@@ -254,14 +253,14 @@ def takes_runs(kind: str, abilities: Collection[Abilities], quantised: bool = Fa
 
 
 def check_experts(infos: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse engines that hold experts in a form that pushes cannot fill.
+    """Reject engines that hold experts in a layout that pushes cannot fill.
 
     Args:
         infos: engine URL → its ``/server_info``.
     Raises:
-        UserError: one permutes them when it starts (SGLang 0.5.16,
-            ``process_weights_after_loading`` of unquantised experts), which nothing does again
-            after a push. SGLang chooses this by itself on Blackwell GPUs.
+        UserError: an engine permutes experts only at its start (SGLang 0.5.16,
+            ``process_weights_after_loading`` of unquantised experts), not after a push. It is
+            SGLang's default on Blackwell GPUs.
     """
     for url, info in infos.items():
         backend = str(info.get("moe_runner_backend") or "")
@@ -275,19 +274,20 @@ def check_experts(infos: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def flag_dtype(config: Config, hf_config: HfConfig) -> torch.dtype:
-    """Return the dtype of the engines' weights by the run's flags; "auto" is the model config's."""
+    """Return the dtype of the engines' weights according to the flags; "auto" is the model
+    config's."""
     return engine_dtype(
         {"--sglang-dtype": {"dtype": engine_of(config).weights_dtype(config)}}, hf_config
     )
 
 
 def engine_dtype(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig) -> torch.dtype:
-    """Return the dtype that all engines hold their weights in; "auto" is the model config's.
+    """Return the dtype of all engines' weights; "auto" is the model config's.
 
     Args:
         infos: engine URL → its ``/server_info``.
     Raises:
-        UserError: engines differ, or do not say.
+        UserError: engines differ, or do not tell.
     """
     named = {url: info.get("dtype") for url, info in infos.items()}
     if len(set(named.values())) != 1:
@@ -300,7 +300,7 @@ def engine_dtype(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig) ->
     if name == "auto":
         config = read_hf_config(hf_config)
         name = named_dtype(config)
-        if "16" not in name:  # engines make float16 of float32
+        if "16" not in name:  # engines convert float32 to float16
             name = f"auto, and config.json says {name or 'nothing'}"
     try:
         return dtype_of(str(name))

@@ -16,8 +16,7 @@ from slime.weights.transport import NamedTensors, Observer, Transferred, Transpo
 
 
 class SharedMemoryTransport(Transport):
-    """Buckets are packed straight into shared segments; two take turns, so packing overlaps the
-    engines' copies.
+    """Packs buckets into two alternating shared segments, so packing overlaps the engines' copies.
 
     Args:
         fleet: engines on this host.
@@ -59,7 +58,7 @@ class SharedMemoryTransport(Transport):
         return self._current.tensor[:nbytes]
 
     def _wait_for_all(self) -> None:
-        """Wait until no engine reads; raise the first failure, and leave none for the next push."""
+        """Wait until no engine reads; then raise the first failure."""
         failures = []
         for number in sorted(self._reading):
             try:

@@ -1,10 +1,10 @@
 """Yield a model's weights, with names and sizes, for a push to the engines or for an export.
 
     ModelSource       the trainer's weights, whole, under their Hugging Face names
-    QuantisedSource   another source's weights in the form that a quantised --hf-checkpoint stores
+    QuantisedSource another source's weights as a quantised --hf-checkpoint stores them
 
 `slime.weights.sync` pushes a source to the engines, `write_hf` writes one to a directory. Another
-kind of push (adapters alone, a model with frozen parts) is another source.
+kind of push (only adapters, a model with frozen parts) is another source.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class WeightSource(Protocol):
     """Yields the tensors of one push or one export. Iterating is collective over the trainer ranks.
 
     Attributes:
-        parameters: of the model; the source yields its served set, or a part of it.
+        parameters: of the model; the source yields the served ones, or a part of them.
         zeros: names of matrices, or of runs of experts with such a matrix, that were all zeros in
-            the last complete pass, because something lost them. Empty if a source does not check.
+            the last complete pass: a sign of lost weights. Empty if a source does not check.
     """
 
     parameters: ModelParameters
@@ -58,7 +58,7 @@ class WeightSource(Protocol):
         """Return the names of all tensors that `tensors` yields, in order."""
 
     def nbytes(self) -> int:
-        """Return an upper bound of the tensors' size, for deadlines."""
+        """Return an upper bound of the tensors' size in bytes, for deadlines."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole tensor), the same on every rank; copy a tensor to keep it."""
@@ -71,12 +71,12 @@ class ModelSource:
         model_chunks: this rank's model, one chunk per virtual pipeline stage, wrapped or not.
         hf_config: the config that the model was built from.
         model_name: the model family's name; needed if the config does not tell the family.
-        own_stage: yield only what this pipeline stage holds. It is collective over the ranks of the
-            stage, and nothing crosses the pipeline.
-        in_runs: yield experts many at a time (`slime.engines.wire.expert_runs`), unless all of a
-            layer are one tensor anyway.
+        own_stage: yield only this pipeline stage's weights; collective only over the ranks of the
+            stage.
+        in_runs: yield experts in runs (`slime.engines.wire.expert_runs`), unless checkpoints
+            already stack all experts of a layer.
         adapters: yield the tensors of these adapters, under PEFT's names, instead of the weights.
-        part: of the weights that is yielded.
+        part: the part of the weights to yield.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class ModelSource:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield embedding, layers in order, final norm, output.
 
-        On one rank the tensors are views of the parameters where the layout allows: use or copy
-        them before the next optimizer step. On several ranks they are views of buffers that are
-        reused for the next batch: copy a tensor to keep it.
+        On one rank, tensors are views of the parameters if the layout allows: use or copy them
+        before the next optimizer step. On several ranks they are views of reused buffers: copy a
+        tensor to keep it.
         """
         exported = {held.name: match for held, match in self._plan if match.exports}
         plan = [held for held, match in self._plan if match.exports]
@@ -151,7 +151,8 @@ class ModelSource:
         return match
 
     def _exchange(self) -> list[PlacedParameter]:
-        """Agree on who holds what, over pipeline stages and expert ranks, in export order."""
+        """Exchange the parameters' places over pipeline stages and expert ranks; return them in
+        export order."""
         place = self._placement
         mine = [
             PlacedParameter(
@@ -180,17 +181,18 @@ class ModelSource:
 
 
 def _exported(match: Match, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
-    """Join the pieces of all tensor-parallel ranks; a run gives tensors [experts, out, in]."""
+    """Join the pieces of all tensor-parallel ranks; for a run, return tensors [experts, out,
+    in]."""
     if ExpertRun.parse(match.exports[0]) is None:
         return match.rule.layout.export(pieces, spec)
-    # layouts know the axes of one expert, so the axis of the experts moves behind them
+    # layouts expect the axes of one expert first, so the axis of the experts moves last
     moved = match.rule.layout.export([piece.permute(1, 2, 0) for piece in pieces], spec)
     return [tensor.permute(2, 0, 1) for tensor in moved]
 
 
 class _ExpertStacks:
-    """Puts the experts of a layer together where a checkpoint holds them in one tensor. A stack is
-    a tensor of its own and takes its memory until it is yielded."""
+    """Stacks the experts of a layer if a checkpoint holds them in one tensor. A stack needs extra
+    memory until it is yielded."""
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
@@ -200,7 +202,7 @@ class _ExpertStacks:
     def completed(
         self, match: Match, tensors: Sequence[torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Take one expert's tensors, and yield the stacks of which it was the last."""
+        """Add one expert's tensors; yield the stacks that are now complete."""
         for name, tensor in zip(match.exports, tensors, strict=True):
             if name not in self._open:
                 self._open[name] = tensor.new_empty(self._num_experts, *tensor.shape)
@@ -212,17 +214,17 @@ class _ExpertStacks:
 
 
 class QuantisedSource:
-    """Another source's weights, quantised as the model stores them. Building one is not collective.
+    """Quantises another source's weights as the model stores them. Building one is not collective.
 
     A weight is cast to the engine's dtype and then quantised, as `slime convert` does with a
     directory of that dtype: both give the same bits.
 
     Args:
-        source: of plain tensors. If experts come in runs, their quantised parts do, too.
+        source: of plain tensors. Runs of experts yield runs of quantised parts.
         dtype: of the engines' weights that are not quantised.
         converts: False on ranks that only take part in gathering and neither send nor pack.
     Raises:
-        UserError: the ignore list does not fit the model; compressed-tensors is needed and not
+        UserError: the ignore list does not fit the model, or compressed-tensors is needed and not
             installed.
     """
 
@@ -250,7 +252,9 @@ class QuantisedSource:
             yield from self._source.tensors()
             return
         self.zeros = []
-        has_values: dict[str, torch.Tensor] = {}  # read at the end, as reading waits for the GPU
+        has_values: dict[
+            str, torch.Tensor
+        ] = {}  # read at the end, because reading synchronises with the GPU
         for name, tensor in self._source.tensors():
             if tensor.dim() > 1:
                 has_values[name] = tensor.flatten(-2).any(-1).all()
@@ -270,13 +274,14 @@ class QuantisedSource:
         return [part for name in self._source.names() for part in self._parts(name)]
 
     def nbytes(self) -> int:
-        """Return the size, counting the plain form of quantised weights as well."""
+        """Return the size, including the plain form of quantised weights."""
         parts = [facts for name in self._source.names() for facts in self._parts(name).values()]
         stored = sum(math.prod(shape) * dtype_of(dtype).itemsize for dtype, shape in parts if dtype)
         return stored + self._source.nbytes()
 
     def _matrix(self, name: str) -> tuple[WeightMatrix | None, ExpertRun | None]:
-        """Return the matrix that is quantised, if it is; of a run the first, as all are alike."""
+        """Return the matrix if it is quantised, for a run its first one; and the run, if it is
+        one."""
         run = ExpertRun.parse(name)
         return self._chosen.get(name if run is None else run.expert_name(run.first)), run
 
@@ -333,7 +338,7 @@ def save_reward_model(
 
 
 class _RewardModelSource:
-    """The layers, then the head, which the last pipeline stage holds."""
+    """Yields the trunk's tensors, then the head, which the last pipeline stage holds."""
 
     def __init__(self, trunk: ModelSource, model_chunks: Sequence[nn.Module]) -> None:
         self._trunk = trunk
@@ -356,14 +361,14 @@ def collect_adapters(
     base: str,
     model_name: str | None = None,
 ) -> Callable[[Path], None]:
-    """Copy the adapters to host memory of rank 0, and return the function that writes them there as
-    a PEFT directory, at any later time. Collective; the function is not, and does nothing on other
-    ranks.
+    """Copy the adapters to rank 0's host memory, and return a function that later writes them as a
+    PEFT directory. Collective; the returned function is not, and does nothing on other ranks.
 
     Args:
         base: the base model's directory, or its name on the hub.
     Raises:
-        UserError: by the function: the directory cannot be written; nothing half-written is left.
+        UserError: in the returned function: the directory cannot be written; no partial one
+            remains.
     """
     source = ModelSource(model_chunks, hf_config, model_name=model_name, adapters=adapters)
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
@@ -389,17 +394,17 @@ def write_hf(
     config_changes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write plain weights as a Hugging Face directory (sharded safetensors, index, config,
-    tokenizer). Collective. Tensors that the family's table carries along come from ``assets_from``.
+    tokenizer). Collective. Tensors that the family only copies come from ``assets_from``.
 
-    Rank 0 writes, into a hidden directory that is renamed when it is complete.
+    Rank 0 writes to a hidden directory, which is renamed when complete.
 
     Args:
-        assets_from: Hugging Face directory whose config and tokenizer files go along.
+        assets_from: Hugging Face directory with the config and tokenizer files to copy.
         dtype: of the floating-point weights; the model's own when None.
         config_changes: as of `HfWriter`.
     Raises:
-        UserError: ``directory`` is ``assets_from``, or it cannot be written (rank 0; nothing
-            half-written is left).
+        UserError: on rank 0: ``directory`` is ``assets_from``, or cannot be written; no partial one
+            remains.
     """
     tensors = source.tensors()
     if dist.is_initialized() and dist.get_rank() != 0:
@@ -420,31 +425,32 @@ def write_hf(
                         continue
                     writer.add(name, start[name][:])
     except (OSError, UserError):
-        exhaust(tensors)  # the other ranks are inside its collectives
+        exhaust(tensors)  # the other ranks are in its collectives
         raise
     logger.info("wrote %.2f GB of weights to %s", writer.total_bytes / 1e9, directory)
     return Path(directory)
 
 
-#: Tensors whose dtype differs between published checkpoints of one architecture: the trainer holds
-#: them in float32, and an export has the dtype that the model started with.
+#: Tensors whose dtype differs between published checkpoints of one architecture. The trainer holds
+#: them in float32; an export uses the dtype of the initial model.
 _DTYPES_OF_START = ("linear_attn.A_log", "linear_attn.norm.weight")
 
 
 def _start_of(directory: str | Path) -> HfReader | None:
-    """Open the weights that a model started from; None if there are none beside the config."""
+    """Open the initial weights of a model; None if the directory has only a config."""
     has_weights = any(Path(directory).glob("*.safetensors"))
     return HfReader(directory) if has_weights else None
 
 
 def exhaust(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Take this rank's part in the collectives of the rest of a pass."""
+    """Take part in the remaining collectives of a pass."""
     for _ in tensors:
         pass
 
 
 def _export_order(name: str) -> tuple[int, list[int | str]]:
-    """Embedding, layers by number, the rest; numbers inside names compare as numbers."""
+    """Return a sort key: embedding, layers by number, the rest; numbers in names compare as
+    numbers."""
     layer = re.match(r"decoder\.layers\.(\d+)\.", name)
     stage = 1 + int(layer.group(1)) if layer else 0 if name.startswith("embedding.") else 1 << 30
     return stage, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

@@ -1,4 +1,4 @@
-"""Bring the trainer's weights to the engines, version by version, with a receipt that proves it.
+"""Push the trainer's weights to the engines, version by version, with a receipt as proof.
 
     sync = WeightSync(config, model_chunks, hf_config, rank=rank, world_size=world_size)
     sync.connect(engines)       # again whenever engines come or go
@@ -7,11 +7,11 @@
 
     push():  pause ─► transfer in flat buckets ─► flush caches ─► count and compare ─► continue
 
-All calls are collective over the trainer ranks: each takes part in gathering, rank 0 steers the
-engines, and every rank gets the same receipt or raises the same error. By broadcast each pipeline
-stage sends its own layers, in turn, from one of its ranks; every other transport sends from rank 0,
-or from all ranks. A `WeightSource` yields the tensors, `route` chooses the `Transport` that sends
-them, `trainer_ranks` carries messages between ranks, `engine_check` compares what engines hold.
+All calls are collective over the trainer ranks: all gather, rank 0 controls the engines, and every
+rank returns the same receipt or raises the same error. With broadcast, one rank of each pipeline
+stage sends its layers, stage after stage; other transports send from rank 0, or from all ranks. A
+`WeightSource` yields the tensors, `route` chooses the `Transport` that sends them, `trainer_ranks`
+carries messages between ranks, `engine_check` compares the engines' tensors.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ _CONNECTING = "connecting trainer and engines"
 
 
 class EngineSync:
-    """One trainer rank's side of pushes of whole weights, or of adapters.
+    """One trainer rank's side of pushes, of whole weights or of adapters.
 
     Args:
-        hf_config: what the model was built from.
+        hf_config: the config that the model was built from.
         rank, world_size: of the trainer.
-        start_version: version of the last push, when a run is resumed; the engines start with the
-            weights of ``--hf-checkpoint``, which are version 0.
+        start_version: version of the last push, for a resumed run; engines start with the weights
+            of ``--hf-checkpoint``, version 0.
 
     Attributes:
-        version: of the last push, which the engines have.
+        version: of the last push, which the engines hold.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class EngineSync:
         self._fleet: EngineFleet | None = None
         self._check: EngineCheck | None = None
         faults = config.fault_tolerance
-        # an engine that gives no sign of life is given up on, and started again
+        # an engine that stops answering is restarted
         self._patience = faults.rollout_health_check_timeout if faults.use_fault_tolerance else None
         self._control_seconds = min(
             self._patience or deadlines.SYNC_CONTROL, deadlines.SYNC_CONTROL
         )
 
     def close(self) -> None:
-        """Give up connections."""
+        """Close connections."""
         if self._check is not None:
             self._check.close()
         if self._fleet is not None:
@@ -110,7 +110,7 @@ class EngineSync:
         raise NotImplementedError
 
     def _state_after(self, phase: str) -> str:
-        """Say in which state the failure of a phase leaves the engines."""
+        """Describe the state of the engines after the failure of a phase."""
         raise NotImplementedError
 
     @contextmanager
@@ -132,7 +132,7 @@ class EngineSync:
 
 
 def register_engines(engines: Sequence[str | EngineSlots]) -> list[EngineSlots]:
-    """Make this process know the engines' keys."""
+    """Register the engines' keys in this process."""
     found = [EngineSlots(engine, ()) if isinstance(engine, str) else engine for engine in engines]
     for engine in found:
         keys.know(engine.url, engine.key)
@@ -158,14 +158,14 @@ class WeightSync(EngineSync):
         self._model_chunks = model_chunks
         self._source: WeightSource | None = None
         self._groups = LoadGroups()
-        self._stage_seconds: list[float] = []  # that each pipeline stage may take to send
+        self._stage_seconds: list[float] = []  # limit for each pipeline stage to send
         self._names: list[str] = []  # of all tensors of a push; rank 0
         self._sampler = Sampler()
         self._transport: Transport | None = None
         self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
         self._opens = self._has_begun = False
-        # a push failed after its pause: engines may hold a mix, and have layers that are open
+        # a push failed after its pause: engines may hold a mix of weights, and open layers
         self._broke_off = False
         self._last_seconds = 0.0
 
@@ -174,13 +174,13 @@ class WeightSync(EngineSync):
         change.
 
         Args:
-            engines: base URLs, or with them the slots that the engines stand on (needed for
-                ``--colocate`` with SGLang and for engines of several GPUs).
-            on_this_node: the engines may be on the cluster node of rank 0; false when it is known
-                that they are not, though their addresses look like it (containers on one host's
-                network, rehearsals of a cluster).
+            engines: base URLs, or also the slots of the engines (needed for ``--colocate`` with
+                SGLang and for engines of several GPUs).
+            on_this_node: the engines may be on rank 0's cluster node; false if they are not, though
+                their addresses look local (containers on one host's network, rehearsals of a
+                cluster).
         Raises:
-            UserError: an engine cannot be reached, or the wanted transport is not possible.
+            UserError: an engine cannot be reached, or the transport is impossible.
         """
         self.close()
         found = register_engines(engines)
@@ -199,16 +199,16 @@ class WeightSync(EngineSync):
             self._prepare(dataclasses.replace(route, in_runs=False), found)
 
     def _prepare(self, route: Route, engines: Sequence[EngineSlots]) -> bool:
-        """Open the transport and agree with the engines on what is compared. Collective.
+        """Open the transport, and learn which slices the engines can compare. Collective.
 
         Returns:
-            False if engines hold runs of experts in a form that cannot be compared; nothing is open
-            then.
+            False if engines hold runs of experts in a layout that cannot be compared; nothing is
+            open then.
         """
         self._source = self._source_for(route)
         parameters = self._source.parameters
         self._groups = parameters.family.load_groups(parameters.spec)
-        # both collective, hence outside of the block below
+        # both are collective, so they stay outside the block below
         contents = _StageContents.of(self._source, with_shapes=route.asks_ranks)
         gloo = self._gloo_group() if route.kind == "ipc" else None
         self._stage_seconds = [2 * deadlines.DISTRIBUTED_JOIN for _ in route.sources]
@@ -258,8 +258,8 @@ class WeightSync(EngineSync):
         return True
 
     def _always_compared(self, names: Sequence[str], digest: Digest) -> list[list[str]]:
-        """Return lists of names. Every push compares one name of each list: of each kind of
-        tensors, and of each group that engines fuse."""
+        """Return lists of names: kinds of tensors, and groups that engines fuse. Every push
+        compares one name of each list."""
         if isinstance(digest, SliceDigest):
             names = [name for name in names if digest.slices.get(name)]
         return kinds_of(names) + [
@@ -267,7 +267,7 @@ class WeightSync(EngineSync):
         ]
 
     def _source_for(self, route: Route) -> WeightSource:
-        """Return the source of the whole model, in the form that the engines hold.
+        """Return the source of the whole model, quantised if the engines' weights are.
 
         Raises:
             UserError: the ignore list of quantised weights does not fit the model.
@@ -286,13 +286,13 @@ class WeightSync(EngineSync):
         return QuantisedSource(plain, self._quantisation, route.dtype, converts=converts)
 
     def push(self) -> Receipt:
-        """Bring the current weights to every engine as version ``self.version + 1``. Collective.
+        """Push the current weights to every engine as version ``self.version + 1``. Collective.
 
         Raises:
-            UserError: a phase failed or passed its deadline; says which, who waited for whom, and
-                that the engines stay paused if they hold a mix of old and new weights. The version
-                is not advanced; a new `push` sends everything again.
-            WeightMismatch: an engine does not hold what was sent; names tensors.
+            UserError: a phase failed or timed out; names the phase, who waited for whom, and
+                whether engines stay paused because they may hold a mix of old and new weights. The
+                version stays; another `push` sends everything again.
+            WeightMismatch: an engine holds other tensors than were sent; names them.
         """
         assert self._source is not None, "push before connect"
         version = self.version + 1
@@ -310,7 +310,7 @@ class WeightSync(EngineSync):
                 if self.world_size > 1:
                     if self.rank == 0 and not self._has_begun and self._transport is not None:
                         self._transport.follow(tensors)  # the others are in its collectives
-                    exhaust(tensors)  # the others count on this rank, also after a failure
+                    exhaust(tensors)  # the other ranks need this one, even after a failure
         receipt = Receipt.from_json(pushed.value)
         if self._ranks.stage is not None:
             self._sampler.end()
@@ -321,7 +321,7 @@ class WeightSync(EngineSync):
         return receipt
 
     def close(self) -> None:
-        """Give up shared memory, groups and connections."""
+        """Release shared memory, groups and connections."""
         if self._transport is not None:
             with self._ranks.in_order(2 * deadlines.DISTRIBUTED_LEAVE):
                 self._transport.close()
@@ -331,7 +331,7 @@ class WeightSync(EngineSync):
     # -- each rank that takes part -----------------------------------------------------------------
 
     def _send(self, tensors: NamedTensors, version: int) -> None:
-        """Send this rank's part and report it."""
+        """Send this rank's tensors, then report."""
         assert self._transport is not None and self._source is not None
         self._sampler.begin(self._last_seconds, self.config.debug.check_weight_update_equal)
         self._has_begun = True
@@ -359,8 +359,8 @@ class WeightSync(EngineSync):
     def _gloo_group(self) -> dist.ProcessGroup | None:
         """Make the gloo group of all trainer ranks, which exchanges handles without the GPU.
 
-        The other ranks wait in it while rank 0 waits for the engines to load a bucket, so its
-        timeout is longer than that of rank 0.
+        The other ranks wait in this group while rank 0 waits for engines to load a bucket, so its
+        timeout is longer than rank 0's.
         """
         if self.world_size == 1:
             return None
@@ -406,7 +406,7 @@ class WeightSync(EngineSync):
             self._pause(fleet)
         self._broke_off = True
         if verify_all and self._num_pushes == 0:
-            # what the push does not bring cannot pass for what it should have brought
+            # so tensors that the push omits cannot look correct
             with self._phase("reset", version, seconds):
                 fleet.post("/weights_checker", {"action": "reset_tensors"}, self._control_seconds)
         if self._opens:
@@ -435,7 +435,7 @@ class WeightSync(EngineSync):
             )
         amount = sent.amount
         zeros = tuple(sent.zeros)
-        # tensors that an engine holds in an unknown form cannot be compared
+        # tensors in an unknown layout cannot be compared
         full = verify_all and not self._check.unknown
         checked = tuple(name for name, fingerprints in sent.fingerprints.items() if fingerprints)
         how = self._transport.name
@@ -459,11 +459,11 @@ class WeightSync(EngineSync):
             raise
 
     def _compare(self, version: int, sent: _StageSent, verify_all: bool) -> int | None:
-        """Compare the engines' weights with what was sent; return how many tensors all engines are
-        known to have loaded.
+        """Compare the engines' weights with those sent; return the number of tensors that all
+        engines are known to have loaded.
 
         Raises:
-            WeightMismatch: an engine does not hold what was sent.
+            WeightMismatch: an engine holds other tensors than were sent.
         """
         assert self._check is not None
         unsent = sorted(set(self._names) - set(sent.names))
@@ -505,7 +505,7 @@ class _StageContents:
     """The tensors of every push of one pipeline stage.
 
     Attributes:
-        shapes: by name; {} if the check needs none.
+        shapes: by name; {} if the check does not need them.
     """
 
     names: list[str]
@@ -516,7 +516,7 @@ class _StageContents:
     def of(source: WeightSource, with_shapes: bool) -> _StageContents:
         """Read the contents of a source. Collective over the ranks of the stage.
 
-        Shapes take one gathering of all weights, which sets the communicators up as well.
+        Shapes need one gathering of all weights, which also sets up the communicators.
         """
         shapes = (
             {name: list(tensor.shape) for name, tensor in source.tensors()} if with_shapes else {}
@@ -526,7 +526,7 @@ class _StageContents:
 
 @dataclass(frozen=True)
 class _StageSent:
-    """The tensors that one pipeline stage has sent, with fingerprints of some of them."""
+    """The tensors that one pipeline stage sent, with fingerprints of some."""
 
     amount: Transferred
     names: list[str]
@@ -551,7 +551,7 @@ class _StageSent:
 
 @contextmanager
 def naming_engine() -> Iterator[None]:
-    """Turn a failure of an engine or a stage during the preparation of pushes into a message with
+    """Convert failures of an engine or a stage while preparing pushes into messages with
     remedies."""
     try:
         yield

@@ -4,13 +4,13 @@
     stage 1            packs ◄──────────┴─ sends ── report ─┐      (to every rank)
     stage 2            packs ◄──────────────────────────────┴─ sends ── report
 
-Engines take one update at a time, so the pipeline stages send in their order. A stage waits only
-for those before it, and rank 0 for all, so waits form no circle. Messages go over a store and not
-by collectives, because a collective with a dead rank never ends, or ends the process. Every wait
-has a limit and says who was waited for.
+Engines load one update at a time, so pipeline stages send in order. A stage waits only for earlier
+stages, and rank 0 for all, so no deadlock can occur. Messages use a store, because a collective
+with a dead rank hangs or ends the process. Every wait has a limit, and its error names the awaited
+rank.
 
-torch's store authenticates nobody and lists its keys to whoever reaches its port. So a message is
-JSON, sealed with a key that the ranks share: a stranger's message is an error and never runs code.
+torch's store has no authentication and lists its keys to any client. So a message is JSON, signed
+with a key that the ranks share: a foreign message is an error and never runs code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HEARD = "heard"  # key of the number of ranks that have read a round's outcome
 
 
 class StageError(Exception):
-    """A pipeline stage could not do its part of a push, or did not say that it did.
+    """A pipeline stage failed in its part of a push, or did not report.
 
     Attributes:
         where: the stage and the rank that sends for it.
@@ -56,17 +56,17 @@ class StageError(Exception):
 
 @dataclass
 class RoundOutcome:
-    """The outcome of a round as JSON; what rank 0 sets in the block, every rank has after it."""
+    """The outcome of a round as JSON: rank 0 sets it in the block, every rank has it afterwards."""
 
     value: Any = None
 
 
 class TrainerRanks:
-    """One rank's connection to the others. Building it is collective; all ranks take part in the
+    """One rank's connection to the others. Creating it is collective; all ranks take part in the
     same rounds.
 
     Attributes:
-        sources: the rank that sends for each pipeline stage; rank 0 alone when it sends everything.
+        sources: the sending rank of each pipeline stage; only rank 0 if it sends everything.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -77,29 +77,29 @@ class TrainerRanks:
         if world_size > 1:
             name, key = broadcast([secrets.token_hex(4), secrets.token_hex(32)])
             self._key = bytes.fromhex(key)
-            # a connection of its own: to wait on the shared one would hold up whoever else uses it
+            # a separate connection: waiting on the shared one would block its other users
             default: Any = _get_default_store()
             self._store = dist.PrefixStore(f"weight-sync-{name}", default.clone())
         self._round = 0
-        self._unheard: list[int] = []  # rounds whose messages are in the store; rank 0
+        self._unheard: list[int] = []  # rounds with messages in the store; rank 0
         self._own_report: Any = None
         self._reported = False
 
     @property
     def stage(self) -> int | None:
-        """Return the stage that this rank sends for, if any."""
+        """Return the stage for which this rank sends, if any."""
         return self.sources.index(self.rank) if self.rank in self.sources else None
 
     @contextmanager
     def round(self, what: str, limit: float) -> Iterator[RoundOutcome]:
-        """Run a block on all ranks and give every rank the outcome of rank 0: its value or error.
+        """Run a block on all ranks, and give every rank rank 0's value or error.
 
         Args:
             what: for messages ("pushing weights version 7").
             limit: seconds that the other ranks wait for rank 0 after their own part.
         Raises:
-            UserError: on ranks other than 0, when rank 0 failed; it has the text of rank 0's error.
-            StageError: rank 0 said nothing within ``limit``.
+            UserError: on other ranks if rank 0 failed; has the text of its error.
+            StageError: rank 0 sent no outcome within ``limit``.
         """
         self._round = self._round + 1
         self._reported = False
@@ -115,12 +115,12 @@ class TrainerRanks:
                 self._say("outcome", str(error))
             if self.rank == 0 or not isinstance(error, EngineError | StageError):
                 raise
-            failure = error  # rank 0 has it from the report, and says the same with more around it
+            failure = error  # rank 0 has it from the report, and raises it with more context
         if self.rank == 0:
             self._say("outcome", None, outcome.value)
             return
         said, outcome.value = self._hear("outcome", 0, limit)
-        with suppress(dist.DistError):  # whatever comes next says that the store is gone
+        with suppress(dist.DistError):  # the next operation reports the lost store
             self._store.add(f"{self._round}/{_HEARD}", 1)
         if said is not None:
             raise UserError(f"{what} failed on trainer rank 0", why=said) from failure
@@ -139,7 +139,7 @@ class TrainerRanks:
             self._report_of(stage, max(0.1, end - time.monotonic()))
 
     def report(self, value: Any) -> None:
-        """Report that this stage has sent its part, so that the next one may; ``value`` is JSON."""
+        """Report that this stage has sent its tensors, so the next may start; ``value`` is JSON."""
         self._own_report = value
         self._say_report(None, value)
 
@@ -147,7 +147,7 @@ class TrainerRanks:
         """Return the reports of all stages, by stage; for rank 0, after its own report.
 
         Args:
-            limits: seconds that each stage may take once the one before is through.
+            limits: seconds for each stage after the one before has finished.
         Raises:
             StageError: a stage failed, or did not report in time.
         """
@@ -156,13 +156,12 @@ class TrainerRanks:
 
     @contextmanager
     def in_order(self, limit: float) -> Iterator[None]:
-        """Run a block on one stage after the other; failures of other stages do not prevent it.
+        """Run a block stage by stage; failures of other stages do not prevent it.
 
-        It is for leaving groups: engines that left them in different orders would wait for one
-        another.
+        Used to leave groups: engines that left them in different orders would deadlock.
 
         Args:
-            limit: seconds that an earlier stage is waited for.
+            limit: seconds to wait for each earlier stage.
         """
         stage = self.stage
         if stage is None:
@@ -199,7 +198,7 @@ class TrainerRanks:
         """Wait for a message; return its failure and its value.
 
         Raises:
-            StageError: no message came within ``limit`` seconds, or no rank has sealed it.
+            StageError: no message came within ``limit`` seconds, or its signature is wrong.
         """
         assert self._store is not None
         name = f"{self._round}/{key}"
@@ -221,13 +220,13 @@ class TrainerRanks:
         return failure, value
 
     def _seal(self, name: str, word: bytes) -> bytes:
-        """Seal a message for this name; the seal is valid for no other name."""
+        """Sign a message for this name; the signature is invalid for other names."""
         return hmac.digest(self._key, name.encode() + b"\0" + word, _SEAL)
 
     def _forget(self) -> None:
         """Remove, on rank 0, the messages of rounds whose outcome every rank has read.
 
-        Not every round waits for all ranks, so rank 0 may be rounds ahead of one of them.
+        Rank 0 may be rounds ahead of another rank: not every round waits for all.
         """
         if self._store is None or self.rank != 0:
             return

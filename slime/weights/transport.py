@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 
 from slime import deadlines
 
-if TYPE_CHECKING:  # the launch imports this file, and must not wait for torch
+if TYPE_CHECKING:  # the launch imports this file and must not load torch
     import torch
 
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 
-#: Called with each tensor as it is sent, in the engine's dtype; the tensor is only valid during the
-#: call.
+#: Called with each sent tensor, in the engine's dtype; the tensor is valid only during the call.
 Observer = Callable[[str, "torch.Tensor"], None]
 
-#: A step of a transfer is given up on after its floor and the time that its bytes take at this
-#: rate, per second.
+#: The time limit of a transfer step is its floor plus the time for its bytes at this rate, in bytes
+#: per second.
 SLOWEST_BANDWIDTH = 20e6
 
 
@@ -30,12 +29,12 @@ class Transferred:
 
 @dataclass(frozen=True)
 class EngineSlots:
-    """An engine and the slots (GPUs, numbered through the run) of its tensor-parallel ranks, in
-    their order.
+    """An engine and the slots (GPUs, numbered across the run) of its tensor-parallel ranks, in
+    order.
 
     Attributes:
-        slots: () of an external engine, or of one that needs none.
-        ranks: number of processes that hold weights; of an engine without slots.
+        slots: () for an external engine, or one that needs none.
+        ranks: number of processes that hold weights, for an engine without slots.
         key: the key that it requires (`slime.engines.keys`); "" for none.
     """
 
@@ -50,7 +49,7 @@ class EngineSlots:
 
 
 class Transport:
-    """One way to bring named tensors to all engines, on a trainer rank that takes part in it.
+    """One way to send named tensors to all engines; the side of one trainer rank.
 
     Attributes:
         name: for messages and metrics.
@@ -63,22 +62,22 @@ class Transport:
 
         Raises:
             EngineError: an engine refused or did not answer in time.
-            UserError: this side cannot (no room, …).
+            UserError: this side cannot send (no room, …).
         """
         raise NotImplementedError
 
     def follow(self, tensors: NamedTensors) -> None:
-        """Do the part of a rank that does not send, while another one sends."""
+        """Take part on a rank that does not send, while another one sends."""
 
     def close(self) -> None:
-        """Release what is held between pushes."""
+        """Release the resources held between pushes."""
 
 
 def deadline_for(nbytes: int, floor: float | None = None) -> float:
     """Return the seconds that a step moving ``nbytes`` may take.
 
     Args:
-        floor: seconds that it may take whatever its size; `deadlines.TRANSPORT_FLOOR` when None.
+        floor: seconds allowed for any size; None for `deadlines.TRANSPORT_FLOOR`.
 
     Example:
         >>> deadline_for(2_000_000_000)

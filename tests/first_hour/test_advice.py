@@ -48,12 +48,16 @@ def refused(model: Path, data: Path, **flags: Any) -> UserError:
     [
         (
             {"prompt": "1+2="},
-            "pass --label-key with the column that is meant",
+            "pass --label-key with an existing column",
             "--label-key prompt",
         ),
         ({"prompt": "1+2=", "answer": "3"}, "pass --label-key answer", ""),
         ({"question": "1+2=", "label": "3", "id": 1}, "pass --input-key question", ""),
-        ({"zzz": "1+2=", "label": "3"}, "pass --input-key with the column", "--input-key zzz"),
+        (
+            {"zzz": "1+2=", "label": "3"},
+            "pass --input-key with an existing column",
+            "--input-key zzz",
+        ),
         (
             {"prompt": [{"role": "user", "text": "1+2="}], "label": "3"},
             "{'role': …, 'content': …}",

@@ -82,7 +82,7 @@ def test_wrong_keys_name_those_there_are_and_the_nearest(refuse: Callable[..., s
     [
         ({"prompt": " ", "label": "3"}, "empty prompt"),
         ({"prompt": None, "label": "3"}, "found None"),
-        ('{"prompt": "1+', "no valid JSON"),
+        ('{"prompt": "1+', "not valid JSON"),
         ("[1, 2]", "no JSON objects"),
     ],
     ids=["empty", "none", "malformed", "no object"],

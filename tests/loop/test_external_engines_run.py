@@ -126,7 +126,7 @@ def test_one_is_killed_and_another_takes_its_place(
     assert weight_version(external.url) == "1"
     external.process.kill()
     wait_while_running(driver, lambda: "engines left: 1" in driver.stderr, "the death is noticed")
-    assert f"the external engine {external.url} does not answer any more" in driver.stderr
+    assert f"the external engine {external.url} no longer answers" in driver.stderr
     (hold / "hold-0").unlink()
     wait_held(driver, hold, 1)
     with external_engine(world.inputs / "model", tmp_path / "second.log") as second:
@@ -152,7 +152,7 @@ def test_instead_of_the_runs_own(begin: Start, hold: Path, external: ExternalEng
     external.process.kill()
     assert driver.end() == 1
     error = driver.error()
-    assert f"the external engine {external.url} does not answer any more" in error[0]
+    assert f"the external engine {external.url} no longer answers" in error[0]
     assert "--use-fault-tolerance" in "".join(error) and "Traceback" not in driver.stderr
     driver.leaves_nothing()
 

@@ -236,7 +236,7 @@ EXCERPTS = (
         "",
         "training: no answer within 600 s from trainer-0 (pid 4711 on 10.0.0.3), waited for since "
         "14:03:12\n"
-        "  fix: look into its log; py-spy dump --pid 4711, on 10.0.0.3, shows where it hangs",
+        "  fix: read its log; py-spy dump --pid 4711, on 10.0.0.3, shows where it hangs",
         "DeadlinePassed",
     ),
     Excerpt(

@@ -75,7 +75,7 @@ def test_whoever_goes_on_reads_what_was_noted(run: Run, caplog: pytest.LogCaptur
     run.live("b", 0, (4, 1))
     found = PushLog(run.folder, config_of("b")).earlier
     assert [(push.version, push.trained) for push in found] == [(1, 0), (2, 1), (4, 1)]
-    assert "pushes.jsonl has lines that are damaged" in caplog.text
+    assert "pushes.jsonl has damaged or truncated lines" in caplog.text
     assert found[1].ancestry != found[2].ancestry, "of one step each, in another way"
 
 

@@ -76,7 +76,7 @@ def test_retries_end_and_say_how_many_there_were() -> None:
     async def test(engine: FakeEngine, client: RolloutClient) -> None:
         engine.failures = 10**6
         with pytest.raises(
-            EngineError, match=r"engine is down.*given up after \d+ tries"
+            EngineError, match=r"engine is down.*given up after \d+ attempts"
         ) as caught:
             await client.generate([5], PARAMS)
         assert caught.value.status == 503 and client.counters.retries >= 1

@@ -344,9 +344,9 @@ def test_dumps_that_are_missing_are_named_before_anything_starts(tmp_path: Path)
         ) as caught:
             check(**flags)
         assert (
-            "there are 3: data_0003.pt to data_0005.pt" in caught.value.why
+            "3 files match the pattern: data_0003.pt to data_0005.pt" in caught.value.why
             and "--start-rollout-id" in caught.value.fix
         )
     with pytest.raises(UserError, match="no rollout dump") as caught:
         check(load_debug_rollout_data=str(tmp_path / "dump_{rollout_id:04d}.pt"), num_rollout=6)
-    assert "in its directory: data_0003.pt, data_0004.pt" in caught.value.why
+    assert "its directory holds: data_0003.pt, data_0004.pt" in caught.value.why

@@ -388,7 +388,7 @@ B1 = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
         ({"lora_alpha": 0}, "lora_alpha must be a number above 0"),
         ({"lora_alpha": float("nan")}, "lora_alpha must be"),
         ({"target_modules": None}, "target_modules must be"),
-        ({"target_modules": "("}, "is no regular expression"),
+        ({"target_modules": "("}, "is not a regular expression"),
         ({"target_modules": "no.*such"}, "matches no layer"),
         ({"target_modules": ["q_proj", "gate"]}, "names gate, the model has no such layer"),
         ({"target_modules": ["q_proj", "lm_head"]}, "names lm_head"),

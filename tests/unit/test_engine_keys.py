@@ -181,7 +181,7 @@ def test_an_engine_of_others_that_asks_for_another_key() -> None:
         async with Guarded("another") as server:
             keys.external(server.url)
             with pytest.raises(
-                UserError, match=f"the engine at {server.url} asks for another key"
+                UserError, match=f"the engine at {server.url} requires another key"
             ) as caught:
                 await asyncio.to_thread(engine_fit.fetch_engine_info, server.url)
             assert VARIABLE in caught.value.fix and "of-others" not in str(caught.value)

@@ -196,7 +196,7 @@ def test_an_engine_of_several_ranks(make_run: MakeRun, serve: Serve) -> None:
     [
         ({"context_length": 16}, {"rollout_max_context_len": 32}, "context_length is 16"),
         ({}, {"deterministic_rollout": True}, "not deterministic"),
-        ({"abilities": SGLANG.to_json()}, {}, "nobody could see which weights"),
+        ({"abilities": SGLANG.to_json()}, {}, "could not check which weights"),
         ({"pp_size": 2}, {}, "pp_size is 2"),
         ({"disaggregation_mode": "decode"}, {}, "one half of a pair"),
     ],
@@ -383,7 +383,7 @@ def test_without_fault_tolerance_its_death_ends_the_run(make_run: MakeRun) -> No
     # the first answer; another question, as one may meet a connection that was closed
     run.external.poll()
     with pytest.raises(
-        RunFailed, match="the external engine http://ext:1 does not answer any more"
+        RunFailed, match="the external engine http://ext:1 no longer answers"
     ) as caught:
         run.external.poll()
     assert "--use-fault-tolerance" in caught.value.fix
@@ -559,7 +559,7 @@ def test_a_folder_of_no_run_and_a_run_without_engines(tmp_path: Path) -> None:
 
 def test_an_order_that_nobody_answers_is_taken_back(tmp_path: Path) -> None:
     CommandInbox(running(tmp_path))
-    with pytest.raises(RunFailed, match=r"no answer within 0 s, and the order was taken back"):
+    with pytest.raises(RunFailed, match=r"no answer within 0 s, and the command was withdrawn"):
         send_command(tmp_path, "add", "host:1", seconds=0.0)
     assert not list((tmp_path / FOLDER).iterdir())
 

@@ -142,7 +142,7 @@ def test_a_version_of_sglang_that_tokenises_prompts_anew_is_refused(
     monkeypatch.setattr(model_faults, "installed_version", lambda: "0.5.13")
     check_model(spec, config)
     monkeypatch.setattr(model_faults, "installed_version", lambda: "0.5.12")
-    with pytest.raises(UserError, match=r"SGLang 0\.5\.12 tokenises prompts with images anew"):
+    with pytest.raises(UserError, match=r"SGLang 0\.5\.12 tokenises prompts with images again"):
         check_model(spec, config)
 
 

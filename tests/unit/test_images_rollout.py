@@ -171,7 +171,7 @@ def test_a_policy_that_writes_placeholders_goes_no_further(
     assert len(client.bodies) == 1
     assert sample.status is SampleStatus.TRUNCATED
     assert sample.tokens[-2:] == written
-    assert "wrote the placeholder of an image itself" in caplog.text
+    assert "the policy sampled an image placeholder" in caplog.text
     check(sample, prompts, "landscape")
 
 

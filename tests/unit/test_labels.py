@@ -166,7 +166,7 @@ def test_metadata_has_python_numbers_with_all_digits_of_integers(tmp_path: Path)
 @pytest.mark.parametrize("prompt", ["5", "5.10", "true"])
 def test_a_prompt_that_is_a_number_is_refused(tmp_path: Path, prompt: str) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"p": {prompt}}}\n')
-    with pytest.raises(RowProblem, match="no text, chat messages or token ids"):
+    with pytest.raises(RowProblem, match="not text, chat messages or token ids"):
         read_prompt(open_rows(str(tmp_path / "a.jsonl"))[0], RowFormat("p"), None)
 
 
@@ -257,7 +257,7 @@ def test_what_is_no_number_is_no_label_of_a_reward_that_compares(
     tmp_path: Path, value: float, rm_type: str
 ) -> None:
     path = column(tmp_path / "a.parquet", [value])
-    with pytest.raises(RowProblem, match="that is no number"):
+    with pytest.raises(RowProblem, match="that is not a number"):
         label_of(path, rm_type=rm_type)
     assert label_of(path, rm_type=rm_type, own_reward=True) == (
         None if math.isnan(value) else str(value)

@@ -155,7 +155,7 @@ def test_a_page_that_cannot_be_written_does_not_end_the_run(
     profiling.step_begins(0)
     broken.write_bytes(content)
     profiling.step_begins(1)
-    assert "were not put together" in caplog.text
+    assert "could not be merged" in caplog.text
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("Kineto")])

@@ -88,7 +88,7 @@ def test_csv_is_text_as_it_stands(tmp_path: Path) -> None:
     ]
     assert [where for where, _ in iter_rows(str(file))] == [f"{file}:2", f"{file}:3"]
     file.write_text("prompt,label\nonly one\n")
-    with pytest.raises(UserError, match="another number of columns than the header"):
+    with pytest.raises(UserError, match="a different number of columns than the header"):
         list(iter_rows(str(file)))
 
 
@@ -193,7 +193,7 @@ def test_prompts_that_carry_the_template_already_are_said(
         assert not caplog.records
         source_of(path, apply_chat_template=True)
     assert f"2 prompts already carry the chat template (first: {path}:2" in caplog.text
-    assert "--apply-chat-template puts them into it a second time" in caplog.text
+    assert "--apply-chat-template would apply it a second time" in caplog.text
 
 
 # -- length filter ---------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_data_workers_find_the_same_as_one_process(
             [
                 "2 of 3 rows have no key 'input' (first: ",
                 ":2)",
-                "the keys there are: question, answer",
+                "its keys are: question, answer",
             ],
         ),
         (
@@ -338,7 +338,7 @@ def test_data_workers_find_the_same_as_one_process(
         ),
         ([{"input": [{"role": "user", "content": ""}]}], {}, ["have an empty prompt"]),
         ([{"input": []}], {}, ["have an empty prompt"]),
-        ([{"input": None}], {}, ["no text, chat messages or token ids", "found None"]),
+        ([{"input": None}], {}, ["not text, chat messages or token ids", "found None"]),
         ([{"input": 3}], {}, ["found a int"]),
         ([{"input": ["a"]}], {}, ["found a list"]),
         ([{"input": [5, -1]}], {}, ["token ids that no vocabulary has"]),
@@ -352,7 +352,7 @@ def test_data_workers_find_the_same_as_one_process(
         (
             [{"input": "a", "metadata": [1]}],
             {},
-            ["metadata (key 'metadata') that is no dict", "found a list"],
+            ["metadata (key 'metadata') that is not a dict", "found a list"],
         ),
         ([{"input": "a"}], {"metadata_key": "info"}, ["no key 'info'"]),
         (
@@ -360,7 +360,7 @@ def test_data_workers_find_the_same_as_one_process(
             {},
             ["have a tool that is not a function with a name"],
         ),
-        ([["a"]], {}, ["are no JSON objects", "found a list"]),
+        ([["a"]], {}, ["are not JSON objects", "found a list"]),
         (
             [{"input": ""}, {"inp": "x"}, {"input": ""}],
             {},
@@ -385,7 +385,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, streaming: bool) -> None:
     path.write_text('{"input": "a"}\n\n{"input": "b"\n{"input": "c"}\n')
     with pytest.raises(UserError, match=r"bad\.jsonl:3") as caught:
         source_of(str(path), streaming_data=streaming).get_samples(3)
-    assert "no valid JSON" in str(caught.value)
+    assert "not valid JSON" in str(caught.value)
 
 
 def test_a_reward_that_compares_needs_a_column_of_labels(tmp_path: Path) -> None:
@@ -406,8 +406,8 @@ def test_labels_of_any_type_for_a_reward_function_of_the_users_own(tmp_path: Pat
     [
         ("none.jsonl", None, "there is no data file"),
         ("empty.jsonl", "", "has no rows"),
-        ("rows.xyz", "a", "is of a type that cannot be read"),
-        ("rows.json", "[{]", "is no valid JSON"),
+        ("rows.xyz", "a", "has a type that cannot be read"),
+        ("rows.json", "[{]", "is not valid JSON"),
         ("rows.parquet", "no parquet", "cannot be read"),
     ],
 )

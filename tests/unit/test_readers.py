@@ -124,7 +124,7 @@ def test_items_of_an_array_have_their_line(tmp_path: Path) -> None:
 )
 def test_arrays_that_are_no_json(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(UserError, match="is no valid JSON"):
+    with pytest.raises(UserError, match="is not valid JSON"):
         open_rows(str(tmp_path / "a.json"))
 
 
@@ -141,7 +141,7 @@ def test_csv_is_read_as_python_reads_it_or_refused(tmp_path: Path, text: str) ->
             record for record in csv.reader(io.StringIO(text, newline=""), strict=True) if record
         ]
     except csv.Error:
-        with pytest.raises(UserError, match=r"a\.csv:\d+: the row that begins here is no CSV"):
+        with pytest.raises(UserError, match=r"a\.csv:\d+: the row that begins here is not CSV"):
             open_rows(str(path))
         return
     if not records:
@@ -154,7 +154,7 @@ def test_csv_is_read_as_python_reads_it_or_refused(tmp_path: Path, text: str) ->
         if len(record) == 2:
             assert rows[position] == dict(zip("xy", record))
         else:
-            with pytest.raises(RowProblem, match="another number of columns"):
+            with pytest.raises(RowProblem, match="a different number of columns"):
                 rows[position]
 
 
@@ -184,9 +184,9 @@ def test_long_fields_are_read(tmp_path: Path) -> None:
         ("prompt;label\n1;2\n", "separated by ';'"),
         ("prompt\tlabel\n1\t2\n", r"separated by '\t'"),
         ("a,b,a\n1,2,3\n", "the column 'a' twice"),
-        ('a,b\n1,2\n3,"4\n5,6\n', "a.csv:3: the row that begins here is no CSV"),
+        ('a,b\n1,2\n3,"4\n5,6\n', "a.csv:3: the row that begins here is not CSV"),
         ('a,b\n1,2\n3,"4\n5,6\n', "a quote opens here and is never closed"),
-        ('a,b\n"say \\"hi\\"",2\n', "a.csv:2: the row that begins here is no CSV"),
+        ('a,b\n"say \\"hi\\"",2\n', "a.csv:2: the row that begins here is not CSV"),
         ("a,b\n1,2,3\n", "3 instead of 2 (a, b)"),
         ("a,b\n1\n", "1 instead of 2 (a, b)"),
     ],
@@ -232,7 +232,7 @@ def test_other_types_are_refused_with_those_that_are_read(tmp_path: Path, name: 
     (tmp_path / name).write_text('{"a": 1}\n')
     said = refusal(tmp_path / name)
     assert (
-        "of a type that cannot be read" in said
+        "has a type that cannot be read" in said
         and ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow" in said
     )
 

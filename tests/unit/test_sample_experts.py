@@ -43,7 +43,7 @@ def test_a_sample_keeps_the_experts_of_its_answers() -> None:
         ({"routed_experts": payload(np.zeros(7))}, "7 routed experts for 2 tokens"),
         (
             {"routed_experts": payload(np.zeros(6)), "routed_experts_start_len": 1},
-            "none of the tokens before",
+            "none of earlier tokens",
         ),
     ],
 )

@@ -116,7 +116,7 @@ def test_only_the_assistants_turns_are_trained_with_their_end_token(template: st
                 "'<|im_end|>' }}{% endgeneration %}", "'' }}{% endgeneration %}{{ '<|im_end|>' }}"
             ),
             "4",
-            "behind its {% generation %} block",
+            "after its {% generation %} block",
         ),
     ],
 )

@@ -143,9 +143,9 @@ def test_masks_grow_with_the_response(parts: list[tuple[bool, int]]) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(UserError, match="2 tokens were appended with the sampling masks of 1"):
         extended_mask(None, None, 0, [[1]], 2)
-    assert "fall" in mask_offsets_problem([0, 3, 2], 9)
+    assert "decrease" in mask_offsets_problem([0, 3, 2], 9)
     assert mask_offsets_problem([0, 3, 3], 9) == ""
-    assert "of which the offsets tell 2" in mask_problem([1], [0, 2], 1)
+    assert "but the offsets end at 2" in mask_problem([1], [0, 2], 1)
     assert mask_problem([1], [0, 1], 1) == ""
     body = {
         "output_ids": [5],
@@ -206,7 +206,7 @@ def test_a_mask_without_the_token_that_was_sampled_is_refused() -> None:
     """Its log-prob would be that of a token of probability 0."""
     converted(masked_group([7, 9, 8], [0, 2, 3]))
     converted(masked_group([8], [0, 0, 1]))
-    with pytest.raises(UserError, match=r"index 4.*lack token 8, sampled at place 1"):
+    with pytest.raises(UserError, match=r"index 4.*lack token 8, sampled at position 1"):
         converted(masked_group([7, 9, 7], [0, 2, 3]))
 
 
@@ -314,5 +314,5 @@ def test_an_engine_that_tells_no_mask_stops_the_run() -> None:
         bind_state(state)
         await generate(state.args, sample, state.params_for(sample))
 
-    with pytest.raises(UserError, match="http://fake does not tell what tokens were sampled from"):
+    with pytest.raises(UserError, match="http://fake returned no sampling mask"):
         asyncio.run(in_a_rollout())

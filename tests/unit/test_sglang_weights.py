@@ -236,7 +236,7 @@ def test_trainer_and_probe_agree_on_slices(shape: str, method: str, tmp_path: Pa
     [
         (
             {"action": "fingerprint", "method": "md5"},
-            "ValueError: fingerprints by 'md5' are not known here",
+            "ValueError: unknown fingerprint method 'md5'",
         ),
         ({"action": "fingerprint"}, "KeyError: 'method'"),
         ({"action": "fingerprint", "method": "words", "tensors": 3}, "AttributeError"),
@@ -268,4 +268,4 @@ def test_the_probe_outlives_a_trainer_that_is_gone(
             torch.nn.Linear(2, 2),
             [("request", torch.frombuffer(bytearray(raw), dtype=torch.uint8))],
         )
-        assert "nobody could be told about the weights" in caplog.text
+        assert "the answer about the weights could not be sent" in caplog.text

@@ -96,9 +96,9 @@ def test_lists_that_fit_nothing_are_refused(
     [
         (None, ""),
         ([1.0, 0, -2.5], ""),
-        ((1.0, 0.0, 1.0), "no list"),
-        (1.0, "no list"),
-        ([1.0] * 4, "no list"),
+        ((1.0, 0.0, 1.0), "not a list"),
+        (1.0, "not a list"),
+        ([1.0] * 4, "not a list"),
         ([1.0, math.nan, 0.0], "not all finite"),
         ([1.0, math.inf, 0.0], "not all finite"),
         (["1", 1.0, 0.0], "not all finite"),

@@ -77,7 +77,7 @@ def test_a_file_that_begins_with_a_malformed_line(tmp_path: Path, streaming: boo
     error = error_of(str(path), rm_type="math", streaming_data=streaming)
     assert (
         f"{path}:1" in error
-        and "no valid JSON" in error
+        and "not valid JSON" in error
         and (streaming or f"(first: {path}:2)" in error)
     )
 

@@ -76,9 +76,7 @@ def test_who_is_stopped_is_named_at_a_deadline(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(waiting, "stopped_parts", lambda: {4800: "pid 4800 (sglang::router)"})
     with pytest.raises(DeadlinePassed) as failed:
         wait_for({worker("rollout"): NEVER}, "connecting to the router", 0.0)  # type: ignore[dict-item]
-    assert (
-        failed.value.why == "pid 4800 (sglang::router) is stopped (SIGSTOP), and so answers nobody"
-    )
+    assert failed.value.why == "pid 4800 (sglang::router) is stopped (SIGSTOP) and does not answer"
 
 
 def test_a_process_that_never_said_where_it_is_has_a_name_only() -> None:

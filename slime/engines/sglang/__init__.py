@@ -1,2 +1,2 @@
-"""Stock SGLang as an engine: its command line, its versions, and what runs inside its processes for
-weight receipts."""
+"""Stock SGLang as an engine: its command line, its versions, and the code for weight receipts that
+runs inside its processes."""

@@ -1,10 +1,10 @@
-"""What an SGLang process holds of an adapter that it has loaded; runs inside it, for the weight
+"""Fingerprints of an adapter that an SGLang process has loaded; runs inside it, for the weight
 probe.
 
-SGLang keeps adapters whole on the host, on every rank, in the dtype in which they came. Layers that
-it fuses are concatenated along their rows: q, k and v of ``lora_A`` are one tensor ``qkv_proj``.
-Stock SGLang compares an adapter with checksums as it is loaded, and ends if one differs; here it is
-asked afterwards, and answers.
+Every rank of SGLang keeps adapters complete on the host, in the dtype in which they were sent.
+Fused layers are concatenated along their rows: q, k and v of ``lora_A`` are one tensor
+``qkv_proj``. Stock SGLang compares an adapter with checksums while loading, and exits if one
+differs; this probe is queried afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from slime.engines.adapters import FUSED_SETS
 from slime.engines.wire.buckets import fingerprint
 
-#: SGLang's name of a fused layer → its parts, in their order.
+#: SGLang's name of a fused layer → its parts, in order.
 _PARTS = dict(
     zip(("qkv_proj", "gate_up_proj", "fused_qkv_a_proj_with_mqa"), FUSED_SETS, strict=True)
 )
@@ -26,13 +26,13 @@ _FUSED = {part: fused for fused, parts in _PARTS.items() for part in parts}
 
 
 def adapter_fingerprints(name: str, shapes: Mapping[str, list[int]]) -> dict[str, str]:
-    """Return fingerprints of the tensors of an adapter, as far as this process holds them.
+    """Return fingerprints of the adapter tensors that this process holds.
 
     Args:
-        name: under which it was loaded.
-        shapes: of all tensors that were sent, by name.
+        name: the adapter's name.
+        shapes: shapes of all sent tensors, by name.
     Raises:
-        ValueError: this process has no such adapter.
+        ValueError: this process does not have the adapter.
     """
     manager = _manager()
     refs = {ref.lora_name: key for key, ref in manager.lora_refs.items()}
@@ -53,7 +53,8 @@ def adapter_fingerprints(name: str, shapes: Mapping[str, list[int]]) -> dict[str
 def _part_of(
     held: Mapping[str, torch.Tensor], name: str, shapes: Mapping[str, list[int]]
 ) -> torch.Tensor | None:
-    """Return the rows of a fused tensor that are those of a sent one; None if they are not here."""
+    """Return the rows of a fused tensor that belong to a sent tensor; None if this process lacks
+    them."""
     if name in held:
         return _unrepeated(held[name], shapes[name][-2])
     whole = held.get(_fused_name(name))
@@ -64,22 +65,21 @@ def _part_of(
     for part in _PARTS[_FUSED[leaf]]:
         rows = shapes.get(f"{module}.{part}.{rest}", [0, 0])[-2]
         if part == leaf:
-            # a fused tensor of another height gives another fingerprint, or none
+            # a fused tensor with other rows gives another fingerprint, or none
             return whole.narrow(-2, first, rows) if first + rows <= whole.shape[-2] else None
         first += rows
     return None
 
 
 def _unrepeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return a tensor as it was sent. Where a checkpoint has a layer fused already, SGLang repeats
-    the one A for each part of it."""
+    """Return a tensor as it was sent. If the checkpoint's layer is already fused, SGLang repeats
+    its only A for each part."""
     copies = tensor.split(rows, dim=-2)
     return copies[0] if all(torch.equal(copies[0], copy) for copy in copies) else tensor
 
 
 def _fused_name(name: str) -> str:
-    """Return SGLang's name of the tensor that a sent one is a part of; the name itself if it is
-    none."""
+    """Return SGLang's name of the fused tensor that contains a sent one; else the name itself."""
     module, leaf, rest = _split(name)
     return f"{module}.{_FUSED[leaf]}.{rest}" if leaf in _FUSED else name
 
@@ -92,8 +92,8 @@ def _split(name: str) -> tuple[str, str, str]:
 
 
 def _manager() -> Any:
-    """The manager of adapters of the process's model. A custom loader is given the model alone;
-    whoever called it, a few frames up, has the rest."""
+    """The adapter manager of the process. A custom loader only gets the model, so search the
+    callers' frames for it."""
     for owner in _callers():
         for runner in (owner, getattr(owner, "model_runner", None), _runner_of(owner)):
             manager = getattr(runner, "lora_manager", None)

@@ -1,7 +1,7 @@
 """The command line of a stock SGLang server, from the configuration and the engine's place.
 
---sglang-<name> VALUE goes through as --<name> VALUE. What must agree with the rest of the run
-(model, ports, seed, parallel sizes, memory saver) is set here and wins.
+--sglang-<name> VALUE is passed as --<name> VALUE. Options that must agree with the rest of the run
+(model, ports, seed, parallel sizes, memory saver) are set here and take precedence.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from slime.processes.host import python_module
 if TYPE_CHECKING:
     from slime.config.config import Config
 
-#: Asked of engines that are awake. The router asks for /health at any time, which
+#: The health check of engines that are awake. The router calls /health at any time, which
 #: `HEALTH_GENERATES` keeps cheap.
 HEALTH_PATH = "/health_generate"
 
 #: Whether SGLang's /health generates a token, as /health_generate always does, or only answers.
 HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
-#: What SGLang reads as false there; everything else, typing errors included, is true.
+#: Values that SGLang reads as false there; anything else, including typing errors, is true.
 _FALSE = ("false", "0", "no", "n")
 
-#: Roughly what SGLang chooses when ``--sglang-mem-fraction-static`` is not set: on a small GPU it
-#: leaves at least these bytes, and a share of all.
+#: Approximation of SGLang's choice if ``--sglang-mem-fraction-static`` is not set: on a small GPU
+#: it leaves at least these bytes, and a share of all.
 _AUTOMATIC_FRACTION = 0.88
 _AUTOMATIC_PART = 0.95
 _AUTOMATIC_REST = 5.9e9
 _VOCABULARY_UNIT = 64
 _KV_BYTES = {"fp8_e5m2": 1, "fp8_e4m3": 1, "fp4_e2m1": 0.5}
 
-#: SGLang's kernels for experts that compute adapters of them, too.
+#: SGLang's expert kernels that also compute adapters of experts.
 _RUNNERS_WITH_ADAPTERS = ("triton", "marlin")
-#: Kernels that know that a prefill asks for few rows of the output layer only.
+#: Kernels that support prefills which need only few rows of the output layer.
 _BACKENDS_OF_HEAD = ("csgmv", "triton")
 
-#: Algorithms whose drafts come from no trained weights, so that a push leaves nothing behind.
+#: Algorithms that draft without trained weights, so a push need not update a draft model.
 _DRAFTS_WITHOUT_WEIGHTS = ("NGRAM",)
 
 
@@ -71,8 +71,8 @@ def sglang_command(
     """Return how to start a stock SGLang server, or one node's part of it.
 
     Raises:
-        UserError: SGLang is not installed, in no supported version, or cannot do what a flag asks
-            for.
+        UserError: SGLang is not installed, its version is unsupported, or it does not support a
+            flag.
     """
     check_sglang(config)
     check_version(installed_version())
@@ -80,7 +80,7 @@ def sglang_command(
     return LaunchSpec(
         [*python_module("slime.engines.sglang.engine_process"), *to_argv(options)],
         env=sglang_environment(config, place),
-        # the other nodes of an engine serve nothing but this
+        # other nodes of an engine only serve this path
         health_path="/health" if place.node_rank else HEALTH_PATH,
         startup_timeout=deadlines.SGLANG_STARTUP,
         health_timeout=deadlines.SGLANG_HEALTH,
@@ -88,8 +88,8 @@ def sglang_command(
 
 
 def check_sglang(config: Config) -> None:
-    """Refuse what an SGLang engine could not do for this run. Looks at flags and environment
-    variables only.
+    """Refuse flags that SGLang engines do not support in this run. Reads only flags and environment
+    variables.
 
     Raises:
         UserError: names the flag or variable.
@@ -127,7 +127,7 @@ def check_sglang(config: Config) -> None:
 
 
 def check_adapters(config: Config, options: Mapping[str, Any], where: str = "") -> None:
-    """Refuse options with which an engine could not serve the adapters that are trained.
+    """Refuse options with which an engine could not serve the trained adapters.
 
     Args:
         options, where: see `check_pushes`.
@@ -193,13 +193,13 @@ def _check_adapted_layers(config: Config) -> None:
 def adapter_options(
     config: Config, given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options that let the policy's engines serve the adapters that are trained, and
-    defaults for others.
+    """Return the options with which the policy's engines serve the trained adapters, and defaults
+    for other options.
 
     Args:
         given: the user's options.
     Raises:
-        UserError: options with which experts' adapters could not be applied.
+        UserError: an option does not work with adapters of experts.
     """
     adapters = AdapterConfig.of(config)
     if adapters is None:
@@ -213,18 +213,18 @@ def adapter_options(
         "max_lora_rank": max(adapters.rank, int(given.get("max_lora_rank") or 0)),
         "lora_target_modules": sorted({*targets, *(given.get("lora_target_modules") or ())}),
     }
-    # the base, which the canary asks for, and two versions of the policy
+    # the base, which the canary uses, and two versions of the policy
     defaults: dict[str, Any] = {"max_loras_per_batch": 3}
     if adapts_experts(family, spec, adapters):
         if adapters.experts == "shared-outer":
             ours["experts_shared_outer_loras"] = True
-        # SGLang's other kernels may pass experts by, or refuse adapters of them
+        # SGLang's other kernels may ignore or refuse adapters of experts
         defaults |= {"lora_backend": "triton", "moe_runner_backend": "triton"}
         runner = str(given.get("moe_runner_backend") or "triton")
         if runner not in _RUNNERS_WITH_ADAPTERS:
             raise UserError(
                 f"--sglang-moe-runner-backend {runner} does not go with adapters of experts",
-                why=f"SGLang computes these with {' and '.join(_RUNNERS_WITH_ADAPTERS)} alone",
+                why=f"SGLang computes these only with {' and '.join(_RUNNERS_WITH_ADAPTERS)}",
                 fix="leave it out, or take the experts out with --lora-exclude-modules",
             )
     return ours, defaults
@@ -236,12 +236,12 @@ def adapts_experts(family: ModelFamily, spec: ModelSpec, adapters: AdapterConfig
 
 
 def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") -> None:
-    """Refuse options with which an engine could not follow the trainer's weights, or not from the
-    trainer alone.
+    """Refuse options with which pushes cannot update all of an engine's weights, or others could
+    change them.
 
     Args:
-        options: SGLang's, by name; of the command line, or of a server group with these beneath its
-            own.
+        options: SGLang's options by name: those of the command line, or merged with those of a
+            server group.
         where: "FILE: server group 0 of policy" for the latter.
     Raises:
         UserError: names the option.
@@ -253,22 +253,21 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
             "training run",
             why="its draft model is no part of what the trainer trains, so that no push would "
             "update it, and fewer and fewer of its drafts would be accepted",
-            fix="take NGRAM, which drafts without weights (--sglang-speculative-algorithm NGRAM), "
+            fix="use NGRAM, which drafts without weights (--sglang-speculative-algorithm NGRAM), "
             "or leave it out",
         )
     if algorithm is not None and config.sync.update_weight_transport == "disk":
         raise UserError(
             f"{_named('speculative_algorithm', options, where)} does not go with "
             "--update-weight-transport disk",
-            why="SGLang has its drafting part read the files, too, which has no weights, and dies "
-            "of that",
+            why="SGLang's drafter also reads the files, although it has no weights, and crashes",
             fix="leave one of the two out; pushes by handles (--colocate) and broadcasts go well "
             "with it",
         )
     if int(options.get("tokenizer_worker_num") or 1) > 1:
         raise UserError(
-            f"{_named('tokenizer_worker_num', options, where)} cannot ask for the run's key",
-            why="SGLang asks for keys with one tokenizer worker alone, and whoever reaches an "
+            f"{_named('tokenizer_worker_num', options, where)} cannot require the run's key",
+            why="SGLang requires keys only with one tokenizer worker, and anyone who reaches an "
             "engine without a key can replace its weights",
             fix="leave it out",
         )
@@ -290,7 +289,7 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
 
 
 def _named(option: str, options: Mapping[str, Any], where: str) -> str:
-    """Name an option and its value in a sentence, as a flag or as part of a server group."""
+    """Name an option and its value in a sentence, as a flag or in a server group."""
     value = options[option]
     if where:
         return f"{where} has {option} {value}, which"
@@ -317,22 +316,22 @@ def _check_policy(config: Config, overrides: Mapping[str, Any], where: str) -> N
     check_adapters(config, options, where)
 
 
-#: Of the server groups of --sglang-config.
+#: Rules for the server groups of --sglang-config.
 GROUP_RULES = GroupRules(
     ("regular", "prefill", "decode", "placeholder"), _check_override, _check_policy
 )
 
 
 def _check_questions(config: Config) -> None:
-    """Refuse health checks of the router that generate a token: they also come while memory is
-    released, when a token would end the engine."""
+    """Refuse router health checks that generate a token: they also run while memory is released,
+    when generation would crash the engine."""
     said = os.environ.get(HEALTH_GENERATES)
     path = str(config.engine.router.get("health_check_endpoint") or "")
     if said is not None and said.lower() not in _FALSE:
         raise UserError(
             f"{HEALTH_GENERATES}={said} does not go with --offload-rollout",
             why="the router asks engines for /health once a minute, also during training; to "
-            "answer, SGLang would generate a token with memory that it has released, and die of it",
+            "answer, SGLang would generate a token with memory that it has released, and crash",
             fix=f"unset {HEALTH_GENERATES}: engines are then started with false, and their own "
             "checks still generate",
         )
@@ -375,8 +374,8 @@ def sglang_options(
     }
     if config.cluster.offload_rollout:
         ours["enable_memory_saver"] = True
-        # without a push in between, the engines must find again what they held when they were put
-        # to sleep
+        # without a push in between, engines must restore the weights that they held before the
+        # sleep
         releases = config.cluster.offload_rollout_weights
         if (releases and config.sync.update_weights_interval > 1) or not is_policy:
             defaults["enable_weights_cpu_backup"] = True
@@ -404,7 +403,7 @@ def sglang_options(
 
 
 def dtype_of(config: Config) -> str:
-    """Return the dtype of the policy's weights, in SGLang's words: --sglang-dtype, by default the
+    """Return SGLang's name for the dtype of the policy's weights: --sglang-dtype, by default the
     trainer's precision."""
     trained = (
         "float32" if config.megatron.fp32 else "float16" if config.megatron.fp16 else "bfloat16"
@@ -431,21 +430,21 @@ def sglang_footprint(config: Config) -> EngineFootprint:
         fraction=float(fraction) if fraction is not None else None,
         automatic_fraction=_automatic_fraction,
         fraction_option="--sglang-mem-fraction-static",
-        # the base takes a place, too
+        # the base takes one place
         adapters_at_once=int(options.get("max_loras_per_batch") or 1 + RESIDENT_ADAPTERS),
     )
 
 
 def adapter_words(adapters: Mapping[str, Path]) -> tuple[str, ...]:
-    """Return the words for adapters that are served from the start. The base takes a place among
-    those that a batch may have."""
+    """Return the options for adapters that are served from the start. The base takes one of the
+    adapter places of a batch."""
     at_once = str(len(adapters) + 1)
     paths = named_paths(adapters)
     return ("--enable-lora", "--max-loras-per-batch", at_once, "--lora-paths", *paths)
 
 
 def _automatic_fraction(nbytes: float) -> float:
-    if nbytes <= 0:  # a server without a GPU, as tests start it
+    if nbytes <= 0:  # a server without a GPU, as in tests
         return 0.0
     return max(0.0, round(min(_AUTOMATIC_FRACTION, _AUTOMATIC_PART - _AUTOMATIC_REST / nbytes), 3))
 
@@ -463,20 +462,17 @@ def largest_graph(flags: Mapping[str, Any]) -> int | None:
 
 def sglang_environment(config: Config, place: EnginePlace) -> dict[str, str]:
     """Return the environment variables of the server's processes, on top of the run's."""
-    # The router's question whether the server answers must need no memory and no time: engines
-    # sleep, and pause for pushes. Whether they generate is asked by those who know that they can,
-    # at /health_generate.
+    # The router's health check must need neither memory nor time, because engines sleep, and pause
+    # for pushes. /health_generate checks generation while engines are awake.
     environment = {HEALTH_GENERATES: os.environ.get(HEALTH_GENERATES, "false")}
     if place.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
     if config.cluster.offload_rollout:
-        # memory that NCCL maps itself is not given back by the memory saver, and expandable
-        # segments defeat it
+        # the memory saver cannot release memory that NCCL maps itself, nor expandable segments
         environment["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "0")
         environment["PYTORCH_CUDA_ALLOC_CONF"] = ""
-    # transformers copies the Python files that come with a model there, and imports the copies:
-    # engines that start at the same time, on hosts that share a home, would read what another one
-    # is writing
+    # transformers copies a model's Python files there and imports the copies: engines that start at
+    # the same time on hosts with a shared home would read half-written files
     modules = Path(os.environ.get("HF_MODULES_CACHE") or Path(HF_HOME, "modules"))
     environment["HF_MODULES_CACHE"] = str(modules / f"{socket.gethostname()}-engine-{place.number}")
     return environment

@@ -1,9 +1,9 @@
-"""An SGLang server's process: SGLang's own launcher, with the run's key kept from other users.
+"""An SGLang server's process: SGLang's own launcher, with the run's key hidden from other users.
 
-SGLang takes its key on the command line only, which every user of the host can read, and logs all
-its arguments. Here the parsed arguments get the key, and log records are searched for it. The key
-must be a plain string, because SGLang's processes send each other their arguments in a form that
-knows no subclasses.
+SGLang only accepts its key on the command line, which every user of the host can read, and logs all
+its arguments. This launcher adds the key to the parsed arguments, and hides it in log records. The
+key must be a plain string, because the format in which SGLang's processes exchange arguments does
+not support subclasses.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ def main() -> None:
         return found
 
     arguments.prepare_server_args = prepare
-    # under its own name, by which the processes that it starts find it again
+    # run it under its own name, by which its child processes import it
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 
 def guard(host: str, *, inference_only: bool) -> None:
-    """Refuse requests of pages from elsewhere, which SGLang allows (CORS).
+    """Refuse requests from foreign web pages, which SGLang allows (CORS).
 
     Args:
-        inference_only: refuse requests to control routes, too.
+        inference_only: also refuse requests to control routes.
     """
     server: Any = importlib.import_module("sglang.srt.entrypoints.http_server")
     server.app.add_middleware(AsgiGuard, access=EngineAccess(is_loopback(host), inference_only))
 
 
 def hide_in_log(key: str) -> None:
-    """Hide the key in whatever this process logs from now on."""
+    """Hide the key in all log records of this process from now on."""
     make = logging.getLogRecordFactory()
 
     def without_key(*given: Any, **named: Any) -> logging.LogRecord:

@@ -24,7 +24,7 @@ KIND = EngineKind(
     tool_call_words=lambda parser: ("--tool-call-parser", parser),
     adapter_words=sglang.adapter_words,
     releases_without_gpu=True,
-    # as SGLang sets it for its processes: NCCL cannot join two that map memory in different ways
+    # the same as in SGLang's processes: NCCL cannot join processes that map memory differently
     trainer_environment={"NCCL_CUMEM_ENABLE": "0"},
     if_out_of_memory=(
         "a lower --sglang-mem-fraction-static",

@@ -1,12 +1,11 @@
 """Detect which tensors of a push an SGLang process has loaded; runs inside it, for the weight
 probe.
 
-SGLang's loaders do not say what they took. They skip names that they do not know, and drop half of
-a pair that they fuse when the other half comes in another call. So before a transfer the first
-numbers of each tensor that will be sent are overwritten, at the place where the engine holds it. A
-mark that is still there after the transfer belongs to a tensor that was not loaded, whichever way
-the weights came. An engine whose push broke off stays paused, marks and all, until another push has
-brought everything.
+SGLang's loaders do not report what they loaded. They skip unknown names, and drop half of a fused
+pair if the other half comes in another call. So before a transfer, a mark overwrites the first
+numbers of each tensor that will be sent, where the engine holds it. A mark that remains after the
+transfer belongs to a tensor that was not loaded, by whichever transport. An engine with an
+interrupted push stays paused, with its marks, until another push has completed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-#: Marks of floats are NaNs that arithmetic does not make; weights hold none.
+#: Marks of floats are NaNs that arithmetic does not produce and weights do not contain.
 _FLOATS = {
     torch.float64: 0x7FF8_5A5A_C3C3_0F1E,
     torch.float32: 0x7FC5_A3C7,
@@ -27,7 +26,7 @@ _FLOATS = {
     torch.float8_e4m3fn: 0x7F,
     torch.float8_e5m2: 0x7E,
 }
-#: Packed weights may be any whole number: eight bytes of this pattern do not come by chance.
+#: Packed weights may be any integer: eight bytes of this pattern are no coincidence.
 _PATTERN = 0x1E37_79B9_7F4A_7C15
 _MARK_BYTES = 8
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,8 +36,7 @@ class LoadMarks:
     """Places for marks in the memory of tensors.
 
     Args:
-        held: by name, what a process holds of the tensors that will be sent. Tensors without a
-            number are left out.
+        held: the process's tensors that will be sent, by name. Empty tensors are skipped.
     """
 
     def __init__(self, held: Mapping[str, torch.Tensor]) -> None:
@@ -69,23 +67,22 @@ class LoadMarks:
         return found
 
 
-#: By model, from the start of a transfer to its check.
+#: Model → its marks, from the start of a transfer to its check.
 _set: weakref.WeakKeyDictionary[nn.Module, LoadMarks] = weakref.WeakKeyDictionary()
-#: By model, where its parameters were when the places were found. To find ten thousand of them
-#: takes seconds.
+#: Model → addresses of its parameters when places were found, and the places. Finding ten thousand
+#: of them takes seconds.
 _found: weakref.WeakKeyDictionary[nn.Module, tuple[list[int], LoadMarks]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def mark(model: nn.Module, find: Callable[[], Mapping[str, torch.Tensor]], *, keep: bool) -> int:
-    """Mark what will be sent; returns how many tensors that are.
+    """Mark the tensors that will be sent; return their number.
 
     Args:
-        find: what the process holds of it; called if the model's parameters are not where they
-            were.
-        keep: remember the places for the next push; not those in layers that are only opened for
-            one.
+        find: returns the process's tensors; called if the model's parameters have moved.
+        keep: remember the places for the next push; false for layers that are only opened for one
+            push.
     """
     where = [parameter.data_ptr() for parameter in model.parameters()]
     known = _found.get(model)
@@ -98,21 +95,20 @@ def mark(model: nn.Module, find: Callable[[], Mapping[str, torch.Tensor]], *, ke
 
 
 def forget(model: nn.Module) -> None:
-    """Other tensors will be sent from now on."""
+    """Forget the places, because other tensors will be sent from now on."""
     _found.pop(model, None)
 
 
 def untouched(model: nn.Module) -> list[str]:
-    """Return the names that were marked and have not been loaded since; [] where nothing is marked.
-    Marks are read once: they would keep the memory of layers that were only opened for the
-    transfer."""
+    """Return the marked names that were not loaded; [] if nothing is marked. Marks are read once,
+    because they would keep the memory of layers that were only opened for the transfer."""
     marks = _set.pop(model, None)
     return [] if marks is None else marks.untouched()
 
 
 def _first_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Words of the first numbers of a tensor's first row, as a view: eight bytes, or as many as the
-    row has."""
+    """The first numbers of a tensor's first row, as a view of integers: eight bytes, or the whole
+    row if it is shorter."""
     flat = tensor.detach()
     row = flat[(0,) * (flat.dim() - 1)] if flat.dim() else flat.reshape(1)
     return row[: max(1, _MARK_BYTES // flat.dtype.itemsize)].view(_WORDS[flat.dtype.itemsize])
@@ -121,5 +117,5 @@ def _first_numbers(tensor: torch.Tensor) -> torch.Tensor:
 def _mark(dtype: torch.dtype) -> int:
     if dtype in _FLOATS:
         return _FLOATS[dtype]
-    bits = 8 * dtype.itemsize - (dtype.itemsize > 1)  # words above one byte have a sign
+    bits = 8 * dtype.itemsize - (dtype.itemsize > 1)  # integers above one byte are signed
     return _PATTERN & ((1 << bits) - 1)

@@ -1,21 +1,22 @@
-"""Make layers of quantised weights loadable again, inside SGLang's processes, for the weight probe.
+"""Make layers with quantised weights loadable again, inside SGLang's processes, for the weight
+probe.
 
-SGLang changes quantised weights once they are loaded: Marlin's kernels want INT4 in an order of
-their own, FP8 by tensor is transposed and its scales are spread over rows. What is left are
-parameters without loaders, in other shapes: `load_weights` raises, which ends the engine, or fills
-the wrong places.
+SGLang transforms quantised weights after loading: Marlin's kernels need INT4 in another order;
+per-tensor FP8 is transposed and its scales are expanded over rows. The resulting parameters have
+other shapes and no loaders: `load_weights` raises, which ends the engine, or writes to wrong
+places.
 
     open_layers    every such layer gets the parameters that its method creates before loading, in
-                   the memory of the old
+                   the memory of the old ones
         ... any number of loads, of any kind: handles, broadcasts, files ...
-    close_layers   the method processes them as after a start; the result goes where the old
-                   parameters are
+    close_layers   the method processes them as after a start; the result is moved to the old
+                   parameters
 
-The old parameters stay the engine's: CUDA graphs have their addresses, and the memory saver gives
-them back after a sleep. Between the two calls an engine must not compute; it is paused. SGLang
-processes what it has read from files at once; while layers are open their methods let that pass, so
-that what arrived can be compared first, however it came. Opening takes memory only for what is
-larger before loading than behind it, and processing for one layer at a time.
+The engine keeps the old parameters: CUDA graphs hold their addresses, and the memory saver restores
+them after a sleep. Between the two calls the engine is paused and must not compute. SGLang
+processes weights from files immediately; open layers skip this, so that received weights can be
+compared first, by whichever transport. Opening needs extra memory only for parameters that are
+larger before processing, and processing for one layer at a time.
 """
 
 from __future__ import annotations
@@ -31,11 +32,10 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
-#: Quant methods, by class, whose ``create_weights`` and ``process_weights_after_loading`` were read
-#: and tried.
+#: Classes of quantisation methods for which this module was tested.
 LINEAR = ("Fp8LinearMethod", "CompressedTensorsLinearMethod")
 EXPERTS = ("Fp8MoEMethod", "CompressedTensorsFusedMoEMethod")
-#: Marks of layers that were processed, which keep them from being processed again.
+#: Attributes of processed layers that prevent processing them again.
 _DONE_MARKS = ("is_marlin_converted", "is_triton_converted")
 
 
@@ -43,7 +43,8 @@ class _Layer:
     """One layer while it is loadable.
 
     Attributes:
-        kept: what the engine computes with, by owner: the layer itself, its method, its scheme.
+        kept: the tensors with which the engine computes, by owner: the layer, its method, its
+            scheme.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -54,7 +55,7 @@ class _Layer:
         self._marks = {mark: vars(module)[mark] for mark in _DONE_MARKS if mark in vars(module)}
 
     def open(self) -> None:
-        """New parameters, as they are before loading. May be called again."""
+        """Create new parameters, as before loading. May be called again."""
         module = self.module
         _hold_back(self.method)
         own = self.kept[0][1]
@@ -68,10 +69,10 @@ class _Layer:
             setattr(module, mark, False)
 
     def close(self) -> None:
-        """Have what was loaded processed, and move the result to where the old parameters are.
+        """Process the loaded weights, and move the result into the old parameters.
 
         Raises:
-            ValueError: what came out does not fit where the old parameters are.
+            ValueError: the result does not fit the old parameters.
         """
         _let_go(self.method)
         self.method.process_weights_after_loading(self.module)
@@ -104,12 +105,12 @@ _open: weakref.WeakKeyDictionary[nn.Module, dict[str, _Layer]] = weakref.WeakKey
 
 @torch.no_grad()
 def open_layers(model: nn.Module) -> list[str]:
-    """Make every layer of quantised weights loadable; one that is so already begins anew.
+    """Make every layer with quantised weights loadable; open layers start over.
 
     Returns:
         Their names.
     Raises:
-        ValueError: a layer has a method that is not known here; nothing was changed.
+        ValueError: a layer has an unknown method; nothing was changed.
     """
     found = {name: module for name, module in model.named_modules() if _is_quantised(module)}
     unknown = sorted(
@@ -133,9 +134,9 @@ def close_layers(model: nn.Module) -> list[str]:
     computes with.
 
     Returns:
-        Their names; none where nothing was open.
+        Their names; [] if no layer was open.
     Raises:
-        ValueError: names a layer that did not come out as it was, whose weights cannot be used.
+        ValueError: names a layer whose processed weights do not fit and cannot be used.
     """
     layers = _open.get(model, {})
     names = list(layers)
@@ -149,7 +150,7 @@ def close_layers(model: nn.Module) -> list[str]:
         del layers[name]
     for module in _with_cache_scales(model):
         _let_go(_method(module))
-        # no push brings them, and after a sleep their memory holds anything
+        # pushes do not update them, and after a sleep their memory is undefined
         for scale in ("k_scale", "v_scale"):
             module._parameters[scale].fill_(vars(module)[f"{scale}_float"])
     if torch.cuda.is_available():
@@ -159,8 +160,8 @@ def close_layers(model: nn.Module) -> list[str]:
 
 @contextmanager
 def opened_to_look(model: nn.Module) -> Iterator[None]:
-    """Make layers loadable within the block, to find where a push would put each tensor. Memory is
-    not touched, and may be released.
+    """Make layers loadable within the block, to find where a push would write each tensor. Memory
+    is not accessed, and may be released.
 
     Raises:
         ValueError: as `open_layers`.
@@ -170,7 +171,7 @@ def opened_to_look(model: nn.Module) -> Iterator[None]:
         open_layers(model)
         yield
     finally:
-        # also what was opened before another layer could not be: nobody has paused the engine
+        # also close layers that were opened before another one failed: the engine is not paused
         if not was_open:
             for layer in _open.pop(model, {}).values():
                 layer.shut()
@@ -183,8 +184,8 @@ def _method(module: nn.Module) -> Any:
 
 
 def _is_quantised(module: nn.Module) -> bool:
-    """Tell whether a quantising method made the module's weights. Attention has such methods for
-    the scales of its cache alone."""
+    """Whether a quantisation method made the module's weights. In attention, such methods only make
+    the scales of the cache."""
     method = _method(module)
     if method is None or not any("weight" in name for name in module._parameters):
         return False
@@ -192,8 +193,8 @@ def _is_quantised(module: nn.Module) -> bool:
 
 
 def _with_cache_scales(model: nn.Module) -> list[Any]:
-    """Return the attention modules whose quantising method has made scales for the cache.
-    Processing takes these for scales from files."""
+    """Return the attention modules with cache scales made by a quantisation method. Processing
+    would take these for scales from files."""
     names = ("k_scale", "v_scale")
     return [
         module
@@ -235,7 +236,7 @@ def _create(method: Any, module: Any) -> None:
         output_size=module.output_size,
         params_dtype=_dtype(module),
         weight_loader=getattr(module, "weight_loader_v2", module.weight_loader),
-        skip_block_quant_check=True,  # it was checked at the start
+        skip_block_quant_check=True,  # checked at the start
     )
 
 
@@ -264,8 +265,8 @@ def _tensors(owner: Any) -> dict[str, torch.Tensor]:
 def _realised(
     parameter: nn.Parameter, old: torch.Tensor | None, device: torch.device
 ) -> nn.Parameter:
-    """Make a real parameter of one on the meta device, with its class and attributes; it lies where
-    the old one is if sizes allow."""
+    """Make a real parameter from one on the meta device, with its class and attributes; in the
+    memory of the old one if sizes match."""
     shape = parameter.shape
     dtype = parameter.dtype
     nbytes = parameter.numel() * dtype.itemsize
@@ -273,8 +274,8 @@ def _realised(
         data = torch.empty(0, dtype=dtype, device=device)
         data.set_(old.untyped_storage(), 0, shape, parameter.stride())
     elif old is not None and not old.numel() and nbytes:
-        # what the kernels do without (orders of columns): of hundreds of experts it would be
-        # gigabytes, and only its shape is asked for
+        # column orders, which the kernels do not use: only the shape is needed, and for hundreds of
+        # experts the data would be gigabytes
         data = torch.empty((), dtype=dtype, device=device).expand(shape)
     else:
         data = torch.empty(shape, dtype=dtype, device=device)
@@ -284,7 +285,7 @@ def _realised(
 
 
 def _settle(owner: Any, name: str, old: torch.Tensor) -> None:
-    """Move what is under ``name`` into the memory of ``old``, which takes its place again."""
+    """Move the tensor ``name`` into the memory of ``old``, which replaces it."""
     parameters = vars(owner).get("_parameters", {})
     new = parameters.get(name, vars(owner).get(name))
     if not isinstance(new, torch.Tensor):

@@ -1,5 +1,5 @@
-"""Models that SGLang is known to compute otherwise than transformers and the trainer, or that it
-holds in a form that pushes cannot reach."""
+"""Models that SGLang is known to compute differently from transformers and the trainer, or whose
+weights pushes cannot update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
     """Refuse a model whose log-probs from SGLang would differ from the trainer's.
 
     Args:
-        config: its config.json.
+        config: the model's config.json.
     Raises:
         UserError: a scaled rotary embedding in Gemma 3, with a vision tower or not, which SGLang
             leaves out (0.5.16, ``models/gemma3_causal.py``: all layers get the type "default").
@@ -38,7 +38,7 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
     if is_mxfp4(config):
         raise UserError(
             "SGLang takes no pushes of weights into experts in MXFP4",
-            why="it changes their layout as it starts; what a push brings has no place there",
+            why="it changes their layout at the start, and pushed weights do not fit it",
             fix="slime convert quantised-to-hf makes plain weights, which --hf-checkpoint then "
             "names; or pass --rollout-engine embedded, which holds plain weights",
         )
@@ -46,8 +46,8 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
     is_hybrid = "linear_attention_freq" in spec.transformer
     if spec.vision is not None and version and version_of(version)[:3] < KEEPS_TOKENS_OF_IMAGES:
         raise UserError(
-            f"SGLang {version} tokenises prompts with images anew",
-            why="it decodes the tokens of a request to text, and may answer to other tokens than "
+            f"SGLang {version} tokenises prompts with images again",
+            why="it decodes the tokens of a request to text, and may answer other tokens than "
             "those that are trained",
             fix=f"install SGLang {'.'.join(map(str, KEEPS_TOKENS_OF_IMAGES))} or newer, or pass "
             "--rollout-engine embedded",
@@ -73,14 +73,14 @@ def check_model(spec: ModelSpec, config: Mapping[str, Any]) -> None:
         kind = spec.rotary_scaling["rope_type"]
         raise UserError(
             f"SGLang computes this Gemma 3 without the rotary scaling ({kind}) of its config.json",
-            why="SGLang 0.5.16 gives layers that see everything an unscaled embedding, so that its "
+            why="SGLang 0.5.16 gives full-attention layers an unscaled embedding, so its "
             "log-probs drift from the trainer's as positions grow",
             fix="pass --rollout-engine embedded, or choose Gemma 3 270M or 1B, which scale nothing",
         )
 
 
 def check_transposed_experts(folder: Path) -> None:
-    """Refuse a directory whose stacks of experts are transposed against published ones.
+    """Refuse a directory with stacks of experts that are transposed relative to published ones.
 
     Raises:
         UserError: always; SGLang turns every stack of Qwen3-VL round (0.5.16,
@@ -88,14 +88,14 @@ def check_transposed_experts(folder: Path) -> None:
     """
     raise UserError(
         f"SGLang cannot load the experts of {folder}",
-        why="they are stacks [experts, out, in], as transformers writes them; SGLang 0.5.16 takes "
-        "them as [experts, in, out] alone, as published files have them",
+        why="they are stacks [experts, out, in], as transformers writes them; SGLang 0.5.16 only "
+        "accepts [experts, in, out], as in published files",
         fix="pass the published directory as --hf-checkpoint and this one as --ref-load; or pass "
         "--rollout-engine embedded",
     )
 
 
-#: Positions from which on queries grow in SGLang, whatever config.json says.
+#: Position from which SGLang scales queries, whatever config.json says.
 _QUERY_SCALING_LENGTH = 16384
 
 

@@ -1,9 +1,9 @@
-"""The ways of quantised weights into SGLang, by version and format; if there is none, the reason.
+"""Supported pushes of quantised weights into SGLang, by version and format, or why there is none.
 
-A way stands here when an experiment has shown it: engines that were pushed to hold, bit for bit,
-what engines hold that were started with the same weights (`benchmarks/gpu/quantised.py`,
-`benchmarks/gpu/weight_sync.py --served`; rows in docs/measurements). A change of what an entry
-needs wants such an experiment. Imports no SGLang.
+A route is listed if an experiment has shown it: pushed engines hold bit for bit the same as engines
+that were started with the same weights (`benchmarks/gpu/quantised.py`,
+`benchmarks/gpu/weight_sync.py --served`; rows in docs/measurements). Changing the requirements of a
+route takes such an experiment. Imports no SGLang.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from slime.processes.host import version_of
 
 @dataclass(frozen=True)
 class QuantisedRoute:
-    """How a push goes.
+    """How quantised weights are pushed.
 
     Attributes:
         opens: layers are made loadable before the transfer and processed after it
-            (`slime.engines.sglang.loadable`); otherwise SGLang computes with what it loaded as it
-            came.
-        kinds: of `slime.weights.route.choose_route`, those that were tried.
-        needs: SGLang's arguments, by the names of `_ARGUMENTS`, with the values that were tried;
-            the first is advised.
-        experts: models with experts were tried, too; else why they are refused.
+            (`slime.engines.sglang.loadable`); otherwise SGLang computes with loaded weights as they
+            are.
+        kinds: tested transports of `slime.weights.route.choose_route`.
+        needs: SGLang's arguments, by the names of `_ARGUMENTS`, with the tested values; the first
+            is recommended.
+        experts: "" if models with experts were tested too; else why they are refused.
     """
 
     opens: bool
@@ -40,12 +40,12 @@ class QuantisedRoute:
 
 @dataclass(frozen=True)
 class _Argument:
-    """One of SGLang's arguments on which the form of quantised weights depends.
+    """One of SGLang's arguments on which the format of quantised weights depends.
 
     Attributes:
         keys: its names, as a flag and in ``/server_info``.
-        default: where neither is there.
-        fix: how a run asks for a value.
+        default: the value if neither is given.
+        fix: how a run sets the value.
     """
 
     keys: tuple[str, ...]
@@ -61,7 +61,7 @@ _ARGUMENTS = {
 }
 _KINDS = {
     "ipc": "handles (--colocate)",
-    "broadcast": "broadcast (engines on GPUs of their own)",
+    "broadcast": "broadcast (engines on separate GPUs)",
     "disk": "--update-weight-transport disk",
 }
 _FP8_NEEDS = (("tp_size", (1,)), ("fp8_gemm_backend", ("triton",)))
@@ -76,11 +76,10 @@ _UNTRIED = (
     "no experiment shows that pushes in this format end right"
 )
 _OTHER_VERSION = (
-    "not tried: pushes of quantised weights were tried with other versions of SGLang alone"
+    "not tried: pushes of quantised weights were only tried with other versions of SGLang"
 )
 
-#: Version → format, as `form_of` names it → route, or why there is none. A format that is missing
-#: was not tried.
+#: Version → format (`form_of`) → route, or why there is none. Missing formats were not tested.
 ROUTES: dict[str, dict[str, QuantisedRoute | str]] = {
     "0.5.16": {
         "INT4 in groups of 128, symmetric": QuantisedRoute(opens=True),
@@ -93,7 +92,7 @@ ROUTES: dict[str, dict[str, QuantisedRoute | str]] = {
 
 
 def form_of(quantisation: Quantisation) -> str:
-    """Return the format's name in `ROUTES`; with the method's where this is not the usual one.
+    """Return the format's name in `ROUTES`, with the method's name if it is not the usual one.
 
     Example:
         >>> form_of(Quantisation("fp8", Fp8((128, 128))))
@@ -107,16 +106,15 @@ def form_of(quantisation: Quantisation) -> str:
 def quantised_route(
     hf_config: Mapping[str, Any], engine: Mapping[str, Any], kind: str
 ) -> QuantisedRoute | None:
-    """None for a model of plain weights.
+    """Return the route for a model's quantised weights; None for plain weights.
 
     Args:
         hf_config: config.json.
-        engine: ``version`` of the SGLang that serves it, and its arguments: an engine's
-            ``/server_info``, or flags.
-        kind: which way weights go, of `slime.weights.route.choose_route`.
+        engine: SGLang's ``version`` and arguments, from an engine's ``/server_info`` or from flags.
+        kind: the transport, from `slime.weights.route.choose_route`.
     Raises:
-        UserError: the method is not known, or no push of it into this engine this way is known to
-            end right; by name.
+        UserError: the method is unknown, or no push of it into this engine by this transport is
+            known to work; names the reason.
     """
     quantisation = Quantisation.read(hf_config)
     if quantisation is None:
@@ -175,6 +173,6 @@ def _either(values: tuple[Any, ...]) -> str:
 
 
 _OTHERWISE = (
-    "take the model with plain weights (slime convert quantised-to-hf makes one), or "
+    "use the model with plain weights (slime convert quantised-to-hf makes one), or "
     "--rollout-engine embedded"
 )

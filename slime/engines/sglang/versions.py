@@ -25,7 +25,7 @@ def check_version(version: str | None) -> str:
     """Return the version, if it is supported.
 
     Raises:
-        UserError: SGLang is not installed, or it is older or newer than what was tried.
+        UserError: SGLang is not installed, or its version is not supported.
     """
     oldest, newest = (".".join(map(str, limit)) for limit in (OLDEST, NEWEST))
     if version is None:

@@ -5,11 +5,11 @@
                a flat bucket and its table      a run of experts: one copy
                                                 the rest: the model's load_weights
 
-SGLang's own loaders take a mixture of experts apart weight by weight, in Python: seconds for a
-model of 30B, where the bytes need a tenth of one. They still decide where a weight belongs. Before
-the first copy into a kind of layer one expert goes through ``load_weights``, and only if it then
-lies where the copy would have put it do the others go the short way. If not (other runner backends
-order or quantise experts otherwise), every expert goes through ``load_weights``, one by one.
+SGLang's own loaders process a mixture of experts weight by weight, in Python: seconds for a 30B
+model, although copying takes a tenth of a second. They still decide where a weight belongs. Before
+the first copy into a kind of layer, one expert is loaded with ``load_weights``. The others are
+copied only if that expert then lies where a copy would have put it. If not (some runner backends
+order or quantise experts differently), every expert is loaded with ``load_weights``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 def load(model: nn.Module, named_tensors: NamedTensors) -> None:
-    """SGLang's hook for custom weight loaders.
+    """SGLang's hook for custom weight loaders: load a bucket.
 
     Args:
         named_tensors: a flat uint8 bucket on this rank's GPU, and its table, JSON in a uint8
@@ -57,8 +57,7 @@ def load(model: nn.Module, named_tensors: NamedTensors) -> None:
 class StackedExperts:
     """The stacked experts of one model.
 
-    Kinds of layers are told apart by class, parameter and shape: what holds for one of a kind holds
-    for all.
+    Layers of the same class, parameter and shape are of one kind, and are treated alike.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,14 +66,16 @@ class StackedExperts:
         self._is_plain: dict[tuple[Any, ...], bool] = {}
 
     def take(self, run: ExpertRun, sent: torch.Tensor) -> bool:
-        """Copy this rank's part of [experts, out, in]; False when its experts do not lie as they
-        were sent."""
+        """Copy this rank's part of [experts, out, in]; return False if the engine lays experts out
+        differently."""
         held = self._tree.experts(run)
         if held is None:
             return False
         module = self._tree.modules[run.owner]
         kind = type(module), run.projection, run.leaf, tuple(held.target.shape[1:])
-        if held.first == held.stop:  # nothing of it is here, if experts lie as we think
+        if (
+            held.first == held.stop
+        ):  # this rank holds none of these experts, if the layout is as expected
             return self._is_plain.get(kind, False)
         if kind not in self._is_plain:
             self._is_plain[kind] = self._lies_plainly(run, held, sent)
@@ -83,11 +84,11 @@ class StackedExperts:
         return self._is_plain[kind]
 
     def _lies_plainly(self, run: ExpertRun, held: HeldExperts, sent: torch.Tensor) -> bool:
-        """Load one expert through ``load_weights``; tell whether it then lies where a copy would
+        """Load one expert with ``load_weights``; return whether it then lies where a copy would
         have put it."""
         model = self._model()
         wanted = held.of(sent)
-        # sizes of quantised weights, which some layers hold as floats
+        # some layers hold the sizes of quantised weights as floats
         fits = wanted.dtype == held.target.dtype or run.leaf == SIZE
         if model is None or wanted.shape != held.target.shape or not fits:
             return False
@@ -102,7 +103,7 @@ class StackedExperts:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype.itemsize == 1:  # torch cannot compare numbers of 8 bits
+    if one.dtype.itemsize == 1:  # torch cannot compare 8-bit floats
         return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
     return torch.equal(one, other.to(one.dtype))
 

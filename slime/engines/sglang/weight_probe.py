@@ -1,15 +1,15 @@
 """Report what an SGLang process holds, tensor by tensor, through its ``--custom-weight-loader``.
 
-Stock SGLang hashes all of its parameters or none, under its own fused names. Here single tensors
-are asked for under the names in which they were sent, and each rank answers for its slice:
+Stock SGLang hashes all parameters or none, under its own fused names. This module finds single
+tensors by the names under which they were sent; each rank answers for its slice:
 
     trainer ──► rank   /update_weights_from_tensor, load_format = the dotted path of `report`,
                        a request as "tensor"
     trainer ◄── rank   TCP store: which slices it holds, and their fingerprints
 
 Only ``open`` and ``close`` (`slime.engines.sglang.loadable`) and ``mark``
-(`slime.engines.sglang.load_marks`) change the model. Whatever goes wrong is reported as text: an
-exception would end the engine.
+(`slime.engines.sglang.load_marks`) change the model. Errors are reported as text: an exception
+would end the engine.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight\w*)")
 _SHARED_EXPERT = re.compile(r"(.*)\.shared_experts\.(gate|up|down)_proj\.(weight\w*)")
-#: The size of a quantised weight: the shapes of its other parts say it too, parts of a fused layer
-#: share it, and no kernel reads it. It is not compared.
+#: The size of a quantised weight. It is not compared: the shapes of the other parts imply it, parts
+#: of a fused layer share it, and no kernel reads it.
 SIZE = "weight_shape"
-#: Parameters that no push brings: what SGLang makes by itself, and scales of its cache.
+#: Parameters that no push contains: those that SGLang creates, and scales of its cache.
 _OWN = re.compile(r".*(g_idx|g_idx_sort_indices|weight_shape|[kv]_scale)")
 #: Layers that SGLang concatenates as it loads them, of all families.
 _CONCATENATED = tuple(fused for family in FAMILIES for fused in family.fused)
@@ -57,7 +57,7 @@ class Held:
     ``tensor``.
 
     Attributes:
-        parameter: name of the engine's parameter that it is in.
+        parameter: name of the engine's parameter that contains it.
     """
 
     tensor: torch.Tensor
@@ -75,7 +75,7 @@ class HeldExperts:
     Attributes:
         first, stop: places in the run.
         axis, start: of the tensor-parallel slice; its size is ``target.shape[axis]``.
-        parameter: name of the engine's parameter that it is in.
+        parameter: name of the engine's parameter that contains it.
     """
 
     target: torch.Tensor
@@ -115,9 +115,9 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
         )
         rank = dist.get_rank() if dist.is_initialized() else 0
         store.set(f"{request['key']}/{rank}", json.dumps(answer))
-    # must not reach the engine's scheduler; the trainer, if there is one, misses the answer
+    # must not reach the engine's scheduler; the trainer notices the missing answer
     except Exception as error:
-        logger.exception("nobody could be told about the weights (%s)", error)
+        logger.exception("the answer about the weights could not be sent (%s)", error)
 
 
 def _answer(model: nn.Module, request: dict[str, Any]) -> dict[str, Any]:
@@ -136,18 +136,18 @@ def _answer(model: nn.Module, request: dict[str, Any]) -> dict[str, Any]:
         if action == "mark":
             return {"marked": _mark(model, keep=True)}
         return _fingerprints(model, request["tensors"], request["method"])
-    except Exception as error:  # must not reach the engine's scheduler, which would die of it
+    except Exception as error:  # would end the engine's scheduler
         logger.exception("weights could not be reported")
         return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
 
 
-#: By model, the tensors that pushes send.
+#: Model → shapes of the tensors that pushes send, by name.
 _shapes: weakref.WeakKeyDictionary[nn.Module, dict[str, list[int]]] = weakref.WeakKeyDictionary()
 
 
 def _layout(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
-    """Find the slices by name (None: this rank has nothing of it), and the engine's parameters that
-    belong to no name."""
+    """Find this rank's slice of each named tensor (None: it has no part), and the engine's
+    parameters that no name covers."""
     tree = Tree(model)
     _shapes[model] = shapes
     load_marks.forget(model)
@@ -169,9 +169,7 @@ def _layout(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
 
 def _fingerprints(model: nn.Module, shapes: dict[str, list[int]], method: str) -> dict[str, Any]:
     if method not in FINGERPRINTS:
-        raise ValueError(
-            f"fingerprints by {method!r} are not known here, only by {', '.join(FINGERPRINTS)}"
-        )
+        raise ValueError(f"unknown fingerprint method {method!r}; known: {', '.join(FINGERPRINTS)}")
     take = FINGERPRINTS[method]
     fingerprints = {name: take(tensor) for name, tensor in _held(model, shapes).items()}
     return {"fingerprints": fingerprints, "untouched": load_marks.untouched(model)}
@@ -189,10 +187,10 @@ def _held(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, torch.Ten
 
 
 class Tree:
-    """A model's parameters, found by the names that checkpoints give them."""
+    """Finds a model's parameters by their names in checkpoints."""
 
     def __init__(self, model: nn.Module) -> None:
-        # a layer that may have adapters is wrapped; what it wraps has the weights, and its name
+        # layers that may have adapters are wrapped; the wrapped layer holds the weights
         self.modules = {
             name: module._modules.get("base_layer") or module
             for name, module in model.named_modules()
@@ -203,7 +201,8 @@ class Tree:
         }
 
     def find(self, name: str, shape: tuple[int, ...]) -> Held | None:
-        """Find this rank's slice of a tensor; None if it is not here, or not in a known form.
+        """Find this rank's slice of a tensor; None if this rank has no part, or its layout is
+        unknown.
 
         Args:
             shape: of the whole tensor, as sent.
@@ -231,7 +230,7 @@ class Tree:
             return self._shared_expert(name)
         module = self.modules[f"{parent}.{fused}"]
         tensor = self.parameters[parameter]
-        # one for each projection, the same on every rank
+        # one scale per projection, the same on every rank
         if tensor.dim() == 1 and leaf == "weight_scale":
             return Held(tensor[part : part + 1], 0, 0, 1, parameter)
         if fused == "qkv_proj":
@@ -266,8 +265,8 @@ class Tree:
         return Held(tensor, dims[0], start, start + size, name)
 
     def _concatenated(self, owner: str, leaf: str, shape: tuple[int, ...]) -> Held | None:
-        """Find the first or the last part of a parameter that SGLang makes of several when it loads
-        them. Such parameters are whole on every rank."""
+        """Find the first or last part of a parameter that SGLang concatenates on loading. Every
+        rank holds such parameters whole."""
         place = fused_place(_CONCATENATED, owner)
         tensor = None if place is None else self.parameters.get(f"{place[0]}.{leaf}")
         if place is None or tensor is None or tensor.dim() != len(shape) or not shape:
@@ -282,7 +281,7 @@ class Tree:
 
     def _of_qkv(self, parameter: str, module: Any, part: int) -> Held | None:
         sizes = [module.q_proj_shard_size, module.kv_proj_shard_size, module.kv_proj_shard_size]
-        # rows that share a row of this one: a block's scale
+        # weight rows per row of this parameter: more than one for block scales
         unit = sum(sizes) // self.parameters[parameter].shape[0]
         if not unit or any(size % unit for size in sizes):
             return None
@@ -293,8 +292,7 @@ class Tree:
         return Held(tensor, 0, rank * size, (rank + 1) * size, parameter)
 
     def _shared_expert(self, name: str) -> Held | None:
-        """Find a shared expert that SGLang stacks behind the routed ones, as it does for
-        DeepSeek-V3."""
+        """Find a shared expert that SGLang stacks after the routed ones, as for DeepSeek-V3."""
         found = _SHARED_EXPERT.fullmatch(name)
         module = None if found is None else self.modules.get(f"{found[1]}.experts")
         if found is None or module is None or vars(module).get("num_fused_shared_experts") != 1:
@@ -311,7 +309,7 @@ class Tree:
         return None if held is None or held.first == held.stop else _of_one(held)
 
     def _run(self, run: ExpertRun, shape: tuple[int, ...]) -> Held | None:
-        """None also for a part that is cut along two axes: `Held` has one."""
+        """Return None also for a part that is sliced along two axes: `Held` has one."""
         held = self.experts(run)
         if held is None or held.first == held.stop or len(shape) != held.target.dim():
             return None
@@ -322,19 +320,19 @@ class Tree:
         return Held(held.target, 0, held.first, held.stop, held.parameter) if whole else None
 
     def experts(self, run: ExpertRun, num_shared: int = 0) -> HeldExperts | None:
-        """Find this rank's part of a run, possibly nothing of it; None when its form is not known.
+        """Find this rank's part of a run, which may be empty; None if the layout is unknown.
 
         SGLang's fused experts: w13 [experts, 2 x intermediate, hidden], w2 [experts, hidden,
-        intermediate]; in w13 the gate is above, or below where `_gate_half` says so. Of quantised
-        weights the numbers and scales of groups may lie turned over, and a tensor's one scale is a
-        column, or alone.
+        intermediate]; in w13 the gate comes first, or second where `_gate_half` says so. Quantised
+        weights and group scales may be transposed; a scale per tensor has one column, or no second
+        axis.
 
         Args:
-            num_shared: shared experts behind the routed ones that the run may reach to.
+            num_shared: shared experts after the routed ones that the run may include.
         """
         module = self.modules.get(run.owner)
         leaf = f"{'w2' if run.projection == 'down' else 'w13'}_{run.leaf}"
-        # anew: engines may replace parameters
+        # looked up each time: engines may replace parameters
         stacked = None if module is None else module._parameters.get(leaf)
         if (
             module is None
@@ -372,22 +370,22 @@ def _of_one(held: HeldExperts) -> Held:
 
 
 def _routed_experts(module: Any, stacked: int) -> tuple[int, int]:
-    """Return the number of this rank's first routed expert, and how many it has; shared ones may be
-    stacked behind them."""
+    """Return the number of this rank's first routed expert, and their count; shared experts may be
+    stacked after them."""
     here = vars(module)
     count = int(here.get("_num_local_routed", stacked))
     return int(here.get("moe_ep_rank", 0)) * count, count
 
 
 def _gate_half(module: Any) -> int:
-    """Return the half of w13 that is the gate: kernels like FlashInfer's CUTLASS ones want it
-    below, and SGLang puts it there."""
+    """Return the half of w13 that is the gate: 1 for kernels that expect it second, like
+    FlashInfer's CUTLASS ones, else 0."""
     method: Any = vars(module).get("quant_method") or vars(module).get("_modules", {}).get(
         "quant_method"
     )
     try:
         return int(bool(method.load_up_proj_weight_first))
-    except AttributeError:  # as SGLang takes it: most methods do not say
+    except AttributeError:  # SGLang's default: most methods lack the attribute
         return 0
 
 

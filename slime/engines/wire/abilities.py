@@ -13,7 +13,7 @@ from typing import Any
 from slime.engines.api import WEIGHT_LOADER
 from slime.processes.host import version_of
 
-#: SGLang's flags that put an expert elsewhere than its number says, or not as it was sent.
+#: SGLang's flags that move experts to other places than their numbers.
 _MOVES_EXPERTS = ("enable_eplb", "ep_num_redundant_experts")
 
 
@@ -23,27 +23,27 @@ class Abilities:
 
     Attributes:
         engine: its name in messages.
-        transports: kinds of `slime.weights.route.choose_route` that can reach it.
-        check: how it proves what it holds: "tensors", by fingerprints of whole tensors; "slices",
-            by those of each rank's slices (`slime.engines.sglang.weight_probe`); "" if it cannot.
+        transports: kinds of transport that reach it (`slime.weights.route.choose_route`).
+        check: how it proves which weights it holds: "tensors": fingerprints of whole tensors;
+            "slices": of each rank's slices (`slime.engines.sglang.weight_probe`); "" if it cannot.
         can_pause: requests can be paused while weights arrive.
         takes_expert_runs: it loads neighbouring experts from one tensor.
-        packs_quantised: it packs quantised weights for its kernels, so that only the ways of
-            `slime.engines.sglang.quantised_routes` end right.
+        packs_quantised: it packs quantised weights for its kernels; only the routes of
+            `slime.engines.sglang.quantised_routes` work.
         quantises: it quantises plain weights itself.
         coarse_cache: its KV cache has fewer than 16 bits.
         rounds_activations: its FP8 kernels round activations, too.
         num_ranks: processes that hold weights.
-        adapters: it serves adapters (LoRA) that it is given while it runs.
+        adapters: it can load adapters (LoRA) while it runs.
         adapter_rank: the largest rank of these; 0 for any.
-        adapter_targets: last parts of the names of the layers that may have one; () for all.
-        adapters_at_once: adapters that one batch may use, the base counted as one; 0 for any
+        adapter_targets: last name parts of the layers that may have an adapter; () for all.
+        adapters_at_once: adapters per batch at most, counting the base model as one; 0 for any
             number.
-        shares_outer_experts: it holds the outer sides of routed experts' adapters once for all
-            experts; None where both forms can be loaded.
-        adapts_lone_queries: an adapter of ``q_proj`` can be loaded where the layer has no
-            ``k_proj`` and ``v_proj`` (latent attention).
-        sees_in_hybrids: images of models with gated delta nets have rows and columns.
+        shares_outer_experts: all experts share the outer matrices of routed experts' adapters; None
+            if both forms can be loaded.
+        adapts_lone_queries: an adapter of ``q_proj`` can be loaded if the layer has no ``k_proj``
+            and ``v_proj`` (latent attention).
+        sees_in_hybrids: it computes image positions correctly in models with gated delta nets.
     """
 
     engine: str
@@ -93,8 +93,9 @@ SGLANG = Abilities(
 
 
 def sglang_sees_in_hybrids(version: str) -> bool:
-    """Tell whether a version of SGLang computes images of hybrid models (Qwen3.5) rightly. Up to
-    0.5.16 its kernel ``fused_qk_gemma_rmsnorm_rope_gate`` reads one of the three rows of positions.
+    """Tell whether a version of SGLang computes images of hybrid models (Qwen3.5) correctly. Up to
+    0.5.16 its kernel ``fused_qk_gemma_rmsnorm_rope_gate`` reads only one of the three rows of
+    positions.
     """
     return version_of(version) > (0, 5, 16)
 
@@ -115,7 +116,7 @@ def _from_sglang_arguments(info: Mapping[str, Any]) -> Abilities:
 
 
 def _adapters_of_sglang(info: Mapping[str, Any]) -> dict[str, Any]:
-    # adapters can be loaded into one replica only (SGLang 0.5.16, dp_size)
+    # SGLang 0.5.16 loads adapters into only one replica
     if not info.get("enable_lora") or int(info.get("dp_size") or 1) > 1:
         return {}
     targets = info.get("lora_target_modules") or ()

@@ -2,9 +2,8 @@
 
     tensors ─► pack ─► Bucket(buffer, entries) ── wire ──► unpack ─► tensors
 
-A bucket holds tensors of one dtype only, back to back and without gaps: the byte layout is then a
-function of names and shapes alone, which is what SGLang's ``flattened_bucket`` expects, and every
-tensor starts aligned to its dtype.
+A bucket holds tensors of one dtype without gaps. So names and shapes determine the byte layout, as
+SGLang's ``flattened_bucket`` expects, and every tensor is aligned to its dtype.
 """
 
 from __future__ import annotations
@@ -19,18 +18,17 @@ from typing import Any
 import torch
 import xxhash
 
-#: nbytes → uint8 tensor of that many elements; lets the caller pack straight into shared or pinned
-#: memory.
+#: nbytes → uint8 tensor of that many elements; lets the caller pack into shared or pinned memory.
 Allocate = Callable[[int], torch.Tensor]
 
-#: Name → names of all tensors that must share its bucket, itself included; () for one that stands
-#: alone. `slime.models.fused_loading.LoadGroups.members` is one.
+#: Name → names of all tensors that must share its bucket, itself included; () if there are no
+#: others. For example `slime.models.fused_loading.LoadGroups.members`.
 Together = Callable[[str], tuple[str, ...]]
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
     """Return xxh3-128 of the tensor's bytes in row-major order, as 32 hex digits. Shape and dtype
-    do not enter.
+    have no effect.
 
     Example:
         >>> fingerprint(torch.zeros(2, 3)) == fingerprint(torch.zeros(6))
@@ -47,15 +45,14 @@ _FOLD = 0x94D049BB133111EB
 
 
 def word_fingerprint(tensor: torch.Tensor) -> str:
-    """Return 128 bits of the tensor's bytes in row-major order, as 32 hex digits; computed where
-    the tensor is.
+    """Return 128 bits of the tensor's bytes in row-major order, as 32 hex digits; computed on the
+    tensor's device.
 
-    Each word of 8 bytes is mixed with a key made from its place, and the results are summed up,
-    which needs no order: a GPU can do it, where `fingerprint` would copy everything to the host.
-    Whole numbers wrap around alike on every device, so the result does not depend on it. Against
-    damage and mix-ups, not against forgery: one changed word always shows, more of them do but for
-    a chance of 2^-64 or so. Source: the mixing steps are those of SplitMix64 (Steele, Lea & Flood,
-    OOPSLA 2014).
+    Mixes each word of 8 bytes with a key from its position and sums the results. Sums need no
+    order, so a GPU can compute them; `fingerprint` would copy everything to the host. Integers wrap
+    around equally on all devices. Detects damage and mix-ups, not forgery: always one changed word,
+    several with a probability of about 1 - 2^-64. Source: the mixing steps are those of SplitMix64
+    (Steele, Lea & Flood, OOPSLA 2014).
 
     Example:
         >>> word_fingerprint(torch.ones(2, 3)) == word_fingerprint(torch.ones(6))
@@ -88,18 +85,17 @@ def word_fingerprint(tensor: torch.Tensor) -> str:
 
 
 def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """words >> bits with zeros coming in. torch's shift repeats the sign: ``x ^ (x >> bits)`` is
-    then the same for the complement of x, and a word of zeros passes for one of 0xff."""
+    """Shift right, filling with zeros. torch's shift repeats the sign: ``x ^ (x >> bits)`` would be
+    the same for the complement of x, and a word of zeros would equal one of 0xff bytes."""
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _signed(word: int) -> int:
-    """Return the 64 bits as a torch.int64 has them."""
+    """Reinterpret 64 unsigned bits as a signed integer."""
     return word - (1 << 64) if word >> 63 else word
 
 
-#: Ways to say in few characters what bytes a tensor has, by name: both sides of a comparison need
-#: the same one.
+#: Fingerprints of a tensor's bytes, by name; both sides of a comparison must use the same one.
 FINGERPRINTS: dict[str, Callable[[torch.Tensor], str]] = {
     "xxh3": fingerprint,
     "words": word_fingerprint,
@@ -113,7 +109,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @functools.cache
 def dtype_of(name: str) -> torch.dtype:
-    """Inverse of `dtype_name`; also takes "torch.bfloat16". ValueError for anything that is no
+    """Inverse of `dtype_name`; also takes "torch.bfloat16". ValueError if there is no such
     dtype."""
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
@@ -156,7 +152,7 @@ class TensorEntry:
 
 @dataclass
 class Bucket:
-    """A flat buffer (uint8 [nbytes]) and the table of what lies in it."""
+    """A flat buffer (uint8 [nbytes]) and the table of its tensors."""
 
     buffer: torch.Tensor
     entries: list[TensorEntry]
@@ -172,22 +168,22 @@ class Bucket:
 
 
 def own_device() -> torch.device:
-    """Return this process's GPU, or the CPU where there is none."""
+    """Return this process's GPU, or the CPU if it has none."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 class BufferPair:
-    """Two flat buffers that take turns: one is packed while the other one is read. They exist once
-    they are needed.
+    """Two flat buffers that alternate: one is packed while the other is read. They are allocated
+    when needed.
 
     Args:
-        nbytes: of each, at least.
+        nbytes: smallest size of each.
         device: where they are.
 
     Attributes:
-        turn: 0 or 1, the one that `current` gives.
+        turn: 0 or 1, the buffer that `current` returns.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -197,26 +193,25 @@ class BufferPair:
         self.turn = 1
 
     def advance(self) -> int:
-        """The other one's turn; returns its number."""
+        """Switch to the other buffer; return its number."""
         self.turn = 1 - self.turn
         return self.turn
 
     def current(self, nbytes: int) -> torch.Tensor:
-        """Return the first ``nbytes`` of the buffer whose turn it is; larger than the others', if
-        it has to be."""
+        """Return the first ``nbytes`` of the current buffer, which grows if it is too small."""
         buffer = self._buffers[self.turn]
         if buffer is None or buffer.numel() < nbytes:
-            self._buffers[self.turn] = buffer = None  # give the smaller one back first
+            self._buffers[self.turn] = buffer = None  # free the smaller one first
             buffer = torch.empty(max(nbytes, self._nbytes), dtype=torch.uint8, device=self._device)
             self._buffers[self.turn] = buffer
         return buffer[:nbytes]
 
     def rewind(self) -> None:
-        """Begin with the first one again: the same buckets then find buffers of the same sizes."""
+        """Start with the first one again, so the same buckets meet buffers of the same sizes."""
         self.turn = 1
 
     def drop(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._buffers = [None, None]
         self.rewind()
 
@@ -238,8 +233,8 @@ def unpack(
         yield entry.name, buffer[entry.offset : end].view(dtype_of(entry.dtype)).view(entry.shape)
 
 
-#: Tensors that are read in float32 whatever the model's dtype: what routers add to scores, and the
-#: decays of gated delta nets. SGLang keeps them so.
+#: Tensors that SGLang holds in float32 whatever the model's dtype: routers' score corrections, and
+#: the decays of gated delta nets.
 FLOAT32_NAMES = ("e_score_correction_bias", "linear_attn.A_log")
 SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
 
@@ -264,8 +259,7 @@ def dtype_in(model_dtype: torch.dtype | None, name: str, own: torch.dtype) -> to
 
 
 def entries_of(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[TensorEntry]:
-    """Return the table of a bucket from what ``/update_weights_from_distributed`` carries: tensors
-    back to back."""
+    """Return the table of a bucket from the fields of ``/update_weights_from_distributed``."""
     entries = []
     offset = 0
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
@@ -282,21 +276,18 @@ def pack(
     allocate: Allocate | None = None,
     together: Together | None = None,
 ) -> Iterator[Bucket]:
-    """Pack named tensors into buckets of at most ``limit`` bytes; what is larger gets a bucket of
-    its own.
+    """Pack named tensors into buckets of at most ``limit`` bytes; a larger one gets its own bucket.
 
-    Tensors are copied (and cast) once, into the buffer. At most one bucket per dtype is open at a
-    time, so the order of tensors is kept within a dtype and the memory held is bounded by ``limit``
-    per dtype. A group of tensors that must share a bucket takes the place of its last member; the
-    others are held until that one comes.
+    Each tensor is copied (and cast) once, into the buffer. One bucket per dtype is open at a time:
+    the order within a dtype is kept, and memory is at most ``limit`` per dtype. A group of tensors
+    that must share a bucket is held until its last member comes, and takes that place.
 
     Args:
         tensors: (name, tensor of any strides), read lazily.
         limit: bytes per bucket; a larger tensor or group makes its bucket as large as itself.
         dtype: cast floating-point tensors to it (see `dtype_in`); None keeps each tensor's own.
-        allocate: where the buffers come from; CPU memory by default, on the tensors' device
-            otherwise.
-        together: which tensors must share a bucket; None for none.
+        allocate: creates the buffers; by default on the tensors' device.
+        together: which tensors must share a bucket; None if none must.
     Raises:
         ValueError: a member of a group never came, or the members have several dtypes.
 
@@ -310,7 +301,7 @@ def pack(
         targets = {dtype_in(dtype, name, tensor.dtype) for name, tensor in unit}
         if len(targets) > 1:
             names = ", ".join(name for name, _ in unit)
-            raise ValueError(f"{names} must share a bucket and have several dtypes: {targets}")
+            raise ValueError(f"{names} must share a bucket but have different dtypes: {targets}")
         [target] = targets
         nbytes = sum(tensor.numel() for _, tensor in unit) * target.itemsize
         if open_buckets.get(target) and sizes[target] + nbytes > limit:
@@ -326,7 +317,7 @@ def pack(
 
 @dataclass(frozen=True)
 class Packing:
-    """How a push packs its tensors: `pack`'s arguments that are the same for all pushes."""
+    """The arguments of `pack` that are the same for all pushes."""
 
     limit: int
     dtype: torch.dtype
@@ -368,7 +359,7 @@ def _fill(
     total = entries[-1].offset + entries[-1].nbytes
     make = allocate or partial(torch.empty, dtype=torch.uint8, device=tensors[0][1].device)
     bucket = Bucket(make(total), entries)
-    # all in one call: a model of experts has ten thousand tensors and more
+    # in one call: a mixture of experts has more than ten thousand tensors
     torch._foreach_copy_(
         [view for _, view in bucket.tensors], [source.detach() for _, source in tensors]
     )

@@ -1,9 +1,8 @@
-"""Runs of experts: neighbours of one layer that travel to engines as one tensor.
+"""Runs of experts: consecutive experts of one layer, sent to engines as one tensor.
 
-A mixture of experts has ten thousand weights and more. Handling each of them by itself, in Python,
-on both sides of a push, takes seconds where the bytes need a tenth of one. The trainer holds the
-experts of a layer stacked, and so does SGLang, so a run of them needs one entry of a bucket and one
-copy:
+A mixture of experts has more than ten thousand weights. Handling each one in Python on both sides
+of a push takes seconds, and the transfer itself a tenth of one. Trainer and SGLang hold the experts
+of a layer stacked, so a run needs only one entry of a bucket and one copy:
 
     model.layers.3.mlp.experts.32-63.up_proj.weight    [32, intermediate, hidden], experts 32 to 63
 
@@ -20,8 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-#: Bytes of a run at most, in the trainer's own piece; several fit into a batch of what is gathered
-#: at once.
+#: Largest size of a run in bytes, in one trainer rank's shard; several fit into one gathered batch.
 RUN_BYTES = 64 << 20
 
 _HF_RUN = re.compile(
@@ -42,7 +40,7 @@ class ExpertRun:
     Attributes:
         owner: "model.layers.3.mlp.experts".
         projection: "gate", "up" or "down".
-        leaf: "weight", or which part of a quantised one.
+        leaf: "weight", or the part of a quantised weight.
     """
 
     owner: str
@@ -53,7 +51,7 @@ class ExpertRun:
 
     @staticmethod
     def parse(name: str) -> ExpertRun | None:
-        """None for the name of a single tensor.
+        """Parse a name; None for the name of a single tensor.
 
         Example:
             >>> run = ExpertRun.parse("model.layers.3.mlp.experts.32-63.up_proj.weight")
@@ -72,7 +70,7 @@ class ExpertRun:
         )
 
     def expert_name(self, number: int) -> str:
-        """Return the name that a checkpoint has for one of its experts."""
+        """Return the name of one of the experts in a checkpoint."""
         return f"{self.owner}.{number}.{self.projection}_proj.{self.leaf}"
 
     def name_of(self, leaf: str) -> str:
@@ -85,8 +83,7 @@ class ExpertRun:
 
 
 def bounds(count: int, nbytes: int, limit: int = RUN_BYTES) -> list[tuple[int, int]]:
-    """Return half-open ranges over ``count`` stacked experts of ``nbytes`` each; at least one in
-    each range.
+    """Split ``count`` stacked experts of ``nbytes`` each into half-open ranges of at least one.
 
     Example:
         >>> bounds(5, nbytes=10, limit=25)
@@ -97,8 +94,8 @@ def bounds(count: int, nbytes: int, limit: int = RUN_BYTES) -> list[tuple[int, i
 
 
 def first_of(megatron_name: str) -> tuple[str, int | None]:
-    """Return a Megatron parameter that the conversion tables know, and the last expert if the name
-    is that of a run.
+    """Return the name of a run's first Megatron parameter and the last expert; for other names, the
+    name and None.
 
     Example:
         >>> first_of("decoder.layers.0.mlp.experts.linear_fc1.weight8-15")
@@ -113,7 +110,7 @@ def first_of(megatron_name: str) -> tuple[str, int | None]:
 
 
 def run_name(expert_name: str, last: int) -> str:
-    """Hugging Face name of a run from the name of its first tensor.
+    """Return the Hugging Face name of a run from the name of its first tensor.
 
     Example:
         >>> run_name("model.layers.0.mlp.experts.8.down_proj.weight", 15)

@@ -1,10 +1,9 @@
 """A process group of one trainer rank and the engines, outside ``torch.distributed``'s default
 group.
 
-It must not change either side's default group, which has ranks of its own. So the backend object
-is built directly on a store of its own. The chain of key prefixes is the one of
-``torch.distributed``'s ``_new_process_group_helper``, by which SGLang builds its side, so that the
-two sides find each other.
+It must not change either side's default group. So the backend object is built directly, on a
+separate store. SGLang builds its side with ``torch.distributed``'s ``_new_process_group_helper``;
+the same chain of key prefixes lets the two sides find each other.
 
     trainer: store = ExternalGroup.open_store(…); ExternalGroup(store, …, rank=0)
     engine:  ExternalGroup.join(address, port, …, rank=1)
@@ -58,7 +57,7 @@ class ExternalGroup:
         self.rank = rank
         self.world_size = world_size
         self.port = store.port
-        # the master's store dies with its last reference, and the group with it
+        # keeps the master's store alive; the group needs it
         self._store = store
         device = next(iter(BackendConfig(Backend(backend)).get_device_backend_map()))
         prefixed = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
@@ -68,17 +67,17 @@ class ExternalGroup:
         if backend == "gloo":
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
-            # bound to the interface that leads to the trainer: gloo would ask for this host's name,
-            # which may not resolve, or follow GLOO_SOCKET_IFNAME, which the trainer's own group may
-            # have set to loopback
+            # bound to the interface towards the trainer: gloo's default is this host's name, which
+            # may not resolve, or GLOO_SOCKET_IFNAME, which the trainer's own group may have set to
+            # loopback
             options._devices = [gloo.create_device(hostname=address_towards(address))]
             options._timeout = limit
             self._group = gloo(prefixed, rank, world_size, options)
         else:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
-            # NCCL's watchdog would end this process when a member is lost or late. Members are
-            # engines here, and the death of one must be an error that says so.
+            # NCCL's watchdog would end this process when a member is lost or late. Here a lost
+            # engine must be reported as an error.
             with environment_variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
                 self._group = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
             self._stream = torch.cuda.Stream()
@@ -96,7 +95,7 @@ class ExternalGroup:
         all have joined.
 
         Raises:
-            torch.distributed.DistError: the others did not come within ``timeout`` seconds.
+            torch.distributed.DistError: the others did not join within ``timeout`` seconds.
         """
         limit = timedelta(seconds=timeout)
         store = TCPStore(
@@ -109,14 +108,14 @@ class ExternalGroup:
     ) -> Future[None]:
         """Begin to send (rank ``source``) or receive a tensor; one at a time.
 
-        Returns at once: NCCL's first collective sets its communicator up and blocks without any
-        limit until all members have come, so a thread calls it. On a GPU the transfer follows what
-        the caller's stream has to do so far, and nothing that is queued there later waits for it.
+        Returns at once: a thread runs the transfer, because NCCL's first collective blocks without
+        limit until all members have joined. On a GPU the transfer waits for the work already queued
+        on the caller's stream; later work there does not wait for it.
 
         Returns:
-            Done when the tensor has arrived, or may be written to again. A RuntimeError in it: not
-            done within ``timeout`` seconds (gloo; for NCCL the caller has to watch the time), or a
-            member is gone.
+            Done when the tensor has arrived, or may be overwritten. Holds a RuntimeError if that
+            took more than ``timeout`` seconds (gloo only; for NCCL the caller must watch the time),
+            or a member is gone.
         """
         options = dist.BroadcastOptions()
         options.rootRank = source
@@ -132,9 +131,9 @@ class ExternalGroup:
                 else:
                     with torch.cuda.stream(self._stream):
                         self._stream.wait_event(ready)
-                        self._group.broadcast([tensor], options).wait()  # orders streams, no more
+                        self._group.broadcast([tensor], options).wait()  # only orders streams
                         self._stream.synchronize()
-            except Exception as error:  # raised where the future is waited for
+            except Exception as error:  # re-raised by the future
                 done.set_exception(error)
             else:
                 done.set_result(None)
@@ -149,14 +148,14 @@ class ExternalGroup:
             RuntimeError: not done within ``timeout`` seconds, or a member is gone.
         """
         try:
-            # gloo's own limit comes first and says more
+            # gloo's own limit comes first and has the better message
             self.start_broadcast(tensor, timeout, source).result(
                 timeout + (1 if self.backend == "gloo" else 0)
             )
         except FutureTimeout as error:
             self.abort()
             raise RuntimeError(
-                f"{tensor.numel()} elements were not through after {timeout:.0f} s"
+                f"{tensor.numel()} elements were not transferred within {timeout:.0f} s"
             ) from error
 
     def abort(self) -> None:
@@ -166,8 +165,7 @@ class ExternalGroup:
     def close(self, timeout: float = deadlines.PROCESS_GROUP_LEAVE) -> None:
         """Leave; the other members' collectives fail from then on.
 
-        NCCL waits for the members on the same host to leave too: for ``timeout`` seconds, then they
-        are left behind.
+        NCCL waits until members on the same host have left too, here at most ``timeout`` seconds.
         """
         leaving = threading.Thread(
             target=self._group.shutdown, name="weight-group-leaves", daemon=True
@@ -179,19 +177,18 @@ class ExternalGroup:
 def listening_store(
     address: str, port: int, world_size: int, timeout: float, *, wait_for_workers: bool = True
 ) -> TCPStore:
-    """The store at which a group's members meet, which nobody reaches but through ``address``.
+    """Open a group's rendezvous store, reachable only through ``address``.
 
-    torch's own listens on every address of the host. It asks nobody who they are: whoever reaches
-    it reads and writes all of its keys. So it must not be reachable from further away than its
-    members are, and what members take from it must be plain data (numbers, JSON), never a pickle.
+    By default, torch listens on every address of the host, without authentication: any client can
+    read and write all keys. So the store must be reachable only by its members, and they must read
+    only plain data from it (numbers, JSON), never a pickle.
 
     Args:
-        address: of this host, as the other members know it. A host name, which may stand for other
-            addresses on other hosts, and an address that this host does not know to be its own
-            (behind NAT) leave torch's way.
+        address: of this host, as the other members know it. torch's default remains for a host
+            name, which other hosts may resolve differently, and for an address unknown to this host
+            (behind NAT).
         port: 0 picks a free one.
-        timeout: seconds that a member waits for a key, and for the others with
-            ``wait_for_workers``.
+        timeout: seconds to wait for a key and, with ``wait_for_workers``, for the others.
     Raises:
         OSError: the port is taken.
     """
@@ -210,7 +207,7 @@ def listening_store(
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
-    """Open a socket that listens on one address alone; None where that is not possible."""
+    """Open a socket that listens on only one address; None if that is impossible."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
     except ValueError:  # a name
@@ -224,7 +221,7 @@ def _listener(address: str, port: int) -> socket.socket | None:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
             logger.warning(
-                "%s is no address of this host: the store listens on all of them", address
+                "%s is not an address of this host: the store listens on all addresses", address
             )
             return None
         raise
@@ -232,8 +229,7 @@ def _listener(address: str, port: int) -> socket.socket | None:
 
 
 def address_towards(host: str) -> str:
-    """Return this host's address as ``host`` would see it; sends nothing, the routing table
-    tells."""
+    """Return this host's address as seen by ``host``, from the routing table; sends nothing."""
     family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)

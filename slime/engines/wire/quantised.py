@@ -1,14 +1,14 @@
-"""Quantise and dequantise weights. Trainer and engine must agree to the bit, so both do it here.
+"""Quantise and dequantise weights. Trainer and engine must agree to the bit, so both use this
+module.
 
     quantise("…up_proj", weight [rows, columns], scheme)
         ─► {"…up_proj.weight_packed": int32, "…up_proj.weight_scale": …}
     dequantise("…up_proj", those tensors, scheme, dtype) ─► weight
 
-INT4 is packed, and its scales are chosen, by the library compressed-tensors itself. FP8 needs no
-library; its bits are the same as compressed-tensors' (`tests/unit/test_quantised.py`). Rows of a
-weight are independent except in FP8 blocks, so large weights are taken in pieces of rows: memory
-stays at some copies of one piece. On a GPU `slime.engines.wire.quantised_kernels` gives the same
-bits of the formats that it takes.
+The library compressed-tensors packs INT4 and chooses its scales. FP8 needs no library; its bits
+equal compressed-tensors' (`tests/unit/test_quantised.py`). Rows of a weight are independent except
+in FP8 blocks, so large weights are processed in pieces of rows, which bounds memory. On a GPU,
+`slime.engines.wire.quantised_kernels` computes the same bits for the formats that it supports.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from slime.errors import UserError
 from slime.models.quantised import NIBBLES, Fp8, Int4, Quantisation
 
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
-#: Entries of a weight that are computed with at once, in float32.
+#: Elements of a weight that are processed at once, in float32.
 _PIECE = 1 << 22
 
-#: Whole name → tensor, of one weight.
+#: Full name → tensor, for the parts of one weight.
 Stored = dict[str, torch.Tensor]
 
 
@@ -35,7 +35,7 @@ def require_library(scheme: Int4 | Fp8) -> None:
     """Check that the library for a format is installed.
 
     Raises:
-        UserError: it is INT4, and compressed-tensors is not.
+        UserError: INT4 needs compressed-tensors, which is not installed.
     """
     if isinstance(scheme, Int4) and importlib.util.find_spec("compressed_tensors") is None:
         raise UserError(
@@ -48,17 +48,18 @@ def require_library(scheme: Int4 | Fp8) -> None:
 def quantise(module: str, weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
     """Quantise a Linear layer's weight [rows, columns] into the tensors that a model stores.
 
-    A weight of zeros comes back as zeros: no scale is 0.
+    A weight of zeros dequantises to zeros: no scale is 0.
 
     Raises:
-        UserError: it cannot be stored so, or compressed-tensors is needed and not installed.
+        UserError: its shape does not fit the format, or compressed-tensors is needed and not
+            installed.
     """
     _check(module, weight, scheme)
     return {f"{module}.{leaf}": part for leaf, part in _parts(weight, scheme).items()}
 
 
 def quantise_run(run: ExpertRun, weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
-    """`quantise` of stacked experts [experts, rows, columns]: runs of what is stored of each.
+    """`quantise` for stacked experts [experts, rows, columns]; returns runs of the stored tensors.
 
     Raises:
         UserError: as `quantise`.
@@ -98,8 +99,7 @@ def _parts_of_stack(weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
 
 
 def _rows_together(scheme: Int4 | Fp8) -> int:
-    """Return the rows that share a scale, or a word of zero points; 0 stands for all of a
-    weight."""
+    """Return the number of rows that share a scale, or a word of zero points; 0 for all rows."""
     if isinstance(scheme, Fp8):
         return scheme.block[0]
     return 1 if scheme.symmetric else NIBBLES
@@ -113,7 +113,8 @@ def _parts(weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
 
 
 def _kernels(weight: torch.Tensor, scheme: Int4 | Fp8) -> Any:
-    """Return the module of GPU kernels; None off a GPU, or if they do not take the format."""
+    """Return the module of GPU kernels; None without a GPU, or if they do not support the
+    format."""
     if not weight.is_cuda:
         return None
     # imports triton, which other builds of torch lack
@@ -128,7 +129,7 @@ def dequantise(
     """Return the weight [rows, columns] in ``dtype`` that engines compute with.
 
     Raises:
-        KeyError: a part of it is not in ``stored``.
+        KeyError: ``stored`` lacks a part of the weight.
         UserError: compressed-tensors is needed and not installed.
     """
     if isinstance(scheme, Fp8):
@@ -140,8 +141,8 @@ def dequantise(
 
 
 def as_held(stored: Stored, scheme: Int4 | Fp8, dtype: torch.dtype) -> Stored:
-    """Cast the parts of a weight as an engine of ``dtype`` does that keeps them: scales of INT4
-    have the dtype of the model, everything else one of its own."""
+    """Cast the parts of a weight as an engine of ``dtype`` stores them: INT4 scales have the
+    model's dtype; other parts have fixed dtypes."""
     own = {leaf for leaf, (fixed, _) in scheme.parts((1, 1), "").items() if fixed}
     return {
         name: tensor if name.rpartition(".")[2] in own else tensor.to(dtype)
@@ -156,7 +157,8 @@ def as_engines_compute(
     ``dtype`` does; the result has the dtype of ``weight``.
 
     Raises:
-        UserError: it cannot be stored so, or compressed-tensors is needed and not installed.
+        UserError: its shape does not fit the format, or compressed-tensors is needed and not
+            installed.
     """
     stored = quantise("weight", weight.detach().to(dtype), scheme)
     return dequantise("weight", stored, scheme, dtype).to(weight.dtype)
@@ -182,14 +184,15 @@ def config_of(quantisation: Quantisation) -> dict[str, Any]:
             ignore=ignore,
         )
         return {"version": compressed_tensors.__version__, **config.model_dump(mode="json")}
-    assert quantisation.method == "fp8"  # compressed-tensors' own FP8 is read, and not written
+    assert quantisation.method == "fp8"  # compressed-tensors' FP8 is only read, never written
     told: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
     told |= {"weight_block_size": list(scheme.block)} if any(scheme.block) else {}
     return {**told, "modules_to_not_convert": ignore}
 
 
 def _in_rows(weight: torch.Tensor, unit: int, compute: Callable[[torch.Tensor], Stored]) -> Stored:
-    """Apply ``compute`` to pieces of so many rows, and put the results below each other."""
+    """Apply ``compute`` to pieces of rows, in multiples of ``unit``, and concatenate the
+    results."""
     rows = max(1, _PIECE // (weight.shape[1] * unit)) * unit
     pieces = [compute(weight[first : first + rows]) for first in range(0, weight.shape[0], rows)]
     return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
@@ -221,9 +224,9 @@ def _int4(weight: torch.Tensor, scheme: Int4) -> Stored:
         wide = piece.float()
         low, high = wide.unflatten(-1, (-1, scheme.group_size)).aminmax(dim=-1)
         scale, zero = calculate_qparams(low, high, library.weights)
-        zero = zero.masked_fill((low == 0) & (high == 0), 0)  # the library divides 0 by 0 for it
-        scale = scale.to(weight.dtype)  # what is stored is what is divided by
-        # float16 has no number so small
+        zero = zero.masked_fill((low == 0) & (high == 0), 0)  # the library divides 0 by 0 there
+        scale = scale.to(weight.dtype)  # divide by the stored, rounded scale
+        # it may underflow in float16
         scale = scale.masked_fill(scale == 0, torch.finfo(scale.dtype).tiny)
         state = {"weight": wide, "weight_scale": scale.float(), "weight_zero_point": zero}
         packed = PackedQuantizationCompressor.compress(state, library)
@@ -239,7 +242,7 @@ def _from_int4(parts: Stored, scheme: Int4, dtype: torch.dtype) -> torch.Tensor:
     from compressed_tensors.compressors import PackedQuantizationCompressor
 
     zero = parts.get("weight_zero_point")
-    # its transpose is viewed as bytes, which takes neighbours one apart
+    # the library views its transpose as bytes, which needs a last stride of 1
     if zero is not None and len(zero) == 1:
         parts["weight_zero_point"] = zero.as_strided(zero.shape, (1, 1))
     weight: torch.Tensor = PackedQuantizationCompressor.decompress(parts, _scheme(scheme))["weight"]
@@ -255,7 +258,7 @@ def _fp8(weight: torch.Tensor, scheme: Fp8) -> Stored:
 
     def scales(piece: torch.Tensor) -> torch.Tensor:
         most = _tiles(piece.float(), min(height, len(piece)), width).abs().amax(dim=(1, 3))
-        # GPUs multiply with the inverse of a number in Python
+        # a tensor: for a Python number, GPUs multiply by its inverse
         return most / torch.full_like(most, _LARGEST_FP8)
 
     def rounded(piece: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -276,14 +279,14 @@ def _fp8(weight: torch.Tensor, scheme: Fp8) -> Stored:
 
 
 def _tiles(weight: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Cut a weight into [blocks down, height, blocks across, width], filled up with zeros."""
+    """Split a weight into [row blocks, height, column blocks, width], padded with zeros."""
     rows, columns = weight.shape
     filled = torch.nn.functional.pad(weight, (0, -columns % width, 0, -rows % height))
     return filled.unflatten(1, (-1, width)).unflatten(0, (-1, height))
 
 
 def _never_zero(scale: torch.Tensor) -> torch.Tensor:
-    """A block of zeros has compressed-tensors' smallest scale: divided by 0 it would be NaN."""
+    """Give a block of zeros compressed-tensors' smallest scale: division by 0 would give NaN."""
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 

@@ -1,11 +1,12 @@
-"""Quantised weights on a GPU in one pass over memory, with the bits of
+"""Quantise weights on a GPU in one pass over memory, to the same bits as
 `slime.engines.wire.quantised`.
 
-Its torch functions take twenty passes and as many launches for each weight, compressed-tensors'
-twice as many and waits for the GPU among them: a push was five to thirteen times as long as that of
+The torch functions there need twenty passes and launches per weight; compressed-tensors' need twice
+as many, and synchronise with the GPU. They make a push five to thirteen times as long as one of
 plain weights (docs/performance.md).
 
-Imports triton, which comes with torch's CUDA builds: import this where a tensor is on a GPU only.
+Imports triton, which only torch's CUDA builds include: import this module only for tensors on a
+GPU.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ from torch import Tensor
 from slime.models.quantised import NIBBLES, Fp8, Int4
 
 _LARGEST_FP8 = tl.constexpr(448.0)
-#: 2²³ + 2²²: added and taken away again it rounds a small float32 to a whole number, halves to even
-#: ones.
+#: 2²³ + 2²²: adding and subtracting it rounds a small float32 to an integer, halves to even.
 _ROUNDS = tl.constexpr(12582912.0)
 _NIBBLES = tl.constexpr(NIBBLES)
 _ELEMENTS_PER_PROGRAM = 4096
-#: Entries that one program can hold in registers: a block of 128×128.
+#: Elements that one program can hold in registers: a block of 128×128.
 _MOST_ELEMENTS = 1 << 14
 
 
 def takes(scheme: Int4 | Fp8) -> bool:
-    """Whether there is a kernel for this format; the torch functions know all of them."""
+    """Tell whether there is a kernel for this format; the torch functions support all formats."""
     sizes = (
         (scheme.group_size, NIBBLES)
         if isinstance(scheme, Int4)
@@ -38,8 +38,7 @@ def takes(scheme: Int4 | Fp8) -> bool:
         return False
     if isinstance(scheme, Int4):
         return scheme.symmetric and NIBBLES <= scheme.group_size <= _ELEMENTS_PER_PROGRAM
-    # a scale for each block, or for all rows and columns; a block of whole rows has no size that is
-    # known here
+    # one scale per block, or one for the whole weight; blocks of whole rows have an unknown size
     return sizes[0] * sizes[1] <= _MOST_ELEMENTS if all(scheme.block) else not any(scheme.block)
 
 
@@ -47,7 +46,7 @@ def quantise(weight: Tensor, scheme: Int4 | Fp8) -> dict[str, Tensor]:
     """Quantise a weight [rows, columns] on a GPU; keys are the last parts of the names. If one
     scale covers a whole weight, a stack [weights, rows, columns] works too.
 
-    No scale is 0, and nothing waits for the GPU.
+    No scale is 0, and the host does not wait for the GPU.
     """
     weight = weight.contiguous()
     if isinstance(scheme, Int4):
@@ -90,8 +89,8 @@ def _whole_kernel(x_ptr, q_ptr, most_ptr, s_ptr, n, EPS: tl.constexpr, SIZE: tl.
 
 @triton.jit
 def _as_fp8(x, scale):
-    """x / scale; the smallest scales are rounded themselves, so that it may be beyond the largest
-    number."""
+    """Return x / scale, clamped: the smallest scales are rounded, so the quotient may exceed the
+    largest FP8 number."""
     x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     return tl.minimum(tl.maximum(x, -_LARGEST_FP8), _LARGEST_FP8)
 
@@ -140,7 +139,7 @@ def _group_kernel(
     most = tl.max(tl.abs(x), axis=1)
     scale = tl.div_rn(most, tl.full(most.shape, 7.5, tl.float32))
     scale = tl.where(scale == 0.0, EPS, scale).to(scale_ptr.dtype.element_ty)
-    # what is stored is what is divided by
+    # divide by the stored, rounded scale
     scale = tl.where(scale == 0.0, TINY, scale.to(tl.float32))
     tl.store(
         scale_ptr + row.to(tl.int64) * groups + group,

@@ -1,13 +1,12 @@
-"""Segments below /dev/shm that the trainer fills and engines on the same host read.
+"""Segments in /dev/shm that the trainer fills and engines on the same host read.
 
     SegmentPool.take(nbytes) ─► Segment.tensor (uint8, shared)
                                 ── path in the request ──► attach(path, nbytes)
 
-A segment is a file that its owner keeps locked (``flock``) as long as it lives. Its memory is
-reused from push to push, removed on `close` and at exit, and, if the owner was killed, by the next
-trainer that starts or by the end of the run: a segment whose lock can be had belongs to no one. (A
-lock, not a pid in the name: containers may share /dev/shm and not their pids.) torch is imported
-only where there are tensors.
+A segment is a file that its owner keeps locked (``flock``). Its memory is reused for all pushes and
+removed on `close` and at exit. If the owner was killed, the next trainer that starts or the end of
+the run removes it: a segment whose lock is free has no owner. (The name has no pid: containers may
+share /dev/shm but not pids.) Only functions that need torch import it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Segment:
         self.name = f"{_PREFIX}{secrets.token_hex(8)}"
         self.path = directory / self.name
         self.nbytes = nbytes
-        # no name that `remove_stale` looks at before the lock is held
+        # `remove_stale` must not find the file before it is locked
         unlocked = directory / f".{self.name}"
         try:
             self._descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -64,7 +63,7 @@ class Segment:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Remove the file. Readers that have it mapped keep what they see; so does `tensor`."""
+        """Remove the file. Existing mappings, and `tensor`, stay valid."""
         if self._descriptor < 0:
             return
         atexit.unregister(self.close)
@@ -75,12 +74,12 @@ class Segment:
 
 
 class SegmentPool:
-    """``count`` segments used in turn, so that one is packed while engines still read another.
+    """``count`` segments used in rotation: one is packed while engines still read another.
 
     Segments grow to the largest request and are kept between pushes.
 
     Attributes:
-        turn: number of the segment that `take` gives next.
+        turn: number of the segment that `take` returns next.
     """
 
     def __init__(self, count: int = 2, directory: Path = SHM_DIR) -> None:
@@ -93,8 +92,8 @@ class SegmentPool:
         self.turn = 0
 
     def take(self, nbytes: int) -> tuple[int, Segment]:
-        """Return the segment whose turn it is and its number; the caller sees to it that no one
-        reads it any more."""
+        """Return the next segment's number and the segment; the caller ensures that nobody reads it
+        any more."""
         number = self.turn
         self.turn = (number + 1) % len(self._segments)
         segment = self._segments[number]
@@ -117,7 +116,7 @@ def attach(name: str, nbytes: int, directory: Path = SHM_DIR) -> torch.Tensor:
     Args:
         name: as in the request, relative to /dev/shm.
     Raises:
-        ValueError: a name that leaves the directory, or a segment that is shorter than ``nbytes``.
+        ValueError: the name leaves the directory, or the segment is shorter than ``nbytes``.
         FileNotFoundError: no such segment (its owner is gone, or on another host).
     """
     import torch
@@ -132,8 +131,8 @@ def attach(name: str, nbytes: int, directory: Path = SHM_DIR) -> torch.Tensor:
                 f"segment {name} has {os.fstat(descriptor).st_size} bytes, the request says "
                 f"{nbytes}"
             )
-        # a private mapping: torch insists on a writable buffer, and a write must not reach the
-        # trainer's memory
+        # a private mapping: torch needs a writable buffer, and a write must not reach the trainer's
+        # memory
         mapped = mmap.mmap(
             descriptor,
             max(1, nbytes),
@@ -146,8 +145,7 @@ def attach(name: str, nbytes: int, directory: Path = SHM_DIR) -> torch.Tensor:
 
 
 def remove_stale(directory: Path = SHM_DIR) -> list[str]:
-    """Remove segments whose owner died without removing them; returns their names. Others' are left
-    alone."""
+    """Remove segments whose owner died without removing them; return their names."""
     removed = []
     for path in directory.glob(f"{_PREFIX}*"):
         with left_behind(path) as is_free:

@@ -1,5 +1,5 @@
-"""Rewards that take what their parameters are called, as in a notebook: ``lambda response, label:
-…``."""
+"""Reward functions that get arguments by parameter name, as in a notebook: ``lambda response,
+label: …``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RewardByName:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._names = tuple(inspect.signature(function).parameters)
-        # what errors call it
+        # its name in errors
         self.__name__ = getattr(function, "__name__", type(function).__name__)
 
     @property
@@ -36,8 +36,8 @@ class RewardByName:
 
     @staticmethod
     def of(function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` itself where its parameters are others; those of (args, sample) fit a run
-        already."""
+        """Wrap ``function`` if all its parameters are in `NAMES`; else return it, e.g. one of
+        (args, sample)."""
         try:
             names = set(inspect.signature(function).parameters)
         except ValueError:  # some builtins have no signature

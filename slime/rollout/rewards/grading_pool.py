@@ -24,7 +24,7 @@ from slime.log import get_logger
 
 logger = get_logger(__name__)
 
-#: Seconds after a worker's own alarm at which the pool gives it up.
+#: Seconds that the pool waits beyond a worker's own alarm before giving it up.
 _GRACE = 5.0
 #: Longest answer line; requests have no limit.
 _LINE_LIMIT = 1 << 20
@@ -44,8 +44,8 @@ class GradingPool:
     loop.
 
     Args:
-        module: what they run (`slime.rollout.rewards.grading_worker.serve`).
-        package: what that imports first.
+        module: what the processes run (`slime.rollout.rewards.grading_worker.serve`).
+        package: the package that ``module`` needs, for errors.
 
     Example:
         >>> pool = GradingPool(num_workers=2)                          # doctest: +SKIP
@@ -74,7 +74,7 @@ class GradingPool:
             grade = await self._ask(worker, request, deadline)
             if grade.failure in ("crash", "stopped"):
                 logger.warning(
-                    "a reward worker was lost (%s): another one grades what it had", grade.failure
+                    "a reward worker was lost (%s): another one grades its sample", grade.failure
                 )
                 grade = await self._ask(await self._start(), request, deadline)
             return Grade(grade.score, "timeout") if grade.failure == "stopped" else grade
@@ -84,7 +84,7 @@ class GradingPool:
         try:
             answer = await worker.ask(request, deadline + _GRACE)
         except (asyncio.CancelledError, Exception):
-            # an answer may still come; it must not meet the next request
+            # a late answer must not be taken for the answer to the next request
             await self._discard(worker)
             raise
         if answer is not None:
@@ -109,14 +109,14 @@ class GradingPool:
     async def _start(self) -> _GradingWorker:
         try:
             worker = await _GradingWorker.start(self.module, self.package)
-        except UserError as error:  # killed while it started, maybe
-            logger.warning("%s; another one is tried", error)
+        except UserError as error:  # perhaps it was killed while it started
+            logger.warning("%s; starting another one", error)
             worker = await _GradingWorker.start(self.module, self.package)
         self._all.add(worker)
         return worker
 
     async def _discard(self, worker: _GradingWorker) -> str:
-        """End a worker; says what was wrong with it."""
+        """End a worker; return why it had failed (`_GradingWorker.end`)."""
         self._all.discard(worker)
         return await asyncio.shield(worker.end())
 
@@ -142,7 +142,7 @@ class _GradingWorker:
             await worker.end()
             raise UserError(
                 "a reward worker process does not start",
-                why=said or f"it said nothing within {deadlines.GRADING_POOL_START:.0f} s",
+                why=said or f"it printed nothing within {deadlines.GRADING_POOL_START:.0f} s",
                 fix=f"check that {package.replace('_', '-')} is installed: python -c 'import "
                 f"{package}'",
             )
@@ -171,7 +171,7 @@ class _GradingWorker:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped it, so that it cannot even hang."""
+        """Whether a signal (SIGSTOP) has suspended the process."""
         try:
             return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
         except psutil.NoSuchProcess:
@@ -187,7 +187,7 @@ class _GradingWorker:
         ours) or "crash"."""
         hung = self.process.returncode is None
         if hung:
-            # closed output means that it is on its way out: let it say with which signal
+            # closed output means that it is exiting: wait for its exit status
             closed = self.process.stdout is not None and self.process.stdout.at_eof()
             try:
                 async with asyncio.timeout(deadlines.GRADING_POOL_EXIT if closed else 0.0):
@@ -195,7 +195,7 @@ class _GradingWorker:
                 hung = False
             except TimeoutError:
                 self.process.kill()
-                # the kernel has not let go of it yet: nobody needs it
+                # the kernel may take longer, and nothing depends on it
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(deadlines.GRADING_POOL_KILL):
                         await self.process.wait()

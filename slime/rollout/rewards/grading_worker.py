@@ -1,4 +1,4 @@
-"""The process that grades: what `slime.rollout.rewards.grading_pool` starts and asks."""
+"""The grading process that `slime.rollout.rewards.grading_pool` starts."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ import orjson
 from slime.errors import UserError
 from slime.processes.owner import die_with_parent
 
-#: An expression like 9**9**9 fails with MemoryError instead of taking the machine down.
+#: Address space limit: 9**9**9 raises MemoryError instead of exhausting the host.
 _MAX_BYTES = 4 << 30
 
 
 def serve(
     graders: Mapping[str, Callable[[str, Any], float]], prepare: Callable[[], object]
 ) -> None:
-    """The process: one JSON request per line on stdin, one JSON answer per line on stdout.
+    """Serve one JSON request per line on stdin, with one JSON answer per line on stdout.
 
         {"grader": "math", "response": "…", "label": "…", "deadline": 10.0}  →  {"score": 1.0}
 
-    The kernel's alarm ends it when a request takes longer than its deadline: sympy cannot be
-    interrupted reliably in any gentler way. `slime.rollout.rewards.grading_pool` then starts
-    another one. It ends with its parent, too.
+    The kernel's alarm ends the process when a request takes longer than its deadline: sympy cannot
+    be interrupted reliably in any gentler way. `slime.rollout.rewards.grading_pool` then starts
+    another one. The process also ends with its parent.
 
     Args:
-        graders: functions of response and label, by their name in the request. A `UserError` of
-            theirs is told to whoever asks: ``{"refused": [what, why, fix]}``.
-        prepare: imports what takes long, before the first deadline runs.
+        graders: functions of response and label, by their name in the request. A `UserError` that
+            they raise is returned to the caller: ``{"refused": [what, why, fix]}``.
+        prepare: does slow imports, before the first deadline starts.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which closes us
     die_with_parent(int(sys.argv[1]))
@@ -60,7 +60,7 @@ def serve(
             MemoryError,
             re.error,
         ) as error:
-            # sympy raises most of these on strange input: such an answer is wrong, and said so
+            # sympy raises most of these on malformed input: the response is wrong
             answer = {"score": 0.0, "error": f"{type(error).__name__}: {error}"[:300]}
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(orjson.dumps(answer) + b"\n")

@@ -127,7 +127,7 @@ def check_task(task: Task) -> None:
     """Check that each instruction has a checker that accepts its arguments.
 
     Raises:
-        UserError: one has none, and is named; or the package is missing.
+        UserError: names an instruction without such a checker; or the package is missing.
     """
     for name, arguments in task:
         if name not in _checkers():

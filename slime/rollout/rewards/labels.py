@@ -18,15 +18,15 @@ from slime.rollout.rewards.text import (
 
 #: A label for math is one answer. Longer text is a solution whose answer is not marked.
 _MOST_WORDS = 40
-#: The finding for rows whose labels are whole solutions: mostly because the wrong column was named.
+#: The finding for rows whose labels are whole solutions: usually the wrong column was named.
 UNMARKED = "have a long text for a label, all of which a response would have to repeat"
-#: What stands where there is no value; a response that is the same text gives no answer.
+#: Placeholders for a missing value; a response with the same text gives no answer.
 _NOT_A_VALUE = frozenset({"nan", "null", "undefined label", "[invalid]"})
-#: Text that stands where there is no value, or is an answer in words.
+#: Text that may be a placeholder or an answer in words.
 _PERHAPS_A_VALUE = frozenset({"none", "n/a"})
 
 _HAS_VALUE = re.compile(r"\w|\\(?:infty|emptyset|varnothing)|[∞∅√°%½⅓⅔¼¾]|\{\s*\\?\}")
-#: A command of LaTeX around nothing, and characters that graders leave out.
+#: An empty LaTeX command, and characters that graders ignore.
 _NOTHING = re.compile(r"\\(?:text|mathrm|mathbf|mbox)\s*\{\s*\}|[\s$.,;:?\\}]")
 
 
@@ -36,7 +36,7 @@ def check_label(
     r"""Say why the built-in reward ``rm_type`` cannot grade a response against ``label``.
 
     The check takes microseconds and runs in the caller's process. Rewards that do not compare with
-    a label (``remote_rm``, ``random``, ``ifbench``, names that are unknown) accept every label.
+    a label (``remote_rm``, ``random``, ``ifbench``, unknown names) accept every label.
 
     Args:
         rm_type: with or without the prefix ``boxed_``.
@@ -145,6 +145,6 @@ _CHECKS = {
     "math": _check_math,
     "deepscaler": _check_math,
     "dapo": _check_dapo,
-    "f1": lambda label, metadata: None,  # whatever text there is
+    "f1": lambda label, metadata: None,  # any text is fine
     "gpqa": _check_gpqa,
 }

@@ -1,9 +1,10 @@
-r"""Read a final answer of a mathematical problem as what it is, and compare it with a label.
+r"""Parse the final answer of a mathematical problem into its structure, and compare it with a
+label.
 
 An answer is a number (with a unit, a percent sign, a base), an expression, a list, a set, a tuple,
 an interval, a union, a matrix, an equation or inequality, a ratio, a time, a date or words.
-`same_answer` decides by that structure; docs/rewards.md has the rules. What it cannot read it
-leaves to the caller.
+`same_answer` decides by that structure; docs/rewards.md has the rules. It returns None for notation
+that it cannot read.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _MAX_ANSWER = 3000
 _MAX_ITEMS = 200
 #: Digits from which a decimal counts as an approximation of the exact label …
 _APPROXIMATE_DIGITS = 6
-#: … and those from which a decimal label is met by the exact value.
+#: … and digits from which an exact answer matches a decimal label.
 _LABEL_DIGITS = 3
 
 
@@ -65,7 +66,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Sequence_:
-    r"""Several answers. Brackets: "" of a plain list, ``\{`` of a set, else those of tuples and
+    r"""Several answers. Brackets: "" for a plain list, ``\{`` for a set, else as in tuples and
     intervals."""
 
     opening: str
@@ -87,7 +88,7 @@ class MathMatrix:
 
 @dataclass(frozen=True)
 class Relation:
-    r"""A chain such as a < b <= c; ``signs`` are one fewer than ``sides``."""
+    r"""A chain such as a < b <= c; there is one sign fewer than sides."""
 
     sides: tuple[Any, ...]
     signs: tuple[str, ...]
@@ -117,7 +118,7 @@ class Date:
 
 @dataclass(frozen=True)
 class Based:
-    """Digits in a base; ``is_literal`` of 0x2A, which is a number without a word about its base."""
+    """Digits in a base; ``is_literal`` for 0x2A, a number whose base needs no words."""
 
     digits: str
     base: int
@@ -136,8 +137,7 @@ class Congruence:
 
 @dataclass(frozen=True)
 class Family:
-    """Answers for every whole number: π/4 + kπ. In ``body`` the parameter is called
-    `_PARAMETER`."""
+    """One answer for every integer k: π/4 + kπ. ``body`` calls the parameter `_PARAMETER`."""
 
     body: Any
     parameter: str
@@ -145,7 +145,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Choice:
-    """A letter with the text of the choice behind it: "(C) 12"."""
+    """A letter followed by the text of the choice: "(C) 12"."""
 
     letter: str
     rest: Any
@@ -159,7 +159,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Opaque:
-    """Mathematics that is not read here (sums, integrals, conditions)."""
+    """Mathematics that this module does not read (sums, integrals, conditions)."""
 
     text: str
 
@@ -219,7 +219,7 @@ _FOR_INTEGERS = re.compile(
     rf"{_INTEGERS}|(?P<p3>[a-zA-Z]) an integer|"
     rf"{_INTEGERS} (?P<p4>[a-zA-Z])) ?\)?\Z"
 )
-#: What the parameter of a family is called, whatever it was called.
+#: The common name for the parameter of a family.
 _PARAMETER = "k_{Z}"
 _POINT = re.compile(r"[A-Z]'? ?(\(.+\))", re.S)
 _EXCEPT = re.compile(
@@ -307,7 +307,7 @@ _MEASURE = re.compile(
 
 @functools.lru_cache(maxsize=4096)
 def read_answer(text: str) -> Any:
-    r"""One of the classes above; None of an answer without content.
+    r"""Parse an answer into one of the classes above; None for an answer without content.
 
     Example:
         >>> read_answer(r"\boxed{}"), read_answer("yes").words
@@ -399,7 +399,7 @@ def _clock(found: re.Match[str]) -> Any:
             return None
         hour = hour % 12 + (12 if half == "p" else 0)
     elif found[7] is None and "clock" not in found[0]:
-        return None  # a ratio, perhaps; its reader looks at both
+        return None  # perhaps a ratio: `_read_ratio` considers both
     return ClockTime(hour * 3600 + minute * 60 + second, has_half=bool(half))
 
 
@@ -537,8 +537,7 @@ def _read_list(text: str, depth: int) -> Any:
 
 
 def _measured_thousands(text: str) -> str | None:
-    r"""1,000 cm, or 12,345 \times 2: digits in threes before something that is no further
-    number."""
+    r"""1,000 cm, or 12,345 \times 2: grouped digits that are not followed by another number."""
     found = re.match(r"([-+]?(?:\\\$ ?)?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?)(?![\d,])([^,;]*)$", text)
     if not found or re.search(r"\b(?:and|or)\b", found[2]):
         return None
@@ -615,7 +614,7 @@ def _number(text: str) -> Quantity | None:
     if _NUMBER_IN_WORDS.fullmatch(text) and (number := _number_in_words(text.lower())) is not None:
         return _quantity(text, ("n", number))
     if _PROPER_NAME.fullmatch(text) and text.lower() not in _SYMBOL_NAMES:
-        return None  # ABC, a triangle or a word: no product
+        return None  # ABC is a triangle or a word, not a product
     if (found := _UNIT_IN_BRACKETS.fullmatch(text)) and (
         unit := read_unit(found[2].strip(), allow_words=False)
     ):
@@ -650,7 +649,7 @@ _UNIT_BEGINS = re.compile(r"(?<=[\w})\]]) +(?=[A-Za-zΩµ\\{])")
 
 
 def _before_unit(text: str) -> Quantity | None:
-    r"""5\sqrt{2} cm: a number without variables, a blank, a unit that is known."""
+    r"""5\sqrt{2} cm: a number without variables, a blank, a known unit."""
     for blank in _UNIT_BEGINS.finditer(text):
         unit = read_unit(text[blank.end() :], allow_words=False)
         if unit is None or text[: blank.start()].endswith((r"\circ", r"\circ}")):
@@ -673,7 +672,7 @@ _NUMBER_IN_WORDS = re.compile(r"[A-Za-z]{3,10}(?:[ -][A-Za-z]{3,10}){0,6}")
 
 
 def _number_in_words(text: str) -> Fraction | None:
-    """forty-two, one hundred and five, three quarters; None of other words."""
+    """forty-two, one hundred and five, three quarters; None for other words."""
     words = [word for word in re.split("[ -]", text) if word != "and"]
     if not words:
         return None
@@ -685,7 +684,7 @@ def _number_in_words(text: str) -> Fraction | None:
         top = _NUMBER_WORDS.get(before[0]) if len(before) == 1 else None
         return None if top is None else Fraction(top, part)
     total = group = 0
-    room = 10**12  # what a further word may be worth at most
+    room = 10**12  # the next word must be worth less
     for word in words:
         if word in _TENS and room > 10:
             group += _TENS[word]
@@ -734,8 +733,7 @@ def _decimal(text: str) -> tuple[Fraction, Fraction, int] | None:
 
 
 def _measured(text: str, depth: int) -> Quantity | None:
-    """A number with a currency sign before it, or a percent sign, a multiple or a unit behind
-    it."""
+    """A number after a currency sign, or before a percent sign, a multiple or a unit."""
     if depth > 12:
         return None
     if found := _CURRENCY.fullmatch(text):
@@ -856,10 +854,10 @@ _READERS: tuple[Callable[[str, int], Any], ...] = (
 
 
 def same_answer(label: str, answer: str) -> bool | None:
-    r"""Whether an answer is right.
+    r"""Whether an answer equals a label.
 
     Returns:
-        None where one of the two is mathematics that is not read here.
+        None if one of the two is mathematics that this module does not read.
 
     Example:
         >>> same_answer("1,2", r"\{2, 1\}"), same_answer("1,2", "12"), same_answer("50%", "0.5")
@@ -928,8 +926,8 @@ _MAY_EXCLUDE = (Words, Union_, Relation, Sequence_)
 
 
 def _excluded(answer: Any) -> list[Any] | None:
-    r"""Numbers that "all reals but …" leaves out, in whatever form: x \ne 2, ℝ \ {2}, two intervals
-    that meet at 2."""
+    r"""Numbers that "all reals but …" leaves out, in any form: x \ne 2, ℝ \ {2}, two intervals that
+    meet at 2."""
     if isinstance(answer, Words):
         found = _EXCEPT.fullmatch(answer.text)
         return _listed(_read(found[1], 2)) if found else None
@@ -1017,8 +1015,8 @@ def _of_number(number: Any) -> Quantity:
 
 
 def _step(body: Any) -> tuple[Any, Any] | None:
-    """(a, b) of a family a + b·k of rational multiples of one number; numbers at k = 0 and steps of
-    k."""
+    """(a, b) of a family a + b·k: the value at k = 0 and the step per k; None if it is not
+    linear."""
     body = _assigned_value(body) if isinstance(body, Relation) else body
     if not isinstance(body, Quantity) or symbols_of(body.node) != {"k_Z"}:
         return None
@@ -1199,7 +1197,7 @@ def _same_sequence(g: Any, a: Any) -> bool | None:
 
 
 def _brackets(sequence: Sequence_) -> tuple[str, str]:
-    """Its brackets, the French ]a, b[ as (a, b)."""
+    """The brackets; French ]a, b[ counts as (a, b)."""
     opening = "(" if sequence.opening == "]" else sequence.opening
     return opening, ")" if sequence.closing == "[" else sequence.closing
 
@@ -1224,7 +1222,7 @@ def _same_lists(g: Sequence_, a: Sequence_) -> bool | None:
 
 
 def _assigned(items: Sequence[Any]) -> list[Any] | None:
-    """Values of "x = 1, y = 2", where each has a variable of its own; else None."""
+    """Values of "x = 1, y = 2" if each has a different variable; else None."""
     if not all(
         isinstance(item, Relation) and item.signs == ("=",) and _name(item.sides[0])
         for item in items
@@ -1239,7 +1237,7 @@ def _values_in_order(sequence: Sequence_) -> Sequence[Any]:
 
 
 def _name(side: Any) -> str:
-    """The name that stands on one side of a relation, "" if something else does."""
+    """The name on one side of a relation, "" if it is something else."""
     if isinstance(side, Sequence_):  # (x, y) = (1, 2)
         names = [_name(item) for item in side.items] if side.opening == "(" else [""]
         return f"({','.join(names)})" if all(names) else ""
@@ -1307,7 +1305,7 @@ def _same_unordered(g: Sequence[Any], a: Sequence[Any]) -> bool | None:
 
 
 def _same_single(g: Any, a: Any) -> bool | None:
-    """One of the two is no sequence."""
+    """Compare where one of the two is not a sequence."""
     sequence, other = (g, a) if isinstance(g, Sequence_) else (a, g)
     if isinstance(other, Words):
         return _same_words(other, sequence)
@@ -1337,7 +1335,7 @@ def _same_single(g: Any, a: Any) -> bool | None:
 
 
 def _same_thousands(sequence: Sequence_, number: Quantity) -> bool | None:
-    """ "100,200" beside the list "100, 200"."""
+    """Compare "100,200" with the list "100, 200"."""
     parts = number.text.split(",")
     if any(part.startswith("0") for part in parts):
         return False
@@ -1372,7 +1370,7 @@ def _mirror_interval(relation: Relation, other: Any) -> bool | None:
 
 
 def _same_value_of(g: Any, a: Relation) -> bool | None:
-    """Is the label ``g`` what the equation ``a`` gives? "x = 5", "AB = 5", "3 + 2 = 5", "a + b =
+    """Whether the equation ``a`` states the label ``g``: "x = 5", "AB = 5", "3 + 2 = 5", "a + b =
     5"."""
     signs = set(a.signs)
     if signs == {r"\approx"} or signs == {"=", r"\approx"}:
@@ -1500,8 +1498,7 @@ _Bounds = tuple[Any, bool, Any, bool]
 
 
 def _bounds(relation: Relation) -> tuple[str, _Bounds] | None:
-    """The variable of an inequality and the interval that it may be in; None where it is no such
-    thing."""
+    """The variable of an inequality and its interval; None for other relations."""
     if not _is_ordering(relation) or len(relation.signs) > 2:
         return None
     sides = list(relation.sides)
@@ -1592,7 +1589,7 @@ def _pierced(first: Any, second: Any) -> list[Sequence_] | None:
 
 
 def _without(interval: Any, numbers: list[Any] | None) -> list[Sequence_] | None:
-    """The pieces that are left of an interval; None where that cannot be said."""
+    """The intervals that remain without ``numbers``; None if that cannot be decided."""
     if not isinstance(interval, Sequence_) or len(interval.items) != 2:
         return None
     if not numbers or len(numbers) > 9:
@@ -1682,7 +1679,7 @@ def _same_measure(g: Quantity, a: Quantity) -> bool | None:
 
 
 def _times(quantity: Quantity, by: Fraction) -> Quantity:
-    """The bare number, multiplied."""
+    """The number without its unit, multiplied."""
     node = ("*", quantity.node, ("n", by))
     return Quantity(quantity.text, node, decimal=_scaled(quantity.decimal, by))
 
@@ -1698,7 +1695,7 @@ def _same_percent(g: Quantity, a: Quantity) -> bool | None:
         plain = as_float(number_of(g.node))
     except (NotMath, Undefined):
         return _same_value(g, a)
-    # the sign is left out of "what percent": 50 for 50 %; up to 1 it would be a share
+    # answers to "what percent" omit the sign: 50 for 50 %; up to 1 it would be a share
     return _same_value(g, a) if not abs(plain) <= 1 or g.percent else False
 
 
@@ -1719,7 +1716,7 @@ def _same_value(g: Quantity, a: Quantity) -> bool | None:
 
 
 def _is_approximation(g: Quantity, a: Quantity) -> bool:
-    """Whether a written decimal is the other value, rounded to the digits that are written."""
+    """Whether a written decimal is the other value, rounded to the written digits."""
     if g.decimal and a.decimal:
         coarse, fine = sorted((g.decimal, a.decimal), key=lambda decimal: -decimal[1])
         if coarse[2] >= _APPROXIMATE_DIGITS and coarse[1] != fine[1]:
@@ -1764,7 +1761,7 @@ def _same_opaque(g: Opaque, a: Any) -> bool | None:
 
 
 def _all(verdicts: Iterable[bool | None]) -> bool | None:
-    """True if all verdicts are, None if some are unknown and none is False."""
+    """True if all verdicts are True, None if some are unknown and none is False."""
     is_known = True
     for verdict in verdicts:
         if verdict is False:
@@ -1778,8 +1775,7 @@ def _any(verdicts: Iterable[bool | None]) -> bool | None:
     return None if verdict is None else not verdict
 
 
-#: Which class decides, the first that either of the two is of. Those of `_DIRECTED` need the label
-#: first.
+#: The first class that either of the two has decides. Classes in `_DIRECTED` need the label first.
 _COMPARISONS: tuple[tuple[type, Callable[[Any, Any], bool | None]], ...] = (
     (Choice, _same_choice),
     (Congruence, _same_congruence),

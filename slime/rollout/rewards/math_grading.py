@@ -1,8 +1,8 @@
 r"""Grade mathematical answers: is the answer in a response equal to the label?
 
-`slime.rollout.rewards.math_answers` reads both and decides; what it does not read (sums, integrals,
-derivatives) goes to math-verify. Grading runs in processes of its own
-(``python -m slime.rollout.rewards.math_grading``), because math-verify can take for ever.
+`slime.rollout.rewards.math_answers` reads both and decides; notation that it does not read (sums,
+integrals, derivatives) goes to math-verify. Grading runs in separate processes (``python -m
+slime.rollout.rewards.math_grading``), because math-verify may never return.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from slime.rollout.rewards.grading_worker import serve
 from slime.rollout.rewards.math_answers import Opaque, Words, read_answer, same_answer
 from slime.rollout.rewards.text import after_thinking, boxed_spans, final_text, unboxed
 
-#: Answers stand at the end; searching more text for expressions only costs time.
+#: Characters at the end of a response in which its answer is searched.
 _TAIL = 2000
-#: A response of at most so many words is all answer.
+#: A response of at most this many words is an answer as a whole.
 _SHORT = 6
 _MOST_BOXES = 20
-#: Where the last sentence may state its answer.
+#: Places in the last sentence at which its answer may begin.
 _MOST_CLAUSES = 8
 _LONGEST_CLAUSE = 200
 
@@ -32,9 +32,9 @@ def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
 
     The answer is the last ``\boxed{…}``; boxes joined by a comma, "and" or "or" are a list. Without
     a box (unless ``boxed_only``) it is what follows the last "answer is" or "Answer:", else what
-    the last sentence states, else the last formula or number. Only text after ``</think>`` counts.
-    A label in the style of GSM8K counts from its "####" on. docs/rewards.md says when two answers
-    are equal. An empty label or answer scores 0.
+    the last sentence states, else the last formula or number. Only text after ``</think>`` counts,
+    and only the part of a GSM8K label after its "####". docs/rewards.md says when two answers are
+    equal. An empty label or answer scores 0.
 
     Example:
         >>> grade_math(r"Half of it is left: \boxed{\frac{1}{2}}", "0.5")
@@ -53,7 +53,7 @@ def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
 
 
 def grade_deepscaler(response: str, label: Any) -> float:
-    r"""1.0 if what follows the reasoning has the right answer in ``\boxed{…}``; 0.0 if reasoning
+    r"""1.0 if the text after the reasoning has the right answer in ``\boxed{…}``; 0.0 if reasoning
     never ended."""
     answer = after_thinking(response)
     return 0.0 if answer is None else grade_math(answer, label, boxed_only=True)
@@ -145,7 +145,7 @@ def _answers_in(statement: str, is_words: bool) -> Iterator[str]:
 
 
 def _joined(text: str, formulas: list[re.Match[str]], from_end: bool = False) -> str:
-    """The first formula (or the last) with those beside it that only "and" or a comma separates."""
+    """The first (or last) formula, with its neighbours that only "and" or a comma separates."""
     run = [formulas[-1 if from_end else 0]]
     for formula in formulas[-2::-1] if from_end else formulas[1:]:
         left, right = (formula, run[0]) if from_end else (run[-1], formula)
@@ -156,7 +156,7 @@ def _joined(text: str, formulas: list[re.Match[str]], from_end: bool = False) ->
     names = {
         name[1] for content in contents if (name := re.match(r"\s*([A-Za-z]\w*)\s*=", content))
     }
-    if len(names) > 1:  # x = 2 and y = 3: the last is the one that was asked for
+    if len(names) > 1:  # x = 2 and y = 3: only one of them was asked for
         return contents[-1 if from_end else 0]
     return ", ".join(contents)
 
@@ -206,7 +206,7 @@ def _is_right(label: str, answer: str) -> bool:
 
 
 def _math_verify(label: str, answer: str) -> bool:
-    """math-verify's opinion. Its rounding to six places is undone: 6.6e-34 is not 1.1e-34."""
+    """math-verify's verdict, without its rounding to six places: 6.6e-34 is not 1.1e-34."""
     _quiet()
     import sympy
     from math_verify import parse, verify
@@ -236,11 +236,12 @@ def _parse(label: str) -> tuple[Any, ...]:
 
 @functools.cache
 def _quiet() -> None:
-    """math-verify warns that its own time-outs are off; the worker's alarm takes their place."""
+    """Silence math-verify's warning that its time-outs are off: the worker's alarm replaces
+    them."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-#: Name of a grader, as requests give it → the function.
+#: Name of a grader in requests → the function.
 GRADERS: dict[str, Callable[[str, Any], float]] = {
     "math": grade_math,
     "boxed_math": functools.partial(grade_math, boxed_only=True),

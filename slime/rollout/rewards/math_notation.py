@@ -1,6 +1,6 @@
-r"""Bring the many spellings of one formula to a common notation, a subset of LaTeX, and split it.
+r"""Normalise spellings of a formula to one notation, a subset of LaTeX, and split it.
 
-`plain_latex` maps Unicode to LaTeX, drops what only changes the look (sizes, fonts, spaces,
+`plain_latex` maps Unicode to LaTeX, drops commands that only change the look (sizes, fonts, spaces,
 dollars) and keeps every blank that can carry meaning: ``1 1/2`` is not ``11/2``.
 """
 
@@ -75,7 +75,7 @@ _RENAMED = {
     "overrightarrow": "vec", "pounds": "£", "euro": "€", "arcsin": "arcsin", "reals": "R",
     "complement": "c",
 }  # fmt: skip
-#: A colon in braces, and the blank that some write between the two numbers of a ratio: 3\:2.
+#: A colon in braces, and a LaTeX space written as the colon of a ratio: 3\:2.
 _COLON = re.compile(r"\{:\}|\\(?:math(?:bin|rel|punct)|text)\{ ?: ?\}|(?<=\d)\\:(?=\d{1,2}(?!\d))")
 _COLOUR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
 _SHAPE = re.compile(r"\\(triangle|angle)\s*\{\s*([A-Z]{1,4})\s*\}")
@@ -228,7 +228,8 @@ _NESTING = {
 
 
 def enclosed(text: str) -> tuple[str, str, str] | None:
-    r"""(opening bracket, content, closing bracket) where one pair of brackets holds the whole text.
+    r"""(opening bracket, content, closing bracket) if one pair of brackets encloses the whole text;
+    else None.
 
     Example:
         >>> enclosed(r"\{1, 2\}"), enclosed("(1)(2)"), enclosed("[1, 2)")

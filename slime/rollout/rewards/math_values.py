@@ -1,8 +1,8 @@
 r"""Read one expression in the notation of `slime.rollout.rewards.math_notation` and compare values.
 
-Rational numbers are exact. Roots, logarithms and the like are compared to 40 of 60 digits, relative
-to their size; formulas with variables at fixed points. Work is bounded: no expression, whatever its
-exponents, takes more than milliseconds.
+Rational numbers are exact. Irrational numbers are computed to 60 digits and compared to 40,
+relative to their size; formulas with variables are compared at fixed points. Work is bounded: no
+expression, whatever its exponents, takes more than milliseconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MP = mpmath.mp.clone()
 _MP.dps = 60
 _MORE = mpmath.mp.clone()
 _MORE.dps = 150
-#: Rational numbers of more bits become floats.
+#: Rational numbers with more bits become floats.
 _MAX_BITS = 60_000
 #: Larger exponents (bits of the exponent itself) are beyond comparison.
 _MAX_EXPONENT_BITS = 4096
@@ -39,7 +39,7 @@ _POINTS = 6
 
 
 class NotMath(ValueError):
-    """The text is no expression that this module reads."""
+    """The text is not an expression that this module reads."""
 
 
 class TooBig(NotMath):
@@ -47,7 +47,7 @@ class TooBig(NotMath):
 
 
 class Undefined(ArithmeticError):
-    """There is no value, as for 1/0."""
+    """The expression has no value, like 1/0."""
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ _GREEK = frozenset([
     "Gamma", "Delta", "Theta", "Lambda", "Xi", "Sigma", "Phi", "Psi", "Omega", "ell", "hbar"
 ])  # fmt: skip
 _WORDS = {"pi": ("x", "pi"), "infinity": ("x", "oo"), "inf": ("x", "oo")}
-#: Letters that stand side by side as a product; other runs of letters are words.
+#: Adjacent letters that are a product; other runs of letters are words.
 _PRODUCTS = re.compile(
     r"[xyzw]{2,4}|[abc]{2,3}|[pqrst]{2,3}|[mnk]{2,3}|[uvw]{2,3}|[ijk]{2}|i[a-z]|[a-z]i|[a-z]{2}"
 )
@@ -105,7 +105,8 @@ def read_expression(text: str) -> Node:
     r"""The expression as a tree.
 
     Raises:
-        NotMath: it is none, or of a kind that is not read here (sums, integrals, relations, words).
+        NotMath: ``text`` is not an expression, or of a kind that this module does not read
+            (relations, words).
 
     Example:
         >>> read_expression(r"\frac12 x")
@@ -356,8 +357,8 @@ class _ExpressionReader:
         raise NotMath(f"\\{name}")
 
     def series(self, kind: str) -> Node:
-        r"""A sum or product between limits. Its variable gets a name of its own, so that names do
-        not matter."""
+        r"""A sum or product between limits. Its variable is renamed, so that its name does not
+        matter."""
         found = self.match(_SUM_FROM)
         if not found:
             raise NotMath(f"\\{kind} without limits")
@@ -626,7 +627,7 @@ def _integral(node: Node, scope: _Scope) -> Number:
 
 
 def _value(node: Node, scope: _Scope) -> Number:
-    """`_evaluate`, with whatever mpmath raises of a value that it does not find as `Undefined`."""
+    """`_evaluate`; errors of mpmath become `Undefined`."""
     try:
         return _evaluate(node, scope)
     except (NotMath, Undefined):
@@ -847,7 +848,7 @@ _ANALYTIC = {
 
 @functools.lru_cache(maxsize=8192)
 def symbols_of(node: Node) -> frozenset[str]:
-    """Names of the variables; ``pi``, ``e``, ``i`` and ``oo`` are none."""
+    """Names of the variables, which ``pi``, ``e``, ``i`` and ``oo`` are not."""
     if node[0] == "x":
         is_constant = node[1] in ("pi", "e", "i", "oo") or node[1][0] == "#"
         return frozenset() if is_constant else frozenset({node[1]})
@@ -866,7 +867,7 @@ def contains(node: Node, kind: str, name: str | None = None) -> bool:
 
 
 def replaced(node: Node, old: Node, new: Node) -> Node:
-    """The tree with ``new`` in each place of ``old``."""
+    """The tree with every ``old`` replaced by ``new``."""
     if node == old:
         return new
     return tuple(replaced(item, old, new) if isinstance(item, tuple) else item for item in node)
@@ -877,8 +878,8 @@ def number_of(node: Node, log_base: Literal[0, 10] = 0) -> Number:
     """The value of an expression without variables: a `Fraction`, or an mpf or mpc of 60 digits.
 
     Raises:
-        NotMath: it has variables, or is too big.
-        Undefined: it has no value.
+        NotMath: the expression has variables, or its value is too big.
+        Undefined: the expression has no value.
     """
     if symbols_of(node):
         raise NotMath("it has variables")
@@ -889,7 +890,7 @@ def equal(a: Node, b: Node) -> bool | None:
     """Whether two expressions have the same value wherever both have one.
 
     Returns:
-        None where that cannot be said here: no point was found at which both are defined.
+        None if no point was found at which both are defined.
     """
     if a == b:
         return True
@@ -928,8 +929,7 @@ def _has_series(node: Node) -> bool:
 
 
 def _is_of_whole_numbers(node: Node) -> bool:
-    """Whether variables count something: they are limits of a sum, or exponents of a negative
-    number."""
+    """Whether variables must be integers: limits of a sum, or exponents of a negative number."""
     if node[0] == "f" and node[1] in ("sum", "prod") and symbols_of(node):
         return True
     if node[0] == "^" and symbols_of(node[2]):
@@ -1015,7 +1015,7 @@ def proportional(a: Node, b: Node) -> bool | None:
 
 
 def ratio_at(a: Node, b: Node) -> Any:
-    """a / b at one point, as an mpf or mpc; None where it has no value."""
+    """a / b at one point, as an mpf or mpc; None if it has no value."""
     scope = _Scope(0)
     try:
         x = _float(_value(a, scope), scope)

@@ -1,5 +1,4 @@
-r"""Units of measure and money behind a number: ``12 cm``, ``5 \frac{m}{s}``, ``20 cubic
-inches``."""
+r"""Units of measure and money after a number: ``12 cm``, ``5 \frac{m}{s}``, ``20 cubic inches``."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ class Unit:
     """The unit of a number.
 
     Attributes:
-        dimension: exponents of base units, as ``(("m", 1), ("s", -1))``; () of "units" and the
+        dimension: exponents of base units, as ``(("m", 1), ("s", -1))``; () for "units" and the
             like.
         factor: the size of the unit in base units.
-        words: of a unit that the table does not have ("apples"), else "".
+        words: a unit that is not in the table ("apples"), else "".
     """
 
     dimension: tuple[tuple[str, int], ...]
@@ -26,7 +25,7 @@ class Unit:
     words: str = ""
 
     def times(self, other: Unit) -> Unit:
-        """The product of two units of the table."""
+        """The product of two units in the table."""
         exponents = Counter(dict(self.dimension))
         for name, exponent in other.dimension:
             exponents[name] += exponent
@@ -156,7 +155,7 @@ _TOKEN = re.compile(
 _FRACTION = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _PREFIXES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _SUFFIXES = {"squared": 2, "cubed": 3}
-#: Words that make a phrase something else than a number of things.
+#: Words that do not occur in a unit made of words.
 _NO_UNIT = frozenset([
     "or", "and", "if", "to", "is", "are", "not", "but", "plus", "minus", "times", "mod", "over",
     "where", "when", "for", "with", "than", "then", "because"
@@ -165,10 +164,10 @@ _NO_UNIT = frozenset([
 
 @functools.lru_cache(maxsize=2048)
 def read_unit(text: str, allow_words: bool = True) -> Unit | None:
-    r"""Return the unit that ``text`` spells; None where it spells none.
+    r"""Parse a unit; None if ``text`` is not one.
 
     Args:
-        allow_words: up to four words that the table does not have are a unit of their own.
+        allow_words: up to four words that are not in the table are a unit too.
 
     Example:
         >>> read_unit(r"\frac{km}{h}") == read_unit("kilometers per hour") == read_unit("km h^{-1}")

@@ -44,7 +44,7 @@ from slime.user_code.overrides import Part, override_of
 logger = get_logger(__name__)
 Reward = float | dict[str, Any]
 
-#: Graders that need a process of their own: sympy may hang.
+#: Graders that run in worker processes, because sympy may hang.
 IN_WORKERS = frozenset({"math", "deepscaler"})
 
 #: Graders that are quick functions of (sample, response).
@@ -77,7 +77,8 @@ _TIMED_OUT = object()
 def check_rm_type(rm_type: str) -> None:
     """
     Raises:
-        UserError: there is no such built-in reward (names the nearest), or its package is missing.
+        UserError: there is no such built-in reward (suggests the closest), or its package is
+            missing.
     """
     name = rm_type.removeprefix("boxed_")
     if name == instructions.NAME and override_of(_GRADERS[name]) is None:
@@ -96,13 +97,13 @@ def check_rm_type(rm_type: str) -> None:
 class RewardPool:
     """Scores samples by the first of ``sample.custom_rm_path``, ``--custom-rm-path``,
     ``metadata["rm_type"]`` and ``--rm-type`` that is set. Every call ends within ``--rm-timeout``
-    seconds (math: at most 5; ``remote_rm``: each of its 10 tries; ``reward_model`` has no limit); a
-    sample whose reward does not come in time scores 0 and is counted.
+    seconds (math: at most 5; ``remote_rm``: each of its 10 attempts; ``reward_model`` has no
+    limit). A sample whose reward is late scores 0 and is counted.
 
     Args:
         config: groups ``reward`` and ``rollout`` are read.
-        args: what users' functions get; ``config.flat()`` when None.
-        standalone: rewards are all that is run (``slime reward``).
+        args: passed to users' functions; ``config.flat()`` when None.
+        standalone: only rewards run (``slime reward``).
     Raises:
         UserError: unknown ``--rm-type``, or a custom function that cannot be loaded or called.
 
@@ -121,7 +122,7 @@ class RewardPool:
         self._path = reward.custom_rm_path
         self._url = reward.rm_url
         self._timeout = reward.rm_timeout
-        self._needs_none = config.distillation.use_opd  # a teacher gives what is learned
+        self._needs_none = config.distillation.use_opd  # the policy learns from a teacher
         self._keys = [key for key in (reward.reward_key, reward.eval_reward_key) if key]
         num_workers = reward.rm_num_workers or min(8, os.cpu_count() or 1)
         self._grading = GradingPool(num_workers)
@@ -139,14 +140,13 @@ class RewardPool:
             check_rm_type(self._rm_type)
 
     def fork(self) -> RewardPool:
-        """Return the same pool with counts of its own, for another rollout or evaluation at the
-        same time."""
+        """Return the same pool with separate counts, for a concurrent rollout or evaluation."""
         twin = copy.copy(self)
         twin._counts = Counter()
         return twin
 
     def reading(self, args: Any) -> RewardPool:
-        """Return the same pool for other ``args``, whose flags of the reward count."""
+        """Return the same pool with the reward flags of other ``args``."""
         twin = copy.copy(self)
         twin._args = args
         twin._rm_type = getattr(args, "rm_type", self._rm_type)
@@ -175,8 +175,8 @@ class RewardPool:
         """The reward of one sample: a finite number, or a dict that has one under ``--reward-key``.
 
         Raises:
-            FunctionFailed: the function raises, or returns no such thing.
-            UserError: there is none for this sample.
+            FunctionFailed: the function raises, or returns an invalid reward.
+            UserError: this sample has no reward function.
         """
         path = sample.custom_rm_path or self._path
         if path:
@@ -196,7 +196,7 @@ class RewardPool:
         value = await self._built_in(rm_type, sample)
         try:
             return self._checked(value, f"--rm-type {rm_type}", sample)
-        except FunctionFailed as error:  # no function of the user's: it would fail on each sample
+        except FunctionFailed as error:  # a built-in reward would fail on every sample
             raise UserError(error.what, error.why, error.fix) from None
 
     async def score_group(self, samples: list[Sample]) -> list[Reward]:
@@ -214,12 +214,11 @@ class RewardPool:
         )
 
     async def score_group_by_flags(self, samples: list[Sample]) -> list[Reward]:
-        """Rewards of samples that are scored together: a custom function gets the list. With
-        functions of their own per sample, and with the built-in ones, each sample is scored by
-        itself.
+        """Rewards of samples that are scored together: a custom function gets the list. If samples
+        have different functions, or a built-in one, each sample is scored separately.
 
         Raises:
-            UserError: as `score`; also a result that is no list with one reward per sample.
+            UserError: as `score`; also a result that is not a list with one reward per sample.
         """
         paths = {sample.custom_rm_path or self._path for sample in samples}
         path = paths.pop() if len(paths) == 1 else None
@@ -318,8 +317,8 @@ class RewardPool:
         """Call a user's function; `_TIMED_OUT` if it took too long.
 
         Args:
-            path: for messages; names ``fn``.
-            samples: those that it scores.
+            path: names ``fn`` in messages.
+            samples: the samples to score.
         """
         what = f"{path} on sample {samples[0].index}"
         lists = [argument for argument in arguments if argument is samples]
@@ -331,9 +330,9 @@ class RewardPool:
         except FunctionHangs:
             self._count("timeout", path, len(samples))
             return _TIMED_OUT
-        except UserError as error:  # our own, of what the user's code has called
+        except UserError as error:  # raised by slime code that the user's function called
             raise FunctionFailed.of(error) from error
-        except Exception as error:  # the user's own code; said with the sample it failed on
+        except Exception as error:  # raised by the user's own code; name the sample
             failure = FunctionFailed(
                 f"the reward function {self._named(path)} failed on sample {samples[0].index}",
                 why=f"{type(error).__name__}: {error}",
@@ -354,7 +353,7 @@ class RewardPool:
         return f"{mend}; to try it on its own: {shlex.join(words)}"
 
     def _named(self, path: str) -> str:
-        """The function's name in messages; functions without a flag are those of plugins."""
+        """The function's name in messages."""
         if path.startswith("the plugin's "):
             return path
         is_by_flag = path == self._path
@@ -366,7 +365,7 @@ class RewardPool:
         return fn
 
     def _checked(self, value: Any, origin: str, sample: Sample) -> Reward:
-        """``value`` as a finite float, or as a dict that has one; zero if the function timed out.
+        """``value`` as a finite float, or as a dict with one; zero if the function timed out.
 
         Raises:
             UserError: names function, sample and value.

@@ -26,10 +26,10 @@ class RemoteReward:
 
     Args:
         url: where to POST.
-        timeout: seconds for each try.
-        backoff: seconds before the second try; doubled each time, up to 30, plus up to as much
-            jitter again.
-        tries: of them.
+        timeout: seconds for each attempt.
+        backoff: seconds before the second attempt; doubled each time, up to 30, plus jitter of up
+            to the smaller of ``backoff`` and 1 second.
+        tries: number of attempts.
     """
 
     url: str
@@ -41,19 +41,18 @@ class RemoteReward:
         self._session: aiohttp.ClientSession | None = None
 
     async def score(self, sample: Sample) -> Any:
-        """The server's reward. A time-out, a lost connection or a 5xx answer is tried again.
+        """The server's reward. Retries after a time-out, a lost connection or a 5xx answer.
 
         Raises:
-            TimeoutError: every try ran into the time-out.
-            UserError: the server refuses the request, cannot be reached, or answers with no JSON.
+            TimeoutError: the last attempt timed out.
+            UserError: the server refuses the request, cannot be reached, or does not answer with
+                JSON.
         """
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS)
-            # the address is the user's: it may lie behind the proxy of the environment, unlike
-            # those of the run
+            # unlike the run's addresses, the user's may be reached through the environment's proxy
             self._session = aiohttp.ClientSession(connector=connector, trust_env=True)
-        # not by orjson, which takes neither integers beyond 64 bits nor floats of a class of their
-        # own
+        # orjson accepts neither integers beyond 64 bits nor subclasses of float
         body = json.dumps(
             {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
         ).encode()

@@ -1,8 +1,8 @@
 """``--rm-type reward_model``: a trained reward model (a Hugging Face sequence classifier with one
 output) scores each sample, in this process on the CPU.
 
-A model of the policy's vocabulary scores a sample's own tokens, and plain text stays plain. Another
-one gets the conversation through its own chat template, as it was trained on.
+A model with the policy's vocabulary scores a sample's tokens, and plain text stays plain. A model
+with another vocabulary gets the conversation through its own chat template, as in its training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slime.samples.types import Sample
 
 logger = get_logger(__name__)
 
-#: Its name among the built-in rewards.
+#: The value of --rm-type.
 NAME = "reward_model"
 _CLASSIFIER = "ForSequenceClassification"
 
@@ -32,7 +32,7 @@ _CLASSIFIER = "ForSequenceClassification"
 def check_directory(path: str | None) -> None:
     """
     Raises:
-        UserError: no directory is named, or it holds no reward model.
+        UserError: ``path`` is missing, or holds no reward model.
     """
     fix = (
         "pass --rm-path with the model/ of a run with --preference-loss reward_model, or another "
@@ -47,14 +47,14 @@ def check_directory(path: str | None) -> None:
     outputs = len(config.get("id2label") or {0: "", 1: ""})
     if not any(name.endswith(_CLASSIFIER) for name in made) or outputs != 1:
         raise UserError(
-            f"--rm-path {path} is no reward model",
+            f"--rm-path {path} is not a reward model",
             why=f"config.json says architectures {made} and {outputs} labels",
             fix=fix,
         )
 
 
 class RewardModelScorer:
-    """Scores samples, one after the other, in a thread; the model is loaded for the first one.
+    """Scores samples one at a time, in a thread; loads the model for the first one.
 
     Args:
         path: the directory of the reward model.
@@ -77,7 +77,7 @@ class RewardModelScorer:
         """The reward of a sample.
 
         Raises:
-            UserError: its prompt cannot be put into the reward model's template.
+            UserError: the reward model's template cannot render the prompt.
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, sample)
 
@@ -94,7 +94,7 @@ class RewardModelScorer:
             return float(self._model(tokens).logits[0, 0])
 
     def tokens_of(self, sample: Sample) -> Sequence[int]:
-        """The tokens that are scored, the last one's state giving the reward."""
+        """The tokens to score; the reward is read at the last one."""
         if self._shares_vocabulary and sample.tokens and sample.response_length:
             return sample.tokens
         prompt = sample.prompt

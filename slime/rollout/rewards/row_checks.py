@@ -1,5 +1,5 @@
-"""Check rows against the rewards that will judge them: is there such a reward, can it grade the
-label, can it read the instructions? Asked before a launch."""
+"""Check rows before a launch: does their reward exist, can it grade the label, can it read the
+instructions?"""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from slime.rollout.rewards.labels import UNMARKED, check_label, doubt_label
 from slime.rollout.rewards.pool import check_rm_type
 from slime.user_code.overrides import override_of
 
-#: Share of rows from which on labels of one kind mean that the column is not the one that is meant.
+#: If at least this share of rows have such labels, the column is wrong.
 _WRONG_COLUMN = 0.5
-#: No share of rows refuses a run.
+#: A share that is never reached: such rows do not stop a launch.
 _NEVER = 2.0
 
 
@@ -38,7 +38,7 @@ class RewardJudge:
         rm_type: the reward of rows whose metadata names none.
         rm_url: address of ``remote_rm``.
         label_flag: names the column of labels, for messages.
-        inject: what the data set adds to the metadata of a row.
+        inject: adds the data set's metadata to a row's.
     """
 
     rm_type: str | None
@@ -46,13 +46,11 @@ class RewardJudge:
     label_flag: str = "--label-key"
     inject: Callable[[dict[str, Any]], dict[str, Any]] = dict
     _known: dict[str, RowProblem | None] = field(default_factory=dict)
-    """Rewards that rows have named, and data of NLTK's that their instructions need → what is wrong
-    with it."""
+    """Rewards that rows name, or instructions that need NLTK data → the problem, if any."""
 
     @staticmethod
     def of_training(config: Config) -> RewardJudge | None:
-        """The check of --prompt-data; None where functions of the user's judge its rows, or nobody
-        does."""
+        """The check of --prompt-data; None if user functions, or nothing, judge its rows."""
         rollout = config.rollout
         data = config.data
         own = (
@@ -68,7 +66,7 @@ class RewardJudge:
 
     @staticmethod
     def of_evaluation(dataset: EvalDataset, config: Config) -> RewardJudge | None:
-        """The check of an evaluation set; None as for `of_training`."""
+        """The check of an evaluation set; None as in `of_training`."""
         own = dataset.custom_rm_path or dataset.custom_generate_function_path
         if own or _makes_samples(config):
             return None
@@ -93,7 +91,7 @@ class RewardJudge:
             return RowProblem(
                 f"have a label that --rm-type {rm_type} cannot grade",
                 f"the label {reason}",
-                f"mend or remove these rows, or name another column ({self.label_flag})",
+                f"correct or remove these rows, or name another column ({self.label_flag})",
             )
         if override_of("grade_ifbench") is not None:
             return None
@@ -111,7 +109,9 @@ class RewardJudge:
         if doubt is None:
             return None
         kind, why = doubt
-        fix = f"if that is not meant, mend these rows, or name another column ({self.label_flag})"
+        fix = (
+            f"if that is not meant, correct these rows, or name another column ({self.label_flag})"
+        )
         return RowProblem(
             kind, f"the label {why}", fix, refuse_at=_WRONG_COLUMN if kind == UNMARKED else _NEVER
         )
@@ -136,8 +136,8 @@ class RewardJudge:
 
 
 def _makes_samples(config: Config) -> bool:
-    """Whether functions of the user's make samples of rows, or judge them: what these have shows
-    then."""
+    """Whether user functions turn rows into samples or judge them, so rows cannot be checked
+    alone."""
     rollout = config.rollout
     own = (
         config.reward.custom_rm_path,

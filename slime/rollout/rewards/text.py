@@ -1,5 +1,4 @@
-"""Graders that compare text: quick, no process needed. All are functions of the response and the
-label."""
+"""Graders that compare text, as quick functions of the response and the label."""
 
 from __future__ import annotations
 
@@ -87,7 +86,7 @@ def normalise_answer(text: str) -> str:
 
 
 def grade_f1(response: str, label: Any) -> float:
-    """Token F1 of label and response, from ``</think>`` on, after normalisation.
+    """Token F1 of the label and the text after ``</think>``, both normalised.
 
     Example (2 of 3 words are right, 2 of 2 are found):
         >>> grade_f1("The big red dog", "red dog")
@@ -98,9 +97,9 @@ def grade_f1(response: str, label: Any) -> float:
 
 
 def f1_of_words(response: str, label: Any) -> tuple[float, float, float]:
-    """`grade_f1` with the precision and the recall that it is made of.
+    """F1, precision and recall of the words of ``response``.
 
-    A label of which normalisation leaves nothing ("A", "<") is compared as it is, but for case.
+    A label that normalisation empties ("A", "<") is compared as it is, except for case.
     """
     wanted = normalise_answer(str(label)).split()
     if not wanted:
@@ -119,11 +118,11 @@ def f1_of_words(response: str, label: Any) -> tuple[float, float, float]:
 
 # -- DAPO ------------------------------------------------------------------------------------------
 
-#: Where DAPO's answers stand.
+#: The line with DAPO's answer.
 ANSWER_LINE = r"(?i)Answer\s*:\s*([^\n]+)"
 #: Characters at the end of a response in which DAPO looks for it.
 _DAPO_TAIL = 300
-#: Units and nouns that an answer is compared without.
+#: Units and nouns that are removed before answers are compared.
 _DAPO_UNITS = re.compile(
     r"(?<![A-Za-z\\])(?:square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|"
     r"minutes|digits|cents|degrees|"
@@ -136,7 +135,7 @@ _DAPO_DROPPED = re.compile(
     r"\\mathrm\{\s*th\s*\}|"
     r'\{,\}(?=\d{3})|"|\\(?:quad|qquad)(?![A-Za-z])'
 )
-#: Special tokens that end an answer, where the response kept them.
+#: Special tokens at the end of a response.
 _END_TOKENS = re.compile(
     r"(?:\s*(?:<\|[^<>|]{1,40}\|>|<[｜|][^<>]{1,40}[｜|]>|</s>|<eos>|<end_of_turn>))+\s*$"
 )
@@ -147,9 +146,9 @@ _DAPO_LOOKALIKES = str.maketrans({
 
 
 def normalise_final_answer(answer: str) -> str:
-    r"""An answer in the plain form of Minerva (arXiv:2206.14858, appendix D): what follows the last
-    "=", without units, degrees, articles, text, dollars, blanks and the commas of thousands;
-    ``\frac12`` and ``\sqrt3`` in braces.
+    r"""Normalise an answer as in Minerva (arXiv:2206.14858, appendix D): the part after the last
+    "=", without units, degrees, articles, text, dollars, blanks and thousands separators;
+    ``\frac12`` and ``\sqrt3`` get braces.
 
     Example:
         >>> normalise_final_answer(r"x = \$1,000 \text{ dollars}")
@@ -182,12 +181,12 @@ def normalise_final_answer(answer: str) -> str:
 
 #: Markdown and quotes before an answer, but not the index of _{10}C_3.
 _OPENING_MARKS = re.compile(r"^(?:[}*\s\"']|_(?![{\d]))+")
-#: Ends of a turn or a proof, which belong to no answer.
+#: Marks at the end of a turn or a proof, which are not part of an answer.
 _END_MARKS = re.compile(r"<\|[^|>]*\|>|</?s>|<eos>|\\blacksquare|\\square|\\qed")
 
 
 def _without_units(found: re.Match[str]) -> str:
-    """A text's content; nothing, with its power, where it is a unit: \\text{ cm}^3."""
+    """The content of ``\\text{…}`` with its power; "" if it is a unit: \\text{ cm}^3."""
     left = _DAPO_UNITS.sub("", found[1])
     return (left + (found[2] or "")) if left.strip() or not found[1].strip() else left
 
@@ -197,8 +196,8 @@ def grade_dapo(response: str, label: Any) -> dict[str, Any]:
     arXiv:2503.14476).
 
     An answer is right if it is the label after `normalise_final_answer`, or equal to it by the
-    rules of `slime.rollout.rewards.math_answers`. It is wrong if those tell the two apart: ``1,2``
-    is not 12, although the published normalisation says so.
+    rules of `slime.rollout.rewards.math_answers`. It is wrong if these rules distinguish the two:
+    ``1,2`` is not 12, although the published normalisation says so.
 
     Returns:
         ``{"score": 1.0 | -1.0, "acc": bool, "pred": str}``; train on it with ``--reward-key
@@ -213,7 +212,7 @@ def grade_dapo(response: str, label: Any) -> dict[str, Any]:
 
 
 def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple[bool, str]:
-    """Whether the last match of ``pattern`` is the label, and what it is in Minerva's form."""
+    """Whether the last match of ``pattern`` is the label, and the match in Minerva's form."""
     found = re.findall(pattern, response)
     if not found or label is None:
         return False, "[INVALID]"
@@ -233,7 +232,7 @@ def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple
 
 # -- multiple choice -------------------------------------------------------------------------------
 
-#: Where a row does not say which letters its choices have.
+#: The letters of choices if a row does not name them.
 _LETTERS = "ABCDEFGHIJ"
 #: LaTeX that changes the font of a choice and nothing else.
 _FONTS = re.compile(
@@ -285,9 +284,9 @@ _CONTRASTED = re.compile(
 def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
     r"""1 if the letter chosen in the response is the right one.
 
-    What counts is the last statement of a choice after ``</think>``: a ``\boxed{…}``, "the answer
-    is C", "I choose (C)", or a letter that stands alone. The English words "a" and "I" are no
-    letters, and two letters ("A and B") are no choice.
+    The last statement of a choice after ``</think>`` counts: a ``\boxed{…}``, "the answer is C", "I
+    choose (C)", or a single letter. The English words "a" and "I" are not letters, and two letters
+    ("A and B") are not a choice.
 
     ``label`` is a letter, or the text or position of one of ``metadata["choices"]`` (a list, or a
     dict by letter); ``metadata["valid_letters"]`` limits the letters; they are those of the
@@ -307,7 +306,7 @@ def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None
 
 
 def valid_choices(metadata: dict[str, Any] | None) -> tuple[list[str], dict[str, Any]]:
-    """Letters that may be chosen, and the texts of the choices by letter ({} where a row has
+    """Letters that may be chosen, and the texts of the choices by letter ({} if the row has
     none)."""
     metadata = metadata or {}
     choices = metadata.get("choices") or []
@@ -333,8 +332,7 @@ def _unfonted(text: str) -> str:
 
 
 def _letter_of(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
-    """The one choice that is the whole of ``text``: by its letter, by letter and text, or by its
-    text."""
+    """The choice that ``text`` as a whole names: by letter, by letter and text, or by text."""
     own = _choice_with_text(text, texts)
     if own is not None and len(text.strip()) > 1:
         return own
@@ -373,7 +371,7 @@ def _plain_choice(text: str) -> str:
 
 
 def chosen_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
-    """The letter that a response settles on; None where it settles on none, or on several."""
+    """The letter that a response chooses; None if it chooses none, or several."""
     stated = [found for found in _stated_letters(text, letters, texts) if found]
     if stated:
         return max(stated, key=lambda found: found[0])[1]
@@ -421,7 +419,7 @@ _WEAK = frozenset({
 
 
 def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, bool] | None:
-    """(position, letter or None for several, whether it is decorated) of the choice that begins at
+    """(position, letter or None for several, whether it is clearly a choice) of the letter after
     ``start``."""
     gap = _GAP.match(text, start)
     assert gap
@@ -478,8 +476,8 @@ def _text_after(text: str, start: int, texts: dict[str, Any]) -> str | None:
 
 
 def _only_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
-    """The letter of a response without a statement: one that stands alone, or the last in brackets
-    or bold."""
+    """The letter of a response without a statement: a single one, or the last in brackets or
+    bold."""
     whole = _letter_of(text, letters, texts)
     if whole is not None:
         return whole
