@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from slime.checkpoints.gguf_export import (
     ARCHITECTURES,
     GgufTensor,
+    check_writable,
     gguf_names,
     gguf_writer,
     in_gguf_order,
@@ -45,8 +46,9 @@ def adapter_to_gguf(
         dtype: "bfloat16", "float16" or "float32" of the factors; None keeps what each has.
         name: of the adapter, for people.
     Raises:
-        UserError: the base is of a family that llama.cpp has no counterpart for here; the adapter
-            has modules that the base does not have; the package gguf is missing.
+        UserError: the base is of a family that llama.cpp has no counterpart for here, or has what
+            llama.cpp does not compute; the adapter has modules that the base does not have; the
+            package gguf is missing.
     """
     target = Path(path)
     require_gguf("writing")
@@ -58,6 +60,7 @@ def adapter_to_gguf(
             why=f"these are: {', '.join(ARCHITECTURES)}",
             fix="serve the adapter with `slime serve`",
         )
+    check_writable(base, spec)
     known = dict(family.hf_tensors(spec))
     modules = list(dict.fromkeys(map(module_of, adapter.tensors)))
     stray = [

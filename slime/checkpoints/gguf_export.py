@@ -94,7 +94,7 @@ def hf_to_gguf(
     config = read_hf_config(source)
     family = family_of(source)
     spec = family.model_spec(config)
-    _check(source, spec)
+    check_writable(source, spec)
     vocabulary = _Vocabulary.read(source, spec.vocab_size, pre_tokenizer)
     reader = HfReader(source)
     ignored = set(reader.verify(family, spec))
@@ -135,7 +135,12 @@ def gguf_writer(target: Path, spec: ModelSpec) -> Iterator[GGUFWriter]:
         raise UserError(f"cannot write {target}", why=error.strerror or str(error)) from error
 
 
-def _check(source: Path, spec: ModelSpec) -> None:
+def check_writable(source: str | os.PathLike[str], spec: ModelSpec) -> None:
+    """Check that llama.cpp computes what a model is, before anything is read.
+
+    Raises:
+        UserError: the family, or something that its config.json sets.
+    """
     if spec.family not in ARCHITECTURES:
         raise UserError(
             f"{source} is of the family {spec.family}, which is not written as GGUF",

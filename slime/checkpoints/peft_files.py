@@ -80,6 +80,13 @@ _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<leaf>\w+)"
 _GATE_UP = "gate_up_proj"
 _DOWN = "down_proj"
 _MLP_LEAVES = ("gate_proj", "up_proj", "down_proj")
+#: Fields of PEFT's config with which engines do not load the tensors as they are.
+_NOT_LOADED = (
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "layers_to_transform",
+)
 
 
 @dataclass(frozen=True)
@@ -676,7 +683,7 @@ def write_plain(directory: str | Path, adapter: PeftAdapter, spec: ModelSpec | N
 
     Args:
         spec: of the base; None where it is not known here. Then sets that engines fuse are not
-            filled up.
+            filled up, and every layer of a target's name must have an adapter.
 
     Raises:
         UserError: as `write_adapter`.
@@ -684,6 +691,8 @@ def write_plain(directory: str | Path, adapter: PeftAdapter, spec: ModelSpec | N
     tensors = {**adapter.tensors, **(_zeros(adapter.tensors, spec) if spec is not None else {})}
     modules = table_of(spec).modules if spec is not None else SAME_NAMES
     config = _config(tensors, adapter.rank, adapter.alpha, adapter.dropout, adapter.base, modules)
+    if spec is not None:
+        config["target_modules"] = _targets(tensors, spec)
     makers = {name: _output_of(source, source[:1].dtype) for name, source in tensors.items()}
     return _write(Path(directory), config, makers, None, modules)
 
@@ -718,10 +727,29 @@ def is_loadable(adapter: PeftAdapter, spec: ModelSpec | None = None) -> bool:
     has_leaves = isinstance(config.get("target_modules"), list) and not any(
         "." in str(one) or one == "all-linear" for one in config["target_modules"]
     )
-    odd = any(config.get(name) for name in ("rank_pattern", "alpha_pattern", "use_rslora"))
+    odd = any(config.get(name) for name in _NOT_LOADED)
     parameters = {str(one).rpartition(".")[2] for one in config.get("target_parameters") or ()}
-    lacks = spec is not None and bool(_zeros(adapter.tensors, spec))
+    lacks = spec is not None and (
+        bool(_zeros(adapter.tensors, spec))
+        or any("." in target for target in _targets(adapter.tensors, spec))
+    )
     return has_leaves and not odd and not lacks and not parameters & {_GATE_UP, _DOWN}
+
+
+def _targets(names: Iterable[str], spec: ModelSpec) -> list[str]:
+    """Name the adapted modules: by the last parts of their names, or by the whole where a layer
+    without an adapter has the same last part, since PEFT can adapt some layers alone."""
+    modules = {module_of(name) for name in names}
+    every = {name.removesuffix(".weight") for name, _ in table_of(spec).hf_tensors(spec)}
+    bare = {module.rpartition(".")[2] for module in every - modules}
+    targets = {module.rpartition(".")[2] for module in modules} - bare
+    whole = table_of(spec).modules.module
+    targets |= {
+        whole(_EXPERT.sub(r"\g<experts>.\g<leaf>", module))
+        for module in modules
+        if module.rpartition(".")[2] in bare
+    }
+    return sorted(targets, key=_natural)
 
 
 def _write(

@@ -19,7 +19,7 @@ from typing import get_args
 
 from slime.checkpoints.directory import partial_dir, publish
 from slime.checkpoints.gguf_adapter import adapter_to_gguf
-from slime.checkpoints.gguf_export import hf_to_gguf
+from slime.checkpoints.gguf_export import check_writable, hf_to_gguf
 from slime.checkpoints.hf_files import check_export
 from slime.checkpoints.merging import merge_adapter, trained_beside
 from slime.checkpoints.peft_files import ExpertLayout, read_adapter, rewrite_adapter
@@ -145,6 +145,7 @@ def _to_gguf(chosen: ChosenModel, flags: argparse.Namespace) -> None:
         hf_to_gguf(source, target, flags.dtype, flags.pre_tokenizer, name)
     elif flags.merge:
         source = chosen.adapter
+        check_writable(chosen.directory, family_of(chosen.directory).model_spec(chosen.directory))
         beside = target.resolve().parent
         beside.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=beside, prefix=".merged-") as folder:

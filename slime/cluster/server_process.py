@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,6 +26,7 @@ _TAIL_LINES = 40  # the process survived exceptions above the last lines of its 
 #: SGLang's processes fail one after the other; the first failure is the cause.
 _FIRST_FAILURE = "Scheduler hit an exception:"
 _TRACEBACK = "Traceback (most recent call last):"
+_ERROR = "error: "
 _NO_CAUSE = re.compile(r"KeyboardInterrupt|SystemExit|(\w+\.)*CancelledError")
 _CLASH_MARKS = ("address already in use", "address in use", "errno 98", "addrinuse")
 
@@ -50,6 +52,8 @@ class ServerDied(Exception):
 def exception_line(log: str) -> str:
     """Return the log line with the exception that ended a process, or "".
 
+    For an error that the process reported without a traceback, the line has its reason and remedy.
+
     Example:
         >>> exception_line(
         ...     "Traceback (most recent call last):\\n  File ...\\n"
@@ -67,7 +71,23 @@ def exception_line(log: str) -> str:
             inside = False
             if (mark or number >= len(lines) - _TAIL_LINES) and not _NO_CAUSE.match(line):
                 found.append(line.strip())
-    return found[0 if mark else -1] if found else ""
+    if found:
+        return found[0 if mark else -1]
+    return _told_error(lines[-_TAIL_LINES:])
+
+
+def _told_error(lines: Sequence[str]) -> str:
+    """Return the last `UserError` of a log, in one line.
+
+    Example:
+        >>> _told_error(["starting", "error: no model", "  why: the folder is empty"])
+        'error: no model; why: the folder is empty'
+    """
+    start = next((n for n in reversed(range(len(lines))) if lines[n].startswith(_ERROR)), None)
+    if start is None:
+        return ""
+    parts = itertools.takewhile(lambda line: line.startswith("  "), lines[start + 1 :])
+    return "; ".join(line.strip() for line in (lines[start], *parts))
 
 
 class ServerProcess:

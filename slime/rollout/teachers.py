@@ -176,7 +176,6 @@ class TeacherPool:
             )
             for teacher in found
         }
-        self._vocab_size: int | None = None
 
     async def begin(self, vocab_size: int | None) -> dict[str, float]:
         """Check every teacher before a rollout, and start measuring idle time.
@@ -189,6 +188,8 @@ class TeacherPool:
         teachers = self._teachers.values()
         if not teachers:
             return {}
+        # engines refuse to name more tokens than there are
+        self._top_k = min(self._top_k, vocab_size or self._top_k)
         apart = await asyncio.gather(*(teacher.check(vocab_size) for teacher in teachers))
         for teacher in teachers:
             teacher.client.busy.take_idle_ratio()

@@ -267,9 +267,16 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
         own = family_of(folder, flags.model_name).model_spec(folder)
         check_same_model(spec, own, folder)
         quantisation = Quantisation.read(read_hf_config(folder))
+        if quantisation is not None and config.lora.lora_rank and folder in critics:
+            raise UserError(
+                f"a critic cannot start from {folder}, which holds weights quantised to "
+                f"{quantisation}",
+                why="adapters are trained beside them, the critic is trained as a whole",
+                fix="name plain weights with --critic-load; slime convert quantised-to-hf makes "
+                "some of these",
+            )
         # a frozen base is read as engines read it
         is_frozen = bool(config.lora.lora_rank) and folder == Path(flags.hf_checkpoint)
-        is_frozen &= folder not in critics
         if quantisation is not None and (folder not in trained or is_frozen):
             # imports torch
             from slime.checkpoints.quantised_check import verify_quantised

@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,7 @@ _CHANGE_THE_MODEL = (
     "custom_loss_function_path",
 )
 _NUM_TOKENS = 32
+_MOST_CUTS = 64  # of answers to one question, by rollouts that end
 _NUM_DISTINCT = 16
 _LARGEST_IN_FLOAT32 = 1e-3
 _MEAN_IN_16_BITS = 0.1  # of the standard deviation
@@ -246,8 +248,7 @@ class Canary:
     def _ask(self, event: str, adapter: str) -> list[list[float]]:
         named = {ADAPTER_FIELD: adapter} if adapter else {}
         try:
-            body = scoring_request(self.tokens) | named
-            answers = self.fleet.post("/generate", body, deadlines.CANARY_SCORE)
+            answers = self._whole_answers(scoring_request(self.tokens) | named)
             found = [
                 _log_probs(*pair, self.tokens)
                 for pair in zip(self.fleet.urls, answers, strict=True)
@@ -256,7 +257,7 @@ class Canary:
             if images is None:
                 return found
             for body in map(images.body, images.pictures):
-                answers = self.fleet.post("/generate", body | named, deadlines.CANARY_SCORE)
+                answers = self._whole_answers(body | named)
                 for own, url, answer in zip(found, self.fleet.urls, answers, strict=True):
                     own += _log_probs_behind(url, answer, images)
             return found
@@ -267,6 +268,17 @@ class Canary:
                 "the trainer's",
                 fix="read the engine's log; --no-check-canary skips the comparison",
             ) from error
+
+    def _whole_answers(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Ask every engine; ask again where the answer was cut short. A rollout that ends beside a
+        push in flight aborts all requests of its engines, these too."""
+        answers = self.fleet.post("/generate", body, deadlines.CANARY_SCORE)
+        for cuts in range(1, _MOST_CUTS):
+            if not any(map(_is_cut, answers)):
+                break
+            time.sleep(min(cuts, 10) * 0.05)
+            answers = self.fleet.post("/generate", body, deadlines.CANARY_SCORE)
+        return answers
 
     def _allows(self, difference: Difference) -> bool:
         measured = difference.largest if self._in_float32 else difference.mean
@@ -408,6 +420,11 @@ def without_images(tokens: list[int], config: Config) -> list[int]:
     prompts = images_of(config)
     start = None if prompts is None else prompts.vision.start_token
     return [token + 1 if token == start else token for token in tokens]
+
+
+def _is_cut(answer: Mapping[str, Any]) -> bool:
+    reason = answer["meta_info"].get("finish_reason") or {}
+    return bool(reason.get("type") == "abort")
 
 
 def _log_probs_behind(url: str, answer: Mapping[str, Any], images: ImageCanary) -> list[float]:

@@ -272,3 +272,18 @@ def test_gguf_adapter_and_gguf_of_the_merged_model_agree(shape: str, tmp_path: P
             assert down.shape[-2] == 4 == up.shape[-1]
             expected = expected + scaling * (up @ down)
         torch.testing.assert_close(torch.tensor(merged[name].data), expected)
+
+
+@pytest.mark.parametrize("words", [[], ["--merge"]])
+def test_what_llama_cpp_does_not_compute_is_refused_of_adapters_too(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the name of the base, and before anything is merged."""
+    pytest.importorskip("gguf")
+    base = save_tiny_model(tmp_path / "base", "qwen3_moe")
+    save_adapter(tmp_path / "adapter", base)
+    monkeypatch.delattr("slime.cli.export.merge_adapter")
+    to = tmp_path / "adapter.gguf"
+    with pytest.raises(UserError, match=rf"{base} has dense layers .* among those with experts"):
+        export.main([str(tmp_path / "adapter"), *words, "--gguf", str(to)])
+    assert not to.exists()

@@ -20,18 +20,26 @@ from slime.checkpoints.peft_files import (
     WEIGHTS,
     ExpertLayout,
     fitted,
+    is_loadable,
     module_of,
     read_adapter,
     write_adapter,
+    write_plain,
 )
 from slime.config.groups_lora import LoraConfig
+from slime.embedded.adapters import AdapterTable
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.adapters import AdapterConfig, adapter_family, peft_name
 from slime.models.peft_config import CONFIG
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily
-from tests.support.embedded_models import save_tiny_model
+from tests.support.embedded_models import (
+    make_scheduler,
+    make_sequence,
+    run,
+    save_tiny_model,
+)
 from tests.support.hf_configs import config_of
 
 peft = pytest.importorskip("peft")
@@ -253,6 +261,34 @@ def test_what_peft_saves_is_read(
     merge_adapter(base, adapter, tmp_path / "merged")
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     torch.testing.assert_close(logits(ours), seen, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
+        {"target_modules": r".*\.layers\.0\.mlp\.up_proj|.*\.1\..*v_proj"},
+        {"target_modules": ["up_proj"], "exclude_modules": r".*\.0\..*"},
+        {"target_modules": ["up_proj", "o_proj"], "exclude_modules": ["o_proj"]},
+    ],
+)
+def test_engines_load_adapters_of_some_layers(
+    bases: Any, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    base = bases("llama")
+    model = saved_by_peft(base, tmp_path / "a", **settings)
+    _, spec = described(base)
+    adapter = read_adapter(tmp_path / "a")
+    assert not is_loadable(adapter, spec)
+    written = write_plain(tmp_path / "plain", adapter, spec)
+    scheduler = make_scheduler(base)
+    sequence = make_sequence(PROMPT[0].tolist(), max_new_tokens=0, logprob_start=0)
+    sequence.adapter = AdapterTable(scheduler.store).load_directory("a", str(written))
+    run(scheduler, [sequence])
+    theirs = logits(model)[0, :-1].log_softmax(-1).gather(1, PROMPT[0, 1:, None])[:, 0]
+    assert torch.allclose(torch.tensor(sequence.input_logprobs), theirs, atol=1e-5)
+    assert read_adapter(written).names() == adapter.names()
+    assert torch.allclose(logits(loaded_by_peft(base, written)), logits(model), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from slime.config.teachers import engine_teachers, read_teachers
 from slime.errors import UserError
 from slime.prompts.same_vocabulary import check_same_vocabulary
 from slime.rollout.loop import RolloutLoop
-from slime.rollout.teachers import EngineTeacher
+from slime.rollout.teachers import EngineTeacher, TeacherPool
 from slime.samples.batch import TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Sample
@@ -160,6 +160,19 @@ def test_the_most_likely_tokens_reach_the_batch() -> None:
             assert np.allclose(values[1], [-0.7, -1.2, -1.7])
 
     with_teachers(test, "default", opd_loss="forward_kl", opd_top_k=3)
+
+
+def test_no_more_tokens_are_asked_for_than_the_vocabulary_has() -> None:
+    """Engines refuse to; a teacher in the trainer gives all that there are."""
+
+    async def test(loop: RolloutLoop, engine: FakeEngine, teachers: list[FakeTeacher]) -> None:
+        pool = TeacherPool(loop.config, FakeTokenizer(), {}, engine.url)
+        await pool.begin(5)
+        await pool.score(Sample(prompt="p", tokens=[1, 2, 3], response_length=2))
+        await pool.close()
+        assert [body.get("top_logprobs_num") for body in teachers[0].bodies] == [None, 5]
+
+    with_teachers(test, "default", opd_loss="forward_kl", opd_top_k=8)
 
 
 class NamedSource(FakeSource):

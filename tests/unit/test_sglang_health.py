@@ -123,6 +123,7 @@ def test_it_survives_the_router_and_dies_of_a_token(
 # -- what a dead one says --------------------------------------------------------------------------
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n'
+TOLD = "no; why: because; fix: that"
 SCHEDULER = f"[2026-01-01 TP0] Scheduler hit an exception: {TRACEBACK}{POINTER}\n\n"
 
 
@@ -143,6 +144,9 @@ SCHEDULER = f"[2026-01-01 TP0] Scheduler hit an exception: {TRACEBACK}{POINTER}\
         (f"{TRACEBACK}AssertionError\n" + 39 * "later\n", "AssertionError"),
         (f"{TRACEBACK}ValueError: survived\n" + 40 * "later\n", ""),
         (f"{TRACEBACK}", ""),
+        ("error: one\nerror: no\n  why: because\n  fix: that\nend\n", f"error: {TOLD}"),
+        ("error: survived\n" + 40 * "later\n", ""),
+        (f"{TRACEBACK}KeyError: 'a'\nerror: no\n", "KeyError: 'a'"),
         ("fine\n", ""),
         ("", ""),
     ],

@@ -26,9 +26,9 @@ FILES = read_package(ROOT / "slime")
 BUDGETS = {
     "agents": 1_640,
     "algorithms": 1_390,  # four estimators, sampling masks, divergences
-    "checkpoints": 4_820,  # MXFP4, reward models
-    "cli": 2_755,  # plan, launch, compare, images in a chat, refusals of flags without effect
-    "cluster": 4_810,  # host memory of nodes, profiles
+    "checkpoints": 4_870,  # MXFP4, reward models, names of PEFT
+    "cli": 2_760,  # plan, launch, compare, images in a chat, refusals of flags without effect
+    "cluster": 4_830,  # host memory of nodes, profiles, errors of engines
     "compat": 1_375,
     "config": 5_760,  # estimators, importance levels, rejection, preferences, images
     "diagnosis": 4_570,
@@ -44,12 +44,12 @@ BUDGETS = {
     "processes": 1_055,  # the preloaded process
     "prompts": 4_180,  # rows of preferences
     "rollout": 8_990,  # preferences, reward models
-    "run": 2_210,  # lengths that longrope is computed for, profiles
+    "run": 2_220,  # lengths that longrope is computed for, profiles
     "samples": 2_250,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 930,
     "trainer": 9_240,
     "user_code": 955,
-    "weights": 3_020,
+    "weights": 3_035,
 }
 #: Programs that run without the package keep their time constants.
 STANDALONE = {

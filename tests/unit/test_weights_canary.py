@@ -343,6 +343,32 @@ def test_an_engine_that_does_not_answer_the_question(
             canary.check("a weight push")
 
 
+def test_an_answer_that_the_end_of_a_rollout_cuts_is_asked_for_again(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollout that aborts its engines' requests does not know of the canary's."""
+    fleet = Fleet(EXPECTED, EXPECTED)
+    canary = canary_of(fleet, models["llama"], EXPECTED)
+    whole = fleet.post
+    cut = {"meta_info": {"input_token_logprobs": [], "finish_reason": {"type": "abort"}}}
+    cuts = 2
+
+    def cut_twice(path: str, body: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+        nonlocal cuts
+        answers = whole(path, body, timeout)
+        cuts -= 1
+        return [answers[0], cut] if cuts >= 0 else answers
+
+    monkeypatch.setattr(fleet, "post", cut_twice)
+    monkeypatch.setattr("slime.weights.canary.time.sleep", lambda seconds: None)
+    assert canary.check("a weight push")[LARGEST] == 0
+    assert cuts < 0
+    # one that does not end is told as it is
+    cuts = 10**6
+    with pytest.raises(UserError, match="answered those of 0"):
+        canary.check("a weight push")
+
+
 # -- trainer and engine ----------------------------------------------------------------------------
 
 
