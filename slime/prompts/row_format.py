@@ -40,6 +40,7 @@ class RowFormat:
     Attributes:
         raw_label: numbers among the labels stay numbers (--label-type raw); else they become text.
         rm_type: the built-in reward, where a row's own metadata does not name another.
+        rm_type_of_all: the built-in reward of all rows, whatever their metadata names.
         own_reward: rewards come from a function of the user's, so ``rm_type`` and that of rows have
             no effect.
         raw: keep chat messages as they are, whatever ``apply_chat_template`` says (supervised
@@ -58,6 +59,7 @@ class RowFormat:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     raw_label: bool = False
     rm_type: str | None = None
+    rm_type_of_all: str | None = None
     own_reward: bool = False
     raw: bool = False
     preference: PreferenceColumns | None = None
@@ -182,9 +184,13 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         ) from error
     label = None
     if form.label_key is not None:
-        rm_type = "" if form.own_reward else str(metadata.get("rm_type") or form.rm_type or "")
+        rm_type = form.rm_type_of_all or metadata.get("rm_type") or form.rm_type
         label = read_label(
-            row, form.label_key, form.label_flag, raw=form.raw_label, rm_type=rm_type
+            row,
+            form.label_key,
+            form.label_flag,
+            raw=form.raw_label,
+            rm_type="" if form.own_reward else str(rm_type or ""),
         )
     if tools:
         metadata["tools"] = tools

@@ -245,6 +245,19 @@ def test_labels_that_the_reward_cannot_compare_are_refused_as_in_training(tmp_pa
             read_eval_prompts(dataset, config, make_tokenizer())
 
 
+@pytest.mark.parametrize("own", [{}, {"rm_type": "math"}])
+@pytest.mark.parametrize("named", ["rm_type: gpqa", "metadata_overrides: {rm_type: boxed_gpqa}"])
+def test_labels_are_read_for_the_reward_that_the_set_names(
+    own: dict[str, str], named: str, tmp_path: Path
+) -> None:
+    """A position is a number for gpqa alone, which would find no choice called "1"."""
+    data = write_rows(tmp_path / "rows.jsonl", 1, answer=1, metadata=own)
+    flags = {"rm_type": "math", "label_key": "answer"}
+    [dataset] = datasets_of(tmp_path, f"{{datasets: {{a: {{path: {data}, {named}}}}}}}", **flags)
+    [prompt] = read_eval_prompts(dataset, make_config(**{**FLAGS, **flags}), make_tokenizer())
+    assert prompt.label == 1
+
+
 def test_bad_evaluation_data_is_refused_at_the_start(tmp_path: Path) -> None:
     async def start(loop: RolloutLoop, engine: FakeEngine) -> None:
         await loop.start()
