@@ -323,6 +323,48 @@ def test_mistakes_in_the_file_are_named(tmp_path: Path, text: str, said: str) ->
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "written", "read"),
+    [
+        ("apply_chat_template", '"false"', False),
+        ("apply_chat_template_kwargs", "'{\"thinking\": true}'", {"thinking": True}),
+        ("skip_special_tokens", '"no"', False),
+        ("label_key", "2024", "2024"),
+        ("label_key", "null", None),
+        ("rm_type", "null", None),
+        ("stop", "[a, 5]", ("a", "5")),
+        ("stop_token_ids", '["7"]', (7,)),
+    ],
+)
+def test_values_of_a_set_have_the_types_of_their_flags(
+    key: str, written: str, read: Any, tmp_path: Path
+) -> None:
+    """Text such as "false" would count as true."""
+    [dataset] = datasets_of(tmp_path, f"{{datasets: {{a: {{path: x, {key}: {written}}}}}}}")
+    assert getattr(dataset, key) == read
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "apply_chat_template: maybe",
+        "apply_chat_template_kwargs: [1]",
+        "apply_chat_template_kwargs: null",
+        "input_key: [a]",
+        "input_key: null",
+        "rm_type: [math]",
+        "metadata_overrides: [1]",
+        "metadata_overrides: null",
+        "stop_token_ids: [end]",
+        "no_stop_trim: perhaps",
+        "repetition_penalty: 3",
+    ],
+)
+def test_values_of_other_types_are_refused_before_the_run(wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^evaluation set a: "):
+        datasets_of(tmp_path, f"{{datasets: {{a: {{path: x, {wrong}}}}}}}")
+
+
 def test_eval_prompt_data_takes_pairs_or_a_single_path() -> None:
     def names(*values: str) -> list[tuple[str, str]]:
         return [
