@@ -33,7 +33,7 @@ from slime.samples.types import Sample
 from tests.support import rollout_hooks
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_rollout import FakeSource, FakeTokenizer, hook_args
-from tests.support.prompt_fixtures import make_tokenizer
+from tests.support.prompt_fixtures import CHATML, make_tokenizer
 
 FLAGS: dict[str, Any] = {
     "num_rollout": 1,
@@ -54,12 +54,13 @@ def write_rows(path: Path, count: int, **extra: Any) -> str:
     return str(path)
 
 
-def with_loop(test: Callable[[RolloutLoop, FakeEngine], Awaitable[Any]], **flags: Any) -> Any:
+def with_loop(
+    test: Callable[[RolloutLoop, FakeEngine], Awaitable[Any]], tokenizer: Any = None, **flags: Any
+) -> Any:
     async def main() -> Any:
         async with FakeEngine() as engine:
-            loop = RolloutLoop(
-                make_config(**{**FLAGS, **flags}), FakeTokenizer(), FakeSource(2), engine.url
-            )
+            config = make_config(**{**FLAGS, **flags})
+            loop = RolloutLoop(config, tokenizer or FakeTokenizer(), FakeSource(2), engine.url)
             try:
                 return await asyncio.wait_for(test(loop, engine), timeout=30)
             finally:
@@ -116,6 +117,36 @@ n_samples_per_eval_prompt: 1, temperature: 0,
     assert "eval/small-pass@8" not in metrics and "eval/other-pass@1" not in metrics
     assert metrics["eval/small-truncated_ratio"] == sum(output.data["small"]["truncated"]) / 12
     assert metrics["eval/small/response_len/max"] <= 5 and metrics["eval/small/num_failed"] == 0
+
+
+@pytest.mark.parametrize("templates_rows", ["true", "false"])
+@pytest.mark.parametrize("own", ["{mode: B}", "{}"])
+def test_the_template_arguments_of_a_set_hold_for_all_its_turns(
+    own: str, templates_rows: str, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer(CHATML + "{% if add_generation_prompt %}{{ mode }}{% endif %}")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"input": [{"role": "user", "content": "hi"}]}) + "\n")
+    file = tmp_path / "sets.yaml"
+    settings = f"apply_chat_template: {templates_rows}, apply_chat_template_kwargs: {own}"
+    file.write_text(f"datasets: {{a: {{path: {rows}, {settings}}}}}")
+
+    async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
+        await loop.evaluate(0)
+        begun = "<|im_start|>assistant\n" + ("B" if own == "{mode: B}" else "")
+        asked = sorted((body["input_ids"] for body in engine.bodies), key=len)
+        assert len(asked) == 2
+        assert all(tokenizer.decode(ids).endswith(begun) for ids in asked)
+
+    with_loop(
+        test,
+        tokenizer,
+        eval_config=str(file),
+        n_samples_per_eval_prompt=1,
+        rollout_max_response_len=100,
+        apply_chat_template_kwargs={"mode": "A"},
+        custom_generate_function_path="tests.support.rollout_hooks.asked_twice",
+    )
 
 
 def test_evaluations_are_deterministic_and_do_not_change_the_prompts(tmp_path: Path) -> None:
