@@ -76,7 +76,8 @@ def with_prompt(
     """The prompt, and what each answer adds to it: both text, or both messages.
 
     Args:
-        prompt: of its own column; not read where answers are whole conversations.
+        prompt: of its own column. Where answers are whole conversations, messages must be what
+            these begin with, and text is not read.
     Raises:
         RowProblem: there is no prompt, or the answers do not have the same one.
 
@@ -91,6 +92,13 @@ def with_prompt(
         raise RowProblem("have one answer that is text and one that is messages")
     if talks and all(talk[0]["role"] != "assistant" for talk in talks):
         shared = _shared_beginning(talks)
+        if isinstance(prompt, list) and any(talk[: len(prompt)] != prompt for talk in talks):
+            raise RowProblem(
+                "have a prompt that their answers, which are whole conversations, do not begin "
+                "with",
+                f"the prompt's first message is {prompt[0]}, the answers' {talks[0][0]}"[:200],
+                "give the answers alone, behind the prompt, or the same prompt in both",
+            )
         return talks[0][:shared], {name: answer[shared:] for name, answer in answers.items()}
     if prompt is None:
         raise RowProblem(
@@ -106,6 +114,13 @@ def with_prompt(
     return prompt, {
         name: [{"role": "assistant", "content": answer}] for name, answer in answers.items()
     }
+
+
+def holds_text(prompt: str | Messages, text: str) -> bool:
+    """Whether a text is the prompt, or in one of its messages."""
+    if isinstance(prompt, str):
+        return text == prompt
+    return any(text.strip() in message["content"] for message in prompt)
 
 
 def _shared_beginning(talks: Sequence[Messages]) -> int:

@@ -27,7 +27,7 @@ from slime.prompts.conversation import (
 )
 from slime.prompts.images import ImagePrompts, ImageSources, Source, image_prompts, kept
 from slime.prompts.labels import compares_labels, read_label
-from slime.prompts.preference_rows import PreferenceColumns, with_prompt
+from slime.prompts.preference_rows import PreferenceColumns, holds_text, with_prompt
 from slime.prompts.problems import RowProblem, missing_key
 from slime.samples.media import IMAGES
 from slime.user_code.overrides import follows_old_plugin
@@ -294,16 +294,17 @@ def _read_preference(
     label: dict[str, Any] = {} if columns.label is None else {"label": columns.read_label(row)}
     metadata = _metadata(row, form)
     read: dict[str, str | Messages] = {}
+    if column is not None:
+        given["prompt"] = row[column]
+    keys = {name: columns.answers.get(name) or str(column) for name in given}
     try:
-        tools = _tools(row, form, None)
-        if column is not None:
-            given["prompt"] = row[column]
+        talks = {name: conversation_in(value, keys[name]) for name, value in given.items()}
+        beside = (talk[1] for talk in talks.values() if talk and talk[1])
+        tools = _tools(row, form, next(beside, None))
         for name, value in given.items():
-            key = column or name if name == "prompt" else columns.answers[name]
-            conversation = conversation_in(value, key)
-            own = replace(form, input_key=key, input_flag=f"--{name}-key")
+            own = replace(form, input_key=keys[name], input_flag=f"--{name}-key")
             what = "prompt" if name == "prompt" else "answer"
-            if conversation:
+            if conversation := talks[name]:
                 read[name] = _messages(conversation[0], tools, own, what)
             else:
                 read[name] = _text(value, own, what)
@@ -311,10 +312,13 @@ def _read_preference(
         raise RowProblem(
             f"have {error.kind}", f"{error.where}: {error.detail}".rstrip(": "), error.fix
         ) from error
-    prompt, answers = with_prompt(read.pop("prompt", None), read)
+    asked = read.pop("prompt", None)
+    prompt, answers = with_prompt(asked, read)
     if tools:
         metadata["tools"] = tools
     unread = _unread_columns(row, form, (*columns.names, column))
+    if isinstance(asked, str) and not holds_text(prompt, asked):
+        unread = (*unread, str(column))
     return Prompt(prompt, [], answers | label, metadata, prompt, unread)
 
 

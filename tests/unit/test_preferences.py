@@ -166,6 +166,10 @@ GOOD = ROWS["whole conversations"]
             "one answer that is text and one that is messages",
         ),
         ({"chosen": said("q", "good"), "rejected": said("q", "", "p")}, "cannot be trained on"),
+        (
+            GOOD | {"prompt": [{"role": "system", "content": "be brief"}, *said("q")]},
+            "have a prompt that their answers, which are whole conversations, do not begin with",
+        ),
     ],
 )
 def test_rows_that_are_no_pairs_are_refused_by_name(
@@ -174,6 +178,33 @@ def test_rows_that_are_no_pairs_are_refused_by_name(
     path = write_jsonl(tmp_path / "pairs.jsonl", [GOOD, row])
     error = report_of(path).error
     assert error is not None and told in str(error) and f"{path}:2" in str(error)
+
+
+@pytest.mark.parametrize("prompt", ["q", " q\n", said("q")])
+def test_a_prompt_that_whole_conversations_repeat_is_read_once(
+    tmp_path: Path, prompt: str | list[dict[str, str]]
+) -> None:
+    path = write_jsonl(tmp_path / "pairs.jsonl", [GOOD | {"prompt": prompt}] * 2)
+    assert not report_of(path).notes
+    [group, _] = groups_of(path, tokenizer=CHAT).samples
+    assert CHAT.decode(group.trajectories[0][0].tokens).count("q") == 1
+
+
+def test_text_that_whole_conversations_do_not_hold_is_a_column_that_nothing_reads(
+    tmp_path: Path,
+) -> None:
+    path = write_jsonl(tmp_path / "pairs.jsonl", [GOOD | {"prompt": "another"}])
+    assert "nothing reads the columns prompt (1 of 1 rows)" in report_of(path).notes[0]
+
+
+@pytest.mark.parametrize("place", ["prompt", "chosen"])
+def test_tools_may_stand_beside_the_messages(tmp_path: Path, place: str) -> None:
+    tools = [{"name": "search", "parameters": {}}]
+    row: dict[str, Any] = dict(ROWS["messages of all"])
+    row[place] = {"messages": row[place], "tools": tools}
+    [group, _] = groups_of(write_jsonl(tmp_path / "pairs.jsonl", [row] * 2), tokenizer=CHAT).samples
+    [tool] = group.trajectories[0][0].metadata["tools"]
+    assert tool["function"]["name"] == "search"
 
 
 def test_equal_answers_are_counted_and_refused_where_there_is_nothing_else(tmp_path: Path) -> None:
