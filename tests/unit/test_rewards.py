@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from slime.cli.reward import main as reward_cli
 from slime.config import make_config
 from slime.errors import UserError
+from slime.prompts.chat_template import render_messages
 from slime.rollout.rewards import grading_pool, reward_model
 from slime.rollout.rewards.grading_pool import Grade, GradingPool
 from slime.rollout.rewards.math_grading import grade_deepscaler, grade_math
@@ -42,7 +43,7 @@ from slime.rollout.rewards.text import (
 from slime.samples.types import Sample
 from slime.user_code.loading import load_function
 from tests.support.processes import is_running, wait_until
-from tests.support.prompt_fixtures import make_tokenizer
+from tests.support.prompt_fixtures import CHATML, make_tokenizer
 
 
 def make_pool(**flags: Any) -> RewardPool:
@@ -567,32 +568,73 @@ def test_a_row_that_cannot_be_judged_ends_the_command_and_not_the_graders_of_oth
     assert "was lost" not in caplog.text
 
 
-def test_tokenizers_that_are_code_are_read_if_the_user_trusts_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, policy = tmp_path / "judge", tmp_path / "policy"
+def reward_model_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, load: Any, **flags: Any
+) -> reward_model.RewardModelScorer:
+    """A scorer with a model that scores nothing."""
     folder.mkdir()
     (folder / "config.json").write_text(
         json.dumps({"architectures": ["QwenForSequenceClassification"], "id2label": {"0": ""}})
     )
-    trusted = {}
-
-    def load(path: str, *, trust_remote_code: bool = False) -> Any:
-        trusted[path] = trust_remote_code
-        return make_tokenizer()
-
     monkeypatch.setattr(reward_model, "load_tokenizer", load)
     monkeypatch.setattr(
         "transformers.AutoModelForSequenceClassification.from_pretrained",
         lambda path, **options: torch.nn.Linear(1, 1),
     )
     config = make_config(
-        hf_checkpoint=str(policy),
-        trust_remote_code=True,
-        rm_type="reward_model",
-        rm_path=str(folder),
-        rollout_batch_size=1,
-        num_rollout=1,
+        rm_type="reward_model", rm_path=str(folder), rollout_batch_size=1, num_rollout=1, **flags
     )
-    reward_model.RewardModelScorer(str(folder), config)._load()
-    assert trusted == {str(folder): True, str(policy): True}
+    scorer = reward_model.RewardModelScorer(str(folder), config)
+    scorer._load()
+    return scorer
+
+
+def test_tokenizers_that_are_code_are_read_if_the_user_trusts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trusted = {}
+
+    def load(path: str, *, trust_remote_code: bool = False) -> Any:
+        trusted[path] = trust_remote_code
+        return make_tokenizer()
+
+    judge, policy = tmp_path / "judge", tmp_path / "policy"
+    reward_model_of(judge, monkeypatch, load, hf_checkpoint=str(policy), trust_remote_code=True)
+    assert trusted == {str(judge): True, str(policy): True}
+
+
+#: Leaves out what stands before the last mark, as templates of reasoning models do.
+CUTTING = CHATML.replace("m['content']", "m['content'].split('</think>')[-1]")
+TOOLS = "{% if tools %}{{ tools[0]['function']['name'] }}{% endif %}"
+
+
+@pytest.mark.parametrize("template", [None, CHATML, CUTTING, TOOLS + CHATML])
+@pytest.mark.parametrize("response", ["", " ", "yes", "a</think>b</think>c"])
+@pytest.mark.parametrize("turns", [1, 3])
+def test_a_reward_model_of_another_vocabulary_scores_whatever_the_policy_says(
+    template: str | None,
+    response: str,
+    turns: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = make_tokenizer(template)
+
+    def load(path: str, *, trust_remote_code: bool = False) -> Any:
+        return make_tokenizer(eos="<|endoftext|>") if path == "policy" else tokenizer
+
+    scorer = reward_model_of(tmp_path / "judge", monkeypatch, load, hf_checkpoint="policy")
+    scorer._shares_vocabulary = False
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "earlier"},
+        {"role": "user", "content": "r"},
+    ][-turns:]
+    tools = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
+    sample = Sample(prompt=messages if template else "r", response=response)
+    sample.metadata = {"tools": tools} if template and template.startswith(TOOLS) else {}
+    prompt = "r"
+    if template:
+        prompt = render_messages(tokenizer, messages, tools=sample.metadata.get("tools"))
+    scored = tokenizer.decode(scorer.tokens_of(sample))
+    assert scored == f"{prompt}{response}<|im_end|>"
