@@ -48,6 +48,10 @@ _ROLES = {
     "function_call": "assistant",
     "tool_call": "assistant",
 }
+_OUR_ROLES = ("system", "developer", "user", "assistant", "tool")
+#: Keys that say who speaks, and keys of what is said.
+_SPEAKERS = ("role", "from")
+_SAID = ("content", "value", "parts", "tool_calls", "function_call")
 #: Roles of the assistant whose text is a call of a tool (ShareGPT).
 _CALLING_ROLES = ("function_call", "tool_call")
 #: Keys under which other systems keep what was thought before an answer, the first that is there
@@ -180,12 +184,21 @@ def _from_text(text: str, where: str) -> Any:
             f"{error}: {text[:80]!r}",
             "write it with json.dumps, not with str()",
         ) from error
-    is_messages = isinstance(found, Mapping) or (
-        isinstance(found, list)
-        and bool(found)
-        and all(isinstance(item, Mapping) and ("role" in item or "from" in item) for item in found)
+    if isinstance(found, Mapping) and not any(isinstance(found.get(key), str) for key in _SPEAKERS):
+        return found
+    items = found if isinstance(found, list) else [found]
+    are_messages = all(
+        isinstance(item, Mapping)
+        and (not item.keys().isdisjoint(_SPEAKERS) or item.get("type") in _ITEMS)
+        for item in items
     )
-    return found if is_messages else None
+    return found if are_messages and any(map(_speaks, items)) else None
+
+
+def _speaks(item: Mapping[str, Any]) -> bool:
+    """Whether somebody says something in it: other JSON has roles and places of departure, too."""
+    role = str(item.get("role", item.get("from"))).lower()
+    return role in (*_ROLES, *_OUR_ROLES) and not item.keys().isdisjoint(_SAID)
 
 
 def read_messages(
@@ -329,7 +342,7 @@ class _MessageReader:
                 "a message is {'role': …, 'content': …}",
             )
         role = _ROLES.get(wire_role.lower(), wire_role.lower())
-        if role not in ("system", "developer", "user", "assistant", "tool"):
+        if role not in _OUR_ROLES:
             role = wire_role
         wire = given.get("content", given.get("value", given.get("parts")))
         calls = self._calls(given, where)

@@ -207,6 +207,28 @@ def test_what_is_no_conversation_is_left_alone(value: Any) -> None:
     assert conversation_in(value) is None
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"from": "Paris", "to": "Rome"},
+        [{"from": "EUR", "to": "USD", "value": 3}],
+        {"role": "user", "name": "Bob"},
+        [{"role": "admin", "name": "Bob"}, {"role": "user", "name": "Al"}],
+        [{"type": "function_call", "name": "f", "arguments": "{}"}],
+    ],
+)
+def test_other_json_with_roles_and_places_of_departure_is_text(value: Any) -> None:
+    assert conversation_in(json.dumps(value)) is None
+
+
+def test_items_of_responses_may_be_text() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    items = [USER, call, {"type": "function_call_output", "call_id": "c", "output": "1"}]
+    found = conversation_in(json.dumps(items))
+    assert found is not None
+    assert [message["role"] for message in read_messages(found[0])] == ["user", "assistant", "tool"]
+
+
 def test_a_conversation_written_by_str_is_refused_and_not_taken_as_words() -> None:
     with pytest.raises(ConversationError, match="not valid JSON"):
         conversation_in(str([USER]))
