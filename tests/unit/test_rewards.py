@@ -213,9 +213,12 @@ def test_unknown_types_are_refused_when_the_pool_is_made(rm_type: str, said: str
 
 USER_CODE = """
 import asyncio, time
+import numpy as np, torch
 async def length(args, sample, **kwargs): return len(sample.response)
 def sync(args, sample): sample.metadata["seen"] = args.rm_type; return True
 def batch(args, samples, **kwargs): return [s.index for s in samples]
+def array(args, samples): return np.array([s.index for s in samples])
+def tensor(args, samples): return torch.tensor([s.index for s in samples], dtype=torch.bfloat16)
 def short(args, samples): return [1.0]
 def nan(args, sample): return float("nan")
 def text(args, sample): return "1.0"
@@ -263,6 +266,13 @@ def test_groups_are_scored_in_one_call_or_one_by_one(user: str) -> None:
             lambda pool: pool.score_group([Sample() for _ in range(3)]),
             custom_rm_path=f"{user}.short",
         )
+
+
+@pytest.mark.parametrize("name", ["array", "tensor"])
+def test_rewards_of_a_group_may_be_one_array(user: str, name: str) -> None:
+    samples = [Sample(index=i) for i in range(3)]
+    rewards = with_pool(lambda pool: pool.score_group(samples), custom_rm_path=f"{user}.{name}")
+    assert rewards == [0.0, 1.0, 2.0]
 
 
 def test_dict_rewards_need_a_key(user: str) -> None:
