@@ -11,6 +11,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.models.vision import placeholder_runs
 from slime.prompts.chat_template import (
+    OWN_ARGUMENTS,
     TemplateRefuses,
     render_prompt,
     template_form,
@@ -68,6 +69,19 @@ class RowFormat:
     images: ImageSources | None = None
     input_flag: str = "--input-key"
     label_flag: str = "--label-key"
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            UserError: the chat template is given an argument that is not the user's to give.
+        """
+        if ours := sorted(OWN_ARGUMENTS & self.template_kwargs.keys()):
+            raise UserError(
+                f"--apply-chat-template-kwargs has {', '.join(ours)}",
+                why="this is given to the chat template wherever messages are rendered, as the "
+                "place needs it",
+                fix="leave it out; tools are a column of the data (--tool-key)",
+            )
 
     @staticmethod
     def of(config: Config) -> RowFormat:
