@@ -149,6 +149,14 @@ def eval_datasets(config: Config) -> list[EvalDataset]:
                 why="the tower that sees images is built and served with --multimodal-keys",
                 fix="pass --multimodal-keys too",
             )
+    largest = max(config.eval.eval_pass_k or (0,))
+    tries = max((dataset.n_samples_per_eval_prompt for dataset in datasets), default=largest)
+    if largest > tries:
+        raise UserError(
+            f"--eval-pass-k {largest} needs as many samples of each prompt of a set",
+            why=f"no evaluation set has more than n_samples_per_eval_prompt {tries}",
+            fix="give a set more, or leave this k out",
+        )
     names = [dataset.name for dataset in datasets]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(

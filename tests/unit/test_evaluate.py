@@ -396,6 +396,14 @@ def test_values_of_other_types_are_refused_before_the_run(wrong: str, tmp_path: 
         datasets_of(tmp_path, f"{{datasets: {{a: {{path: x, {wrong}}}}}}}")
 
 
+def test_a_k_that_no_set_has_samples_for_is_refused(tmp_path: Path) -> None:
+    text = "{defaults: {n_samples_per_eval_prompt: 2}, datasets: {a: {path: x}, b: {path: y}}}"
+    with pytest.raises(UserError, match=r"no evaluation set has more than .* 2"):
+        datasets_of(tmp_path, text, n_samples_per_eval_prompt=8, eval_pass_k=(1, 4))
+    enough = text.replace("{path: y}", "{path: y, n_samples_per_eval_prompt: 4}")
+    assert len(datasets_of(tmp_path, enough, eval_pass_k=(1, 4))) == 2
+
+
 def test_eval_prompt_data_takes_pairs_or_a_single_path() -> None:
     def names(*values: str) -> list[tuple[str, str]]:
         return [
