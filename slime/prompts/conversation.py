@@ -70,6 +70,8 @@ _REASONING_PARTS = ("thinking", "reasoning", "reasoning_text")
 _MEDIA = ("image", "audio", "video", "file", "document", "pdf")
 _ITEMS = ("function_call", "function_call_output", "reasoning", "message")
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
+#: Keys of a call that hold its arguments; "args" is LangChain's.
+_ARGUMENTS = ("arguments", "parameters", "input", "args")
 #: Parts of content that are images.
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 #: Where an image of a row's column belongs in a text.
@@ -354,7 +356,7 @@ class _MessageReader:
         reasoning = self._reasoning(given, content.reasoning, where)
         if reasoning:
             said["reasoning_content"] = reasoning
-        calls += content.calls
+        calls = _each_once(calls, content.calls)
         if calls:
             said["tool_calls"] = calls
         for key in ("tool_call_id", "name"):
@@ -434,6 +436,8 @@ class _MessageReader:
         if kind is None:
             media = next((key for key in given if _is_media(key)), None)
             kind = media or ("text" if "text" in given else None)
+        if kind in _TEXT_PARTS and given.get("thought") is True:  # Gemini's
+            kind = "reasoning"
         if kind in _TEXT_PARTS:
             text = given.get("text", "")
             if not isinstance(text, str):
@@ -499,7 +503,7 @@ class _MessageReader:
             self._call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(found)
         ]
         if isinstance(legacy, Mapping) and any(value is not None for value in legacy.values()):
-            read.append(self._call(legacy, f"{where}.function_call"))
+            read = _each_once(read, [self._call(legacy, f"{where}.function_call")])
         return read
 
     def _call(self, call: Any, where: str) -> dict[str, Any]:
@@ -516,8 +520,17 @@ class _MessageReader:
                 f"found {str(call)[:200]}",
                 "a call is {'type': 'function', 'function': {'name': …, 'arguments': …}}",
             )
-        keys = ("arguments", "parameters", "input")
-        arguments: Any = next((function[key] for key in keys if function.get(key) is not None), {})
+        arguments: Any = next(
+            (function[key] for key in _ARGUMENTS if function.get(key) is not None), {}
+        )
+        unread = [key for key, value in function.items() if isinstance(value, Mapping)]
+        if unread and function.keys().isdisjoint(_ARGUMENTS):
+            raise ConversationError(
+                "a call whose arguments are under another name",
+                where,
+                f"that of {name} has {', '.join(map(str, unread))}",
+                f"name them {_ARGUMENTS[0]}",
+            )
         if isinstance(arguments, str):
             kind = "arguments of a call that are not valid JSON"
             arguments = _json(arguments, kind, where) if arguments.strip() else {}
@@ -549,6 +562,13 @@ class _Content:
     def add(self, text: str, join: str = "") -> None:
         self.text += (join if self.has_text else "") + text
         self.has_text = True
+
+
+def _each_once(calls: list[dict[str, Any]], again: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls of one message, which clients write in the form of today and in that of another
+    system."""
+    functions = [call["function"] for call in calls]
+    return calls + [call for call in again if call["function"] not in functions]
 
 
 def _is_parts(content: Any) -> bool:

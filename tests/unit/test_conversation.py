@@ -49,6 +49,13 @@ def test_content_is_text_whatever_its_parts(content: Any) -> None:
     assert said(content) == "ab"
 
 
+def test_thoughts_of_gemini_are_reasoning() -> None:
+    parts = [{"text": "hm", "thought": True}, {"text": "4", "thought": None}]
+    assert read_messages([{"role": "model", "parts": parts}]) == [
+        {"role": "assistant", "content": "4", "reasoning_content": "hm"}
+    ]
+
+
 @pytest.mark.parametrize(
     "part",
     [
@@ -90,10 +97,27 @@ def test_images_and_other_media_are_refused_by_name(part: dict[str, Any]) -> Non
         {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
         {"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {"x": 1}}]},
         {"type": "function_call", "name": "f", "arguments": '{"x": 1}'},
+        {"role": "assistant", "tool_calls": [{"name": "f", "args": {"x": 1}, "type": "tool_call"}]},
+        CALLS | {"function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        CALLS | {"content": [{"type": "tool_use", "name": "f", "input": {"x": 1}}]},
     ],
 )
 def test_a_call_is_the_same_in_each_form(message: dict[str, Any]) -> None:
     assert read_messages([message]) == [CALLS]
+
+
+def test_calls_that_differ_are_all_read() -> None:
+    call = {"name": "f", "arguments": {}, "cache_control": {"type": "ephemeral"}}
+    other = {"name": "g"}
+    [message] = read_messages([CALLS | {"tool_calls": [call, call], "function_call": other}])
+    assert [one["function"]["name"] for one in message["tool_calls"]] == ["f", "f", "g"]
+
+
+def test_arguments_under_an_unknown_name_are_refused_and_not_left_out() -> None:
+    call = {"name": "f", "kwargs": {"x": 1}}
+    with pytest.raises(ConversationError, match="arguments are under another name") as caught:
+        read_messages([{"role": "assistant", "tool_calls": [call]}])
+    assert "kwargs" in caught.value.detail
 
 
 JSON = st.recursive(
