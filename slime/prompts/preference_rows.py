@@ -17,6 +17,10 @@ from slime.prompts.problems import RowProblem, missing_key
 
 #: Column of the prompt where --input-key is not given and its default is no column.
 _USUAL_PROMPT = "prompt"
+#: What the label of an answer may be, as text.
+_VERDICTS = {
+    "true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,15 @@ class PreferenceColumns:
         if self.label not in row:
             raise missing_key(self.label, "--label-key", row)
         value = row[self.label]
-        if value not in (0, 1) or isinstance(value, float | str):
+        # a column with gaps is one of floats, and each field of a CSV file is text
+        verdict = _VERDICTS.get(str(value).strip().lower())
+        if verdict is None:
             raise RowProblem(
                 f"have a label (key '{self.label}') that is neither true nor false",
                 f"found {value!r:.40}",
                 "kto takes answers that are desirable (true) or undesirable (false)",
             )
-        return bool(value)
+        return verdict
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -217,7 +217,8 @@ def test_equal_answers_are_counted_and_refused_where_there_is_nothing_else(tmp_p
     assert error is not None and "3 of 3 rows have a rejected answer that equals" in str(error)
 
 
-def test_labels_of_one_side_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("odd", ["yes", 2, 0.5, None, [1]])
+def test_labels_of_one_side_are_refused(tmp_path: Path, odd: Any) -> None:
     def rows(*labels: Any) -> str:
         found = [
             {"prompt": "q", "completion": f"a{i}", "label": one} for i, one in enumerate(labels)
@@ -227,8 +228,17 @@ def test_labels_of_one_side_are_refused(tmp_path: Path) -> None:
     assert not report_of(rows(True, False), "kto").warnings
     error = report_of(rows(True, True), "kto").error
     assert error is not None and "2 of 2 rows have a desirable answer" in str(error)
-    error = report_of(rows(True, False, "yes"), "kto").error
+    error = report_of(rows(True, False, odd), "kto").error
     assert error is not None and "neither true nor false" in str(error)
+
+
+@pytest.mark.parametrize("good", [True, 1, 1.0, "true", "True", "1"])
+@pytest.mark.parametrize("bad", [False, 0, 0.0, "false", "FALSE", "0"])
+def test_labels_are_read_whatever_file_they_come_from(tmp_path: Path, good: Any, bad: Any) -> None:
+    """Fields of a CSV file are text, and a column of pandas with gaps is one of floats."""
+    rows = [{"prompt": "q", "completion": "a", "label": label} for label in (good, bad)]
+    groups = groups_of(write_jsonl(tmp_path / "answers.jsonl", rows), "kto").samples
+    assert [group.trajectories[0][0].reward for group in groups] == [1.0, -1.0]
 
 
 def test_kto_needs_a_second_answer_in_the_batch() -> None:
