@@ -18,12 +18,11 @@ one form changes nothing.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -695,9 +694,12 @@ def _schemas(tools: list[dict[str, Any]] | None) -> dict[str, Any]:
     return {function["name"]: function.get("parameters") or {} for function in functions}
 
 
-def without_nulls(value: Any, schema: Any = None) -> Any:
+def without_nulls(value: Any, schema: Any = None, root: Any = None) -> Any:
     """The value without keys that are null, at any depth, except where ``schema`` allows null.
     Lists keep theirs.
+
+    Args:
+        root: where references in ``schema`` lead; None: in itself.
 
     Example:
         >>> without_nulls({"a": None, "b": {"c": None, "d": [None]}})
@@ -706,33 +708,62 @@ def without_nulls(value: Any, schema: Any = None) -> Any:
         ...     {"a": None, "b": None}, {"properties": {"a": {"type": ["string", "null"]}}})
         {'a': None}
     """
+    root = schema if root is None else root
+    branches = list(_branches(schema, root))
     if isinstance(value, Mapping):
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        parts = properties if isinstance(properties, Mapping) else {}
+        schemas = {key: {"anyOf": [_of_key(part, key) for part in branches]} for key in value}
         return {
-            key: without_nulls(item, parts.get(key))
+            key: without_nulls(item, schemas[key], root)
             for key, item in value.items()
-            if item is not None or allows_null(parts.get(key))
+            if item is not None or allows_null(schemas[key], root)
         }
     if isinstance(value, list | tuple):
-        items = schema.get("items") if isinstance(schema, Mapping) else None
-        return [without_nulls(item, items) for item in value]
+        items = {"anyOf": [part.get("items") for part in branches]}
+        return [without_nulls(item, items, root) for item in value]
     return value
 
 
-def allows_null(schema: Any) -> bool:
+def allows_null(schema: Any, root: Any = None) -> bool:
     """Whether a part of a JSON schema names null among its types or values."""
-    if not isinstance(schema, Mapping):
-        return False
-    kinds = schema.get("type")
-    kinds = [kinds] if isinstance(kinds, str) else kinds or []
-    if "null" in kinds or schema.get("nullable") is True:
-        return True
-    values, *choices = (
-        found if isinstance(found, list) else []
-        for found in map(schema.get, ("enum", "anyOf", "oneOf"))
-    )
-    return None in values or any(map(allows_null, itertools.chain.from_iterable(choices)))
+    for part in _branches(schema, schema if root is None else root):
+        kinds = part.get("type")
+        values = part.get("enum")
+        if "null" in ([kinds] if isinstance(kinds, str) else kinds or []):
+            return True
+        if part.get("nullable") is True or (isinstance(values, list) and None in values):
+            return True
+    return False
+
+
+def _branches(schema: Any, root: Any, seen: tuple[int, ...] = ()) -> Iterator[Mapping[str, Any]]:
+    """A schema, and those that it refers to or takes together or by choice."""
+    if not isinstance(schema, Mapping) or id(schema) in seen:
+        return
+    yield schema
+    parts = [_referred(schema.get("$ref"), root)]
+    for key in ("anyOf", "oneOf", "allOf"):
+        choices = schema.get(key)
+        parts += choices if isinstance(choices, list) else []
+    for part in parts:
+        yield from _branches(part, root, (*seen, id(schema)))
+
+
+def _referred(reference: Any, root: Any) -> Any:
+    """The part of a schema that ``#/$defs/…`` names; None where there is none."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    for name in reference.split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        root = root.get(name) if isinstance(root, Mapping) else None
+    return root
+
+
+def _of_key(schema: Mapping[str, Any], key: str) -> Any:
+    """The schema of what an object has under a key."""
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and key in properties:
+        return properties[key]
+    return schema.get("additionalProperties")
 
 
 # -- keys that nothing reads -----------------------------------------------------------------------

@@ -316,6 +316,51 @@ def test_nulls_that_a_columnar_file_fills_in_are_absent() -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == {"b": None, "deep": {"y": [None]}}
 
 
+def test_null_stays_where_a_schema_allows_it_by_reference_or_by_choice() -> None:
+    """As pydantic writes nested models."""
+    point = {
+        "properties": {"x": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "y": {}},
+        "type": "object",
+    }
+    parameters = {
+        "properties": {
+            "one": {"$ref": "#/$defs/Point"},
+            "all": {"allOf": [{"$ref": "#/$defs/Point"}]},
+            "maybe": {"oneOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]},
+            "list": {"type": "array", "items": {"$ref": "#/$defs/Point"}},
+            "map": {"additionalProperties": {"$ref": "#/$defs/Word"}},
+            "word": {"$ref": "#/$defs/Word"},
+            "tree": {"$ref": "#"},
+            "loop": {"$ref": "#/$defs/Loop"},
+            "lost": {"$ref": "#/$defs/Nothing"},
+        },
+        "$defs": {
+            "Point": point,
+            "Word": {"enum": ["a", None]},
+            "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]},
+        },
+    }
+    filled: dict[str, Any] = {"x": None, "y": None}
+    value: dict[str, Any] = {
+        **dict.fromkeys(("one", "all", "maybe"), filled),
+        "list": [filled],
+        "map": {"k": None},
+        "word": None,
+        "tree": {"word": None, "one": None},
+        "loop": None,
+        "lost": None,
+    }
+    kept = {"x": None}
+    assert without_nulls(value, parameters) == {
+        **dict.fromkeys(("one", "all", "maybe"), kept),
+        "list": [kept],
+        "map": {"k": None},
+        "word": None,
+        "tree": {"word": None},
+    }
+    assert without_nulls({"maybe": None}, parameters) == {"maybe": None}
+
+
 @given(JSON)
 def test_without_nulls_leaves_no_key_null(value: Any) -> None:
     def has_null(one: Any) -> bool:
