@@ -280,7 +280,12 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
             fix="see slime/rollout/eval_datasets.py for the form",
         )
     _refuse_unknown(root, {"defaults", "datasets"}, f"{path}")
-    defaults = dict(root.get("defaults") or {})
+    defaults = root.get("defaults") or {}
+    if not isinstance(defaults, dict):
+        raise UserError(
+            f"{path}: its defaults are a {type(defaults).__name__}",
+            fix="write an object, {key: value}, or leave them out",
+        )
     _refuse_unknown(defaults, _KEYS - _PER_SET_ONLY, f"{path}, defaults")
     for number, entry in enumerate(entries):
         where = f"{path}, data set {entry.get('name', number)}"
@@ -288,7 +293,8 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
         for key in sorted(_PER_SET_ONLY):
             if not entry.get(key):
                 raise UserError(f"{where}: it has no {key}", fix=f"add '{key}: …'")
-        yield {**defaults, **entry, "path": local_data(str(entry["path"]), download=False)}
+        data = local_data(str(entry["path"]), download=False)
+        yield {**defaults, **entry, "name": str(entry["name"]), "path": data}
 
 
 def check_keys(given: dict[str, Any], where: str) -> None:

@@ -346,6 +346,8 @@ def test_both_forms_of_the_file(tmp_path: Path, text: str) -> None:
             "has multimodal_keys, and the run reads no images",
         ),
         ("{datasets: [", "not valid YAML"),
+        ("{defaults: 5, datasets: [{name: a, path: x}]}", "defaults are a int"),
+        ("{datasets: [{name: 1, path: x}, {name: '1', path: y}]}", "given twice"),
     ],
 )
 def test_mistakes_in_the_file_are_named(tmp_path: Path, text: str, said: str) -> None:
@@ -458,6 +460,15 @@ def test_a_set_that_asks_a_reward_model_needs_its_address(rm_type: str, tmp_path
     with pytest.raises(UserError, match="needs an address"):
         check_flags(make_config(**flags))
     check_flags(make_config(**flags, rm_url="http://judge:1"))
+
+
+@pytest.mark.parametrize("key", ["custom_rm_path", "custom_generate_function_path"])
+def test_functions_of_a_set_are_checked_before_the_launch(key: str, tmp_path: Path) -> None:
+    sets = tmp_path / "sets.yaml"
+    sets.write_text(f"datasets: {{a: {{path: a.jsonl, {key}: tests.support.rollout_hooks.nope}}}}")
+    flags = {"rm_type": "math", "eval_config": str(sets), "output_dir": str(tmp_path)}
+    with pytest.raises(UserError, match="has no 'nope'"):
+        check_flags(make_config(**flags))
 
 
 def test_a_set_whose_rm_type_does_nothing_is_warned_of(
