@@ -23,17 +23,13 @@ from slime.engines.request_fields import (
     optional,
     strings,
 )
+from slime.prompts.chat_template import OWN_ARGUMENTS
 from slime.samples.types import SampleStatus
 
 #: They change what an answer looks like, and are not done here.
 _UNSUPPORTED = (
     "functions", "function_call", "logprobs", "top_logprobs", "continue_final_message", "audio"
 )  # fmt: skip
-#: What a chat template is given besides by us.
-_OURS = frozenset((
-    "tokenizer", "conversation", "messages", "tools", "chat_template", "add_generation_prompt",
-    "tokenize", "to_past"
-))  # fmt: skip
 
 
 def read(body: dict[str, Any], session: AgentSession) -> Ask:
@@ -52,7 +48,7 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
     limit = optional(body, "max_tokens", integer(1), None)
     options = optional(body, "stream_options", OBJECT, {})
     template_kwargs = dict(optional(body, "chat_template_kwargs", OBJECT, {}))
-    if ours := sorted(_OURS & template_kwargs.keys()):
+    if ours := sorted((OWN_ARGUMENTS | {"chat_template"}) & template_kwargs.keys()):
         raise BadRequest(
             f"chat_template_kwargs must be without {', '.join(ours)}", "chat_template_kwargs"
         )

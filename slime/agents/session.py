@@ -84,8 +84,7 @@ class AgentSession:
         self._waiting: set[asyncio.Task[Any]] = set()
         self.generation_seconds = 0.0
         self._since = 0.0
-        own = sample.apply_chat_template_kwargs or state.args.apply_chat_template_kwargs
-        self._template_kwargs: dict[str, Any] = dict(own or {})
+        self._template_kwargs = dict(state.template_kwargs_for(sample))
 
     @property
     def images(self) -> AgentImages | None:

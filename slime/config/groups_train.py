@@ -272,7 +272,8 @@ class SyncConfig:
     update_weights_interval: int = flag(1, range=SOME, needs=GENERATES, read_by=("push", "engine"))
     """Push the weights every N rollouts."""
     async_buffer_size: int = derived(
-        "0 for train, 1 for train-async and for supervised fine-tuning",
+        "0 for train, 1 for train-async and, unless its evaluations have colocated engines, for "
+        "supervised fine-tuning",
         range=NONE_OR_SOME,
         needs=_TRAINS,
         read_by=("collection", "samples"),

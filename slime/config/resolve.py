@@ -16,7 +16,7 @@ from slime import paths as path_patterns
 from slime.config.draft import Draft, UserFlags
 from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.estimators import FACTS
-from slime.config.flag import DATA_LOSSES, SAMPLES, FlagSpec, option_of
+from slime.config.flag import DATA_LOSSES, GENERATES, SAMPLES, FlagSpec, option_of
 from slime.config.parts import absent
 from slime.config.preferences import PREFERENCE_FACTS
 from slime.errors import UserError
@@ -90,7 +90,9 @@ def _speed_alone(draft: Draft) -> None:
 
 
 def _overlap(draft: Draft) -> None:
-    if draft["loss_type"] in DATA_LOSSES:
+    # engines of evaluations that have the trainer's GPUs wait for it
+    takes_turns = draft["colocate"] and GENERATES.holds(draft.values)
+    if draft["loss_type"] in DATA_LOSSES and not takes_turns:
         draft.derive("async_buffer_size", 1, "the data's own answers depend on no weights")
     draft.derive(
         "async_buffer_size",

@@ -24,6 +24,12 @@ REASONING_MARKS = (
 )
 
 
+#: Arguments of the chat template that are given by us.
+OWN_ARGUMENTS = frozenset((
+    "tokenizer", "conversation", "messages", "tools", "add_generation_prompt", "tokenize", "to_past"
+))  # fmt: skip
+
+
 class TemplateRefuses(UserError):
     """The template is valid, but refuses these messages."""
 

@@ -17,12 +17,11 @@ as they are: a template may read them. Reading normalised messages changes nothi
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +46,10 @@ _ROLES = {
     "function_call": "assistant",
     "tool_call": "assistant",
 }
+_OUR_ROLES = ("system", "developer", "user", "assistant", "tool")
+#: Keys that name the speaker, and keys of the content.
+_SPEAKERS = ("role", "from")
+_SAID = ("content", "value", "parts", "tool_calls", "function_call")
 #: Roles of assistant messages whose text is a tool call (ShareGPT).
 _CALLING_ROLES = ("function_call", "tool_call")
 #: Keys under which systems keep reasoning, in order of preference.
@@ -64,6 +67,8 @@ _REASONING_PARTS = ("thinking", "reasoning", "reasoning_text")
 _MEDIA = ("image", "audio", "video", "file", "document", "pdf")
 _ITEMS = ("function_call", "function_call_output", "reasoning", "message")
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
+#: Keys of a call that hold its arguments; "args" is LangChain's.
+_ARGUMENTS = ("arguments", "parameters", "input", "args")
 #: Parts of content that are images.
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 #: Marks the place of an image from a row's column in a text.
@@ -177,12 +182,21 @@ def _from_text(text: str, where: str) -> Any:
             f"{error}: {text[:80]!r}",
             "write it with json.dumps, not with str()",
         ) from error
-    is_messages = isinstance(found, Mapping) or (
-        isinstance(found, list)
-        and bool(found)
-        and all(isinstance(item, Mapping) and ("role" in item or "from" in item) for item in found)
+    if isinstance(found, Mapping) and not any(isinstance(found.get(key), str) for key in _SPEAKERS):
+        return found
+    items = found if isinstance(found, list) else [found]
+    are_messages = all(
+        isinstance(item, Mapping)
+        and (not item.keys().isdisjoint(_SPEAKERS) or item.get("type") in _ITEMS)
+        for item in items
     )
-    return found if is_messages else None
+    return found if are_messages and any(map(_speaks, items)) else None
+
+
+def _speaks(item: Mapping[str, Any]) -> bool:
+    """Whether somebody says something in it: other JSON has roles and places of departure, too."""
+    role = str(item.get("role", item.get("from"))).lower()
+    return role in (*_ROLES, *_OUR_ROLES) and not item.keys().isdisjoint(_SAID)
 
 
 def read_messages(
@@ -326,7 +340,7 @@ class _MessageReader:
                 "a message is {'role': …, 'content': …}",
             )
         role = _ROLES.get(wire_role.lower(), wire_role.lower())
-        if role not in ("system", "developer", "user", "assistant", "tool"):
+        if role not in _OUR_ROLES:
             role = wire_role
         wire = given.get("content", given.get("value", given.get("parts")))
         calls = self._calls(given, where)
@@ -338,7 +352,7 @@ class _MessageReader:
         reasoning = self._reasoning(given, content.reasoning, where)
         if reasoning:
             said["reasoning_content"] = reasoning
-        calls += content.calls
+        calls = _each_once(calls, content.calls)
         if calls:
             said["tool_calls"] = calls
         for key in ("tool_call_id", "name"):
@@ -418,6 +432,8 @@ class _MessageReader:
         if kind is None:
             media = next((key for key in given if _is_media(key)), None)
             kind = media or ("text" if "text" in given else None)
+        if kind in _TEXT_PARTS and given.get("thought") is True:  # Gemini's
+            kind = "reasoning"
         if kind in _TEXT_PARTS:
             text = given.get("text", "")
             if not isinstance(text, str):
@@ -483,7 +499,7 @@ class _MessageReader:
             self._call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(found)
         ]
         if isinstance(legacy, Mapping) and any(value is not None for value in legacy.values()):
-            read.append(self._call(legacy, f"{where}.function_call"))
+            read = _each_once(read, [self._call(legacy, f"{where}.function_call")])
         return read
 
     def _call(self, call: Any, where: str) -> dict[str, Any]:
@@ -500,8 +516,17 @@ class _MessageReader:
                 f"found {str(call)[:200]}",
                 "a call is {'type': 'function', 'function': {'name': …, 'arguments': …}}",
             )
-        keys = ("arguments", "parameters", "input")
-        arguments: Any = next((function[key] for key in keys if function.get(key) is not None), {})
+        arguments: Any = next(
+            (function[key] for key in _ARGUMENTS if function.get(key) is not None), {}
+        )
+        unread = [key for key, value in function.items() if isinstance(value, Mapping)]
+        if unread and function.keys().isdisjoint(_ARGUMENTS):
+            raise ConversationError(
+                "a call whose arguments are under another name",
+                where,
+                f"that of {name} has {', '.join(map(str, unread))}",
+                f"name them {_ARGUMENTS[0]}",
+            )
         if isinstance(arguments, str):
             kind = "arguments of a call that are not valid JSON"
             arguments = _json(arguments, kind, where) if arguments.strip() else {}
@@ -533,6 +558,13 @@ class _Content:
     def add(self, text: str, join: str = "") -> None:
         self.text += (join if self.has_text else "") + text
         self.has_text = True
+
+
+def _each_once(calls: list[dict[str, Any]], again: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls of one message, which clients write in the form of today and in that of another
+    system."""
+    functions = [call["function"] for call in calls]
+    return calls + [call for call in again if call["function"] not in functions]
 
 
 def _is_parts(content: Any) -> bool:
@@ -659,9 +691,12 @@ def _schemas(tools: list[dict[str, Any]] | None) -> dict[str, Any]:
     return {function["name"]: function.get("parameters") or {} for function in functions}
 
 
-def without_nulls(value: Any, schema: Any = None) -> Any:
+def without_nulls(value: Any, schema: Any = None, root: Any = None) -> Any:
     """Remove keys that are null, at any depth, except where ``schema`` allows null. Lists keep
     nulls.
+
+    Args:
+        root: where references in ``schema`` lead; None: in itself.
 
     Example:
         >>> without_nulls({"a": None, "b": {"c": None, "d": [None]}})
@@ -670,33 +705,66 @@ def without_nulls(value: Any, schema: Any = None) -> Any:
         ...     {"a": None, "b": None}, {"properties": {"a": {"type": ["string", "null"]}}})
         {'a': None}
     """
+    root = schema if root is None else root
+    branches = list(_branches(schema, root))
     if isinstance(value, Mapping):
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        parts = properties if isinstance(properties, Mapping) else {}
+        schemas = {key: {"anyOf": [_of_key(part, key) for part in branches]} for key in value}
         return {
-            key: without_nulls(item, parts.get(key))
+            key: without_nulls(item, schemas[key], root)
             for key, item in value.items()
-            if item is not None or allows_null(parts.get(key))
+            if item is not None or allows_null(schemas[key], root)
         }
     if isinstance(value, list | tuple):
-        items = schema.get("items") if isinstance(schema, Mapping) else None
-        return [without_nulls(item, items) for item in value]
+        items = {"anyOf": [part.get("items") for part in branches]}
+        return [without_nulls(item, items, root) for item in value]
     return value
 
 
-def allows_null(schema: Any) -> bool:
-    """Whether a JSON schema allows null as a type or value."""
-    if not isinstance(schema, Mapping):
-        return False
-    kinds = schema.get("type")
-    kinds = [kinds] if isinstance(kinds, str) else kinds or []
-    if "null" in kinds or schema.get("nullable") is True:
-        return True
-    values, *choices = (
-        found if isinstance(found, list) else []
-        for found in map(schema.get, ("enum", "anyOf", "oneOf"))
-    )
-    return None in values or any(map(allows_null, itertools.chain.from_iterable(choices)))
+def allows_null(schema: Any, root: Any = None) -> bool:
+    """Whether a JSON schema allows null as a type or value.
+
+    Args:
+        root: the schema that ``$ref`` refers to; default: ``schema``.
+    """
+    for part in _branches(schema, schema if root is None else root):
+        kinds = part.get("type")
+        values = part.get("enum")
+        if "null" in ([kinds] if isinstance(kinds, str) else kinds or []):
+            return True
+        if part.get("nullable") is True or (isinstance(values, list) and None in values):
+            return True
+    return False
+
+
+def _branches(schema: Any, root: Any, seen: tuple[int, ...] = ()) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema, the one that it refers to, and those that it combines."""
+    if not isinstance(schema, Mapping) or id(schema) in seen:
+        return
+    yield schema
+    parts = [_referred(schema.get("$ref"), root)]
+    for key in ("anyOf", "oneOf", "allOf"):
+        choices = schema.get(key)
+        parts += choices if isinstance(choices, list) else []
+    for part in parts:
+        yield from _branches(part, root, (*seen, id(schema)))
+
+
+def _referred(reference: Any, root: Any) -> Any:
+    """Return the part of a schema that ``#/$defs/…`` names; None if there is none."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    for name in reference.split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        root = root.get(name) if isinstance(root, Mapping) else None
+    return root
+
+
+def _of_key(schema: Mapping[str, Any], key: str) -> Any:
+    """Return the schema of an object's value under a key."""
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and key in properties:
+        return properties[key]
+    return schema.get("additionalProperties")
 
 
 # -- keys that nothing reads -----------------------------------------------------------------------

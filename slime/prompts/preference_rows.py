@@ -17,6 +17,10 @@ from slime.prompts.problems import RowProblem, missing_key
 
 #: Column of the prompt if --input-key is not given and its default is not a column.
 _USUAL_PROMPT = "prompt"
+#: What the label of an answer may be, as text.
+_VERDICTS = {
+    "true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,15 @@ class PreferenceColumns:
         if self.label not in row:
             raise missing_key(self.label, "--label-key", row)
         value = row[self.label]
-        if value not in (0, 1) or isinstance(value, float | str):
+        # a column with gaps is one of floats, and each field of a CSV file is text
+        verdict = _VERDICTS.get(str(value).strip().lower())
+        if verdict is None:
             raise RowProblem(
                 f"have a label (key '{self.label}') that is neither true nor false",
                 f"found {value!r:.40}",
                 "kto takes answers that are desirable (true) or undesirable (false)",
             )
-        return bool(value)
+        return verdict
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,7 +82,8 @@ def with_prompt(
     """The prompt, and what each answer adds to it: both text, or both messages.
 
     Args:
-        prompt: from its own column; ignored if answers are whole conversations.
+        prompt: from its own column. If answers are whole conversations, they must begin with its
+            messages; text is ignored then.
     Raises:
         RowProblem: there is no prompt, or the answers have different ones.
 
@@ -91,6 +98,13 @@ def with_prompt(
         raise RowProblem("have one answer that is text and one that is messages")
     if talks and all(talk[0]["role"] != "assistant" for talk in talks):
         shared = _shared_beginning(talks)
+        if isinstance(prompt, list) and any(talk[: len(prompt)] != prompt for talk in talks):
+            raise RowProblem(
+                "have a prompt that their answers, which are whole conversations, do not begin "
+                "with",
+                f"the prompt's first message is {prompt[0]}, the answers' {talks[0][0]}"[:200],
+                "give the answers alone, behind the prompt, or the same prompt in both",
+            )
         return talks[0][:shared], {name: answer[shared:] for name, answer in answers.items()}
     if prompt is None:
         raise RowProblem(
@@ -106,6 +120,13 @@ def with_prompt(
     return prompt, {
         name: [{"role": "assistant", "content": answer}] for name, answer in answers.items()
     }
+
+
+def holds_text(prompt: str | Messages, text: str) -> bool:
+    """Whether a text is the prompt, or in one of its messages."""
+    if isinstance(prompt, str):
+        return text == prompt
+    return any(text.strip() in message["content"] for message in prompt)
 
 
 def _shared_beginning(talks: Sequence[Messages]) -> int:

@@ -11,6 +11,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.models.vision import placeholder_runs
 from slime.prompts.chat_template import (
+    OWN_ARGUMENTS,
     TemplateRefuses,
     render_prompt,
     template_form,
@@ -27,7 +28,7 @@ from slime.prompts.conversation import (
 )
 from slime.prompts.images import ImagePrompts, ImageSources, Source, image_prompts, kept
 from slime.prompts.labels import compares_labels, read_label
-from slime.prompts.preference_rows import PreferenceColumns, with_prompt
+from slime.prompts.preference_rows import PreferenceColumns, holds_text, with_prompt
 from slime.prompts.problems import RowProblem, missing_key
 from slime.samples.media import IMAGES
 from slime.user_code.overrides import follows_old_plugin
@@ -40,6 +41,7 @@ class RowFormat:
     Attributes:
         raw_label: labels that are numbers stay numbers (--label-type raw); else they become text.
         rm_type: the built-in reward, unless a row's metadata names another.
+        rm_type_of_all: the built-in reward of all rows, whatever their metadata names.
         own_reward: a user function gives rewards, so ``rm_type`` here and in rows has no effect.
         raw: keep chat messages as they are, whatever ``apply_chat_template`` says (supervised
             fine-tuning renders them together with the answers).
@@ -56,6 +58,7 @@ class RowFormat:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     raw_label: bool = False
     rm_type: str | None = None
+    rm_type_of_all: str | None = None
     own_reward: bool = False
     raw: bool = False
     preference: PreferenceColumns | None = None
@@ -64,6 +67,19 @@ class RowFormat:
     images: ImageSources | None = None
     input_flag: str = "--input-key"
     label_flag: str = "--label-key"
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            UserError: the chat template is given an argument that is not the user's to give.
+        """
+        if ours := sorted(OWN_ARGUMENTS & self.template_kwargs.keys()):
+            raise UserError(
+                f"--apply-chat-template-kwargs has {', '.join(ours)}",
+                why="this is given to the chat template wherever messages are rendered, as the "
+                "place needs it",
+                fix="leave it out; tools are a column of the data (--tool-key)",
+            )
 
     @staticmethod
     def of(config: Config) -> RowFormat:
@@ -180,9 +196,13 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         ) from error
     label = None
     if form.label_key is not None:
-        rm_type = "" if form.own_reward else str(metadata.get("rm_type") or form.rm_type or "")
+        rm_type = form.rm_type_of_all or metadata.get("rm_type") or form.rm_type
         label = read_label(
-            row, form.label_key, form.label_flag, raw=form.raw_label, rm_type=rm_type
+            row,
+            form.label_key,
+            form.label_flag,
+            raw=form.raw_label,
+            rm_type="" if form.own_reward else str(rm_type or ""),
         )
     if tools:
         metadata["tools"] = tools
@@ -285,16 +305,17 @@ def _read_preference(
     label: dict[str, Any] = {} if columns.label is None else {"label": columns.read_label(row)}
     metadata = _metadata(row, form)
     read: dict[str, str | Messages] = {}
+    if column is not None:
+        given["prompt"] = row[column]
+    keys = {name: columns.answers.get(name) or str(column) for name in given}
     try:
-        tools = _tools(row, form, None)
-        if column is not None:
-            given["prompt"] = row[column]
+        talks = {name: conversation_in(value, keys[name]) for name, value in given.items()}
+        beside = (talk[1] for talk in talks.values() if talk and talk[1])
+        tools = _tools(row, form, next(beside, None))
         for name, value in given.items():
-            key = column or name if name == "prompt" else columns.answers[name]
-            conversation = conversation_in(value, key)
-            own = replace(form, input_key=key, input_flag=f"--{name}-key")
+            own = replace(form, input_key=keys[name], input_flag=f"--{name}-key")
             what = "prompt" if name == "prompt" else "answer"
-            if conversation:
+            if conversation := talks[name]:
                 read[name] = _messages(conversation[0], tools, own, what)
             else:
                 read[name] = _text(value, own, what)
@@ -302,10 +323,13 @@ def _read_preference(
         raise RowProblem(
             f"have {error.kind}", f"{error.where}: {error.detail}".rstrip(": "), error.fix
         ) from error
-    prompt, answers = with_prompt(read.pop("prompt", None), read)
+    asked = read.pop("prompt", None)
+    prompt, answers = with_prompt(asked, read)
     if tools:
         metadata["tools"] = tools
     unread = _unread_columns(row, form, (*columns.names, column))
+    if isinstance(asked, str) and not holds_text(prompt, asked):
+        unread = (*unread, str(column))
     return Prompt(prompt, [], answers | label, metadata, prompt, unread)
 
 

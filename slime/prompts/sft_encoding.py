@@ -174,13 +174,14 @@ class SftEncoding:
         """Encode one row.
 
         Args:
-            prompt: a conversation with answers, or a prompt with ``label`` as its answer.
+            prompt: a conversation with answers, or a prompt or conversation with ``label`` as its
+                last answer.
             tokens: tokens of a prompt that is already tokenised.
         Raises:
             UserError: there is nothing to train on, or a turn cannot be trained.
         """
         if isinstance(prompt, list):
-            messages = read_messages(prompt, tools=tools)
+            messages = with_answer(read_messages(prompt, tools=tools), label)
             if any(message["role"] == "assistant" for message in messages):
                 return self._conversation(messages, tools)
         if not isinstance(label, str) or not label:
@@ -192,10 +193,10 @@ class SftEncoding:
             )
         if tokens:
             return self._plain(list(tokens), label)
-        if isinstance(prompt, list) or self._templates_text:
-            asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-            answer = {"role": "assistant", "content": label}
-            return self._conversation(read_messages([*asked, answer], tools=tools), tools)
+        assert isinstance(prompt, str), "messages have their answer by now"
+        if self._templates_text:
+            asked = [{"role": "user", "content": prompt}]
+            return self._conversation(with_answer(asked, label), tools)
         opened = with_opening(self.tokenizer, prompt, self._ids(prompt), templated=False)
         return self._plain(opened, label)
 
@@ -492,6 +493,14 @@ class SftEncoding:
         return str(
             self.tokenizer.decode([one for one, bit in zip(sequence.tokens, sequence.mask) if bit])
         )
+
+
+def with_answer(messages: Messages, label: Any) -> Messages:
+    """A conversation with its label as the answer, unless it ends with one."""
+    is_answered = bool(messages) and messages[-1]["role"] == "assistant"
+    if is_answered or not isinstance(label, str) or not label:
+        return messages
+    return [*messages, {"role": "assistant", "content": label}]
 
 
 def _in_opened_reasoning(turn: _Turn, thought: ReasonedAnswer, found: Encoded) -> _Turn:

@@ -100,15 +100,29 @@ class EvalDataset:
 
 
 _KEYS = {f.name for f in dataclasses.fields(EvalDataset)}
+_OPTIONAL = {f.name for f in dataclasses.fields(EvalDataset) if "None" in str(f.type)}
 _PER_SET_ONLY = {"name", "path"}
 #: key → the flag that gives its type and range
-_NUMBERS = {
+_FLAGS = {
+    "input_key": "eval_input_key",
+    "label_key": "eval_label_key",
+    "tool_key": "eval_tool_key",
+    "metadata_key": "metadata_key",
+    "apply_chat_template": "apply_chat_template",
+    "apply_chat_template_kwargs": "apply_chat_template_kwargs",
     "n_samples_per_eval_prompt": "n_samples_per_eval_prompt",
     "temperature": "eval_temperature",
     "top_p": "eval_top_p",
     "top_k": "eval_top_k",
     "max_response_len": "eval_max_response_len",
     "min_new_tokens": "eval_min_new_tokens",
+    "stop": "rollout_stop",
+    "stop_token_ids": "rollout_stop_token_ids",
+    "skip_special_tokens": "rollout_skip_special_tokens",
+    "rm_type": "rm_type",
+    "custom_rm_path": "custom_rm_path",
+    "custom_generate_function_path": "custom_generate_function_path",
+    "multimodal_keys": "multimodal_keys",
 }
 
 
@@ -118,7 +132,7 @@ def eval_datasets(config: Config) -> list[EvalDataset]:
 
     Raises:
         UserError: the file is missing or malformed, a key is unknown, a name or path is missing, a
-            name is given twice, or a number is out of range.
+            name is given twice, or a value is invalid.
     """
     if config.eval.eval_config:
         entries = list(_entries_of_yaml(Path(config.eval.eval_config)))
@@ -128,12 +142,21 @@ def eval_datasets(config: Config) -> list[EvalDataset]:
         ]
     datasets = [EvalDataset(**resolved(entry, config)) for entry in entries]
     for dataset in datasets:
+        _check_sampling(dataset)
         if dataset.multimodal_keys and not config.images.multimodal_keys:
             raise UserError(
                 f"evaluation set {dataset.name!r} has multimodal_keys, and the run reads no images",
                 why="the vision tower is built and served only with --multimodal-keys",
                 fix="pass --multimodal-keys too",
             )
+    largest = max(config.eval.eval_pass_k or (0,))
+    tries = max((dataset.n_samples_per_eval_prompt for dataset in datasets), default=largest)
+    if largest > tries:
+        raise UserError(
+            f"--eval-pass-k {largest} needs as many samples of each prompt of a set",
+            why=f"no evaluation set has more than n_samples_per_eval_prompt {tries}",
+            fix="give a set more, or leave this k out",
+        )
     names = [dataset.name for dataset in datasets]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(
@@ -142,20 +165,41 @@ def eval_datasets(config: Config) -> list[EvalDataset]:
     return datasets
 
 
+def _check_sampling(dataset: EvalDataset) -> None:
+    """
+    Raises:
+        UserError: engines would refuse the parameters of its requests.
+    """
+    try:
+        dataset.sampling_params()
+    except UserError as error:
+        raise UserError(f"evaluation set {dataset.name}: {error.what}") from error
+
+
 def resolved(entry: dict[str, Any], config: Config) -> dict[str, Any]:
     """All values of a set; flags give those that ``entry`` leaves out.
 
     Raises:
-        UserError: a number that makes no sense.
+        UserError: a value of another type than its flag has, or a number that makes no sense.
     """
     values = {**_values_of_flags(config), **entry}
+    where = f"evaluation set {values['name']}: "
     for name in ("stop", "stop_token_ids"):
         value = values[name]
         values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
-    for key, dest in _NUMBERS.items():
-        where = f"evaluation set {values['name']}: "
+    for key, dest in _FLAGS.items():
+        if values.get(key) is None:
+            if key in _OPTIONAL:
+                continue
+            raise UserError(f"{where}{key} is null", fix="give it a value, or leave it out")
         values[key] = convert(all_flags()[dest], values[key], where)
         check_number(all_flags()[dest], values[key], where + key)
+    added = values.get("metadata_overrides", {})
+    if not isinstance(added, dict):
+        raise UserError(
+            f"{where}metadata_overrides is a {type(added).__name__}",
+            fix="write an object, {key: value}, or leave it out",
+        )
     return values
 
 
@@ -235,7 +279,12 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
             fix="see slime/rollout/eval_datasets.py for the form",
         )
     _refuse_unknown(root, {"defaults", "datasets"}, f"{path}")
-    defaults = dict(root.get("defaults") or {})
+    defaults = root.get("defaults") or {}
+    if not isinstance(defaults, dict):
+        raise UserError(
+            f"{path}: its defaults are a {type(defaults).__name__}",
+            fix="write an object, {key: value}, or leave them out",
+        )
     _refuse_unknown(defaults, _KEYS - _PER_SET_ONLY, f"{path}, defaults")
     for number, entry in enumerate(entries):
         where = f"{path}, data set {entry.get('name', number)}"
@@ -243,7 +292,8 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
         for key in sorted(_PER_SET_ONLY):
             if not entry.get(key):
                 raise UserError(f"{where}: it has no {key}", fix=f"add '{key}: …'")
-        yield {**defaults, **entry, "path": local_data(str(entry["path"]), download=False)}
+        data = local_data(str(entry["path"]), download=False)
+        yield {**defaults, **entry, "name": str(entry["name"]), "path": data}
 
 
 def check_keys(given: dict[str, Any], where: str) -> None:

@@ -77,6 +77,7 @@ class GenerateState:
         media_folder: where images of messages are kept.
         counts: events worth a metric, e.g. "prompt_too_long".
         templated: the chat template has already rendered text prompts.
+        template_kwargs: keyword arguments of the chat template; None: those of ``args``.
         logged: metrics that users' functions have added to those of this rollout.
         from_journal: number of response tokens restored from the journal, by sample index.
         progress, waits: see `slime.rollout.loop.RolloutLoop`; a user's rollout function reports
@@ -101,6 +102,7 @@ class GenerateState:
     images: ImagePrompts | None = None
     media_folder: str = ""
     templated: bool = False
+    template_kwargs: dict[str, Any] | None = None
     counts: Counter[str] = field(default_factory=Counter)
     logged: dict[str, float] = field(default_factory=dict)
     from_journal: Counter[int | None] = field(default_factory=Counter)
@@ -114,6 +116,13 @@ class GenerateState:
     @property
     def aborted(self) -> bool:
         return self.client.aborting
+
+    def template_kwargs_for(self, sample: Sample) -> dict[str, Any]:
+        """Keyword arguments of the chat template: the sample's own, or those of this rollout."""
+        of_rollout = self.template_kwargs
+        if of_rollout is None:
+            of_rollout = getattr(self.args, "apply_chat_template_kwargs", None) or {}
+        return sample.apply_chat_template_kwargs or of_rollout
 
     def params_for(self, sample: Sample) -> dict[str, Any]:
         """This sample's own copy of the sampling parameters, with its seed in deterministic
@@ -478,7 +487,10 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
         ids = bare and with_opening(tokenizer, sample.prompt, bare, templated=templated)
     else:
         tools = sample.metadata.get("tools")
-        text = render_messages(tokenizer, sample.prompt, tools=tools, **_template_kwargs(sample))
+        kwargs = sample.apply_chat_template_kwargs
+        if is_in_run():
+            kwargs = current_state().template_kwargs_for(sample)
+        text = render_messages(tokenizer, sample.prompt, tools=tools, **kwargs)
         ids = list(tokenizer.encode(text, add_special_tokens=False))
     if not ids:
         raise UserError(
@@ -524,14 +536,6 @@ def encoded_images(references: Sequence[str]) -> list[str]:
         ) from error
 
 
-def _template_kwargs(sample: Sample) -> dict[str, Any]:
-    """Keyword arguments of the chat template: the sample's own, or the run's."""
-    args = current_state().args if is_in_run() else None
-    return (
-        sample.apply_chat_template_kwargs or getattr(args, "apply_chat_template_kwargs", None) or {}
-    )
-
-
 def append_message(sample: Sample, message: dict[str, Any]) -> None:
     """Append a message that the model did not write to its response, between two turns: for example
     a tool's answer. The chat template renders it, with the end of the previous turn and the header
@@ -559,7 +563,10 @@ def append_message(sample: Sample, message: dict[str, Any]) -> None:
         given = read_messages([message], images=parts)
         references = kept(read_inline(parts, "message"), state.media_folder)
     text = between_turns(
-        state.tokenizer, given, tools=sample.metadata.get("tools"), **_template_kwargs(sample)
+        state.tokenizer,
+        given,
+        tools=sample.metadata.get("tools"),
+        **state.template_kwargs_for(sample),
     )
     tokens = state.tokenizer.encode(text, add_special_tokens=False)
     tokens = without_repeated_end(sample.tokens, tokens)

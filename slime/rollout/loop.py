@@ -450,6 +450,7 @@ class RolloutLoop:
                     self.config.eval.eval_max_context_len, self.config.train.seq_length
                 ),
                 templated=dataset.apply_chat_template,
+                template_kwargs=dataset.apply_chat_template_kwargs,
             )
             return self.make_runner(
                 own,

@@ -49,7 +49,7 @@ from slime.prompts.problems import Problems, RowProblem
 from slime.prompts.readers import Row, Rows, iter_rows, open_rows
 from slime.prompts.reference_masks import mask_difference
 from slime.prompts.row_format import Prompt
-from slime.prompts.sft_encoding import Encoded
+from slime.prompts.sft_encoding import Encoded, with_answer
 from slime.prompts.source import model_context, prompt_checker
 from slime.prompts.tokenizer import load_tokenizer
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
@@ -291,9 +291,7 @@ class SftJudge:
             return
         self._to_compare -= 1
         tools = prompt.metadata.get("tools")
-        messages = read_messages(prompt.text, tools=tools)
-        if not any(message["role"] == "assistant" for message in messages):
-            messages.append({"role": "assistant", "content": str(prompt.label)})
+        messages = with_answer(read_messages(prompt.text, tools=tools), prompt.label)
         difference = mask_difference(
             self._rule, self._tokenizer, messages, tools, encoded.sequences
         )

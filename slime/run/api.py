@@ -21,6 +21,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -132,7 +133,7 @@ def train(
 
     inputs = _new_inputs_folder(Path(output_dir) / _INPUTS, name)
     name = name or inputs.name
-    files = {part: _write_rows(content, inputs / f"{part}.jsonl") for part, content in rows.items()}
+    files = {part: _write_rows(content, inputs / part) for part, content in rows.items()}
     settings |= {"prompt_data": files["train"], "output_dir": str(output_dir), "run_name": name}
     if "eval" in files:
         settings["eval_prompt_data"] = ["eval", files["eval"]]
@@ -388,8 +389,8 @@ def _new_inputs_folder(folder: Path, name: str | None) -> Path:
     raise AssertionError("unreachable")
 
 
-def _rows(data: Any) -> str | list[dict[str, Any]]:
-    """Return the path of a data file, or a list of rows.
+def _rows(data: Any) -> Any:
+    """Return the path of a data file, a list of rows, or a `datasets.Dataset` as it is.
 
     Raises:
         UserError: ``data`` is neither, or its rows cannot be written as JSON.
@@ -401,29 +402,60 @@ def _rows(data: Any) -> str | list[dict[str, Any]]:
             f"data is a {type(data).__name__}",
             fix="pass a path, a list of dicts, or a datasets.Dataset of one split",
         )
-    rows = list(data)
-    if not rows:
+    rows: Any = data if _is_table(data) else list(data)
+    if not len(rows):
         raise UserError("data has no rows")
-    for row in rows:
+    if rows is data:
+        return rows
+    for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise UserError(f"a row of data is a {type(row).__name__}, no dict")
-    try:
-        json.dumps(rows, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise UserError("data has values that JSON cannot hold", why=str(error)) from error
+            raise UserError(
+                f"a row of data is a {type(row).__name__}, no dict",
+                fix="pass a list of dicts; of a table of pandas: table.to_dict('records')",
+            )
+        try:
+            _as_json(row)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"row {number} of data has a value that JSON cannot hold",
+                why=str(error),
+                fix="write NumPy's values with .tolist(), dates and decimals with str(), and None "
+                "for what is not there; or pass a datasets.Dataset, which has them all",
+            ) from error
     return rows
 
 
-def _write_rows(rows: str | list[dict[str, Any]], file: Path) -> str:
-    """Write rows to ``file``, and return its path; return the path of rows that are in a file."""
+def _is_table(data: Any) -> bool:
+    """Whether it is a `datasets.Dataset` whose columns are all that its rows have."""
+    datasets = sys.modules.get("datasets")
+    is_dataset = datasets is not None and isinstance(data, datasets.Dataset)
+    return is_dataset and data.format["type"] != "custom"
+
+
+def _as_json(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
+
+
+def _write_rows(rows: Any, file: Path) -> str:
+    """Write rows to ``file``, whose suffix is added, and return its path; return the path of rows
+    that are in a file.
+
+    A data set keeps the types of its columns, which say how a label is spelt.
+    """
     if isinstance(rows, str):
         return rows
-    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_atomically(file, "".join(lines).encode())
-    return str(file)
+    if _is_table(rows):
+        import pyarrow.parquet
+
+        path = file.with_suffix(".parquet")
+        pyarrow.parquet.write_table(rows.with_format("arrow")[:], path)
+        return str(path)
+    path = file.with_suffix(".jsonl")
+    write_atomically(path, b"".join(_as_json(row) + b"\n" for row in rows))
+    return str(path)
 
 
-def _data_keys(rows: str | list[dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, str]:
+def _data_keys(rows: Any, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return --input-key and --label-key, unless given, from the columns of the first row.
 
     Raises:

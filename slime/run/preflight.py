@@ -493,10 +493,10 @@ def check_context(config: Config) -> None:
 
 
 def check_rewards(config: Config) -> None:
-    """Check that samples get rewards, and that the reward functions which flags name exist."""
+    """Check that samples get rewards, and that the functions which evaluation sets name exist."""
     from slime.rollout.rewards import reward_model
     from slime.rollout.rewards.pool import check_rm_type
-    from slime.user_code.hooks import RewardFunction
+    from slime.user_code.hooks import GenerateFunction, RewardFunction
 
     reward = config.reward
     datasets = eval_datasets(config)
@@ -513,10 +513,12 @@ def check_rewards(config: Config) -> None:
                 dataset.rm_type,
                 judge,
             )
-        if dataset.custom_rm_path:
-            check_signature(
-                load_function(dataset.custom_rm_path), RewardFunction, dataset.custom_rm_path
-            )
+        for path, kind in (
+            (dataset.custom_rm_path, RewardFunction),
+            (dataset.custom_generate_function_path, GenerateFunction),
+        ):
+            if path:
+                check_signature(load_function(path), kind, path)
     if reward.custom_rm_path and _rows_name_rewards(config, unreadable=False):
         logger.warning(
             "--prompt-data: the rm_type in its rows has no effect, as %s gives the rewards (and "

@@ -261,6 +261,18 @@ def check_signature(fn: Any, protocol: type, path: str) -> None:
         raise UserError(
             f"'{path}' is not a function but a {type(fn).__name__}", fix="name a function"
         )
+    if inspect.isclass(fn) and any("__call__" in vars(base) for base in fn.__mro__):
+        raise UserError(
+            f"'{path}' is a class, and each call would build an object of it",
+            why="its objects are what is called",
+            fix=f"name an object: {fn.__name__.lower()} = {fn.__name__}(…) in its module",
+        )
+    if _kind_of(fn, inspect.isgeneratorfunction, inspect.isasyncgenfunction):
+        raise UserError(
+            f"'{path}' is a generator: calling it returns nothing yet",
+            why="there is a yield in it",
+            fix="let it return its result",
+        )
     wanted = list(inspect.signature(protocol.__call__).parameters.values())[1:]
     required = [p for p in wanted if p.default is p.empty]
     positional = [p.name for p in required if p.kind is not p.KEYWORD_ONLY]
@@ -333,9 +345,14 @@ def accepted(fn: Any, optional: dict[str, Any]) -> dict[str, Any]:
 def is_async(fn: Any) -> bool:
     """Whether calling ``fn`` gives a coroutine (functions, partials and objects with an async
     ``__call__``)."""
+    return _kind_of(fn, inspect.iscoroutinefunction)
+
+
+def _kind_of(fn: Any, *kinds: Callable[[Any], bool]) -> bool:
+    """Whether what a call of ``fn`` runs is a function of one of these kinds."""
     if isinstance(fn, functools.partial):
-        return is_async(fn.func)
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
+        return _kind_of(fn.func, *kinds)
+    return any(kind(fn) or kind(type(fn).__call__) for kind in kinds)
 
 
 # -- failures --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from slime.engines.client import RequestRefused
-from slime.rollout.generate import current_state, generate
+from slime.rollout.generate import append_message, current_state, generate
 from slime.rollout.loop import generate_rollout_async
 from slime.samples.types import Sample, SampleStatus
 from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
@@ -23,6 +23,12 @@ async def two_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) 
     sample = await generate(args, sample, sampling_params)
     sample.append_response_tokens(tokens=[50, 51], trainable=False, text="4")
     sampling_params["max_new_tokens"] = 14  # a change that no other sample may see
+    return await generate(args, sample, sampling_params)
+
+
+async def asked_twice(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    sample = await generate(args, sample, sampling_params)
+    append_message(sample, {"role": "user", "content": "more"})
     return await generate(args, sample, sampling_params)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import json
 import pickle
 import subprocess
@@ -14,12 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from slime.config import make_config
 from slime.errors import RunFailed, UserError
 from slime.observe.run_folder import RunFolder
+from slime.prompts.readers import open_rows
+from slime.prompts.row_format import RowFormat, read_prompt
 from slime.rollout.rewards.by_name import RewardByName
 from slime.rollout.rewards.pool import RewardPool
 from slime.run import api
@@ -84,13 +88,42 @@ def test_rewards_by_name(
     assert settings[flag] == value and settings["input_key"] == "question"
 
 
-def test_a_data_set_is_as_good_as_a_list(tmp_path: Path, commands: list[list[str]]) -> None:
+def test_a_data_set_keeps_the_types_of_its_columns(
+    tmp_path: Path, commands: list[list[str]]
+) -> None:
+    """A list of rows would make 0.10000000149011612 of 0.1, and has no dates."""
     import datasets
 
-    settings = settings_of(tmp_path, commands, "m", datasets.Dataset.from_list(ROWS), "math")
-    assert [
-        json.loads(line) for line in Path(settings["prompt_data"]).read_text().splitlines()
-    ] == ROWS
+    columns = {
+        "prompt": ["a", "b"],
+        "label": np.array([0.1, np.nan], np.float32),
+        "metadata": [{"day": datetime.date(2024, 1, 2)}] * 2,
+    }
+    table = datasets.Dataset.from_dict(columns).select([1, 0])
+    settings = settings_of(tmp_path, commands, "m", table, "math")
+    rows = open_rows(settings["prompt_data"])
+    read = [read_prompt(row, RowFormat("prompt", "label"), None) for row in rows]
+    assert [(one.text, one.label) for one in read] == [("b", None), ("a", "0.1")]
+    assert read[0].metadata == columns["metadata"][0]
+
+
+def test_rows_that_a_data_set_makes_when_they_are_asked_for(
+    tmp_path: Path, commands: list[list[str]]
+) -> None:
+    import datasets
+
+    table = datasets.Dataset.from_list(ROWS).with_transform(lambda rows: {"prompt": ["x"]})
+    settings = settings_of(tmp_path, commands, "m", table, "math")
+    assert Path(settings["prompt_data"]).read_text() == '{"prompt": "x"}\n' * 2
+
+
+@pytest.mark.parametrize(
+    "value", [np.int64(3), np.ones(2), float("nan"), datetime.date(2024, 1, 2), "\ud800", {1}]
+)
+def test_values_that_json_cannot_hold_are_told_with_row_and_remedy(value: Any) -> None:
+    with pytest.raises(UserError, match="row 1 of data has a value") as caught:
+        api._rows([{"label": "x"}, {"label": value}])
+    assert "datasets.Dataset" in caught.value.fix
 
 
 @pytest.mark.parametrize("data", [[], {"a": 1}, 5, ["text"], [{"a": object()}]])

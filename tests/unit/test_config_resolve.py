@@ -735,6 +735,16 @@ def test_colocate_in_async_training() -> None:
     )
 
 
+@pytest.mark.parametrize(("colocate", "evaluates"), [(True, True), (True, False), (False, True)])
+def test_engines_of_evaluations_take_turns_with_supervised_fine_tuning(
+    colocate: bool, evaluates: bool
+) -> None:
+    """The refusal named a flag that nobody had passed."""
+    flags = {"eval_prompt_data": ("a", "a.jsonl")} if evaluates else {}
+    config = make_config(loss_type="sft_loss", colocate=colocate, **flags)
+    assert config.sync.async_buffer_size == (0 if colocate and evaluates else 1)
+
+
 def test_what_becomes_of_stale_samples() -> None:
     """A flag of what --max-staleness leaves; what trains on older tokens says what corrects for
     it."""

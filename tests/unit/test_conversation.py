@@ -49,6 +49,13 @@ def test_content_is_text_whatever_its_parts(content: Any) -> None:
     assert said(content) == "ab"
 
 
+def test_thoughts_of_gemini_are_reasoning() -> None:
+    parts = [{"text": "hm", "thought": True}, {"text": "4", "thought": None}]
+    assert read_messages([{"role": "model", "parts": parts}]) == [
+        {"role": "assistant", "content": "4", "reasoning_content": "hm"}
+    ]
+
+
 @pytest.mark.parametrize(
     "part",
     [
@@ -90,10 +97,27 @@ def test_images_and_other_media_are_refused_by_name(part: dict[str, Any]) -> Non
         {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
         {"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {"x": 1}}]},
         {"type": "function_call", "name": "f", "arguments": '{"x": 1}'},
+        {"role": "assistant", "tool_calls": [{"name": "f", "args": {"x": 1}, "type": "tool_call"}]},
+        CALLS | {"function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        CALLS | {"content": [{"type": "tool_use", "name": "f", "input": {"x": 1}}]},
     ],
 )
 def test_a_call_is_the_same_in_each_form(message: dict[str, Any]) -> None:
     assert read_messages([message]) == [CALLS]
+
+
+def test_calls_that_differ_are_all_read() -> None:
+    call = {"name": "f", "arguments": {}, "cache_control": {"type": "ephemeral"}}
+    other = {"name": "g"}
+    [message] = read_messages([CALLS | {"tool_calls": [call, call], "function_call": other}])
+    assert [one["function"]["name"] for one in message["tool_calls"]] == ["f", "f", "g"]
+
+
+def test_arguments_under_an_unknown_name_are_refused_and_not_left_out() -> None:
+    call = {"name": "f", "kwargs": {"x": 1}}
+    with pytest.raises(ConversationError, match="arguments are under another name") as caught:
+        read_messages([{"role": "assistant", "tool_calls": [call]}])
+    assert "kwargs" in caught.value.detail
 
 
 JSON = st.recursive(
@@ -207,6 +231,28 @@ def test_what_is_no_conversation_is_left_alone(value: Any) -> None:
     assert conversation_in(value) is None
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"from": "Paris", "to": "Rome"},
+        [{"from": "EUR", "to": "USD", "value": 3}],
+        {"role": "user", "name": "Bob"},
+        [{"role": "admin", "name": "Bob"}, {"role": "user", "name": "Al"}],
+        [{"type": "function_call", "name": "f", "arguments": "{}"}],
+    ],
+)
+def test_other_json_with_roles_and_places_of_departure_is_text(value: Any) -> None:
+    assert conversation_in(json.dumps(value)) is None
+
+
+def test_items_of_responses_may_be_text() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    items = [USER, call, {"type": "function_call_output", "call_id": "c", "output": "1"}]
+    found = conversation_in(json.dumps(items))
+    assert found is not None
+    assert [message["role"] for message in read_messages(found[0])] == ["user", "assistant", "tool"]
+
+
 def test_a_conversation_written_by_str_is_refused_and_not_taken_as_words() -> None:
     with pytest.raises(ConversationError, match="not valid JSON"):
         conversation_in(str([USER]))
@@ -268,6 +314,51 @@ def test_nulls_that_a_columnar_file_fills_in_are_absent() -> None:
         [{"role": "assistant", "tool_calls": [call]}], tools=tools, drops_nulls=True
     )
     assert message["tool_calls"][0]["function"]["arguments"] == {"b": None, "deep": {"y": [None]}}
+
+
+def test_null_stays_where_a_schema_allows_it_by_reference_or_by_choice() -> None:
+    """As pydantic writes nested models."""
+    point = {
+        "properties": {"x": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "y": {}},
+        "type": "object",
+    }
+    parameters = {
+        "properties": {
+            "one": {"$ref": "#/$defs/Point"},
+            "all": {"allOf": [{"$ref": "#/$defs/Point"}]},
+            "maybe": {"oneOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]},
+            "list": {"type": "array", "items": {"$ref": "#/$defs/Point"}},
+            "map": {"additionalProperties": {"$ref": "#/$defs/Word"}},
+            "word": {"$ref": "#/$defs/Word"},
+            "tree": {"$ref": "#"},
+            "loop": {"$ref": "#/$defs/Loop"},
+            "lost": {"$ref": "#/$defs/Nothing"},
+        },
+        "$defs": {
+            "Point": point,
+            "Word": {"enum": ["a", None]},
+            "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]},
+        },
+    }
+    filled: dict[str, Any] = {"x": None, "y": None}
+    value: dict[str, Any] = {
+        **dict.fromkeys(("one", "all", "maybe"), filled),
+        "list": [filled],
+        "map": {"k": None},
+        "word": None,
+        "tree": {"word": None, "one": None},
+        "loop": None,
+        "lost": None,
+    }
+    kept = {"x": None}
+    assert without_nulls(value, parameters) == {
+        **dict.fromkeys(("one", "all", "maybe"), kept),
+        "list": [kept],
+        "map": {"k": None},
+        "word": None,
+        "tree": {"word": None},
+    }
+    assert without_nulls({"maybe": None}, parameters) == {"maybe": None}
 
 
 @given(JSON)

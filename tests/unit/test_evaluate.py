@@ -33,7 +33,7 @@ from slime.samples.types import Sample
 from tests.support import rollout_hooks
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_rollout import FakeSource, FakeTokenizer, hook_args
-from tests.support.prompt_fixtures import make_tokenizer
+from tests.support.prompt_fixtures import CHATML, make_tokenizer
 
 FLAGS: dict[str, Any] = {
     "num_rollout": 1,
@@ -54,12 +54,13 @@ def write_rows(path: Path, count: int, **extra: Any) -> str:
     return str(path)
 
 
-def with_loop(test: Callable[[RolloutLoop, FakeEngine], Awaitable[Any]], **flags: Any) -> Any:
+def with_loop(
+    test: Callable[[RolloutLoop, FakeEngine], Awaitable[Any]], tokenizer: Any = None, **flags: Any
+) -> Any:
     async def main() -> Any:
         async with FakeEngine() as engine:
-            loop = RolloutLoop(
-                make_config(**{**FLAGS, **flags}), FakeTokenizer(), FakeSource(2), engine.url
-            )
+            config = make_config(**{**FLAGS, **flags})
+            loop = RolloutLoop(config, tokenizer or FakeTokenizer(), FakeSource(2), engine.url)
             try:
                 return await asyncio.wait_for(test(loop, engine), timeout=30)
             finally:
@@ -116,6 +117,36 @@ n_samples_per_eval_prompt: 1, temperature: 0,
     assert "eval/small-pass@8" not in metrics and "eval/other-pass@1" not in metrics
     assert metrics["eval/small-truncated_ratio"] == sum(output.data["small"]["truncated"]) / 12
     assert metrics["eval/small/response_len/max"] <= 5 and metrics["eval/small/num_failed"] == 0
+
+
+@pytest.mark.parametrize("templates_rows", ["true", "false"])
+@pytest.mark.parametrize("own", ["{mode: B}", "{}"])
+def test_the_template_arguments_of_a_set_hold_for_all_its_turns(
+    own: str, templates_rows: str, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer(CHATML + "{% if add_generation_prompt %}{{ mode }}{% endif %}")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"input": [{"role": "user", "content": "hi"}]}) + "\n")
+    file = tmp_path / "sets.yaml"
+    settings = f"apply_chat_template: {templates_rows}, apply_chat_template_kwargs: {own}"
+    file.write_text(f"datasets: {{a: {{path: {rows}, {settings}}}}}")
+
+    async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
+        await loop.evaluate(0)
+        begun = "<|im_start|>assistant\n" + ("B" if own == "{mode: B}" else "")
+        asked = sorted((body["input_ids"] for body in engine.bodies), key=len)
+        assert len(asked) == 2
+        assert all(tokenizer.decode(ids).endswith(begun) for ids in asked)
+
+    with_loop(
+        test,
+        tokenizer,
+        eval_config=str(file),
+        n_samples_per_eval_prompt=1,
+        rollout_max_response_len=100,
+        apply_chat_template_kwargs={"mode": "A"},
+        custom_generate_function_path="tests.support.rollout_hooks.asked_twice",
+    )
 
 
 def test_evaluations_are_deterministic_and_do_not_change_the_prompts(tmp_path: Path) -> None:
@@ -245,6 +276,19 @@ def test_labels_that_the_reward_cannot_compare_are_refused_as_in_training(tmp_pa
             read_eval_prompts(dataset, config, make_tokenizer())
 
 
+@pytest.mark.parametrize("own", [{}, {"rm_type": "math"}])
+@pytest.mark.parametrize("named", ["rm_type: gpqa", "metadata_overrides: {rm_type: boxed_gpqa}"])
+def test_labels_are_read_for_the_reward_that_the_set_names(
+    own: dict[str, str], named: str, tmp_path: Path
+) -> None:
+    """A position is a number for gpqa alone, which would find no choice called "1"."""
+    data = write_rows(tmp_path / "rows.jsonl", 1, answer=1, metadata=own)
+    flags = {"rm_type": "math", "label_key": "answer"}
+    [dataset] = datasets_of(tmp_path, f"{{datasets: {{a: {{path: {data}, {named}}}}}}}", **flags)
+    [prompt] = read_eval_prompts(dataset, make_config(**{**FLAGS, **flags}), make_tokenizer())
+    assert prompt.label == 1
+
+
 def test_bad_evaluation_data_is_refused_at_the_start(tmp_path: Path) -> None:
     async def start(loop: RolloutLoop, engine: FakeEngine) -> None:
         await loop.start()
@@ -302,12 +346,64 @@ def test_both_forms_of_the_file(tmp_path: Path, text: str) -> None:
             "has multimodal_keys, and the run reads no images",
         ),
         ("{datasets: [", "not valid YAML"),
+        ("{defaults: 5, datasets: [{name: a, path: x}]}", "defaults are a int"),
+        ("{datasets: [{name: 1, path: x}, {name: '1', path: y}]}", "given twice"),
     ],
 )
 def test_mistakes_in_the_file_are_named(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(UserError) as caught:
         datasets_of(tmp_path, text)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "read"),
+    [
+        ("apply_chat_template", '"false"', False),
+        ("apply_chat_template_kwargs", "'{\"thinking\": true}'", {"thinking": True}),
+        ("skip_special_tokens", '"no"', False),
+        ("label_key", "2024", "2024"),
+        ("label_key", "null", None),
+        ("rm_type", "null", None),
+        ("stop", "[a, 5]", ("a", "5")),
+        ("stop_token_ids", '["7"]', (7,)),
+    ],
+)
+def test_values_of_a_set_have_the_types_of_their_flags(
+    key: str, written: str, read: Any, tmp_path: Path
+) -> None:
+    """Text such as "false" would count as true."""
+    [dataset] = datasets_of(tmp_path, f"{{datasets: {{a: {{path: x, {key}: {written}}}}}}}")
+    assert getattr(dataset, key) == read
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "apply_chat_template: maybe",
+        "apply_chat_template_kwargs: [1]",
+        "apply_chat_template_kwargs: null",
+        "input_key: [a]",
+        "input_key: null",
+        "rm_type: [math]",
+        "metadata_overrides: [1]",
+        "metadata_overrides: null",
+        "stop_token_ids: [end]",
+        "no_stop_trim: perhaps",
+        "repetition_penalty: 3",
+    ],
+)
+def test_values_of_other_types_are_refused_before_the_run(wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^evaluation set a: "):
+        datasets_of(tmp_path, f"{{datasets: {{a: {{path: x, {wrong}}}}}}}")
+
+
+def test_a_k_that_no_set_has_samples_for_is_refused(tmp_path: Path) -> None:
+    text = "{defaults: {n_samples_per_eval_prompt: 2}, datasets: {a: {path: x}, b: {path: y}}}"
+    with pytest.raises(UserError, match=r"no evaluation set has more than .* 2"):
+        datasets_of(tmp_path, text, n_samples_per_eval_prompt=8, eval_pass_k=(1, 4))
+    enough = text.replace("{path: y}", "{path: y, n_samples_per_eval_prompt: 4}")
+    assert len(datasets_of(tmp_path, enough, eval_pass_k=(1, 4))) == 2
 
 
 def test_eval_prompt_data_takes_pairs_or_a_single_path() -> None:
@@ -364,6 +460,15 @@ def test_a_set_that_asks_a_reward_model_needs_its_address(rm_type: str, tmp_path
     with pytest.raises(UserError, match="needs an address"):
         check_flags(make_config(**flags))
     check_flags(make_config(**flags, rm_url="http://judge:1"))
+
+
+@pytest.mark.parametrize("key", ["custom_rm_path", "custom_generate_function_path"])
+def test_functions_of_a_set_are_checked_before_the_launch(key: str, tmp_path: Path) -> None:
+    sets = tmp_path / "sets.yaml"
+    sets.write_text(f"datasets: {{a: {{path: a.jsonl, {key}: tests.support.rollout_hooks.nope}}}}")
+    flags = {"rm_type": "math", "eval_config": str(sets), "output_dir": str(tmp_path)}
+    with pytest.raises(UserError, match="has no 'nope'"):
+        check_flags(make_config(**flags))
 
 
 def test_a_set_whose_rm_type_does_nothing_is_warned_of(

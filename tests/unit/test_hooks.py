@@ -93,6 +93,14 @@ class Callable_:
         return 1.0
 
 
+def yields(args, sample):
+    yield 1.0
+
+
+async def yields_later(args, sample, sampling_params):
+    yield sample
+
+
 @pytest.mark.parametrize(
     ("flag", "fn"),
     [
@@ -122,6 +130,9 @@ def test_functions_that_fit(flag: str, fn: Any) -> None:
         ("rollout_function_path", lambda args, rollout_id, data_source: [], "evaluation=…"),
         ("custom_tis_function_path", lambda args, *, pg_loss: pg_loss, "train_log_probs"),
         ("custom_rm_path", 3, "is not a function but a int"),
+        ("custom_rm_path", Callable_, "name an object: callable_ = Callable_(…)"),
+        ("custom_rm_path", yields, "is a generator"),
+        ("custom_generate_function_path", functools.partial(yields_later), "is a generator"),
     ],
 )
 def test_functions_that_do_not_fit(flag: str, fn: Any, said: str) -> None:

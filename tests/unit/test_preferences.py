@@ -166,6 +166,10 @@ GOOD = ROWS["whole conversations"]
             "one answer that is text and one that is messages",
         ),
         ({"chosen": said("q", "good"), "rejected": said("q", "", "p")}, "cannot be trained on"),
+        (
+            GOOD | {"prompt": [{"role": "system", "content": "be brief"}, *said("q")]},
+            "have a prompt that their answers, which are whole conversations, do not begin with",
+        ),
     ],
 )
 def test_rows_that_are_no_pairs_are_refused_by_name(
@@ -174,6 +178,33 @@ def test_rows_that_are_no_pairs_are_refused_by_name(
     path = write_jsonl(tmp_path / "pairs.jsonl", [GOOD, row])
     error = report_of(path).error
     assert error is not None and told in str(error) and f"{path}:2" in str(error)
+
+
+@pytest.mark.parametrize("prompt", ["q", " q\n", said("q")])
+def test_a_prompt_that_whole_conversations_repeat_is_read_once(
+    tmp_path: Path, prompt: str | list[dict[str, str]]
+) -> None:
+    path = write_jsonl(tmp_path / "pairs.jsonl", [GOOD | {"prompt": prompt}] * 2)
+    assert not report_of(path).notes
+    [group, _] = groups_of(path, tokenizer=CHAT).samples
+    assert CHAT.decode(group.trajectories[0][0].tokens).count("q") == 1
+
+
+def test_text_that_whole_conversations_do_not_hold_is_a_column_that_nothing_reads(
+    tmp_path: Path,
+) -> None:
+    path = write_jsonl(tmp_path / "pairs.jsonl", [GOOD | {"prompt": "another"}])
+    assert "nothing reads the columns prompt (1 of 1 rows)" in report_of(path).notes[0]
+
+
+@pytest.mark.parametrize("place", ["prompt", "chosen"])
+def test_tools_may_stand_beside_the_messages(tmp_path: Path, place: str) -> None:
+    tools = [{"name": "search", "parameters": {}}]
+    row: dict[str, Any] = dict(ROWS["messages of all"])
+    row[place] = {"messages": row[place], "tools": tools}
+    [group, _] = groups_of(write_jsonl(tmp_path / "pairs.jsonl", [row] * 2), tokenizer=CHAT).samples
+    [tool] = group.trajectories[0][0].metadata["tools"]
+    assert tool["function"]["name"] == "search"
 
 
 def test_equal_answers_are_counted_and_refused_where_there_is_nothing_else(tmp_path: Path) -> None:
@@ -186,7 +217,8 @@ def test_equal_answers_are_counted_and_refused_where_there_is_nothing_else(tmp_p
     assert error is not None and "3 of 3 rows have a rejected answer that equals" in str(error)
 
 
-def test_labels_of_one_side_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("odd", ["yes", 2, 0.5, None, [1]])
+def test_labels_of_one_side_are_refused(tmp_path: Path, odd: Any) -> None:
     def rows(*labels: Any) -> str:
         found = [
             {"prompt": "q", "completion": f"a{i}", "label": one} for i, one in enumerate(labels)
@@ -196,8 +228,17 @@ def test_labels_of_one_side_are_refused(tmp_path: Path) -> None:
     assert not report_of(rows(True, False), "kto").warnings
     error = report_of(rows(True, True), "kto").error
     assert error is not None and "2 of 2 rows have a desirable answer" in str(error)
-    error = report_of(rows(True, False, "yes"), "kto").error
+    error = report_of(rows(True, False, odd), "kto").error
     assert error is not None and "neither true nor false" in str(error)
+
+
+@pytest.mark.parametrize("good", [True, 1, 1.0, "true", "True", "1"])
+@pytest.mark.parametrize("bad", [False, 0, 0.0, "false", "FALSE", "0"])
+def test_labels_are_read_whatever_file_they_come_from(tmp_path: Path, good: Any, bad: Any) -> None:
+    """Fields of a CSV file are text, and a column of pandas with gaps is one of floats."""
+    rows = [{"prompt": "q", "completion": "a", "label": label} for label in (good, bad)]
+    groups = groups_of(write_jsonl(tmp_path / "answers.jsonl", rows), "kto").samples
+    assert [group.trajectories[0][0].reward for group in groups] == [1.0, -1.0]
 
 
 def test_kto_needs_a_second_answer_in_the_batch() -> None:

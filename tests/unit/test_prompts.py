@@ -309,6 +309,12 @@ def test_data_workers_find_the_same_as_one_process(
 # -- bad input -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["add_generation_prompt", "tools", "tokenize"])
+def test_arguments_of_the_template_that_are_ours_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"--apply-chat-template-kwargs has {name}"):
+        RowFormat(apply_chat_template=True, template_kwargs={name: True})
+
+
 @pytest.mark.parametrize(
     ("rows", "flags", "said"),
     [

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from slime.cli.reward import main as reward_cli
 from slime.config import make_config
 from slime.errors import UserError
+from slime.prompts.chat_template import render_messages
 from slime.rollout.rewards import grading_pool, reward_model
 from slime.rollout.rewards.grading_pool import Grade, GradingPool
 from slime.rollout.rewards.math_grading import grade_deepscaler, grade_math
@@ -42,7 +43,7 @@ from slime.rollout.rewards.text import (
 from slime.samples.types import Sample
 from slime.user_code.loading import load_function
 from tests.support.processes import is_running, wait_until
-from tests.support.prompt_fixtures import make_tokenizer
+from tests.support.prompt_fixtures import CHATML, make_tokenizer
 
 
 def make_pool(**flags: Any) -> RewardPool:
@@ -212,9 +213,12 @@ def test_unknown_types_are_refused_when_the_pool_is_made(rm_type: str, said: str
 
 USER_CODE = """
 import asyncio, time
+import numpy as np, torch
 async def length(args, sample, **kwargs): return len(sample.response)
 def sync(args, sample): sample.metadata["seen"] = args.rm_type; return True
 def batch(args, samples, **kwargs): return [s.index for s in samples]
+def array(args, samples): return np.array([s.index for s in samples])
+def tensor(args, samples): return torch.tensor([s.index for s in samples], dtype=torch.bfloat16)
 def short(args, samples): return [1.0]
 def nan(args, sample): return float("nan")
 def text(args, sample): return "1.0"
@@ -262,6 +266,13 @@ def test_groups_are_scored_in_one_call_or_one_by_one(user: str) -> None:
             lambda pool: pool.score_group([Sample() for _ in range(3)]),
             custom_rm_path=f"{user}.short",
         )
+
+
+@pytest.mark.parametrize("name", ["array", "tensor"])
+def test_rewards_of_a_group_may_be_one_array(user: str, name: str) -> None:
+    samples = [Sample(index=i) for i in range(3)]
+    rewards = with_pool(lambda pool: pool.score_group(samples), custom_rm_path=f"{user}.{name}")
+    assert rewards == [0.0, 1.0, 2.0]
 
 
 def test_dict_rewards_need_a_key(user: str) -> None:
@@ -567,32 +578,73 @@ def test_a_row_that_cannot_be_judged_ends_the_command_and_not_the_graders_of_oth
     assert "was lost" not in caplog.text
 
 
-def test_tokenizers_that_are_code_are_read_if_the_user_trusts_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, policy = tmp_path / "judge", tmp_path / "policy"
+def reward_model_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, load: Any, **flags: Any
+) -> reward_model.RewardModelScorer:
+    """A scorer with a model that scores nothing."""
     folder.mkdir()
     (folder / "config.json").write_text(
         json.dumps({"architectures": ["QwenForSequenceClassification"], "id2label": {"0": ""}})
     )
-    trusted = {}
-
-    def load(path: str, *, trust_remote_code: bool = False) -> Any:
-        trusted[path] = trust_remote_code
-        return make_tokenizer()
-
     monkeypatch.setattr(reward_model, "load_tokenizer", load)
     monkeypatch.setattr(
         "transformers.AutoModelForSequenceClassification.from_pretrained",
         lambda path, **options: torch.nn.Linear(1, 1),
     )
     config = make_config(
-        hf_checkpoint=str(policy),
-        trust_remote_code=True,
-        rm_type="reward_model",
-        rm_path=str(folder),
-        rollout_batch_size=1,
-        num_rollout=1,
+        rm_type="reward_model", rm_path=str(folder), rollout_batch_size=1, num_rollout=1, **flags
     )
-    reward_model.RewardModelScorer(str(folder), config)._load()
-    assert trusted == {str(folder): True, str(policy): True}
+    scorer = reward_model.RewardModelScorer(str(folder), config)
+    scorer._load()
+    return scorer
+
+
+def test_tokenizers_that_are_code_are_read_if_the_user_trusts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trusted = {}
+
+    def load(path: str, *, trust_remote_code: bool = False) -> Any:
+        trusted[path] = trust_remote_code
+        return make_tokenizer()
+
+    judge, policy = tmp_path / "judge", tmp_path / "policy"
+    reward_model_of(judge, monkeypatch, load, hf_checkpoint=str(policy), trust_remote_code=True)
+    assert trusted == {str(judge): True, str(policy): True}
+
+
+#: Leaves out what stands before the last mark, as templates of reasoning models do.
+CUTTING = CHATML.replace("m['content']", "m['content'].split('</think>')[-1]")
+TOOLS = "{% if tools %}{{ tools[0]['function']['name'] }}{% endif %}"
+
+
+@pytest.mark.parametrize("template", [None, CHATML, CUTTING, TOOLS + CHATML])
+@pytest.mark.parametrize("response", ["", " ", "yes", "a</think>b</think>c"])
+@pytest.mark.parametrize("turns", [1, 3])
+def test_a_reward_model_of_another_vocabulary_scores_whatever_the_policy_says(
+    template: str | None,
+    response: str,
+    turns: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = make_tokenizer(template)
+
+    def load(path: str, *, trust_remote_code: bool = False) -> Any:
+        return make_tokenizer(eos="<|endoftext|>") if path == "policy" else tokenizer
+
+    scorer = reward_model_of(tmp_path / "judge", monkeypatch, load, hf_checkpoint="policy")
+    scorer._shares_vocabulary = False
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "earlier"},
+        {"role": "user", "content": "r"},
+    ][-turns:]
+    tools = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
+    sample = Sample(prompt=messages if template else "r", response=response)
+    sample.metadata = {"tools": tools} if template and template.startswith(TOOLS) else {}
+    prompt = "r"
+    if template:
+        prompt = render_messages(tokenizer, messages, tools=sample.metadata.get("tools"))
+    scored = tokenizer.decode(scorer.tokens_of(sample))
+    assert scored == f"{prompt}{response}<|im_end|>"

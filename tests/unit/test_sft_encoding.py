@@ -284,6 +284,22 @@ def test_reasoning_that_no_template_writes_is_counted() -> None:
     assert encoding.encode([user(0), answer(0)]).lost_reasoning == 0
 
 
+@pytest.mark.parametrize("weight", [0, 1])
+def test_a_label_answers_a_conversation_that_ends_with_a_question(weight: int) -> None:
+    tokenizer = make_tokenizer()
+    encoding = SftEncoding(tokenizer)
+    asked = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "weight": weight},
+        {"role": "user", "content": "c"},
+    ]
+    answered = [*asked, {"role": "assistant", "content": "d"}]
+    assert encoding.encode(asked, "d") == encoding.encode(answered)
+    assert encoding.encode(answered, "e") == encoding.encode(answered)
+    [sequence] = encoding.encode(asked, "d").sequences
+    assert encoding.trained_text(sequence) == "b<|im_end|>" * weight + "d<|im_end|>"
+
+
 def test_turns_without_weight_are_context() -> None:
     encoded, texts, _ = encode(QWEN3, [user(0), answer(0, weight=0), user(1), answer(1)])
     assert texts == ["<think>\n\n</think>\n\nANSWER1<|im_end|>"] and len(encoded.sequences) == 1

@@ -42,14 +42,14 @@ BUDGETS = {
     "observe": 3_410,  # profiles, three trackers, ranges of recipes
     "page": 1_640,
     "processes": 1_055,  # the preloaded process
-    "prompts": 4_180,  # rows of preferences
-    "rollout": 8_990,  # preferences, reward models
-    "run": 2_220,  # lengths that longrope is computed for, profiles
+    "prompts": 4_260,  # rows of preferences, forms of messages
+    "rollout": 9_060,  # preferences, reward models, values of evaluation sets
+    "run": 2_230,  # lengths that longrope is computed for, profiles, data sets from Python
     "samples": 2_250,  # rewards of tokens and turns, sampling masks, whole pairs
     "sandbox": 930,
     "trainer": 9_240,
-    "user_code": 955,
-    "weights": 3_035,
+    "user_code": 970,
+    "weights": 3_020,
 }
 #: Programs that run without the package keep their time constants.
 STANDALONE = {

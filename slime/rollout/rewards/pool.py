@@ -23,7 +23,7 @@ from slime.rollout.rewards.grading_pool import GradingPool
 from slime.rollout.rewards.remote import RemoteReward
 from slime.rollout.rewards.text import grade_dapo, grade_f1, grade_gpqa, last_boxed
 from slime.samples.frozen_fields import frozen
-from slime.samples.sample_fields import is_finite, is_number, reward_number
+from slime.samples.sample_fields import as_list, is_finite, is_number, reward_number
 from slime.samples.token_rewards import is_reward_list, note_token_rewards
 from slime.samples.types import Sample
 from slime.user_code.hooks import RewardFunction
@@ -230,7 +230,8 @@ class RewardPool:
     def _one_each(self, values: Any, path: str, samples: list[Sample]) -> list[Reward]:
         if values is _TIMED_OUT:
             return [self._zero() for _ in samples]
-        is_list = isinstance(values, (list, tuple))
+        values = as_list(values)
+        is_list = isinstance(values, list)
         if not is_list or len(values) != len(samples):
             got = f"{len(values)} rewards" if is_list else f"a {type(values).__name__}"
             raise FunctionFailed(

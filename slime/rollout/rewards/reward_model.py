@@ -8,6 +8,7 @@ with another vocabulary gets the conversation through its own chat template, as 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,9 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.files import read_object
 from slime.log import get_logger
+from slime.prompts.chat_template import render_prompt, template_form
 from slime.prompts.sft_encoding import SftEncoding
-from slime.prompts.tokenizer import end_token_ids, load_tokenizer
+from slime.prompts.tokenizer import end_token_ids, load_tokenizer, with_opening
 from slime.samples.types import Sample
 
 logger = get_logger(__name__)
@@ -94,7 +96,11 @@ class RewardModelScorer:
             return float(self._model(tokens).logits[0, 0])
 
     def tokens_of(self, sample: Sample) -> Sequence[int]:
-        """The tokens to score; the reward is read at the last one."""
+        """Return the tokens to score; the reward is read at the last one.
+
+        Raises:
+            UserError: the prompt does not fit the reward model's template.
+        """
         if self._shares_vocabulary and sample.tokens and sample.response_length:
             return sample.tokens
         prompt = sample.prompt
@@ -105,11 +111,26 @@ class RewardModelScorer:
                 fix="leave --apply-chat-template out: prompts that are messages stay messages, and "
                 "generation puts them into the template",
             )
-        if isinstance(prompt, str) and (self._shares_vocabulary or not self._has_template):
-            return self._encoding.encode(prompt, sample.response).sequences[-1].tokens
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        answer = {"role": "assistant", "content": sample.response}
-        return self._encoding.encode([*asked, answer]).sequences[-1].tokens
+        encoding = self._encoding
+        tools = sample.metadata.get("tools")
+        is_plain = isinstance(prompt, str) and (self._shares_vocabulary or not self._has_template)
+        # the policy may say what no template writes as it is, or nothing
+        with contextlib.suppress(UserError):
+            if is_plain:
+                return encoding.encode(prompt, sample.response).sequences[-1].tokens
+            asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            if sample.response.strip():
+                answer = {"role": "assistant", "content": sample.response}
+                return encoding.encode([*asked, answer], tools=tools).sequences[-1].tokens
+        tokenizer = encoding.tokenizer
+        text = str(prompt)
+        end = tokenizer.eos_token or ""
+        if not is_plain:
+            kwargs = self._config.data.apply_chat_template_kwargs
+            text = render_prompt(tokenizer, prompt, tools=tools, **kwargs)
+            end = template_form(tokenizer, **kwargs).end or end
+        ids = tokenizer.encode(f"{text}{sample.response}{end}", add_special_tokens=False)
+        return with_opening(tokenizer, text, ids, templated=not is_plain)
 
     def _load(self) -> None:
         import torch
