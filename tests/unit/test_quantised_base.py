@@ -342,7 +342,7 @@ def test_a_critic_is_trained_as_a_whole(made: dict[tuple[str, str], Directories]
     at = made["qwen3", "fp8"]
     flags = {"hf_checkpoint": str(at.quantised), "advantage_estimator": "ppo", **LORA}
     config = trainer_config(**flags)
-    with pytest.raises(UserError, match="training needs the weights themselves"):
+    with pytest.raises(UserError, match="training needs unquantised weights"):
         check_weights(config, resolve_load(config))
     config = trainer_config(**flags, critic_load=str(at.plain))
     check_weights(config, resolve_load(config))
